@@ -176,7 +176,7 @@ def opened(path: Path, cache: Path, processes: int) -> Opened:
     began = time.perf_counter()
     processor = processor_time()
     with (
-        mock.patch("vembed.data.first_pass.num_cores", return_value=processes),
+        mock.patch("vembed.data.example_store.num_cores", return_value=processes),
         peaks_of_children() as others,
     ):
         os.environ["XDG_CACHE_HOME"] = str(cache)
@@ -227,7 +227,7 @@ def processor_seconds(
                 json.loads(line)
 
     def first_pass(number: int) -> None:
-        with mock.patch("vembed.data.first_pass.num_cores", return_value=1):
+        with mock.patch("vembed.data.example_store.num_cores", return_value=1):
             os.environ["XDG_CACHE_HOME"] = str(cache / str(number))
             open_examples(config.data, str(path))
 

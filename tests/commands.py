@@ -166,7 +166,7 @@ class _ForkingPopen(subprocess.Popen[Any]):
         words = (
             []
             if isinstance(args, str)
-            else [one for one in map(os.fspath, args) if one != "-u"]
+            else [entry for entry in map(os.fspath, args) if entry != "-u"]
         )
         if words[:1] != [sys.executable]:
             super()._execute_child(
@@ -232,7 +232,9 @@ class _ForkingPopen(subprocess.Popen[Any]):
             environment = dict(env)
             os.environ.clear()
             os.environ.update(environment)
-        _use_streams(*(own if pipe == -1 else pipe for own, pipe in enumerate(pipes)))
+        _use_streams(
+            *(position if pipe == -1 else pipe for position, pipe in enumerate(pipes))
+        )
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         flags = {"-m": words[2:], "-c": [CODE, *words[2:]]}
         _run(*_first_and_rest(flags.get(words[1], [SCRIPT, *words[1:]])))
@@ -248,8 +250,8 @@ def _die_with_parent():
 
 def _use_streams(*numbers):
     """Make the open files the standard streams."""
-    for own, number in enumerate(numbers):
-        os.dup2(number, own)
+    for position, number in enumerate(numbers):
+        os.dup2(number, position)
     # As Python opens them: errors are written line by line.
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - as long as the process
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115

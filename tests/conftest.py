@@ -74,12 +74,12 @@ def pytest_collection_modifyitems(config, items):
     row = config.getoption("--promise")
     if row is not None:
         items[:] = [
-            one
-            for one in items
-            if any(row in mark.args for mark in one.iter_markers("promise"))
+            item
+            for item in items
+            if any(row in mark.args for mark in item.iter_markers("promise"))
         ]
     places = {f"tests/{name}": place for place, name in enumerate(LONG)}
-    items.sort(key=lambda one: places.get(one.nodeid.partition("::")[0], len(LONG)))
+    items.sort(key=lambda entry: places.get(entry.nodeid.partition("::")[0], len(LONG)))
 
 
 def pytest_collection_finish():

@@ -22,16 +22,16 @@ NEWER_THAN_ITS_FLOOR = "torch"
 def constraints():
     """Return name -> version of constraints-min.txt."""
     lines = (ROOT / "constraints-min.txt").read_text().splitlines()
-    return dict(found.groups() for line in lines if (found := NAME.match(line)))
+    return dict(actual.groups() for line in lines if (actual := NAME.match(line)))
 
 
 def lower_bounds():
     """Return name -> lowest version of pyproject.toml's dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return dict(
-        found.groups()
+        actual.groups()
         for line in project["dependencies"]
-        if (found := NAME.match(line))
+        if (actual := NAME.match(line))
     )
 
 

@@ -68,7 +68,7 @@ def run_ranks(fn, world_size, *args, timeout=LIMIT, process_group=True):
         stop_at_failure=True,
     )
     failures = []
-    for outcome in sorted(outcomes, key=lambda one: one.seconds):
+    for outcome in sorted(outcomes, key=lambda entry: entry.seconds):
         if outcome.error is not None:
             failures.append(
                 f"rank {outcome.rank} of {world_size} failed:\n{outcome.error}"
@@ -103,7 +103,7 @@ def run_cases(fn, world_size, cases, process_group=True):
             name: _alone(fn, world_size, args, process_group)
             for name, args in cases.items()
         }
-    return {name: [found[name] for found in by_rank] for name in cases}
+    return {name: [entry[name] for entry in by_rank] for name in cases}
 
 
 def result_of(results, name):
@@ -114,12 +114,12 @@ def result_of(results, name):
 
 
 def _all_cases(fn, cases, process_group):
-    found = {}
+    actual = {}
     for name, args in cases.items():
         if not process_group:  # the case starts a group of its own
             os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-        found[name] = fn(*args)
-    return found
+        actual[name] = fn(*args)
+    return actual
 
 
 def _alone(fn, world_size, args, process_group):
@@ -169,7 +169,7 @@ def rank_outcomes(
             if not ready and ending:
                 break
             if not ready:
-                late = sorted(ranks[one].rank for one in pending)
+                late = sorted(ranks[entry].rank for entry in pending)
                 raise RankFailed(
                     f"ranks {late} of {world_size} did not end within {timeout} s"
                 )
@@ -192,7 +192,7 @@ def rank_outcomes(
                 else:
                     outcome.error = value
                 done = wait_for is not None and not {
-                    ranks[one].rank for one in pending
+                    ranks[entry].rank for entry in pending
                 } & set(wait_for)
                 if done or (stop_at_failure and outcome.exitcode != 0):
                     # Others fail because of it, and sometimes before it: leave them a moment to say how.
@@ -215,9 +215,9 @@ def forkserver():
     """The server from which processes are forked: it has imported `tests.preloaded`, and nothing has run in it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
-    given = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
+    options = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
+    before = {name: os.environ.get(name) for name in options}
+    os.environ.update(options)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:

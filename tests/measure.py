@@ -6,13 +6,13 @@ Weight and bias of one layer are sums over the same terms, so the larger of the 
 """
 
 
-def gradient_errors(found, wanted):
+def gradient_errors(actual, expected):
     """Return the norm of each gradient's error, relative to the largest gradient in its layer.
 
     A layer whose gradients are all below a millionth of the whole gradient is measured by that millionth.
     """
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
-    norms = {name: float(one.double().norm()) for name, one in wanted.items()}
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    norms = {name: float(value.double().norm()) for name, value in expected.items()}
     whole = sum(norm**2 for norm in norms.values()) ** 0.5
     assert whole > 1e-4, "there is no gradient worth comparing"
     terms = {}
@@ -20,7 +20,7 @@ def gradient_errors(found, wanted):
         layer = name.rpartition(".")[0]
         terms[layer] = max(terms.get(layer, 1e-6 * whole), norm)
     return {
-        name: float((found[name].double() - one.double()).norm())
+        name: float((actual[name].double() - value.double()).norm())
         / terms[name.rpartition(".")[0]]
-        for name, one in wanted.items()
+        for name, value in expected.items()
     }

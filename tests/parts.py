@@ -13,11 +13,11 @@ def from_its_test(folder, part, function):
     module = None
     if (ROOT / path).exists():
         module = importlib.import_module(f"tests.{folder}.test_{part}")
-    wanted = getattr(module, function, None)
-    assert wanted is not None, (
+    expected = getattr(module, function, None)
+    assert expected is not None, (
         f"{part} has no `{function}`: write this function in {path}"
     )
-    return wanted
+    return expected
 
 
 def values_in(package):

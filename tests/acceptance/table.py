@@ -64,11 +64,13 @@ def table():
     for row, test in marked_tests():
         tests.setdefault(row, []).append(f"`{test}`")
     lines = []
-    for row, one in promises().items():
-        shown = "; ".join(
-            [*tests.get(row, ()), *([one["also"]] if "also" in one else ())]
+    for row, promise in promises().items():
+        printed = "; ".join(
+            [*tests.get(row, ()), *([promise["also"]] if "also" in promise else ())]
         )
-        lines.append(f"| {row} | {one['promise']} | {one['kind']} | {shown} |\n")
+        lines.append(
+            f"| {row} | {promise['promise']} | {promise['kind']} | {printed} |\n"
+        )
     return HEAD + "".join(lines)
 
 

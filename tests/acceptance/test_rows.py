@@ -27,19 +27,19 @@ STEPS = 6
 @pytest.mark.promise("A06", "A07")
 def test_extras_and_lower_bounds():
     extras = {
-        name: {Requirement(one).name for one in some}
-        for name, some in PROJECT["optional-dependencies"].items()
+        name: {Requirement(entry).name for entry in value}
+        for name, value in PROJECT["optional-dependencies"].items()
     }
     assert extras["fsdp"] == {"bitsandbytes", "torchao"}
     assert {"demo", "gpu", "wandb", "dev", "docs"} <= set(extras)
-    floors = {one.name: one for one in map(Requirement, PROJECT["dependencies"])}
+    floors = {entry.name: entry for entry in map(Requirement, PROJECT["dependencies"])}
     for name, floor in {"accelerate": "1.10.0", "datasets": "4.0.0"}.items():
         assert Version(floor) in floors[name].specifier
     assert Version("0.34.4") not in floors["huggingface-hub"].specifier, (
         "Transformers 5 cannot be had with it"
     )
-    for one in floors.values():
-        assert Version(version(one.name)) in one.specifier, one
+    for entry in floors.values():
+        assert Version(version(entry.name)) in entry.specifier, entry
 
 
 def test_the_oldest_versions_that_ci_trains_with_are_the_lower_bounds():
@@ -48,7 +48,7 @@ def test_the_oldest_versions_that_ci_trains_with_are_the_lower_bounds():
     assert (
         lowest.keys()
         == tried.keys()
-        == {Requirement(one).name for one in PROJECT["dependencies"]}
+        == {Requirement(dependency).name for dependency in PROJECT["dependencies"]}
     )
     for name in lowest.keys() - {NEWER_THAN_ITS_FLOOR}:
         assert Version(lowest[name]) == Version(tried[name]), name
@@ -56,14 +56,14 @@ def test_the_oldest_versions_that_ci_trains_with_are_the_lower_bounds():
 
 @pytest.mark.promise("A14", "D35", "E31", "E33")
 def test_variables_reach_every_process():
-    given = {
+    options = {
         "NCCL_DEBUG": "TRACE",
         "NCCL_SOCKET_IFNAME": "eth0",
         "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
         "PATH": "/bin",
     }
-    for environment in rank_environments(3, env=given):
-        assert given.items() <= environment.items()
+    for environment in rank_environments(3, env=options):
+        assert options.items() <= environment.items()
 
 
 @pytest.mark.promise("C17")
@@ -113,9 +113,9 @@ def write_config(folder, **more):
         for text in texts
     ]
     (folder / "data").mkdir(parents=True)
-    for name, some in (("train", rows[:48]), ("val", rows[48:])):
+    for name, entry in (("train", rows[:48]), ("val", rows[48:])):
         (folder / "data" / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in some)
+            "".join(json.dumps(row) + "\n" for row in entry)
         )
     config = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
@@ -161,8 +161,8 @@ def metrics(folder):
     "E38",
 )
 def test_one_command_on_two_processes(tmp_path):
-    one = tmp_path / "one"
-    vembed.train(write_config(one, global_batch_size=16))
+    first = tmp_path / "one"
+    vembed.train(write_config(first, global_batch_size=16))
     two = tmp_path / "two"
     config = write_config(two, batch_size=8, profile_steps=[5, 6])
     done = command(
@@ -175,7 +175,7 @@ def test_one_command_on_two_processes(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
-    alone = metrics(one / "output")
+    alone = metrics(first / "output")
     sharded = metrics(two / "output")
     assert [line["step"] for line in sharded] == list(range(1, STEPS + 1))
     for ours, theirs in zip(sharded, alone, strict=True):
@@ -212,7 +212,7 @@ def test_one_command_on_two_processes(tmp_path):
     texts = tiny.texts(5, seed=3)
     vectors = [
         vembed.Embedder(folder / "output" / "final").encode(texts)
-        for folder in (one, two)
+        for folder in (first, two)
     ]
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-4)
 

@@ -13,11 +13,11 @@ def lines(scores):
         "size": 300,
         "max_length": 32,
     }
-    found = [{"run": {"what": "before", **place}, "score": 0.5}]
+    actual = [{"run": {"what": "before", **place}, "score": 0.5}]
     for rate, by_seed in scores.items():
         options = {"learning_rate": float(rate)} if rate else {}
         for seed, score in enumerate(by_seed):
-            found.append(
+            actual.append(
                 {
                     "run": {
                         "what": "search",
@@ -28,7 +28,7 @@ def lines(scores):
                     "score": score,
                 }
             )
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(

@@ -23,14 +23,14 @@ ROOT = Path(__file__).parents[2]
 
 def rows(tmp_path, *options):
     code = main(["--small", "--out", str(tmp_path / "gpu.json"), *options])
-    found = json.loads((tmp_path / "gpu.json").read_text())["rows"]
-    assert code == 0, [row for row in found if row["status"] == "failed"]
-    return {row["name"]: row for row in found}
+    actual = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    assert code == 0, [row for row in actual if row["status"] == "failed"]
+    return {row["name"]: row for row in actual}
 
 
 def test_packed_attention_is_compared_with_plain_attention(tmp_path):
-    found = rows(tmp_path, "--part", "correctness", "--row", "attention")
-    assert len(found) == 16 and all(row["status"] == "ok" for row in found.values())
+    actual = rows(tmp_path, "--part", "correctness", "--row", "attention")
+    assert len(actual) == 16 and all(row["status"] == "ok" for row in actual.values())
 
 
 def test_4_bit_weights_whose_bits_look_like_no_numbers_are_saved(tmp_path):
@@ -44,13 +44,13 @@ def test_compiled_layers_give_the_same_gradients(tmp_path, monkeypatch):
     monkeypatch.setattr(
         gpu_correctness, "small", lambda shape: replace(small(shape), layers=1)
     )
-    found = rows(tmp_path, "--part", "correctness", "--row", "compiled")
-    assert found["equal gradients: compiled"]["gradients"] < 1e-3
+    actual = rows(tmp_path, "--part", "correctness", "--row", "compiled")
+    assert actual["equal gradients: compiled"]["gradients"] < 1e-3
 
 
 def test_speed_and_memory_on_tiny_models(tmp_path):
-    found = rows(tmp_path, "--row", "clip")
-    assert found["clip-vit-b16"]["status"] == "ok"
+    actual = rows(tmp_path, "--row", "clip")
+    assert actual["clip-vit-b16"]["status"] == "ok"
     spoken = rows(tmp_path, "--part", "memory", "--row", "qwen3-vl")["qwen3-vl-2b"]
     assert spoken["predicted_gb"] > 0
 
@@ -77,16 +77,18 @@ def test_a_replay_with_dropout_gives_the_same_gradients(tmp_path):
 def test_decoders_were_pooled_differently_by_the_two_sides(tmp_path):
     # A folder without Sentence Transformers' files: the last token here, the mean there, so no ratio at all.
     pytest.importorskip("sentence_transformers")
-    found = rows(tmp_path, "--part", "speed", "--row", "qwen3-0.6b")["qwen3-0.6b"]
-    assert found["first_losses_differ_by"] < 1e-3 and isinstance(found["ratio"], float)
+    actual = rows(tmp_path, "--part", "speed", "--row", "qwen3-0.6b")["qwen3-0.6b"]
+    assert actual["first_losses_differ_by"] < 1e-3 and isinstance(
+        actual["ratio"], float
+    )
 
 
 def test_the_loss_is_compared_with_the_plain_matrix(tmp_path):
-    found = rows(tmp_path, "--row", "loss")
-    assert [row["status"] for row in found.values()] == ["ok"] * 3
+    actual = rows(tmp_path, "--row", "loss")
+    assert [row["status"] for row in actual.values()] == ["ok"] * 3
     assert (
-        found["loss, 256 rows"]["off"] < 1e-4
-        and found["loss, 256 rows"]["tiled_seconds"] > 0
+        actual["loss, 256 rows"]["off"] < 1e-4
+        and actual["loss, 256 rows"]["tiled_seconds"] > 0
     )
 
 
@@ -111,11 +113,11 @@ def test_a_missing_package_ended_every_training(tmp_path):
         cwd=ROOT,
     )
     assert ran.returncode == 0, ran.stdout
-    found = {
+    actual = {
         (row["part"], row["name"]): row for row in json.loads(out.read_text())["rows"]
     }
-    speed = found["speed", "bert-base"]
-    memory = found["memory", "bert-base"]
+    speed = actual["speed", "bert-base"]
+    memory = actual["memory", "bert-base"]
     assert (
         speed["samples_per_second"] > 0
         and speed["peer"] == "skipped: datasets is not installed"

@@ -6,8 +6,8 @@ from vembed.training.step import ContrastiveStep
 
 
 def test_products_are_told_from_the_rest():
-    found = {"mm": 1.5, "addmm": 1.0, "bmm": 0.5, "gelu": 0.25, "copy_": 0.75}
-    assert shares(found) == (
+    actual = {"mm": 1.5, "addmm": 1.0, "bmm": 0.5, "gelu": 0.25, "copy_": 0.75}
+    assert shares(actual) == (
         "products 3.00 s, the rest 1.00 s (25%, with the profiler's own time); "
         "most of the rest: copy_ 0.750, gelu 0.250"
     )

@@ -18,8 +18,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 
 def test_tables_of_the_page():
     page = PAGE.read_text(encoding="utf-8")
-    found = page.partition(BEGIN)[2].partition(END)[0]
-    assert found.strip() == tables().strip(), (
+    actual = page.partition(BEGIN)[2].partition(END)[0]
+    assert actual.strip() == tables().strip(), (
         "write it anew: python -m benchmarks.traffic"
     )
 

@@ -168,8 +168,8 @@ def test_everything_on_the_command_line(vembed):
     done = vembed(words, "--dry-run")
     assert done.code == 0, done.err
     assert "model_name: some/model  # command line" in done.out
-    shown = "--set=use_fsdp=true --set=model_name=some/model --set=data_path=d.jsonl"
-    assert shown in done.out
+    printed = "--set=use_fsdp=true --set=model_name=some/model --set=data_path=d.jsonl"
+    assert printed in done.out
     assert "data_path is missing" in vembed("train --model x").err
 
 
@@ -215,8 +215,8 @@ def test_a_stage_needs_the_one_before_it(vembed):
     Path("cfg.yaml").write_text(STAGES)
     done = vembed("train cfg.yaml --stage two")
     assert done.code == 2 and "output/one/final (cfg.yaml, result of one)" in done.err
-    shown = vembed("config cfg.yaml --stage two").out
-    assert "model_name: output/one/final  # cfg.yaml, result of one" in shown
+    printed = vembed("config cfg.yaml --stage two").out
+    assert "model_name: output/one/final  # cfg.yaml, result of one" in printed
     blocks = {"one": {"epochs": 1}, "two": {"epochs": 2}}
     config = {"model_name": "m", "data_path": "d", "training_stages": blocks}
     with pytest.raises(UserError, match=r"output/one/final \(the config, result of"):

@@ -89,7 +89,7 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed, star
     config = start(faq)
     assert config.data.column_mapping == MAPPING
     assert config.data.val_split == 0.1 and config.batch.batch_size == 8
-    assert config.optimizer.epochs == "auto"
+    assert not config.optimizer.gives_length(), "early stopping may end the run"
     for part in (
         "# GUESSED, please check: Kundenfrage (orig) is the query (",
         "(measured)",
@@ -101,6 +101,12 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed, star
     assert Path("output/report.html").is_file() and Path("output/final").is_dir()
     report = Path("output/report.md").read_text(encoding="utf-8")
     assert "10% of the queries of faq.csv" in report
+
+
+def test_one_pass_is_no_passes(start, faq, monkeypatch):
+    monkeypatch.setattr("vembed.cli.commands.init.fitting_epochs", lambda *_, **__: 1)
+    start(faq)
+    assert " 1 pass over " in text()
 
 
 @pytest.mark.parametrize("has_negatives", [True, False])

@@ -90,11 +90,11 @@ def test_data_training_and_search(vembed, folder):
         and trained["after"]["ndcg@10"] > 0
     )
     assert (Path(trained["model_dir"]) / "modules.json").is_file()
-    found = read(vembed, "tune cfg.yaml", *short, "--trials", "1")
+    actual = read(vembed, "tune cfg.yaml", *short, "--trials", "1")
     assert (
-        Path(found["best_config"]).is_file()
-        and len(found["trials"]) == 1
-        and found["score"] > 0
+        Path(actual["best_config"]).is_file()
+        and len(actual["trials"]) == 1
+        and actual["score"] > 0
     )
 
 
@@ -115,5 +115,5 @@ def test_data_that_are_made(vembed, folder):
     Path("documents.jsonl").write_text(
         "".join(f'{{"text": "{text}. And {text}."}}\n' for text in texts(8))
     )
-    made = read(vembed, "generate corpus_path=documents.jsonl output_path=made.jsonl")
-    assert made["num_rows"] == sum(made["kept"].values())
+    built = read(vembed, "generate corpus_path=documents.jsonl output_path=made.jsonl")
+    assert built["num_rows"] == sum(built["kept"].values())

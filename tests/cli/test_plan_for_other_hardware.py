@@ -21,8 +21,8 @@ def plan(vembed):
 
 
 def hours(text):
-    (found,) = re.findall(r"hours: about (\S+) ", text)
-    return float(found)
+    (actual,) = re.findall(r"hours: about (\S+) ", text)
+    return float(actual)
 
 
 def test_hours_on_gpus_that_are_not_here(vembed, plan):
@@ -38,10 +38,10 @@ def test_hours_on_gpus_that_are_not_here(vembed, plan):
         "at 35% of the 312 TFLOPS of A100-80GB's data sheet (16 bits), on 2 GPU(s)"
         in done.out
     )
-    one = vembed(
+    first = vembed(
         "plan", plan, "--gpu=A100-80GB", "epochs=2", "use_gradient_cache=false"
     ).out
-    assert hours(one) == pytest.approx(2 * hours(done.out), rel=0.06), (
+    assert hours(first) == pytest.approx(2 * hours(done.out), rel=0.06), (
         "as many examples on half the GPUs"
     )
     again = vembed(
@@ -93,11 +93,11 @@ def test_mistakes(vembed, plan, words, sentence):
 
 @pytest.mark.parametrize("name", ["NVIDIA A100 80GB", "8x A100-SXM4-80GB"])
 def test_names_as_people_write_them(name):
-    found = read_hardware(name, None)
+    actual = read_hardware(name, None)
     assert (
-        found is not None
-        and found.gpu.name == "A100-80GB"
-        and found.gpu.memory == int(80 * 0.97 * 2**30)
+        actual is not None
+        and actual.gpu.name == "A100-80GB"
+        and actual.gpu.memory == int(80 * 0.97 * 2**30)
     )
     more = read_hardware("2xA100-80GB", "40")
     assert more is not None and more.count == 2 and more.gpu.gigabytes == 40

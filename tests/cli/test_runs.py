@@ -17,12 +17,12 @@ def run_config(vembed):
 
 @pytest.mark.promise("A08", "D43")
 def test_train_here_and_on_two_sharded_processes(vembed, run_config):
-    here = vembed("train", run_config, "output_dir=one")
-    assert here.code == 0, here.err
-    there = command(
+    single = vembed("train", run_config, "output_dir=one")
+    assert single.code == 0, single.err
+    sharded = command(
         "train", run_config, "output_dir=two", "--nproc", "2", "--use-fsdp", "true"
     )
-    assert there.returncode == 0, there.stderr
+    assert sharded.returncode == 0, sharded.stderr
     assert len(losses("one")) == 4
     assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
     log = Path("two/training_log.txt").read_text()

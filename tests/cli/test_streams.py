@@ -1,5 +1,6 @@
 """Closed standard streams, and variables of the environment that are no numbers."""
 
+import resource
 import subprocess
 import sys
 
@@ -41,23 +42,48 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_half_model(tmp_path):
         f"error: {tmp_path}/copy could not be written (File too large): "
     )
     assert err.read_text().count("\n") == 1 and [
-        one.name for one in tmp_path.iterdir()
+        path.name for path in tmp_path.iterdir()
     ] == ["err"]
+
+
+def scored(folder, address_space):
+    """Run `vembed score` as a process of its own, with a limit on its memory."""
+    pairs = folder / "pairs.jsonl"
+    pairs.write_text('{"query": "red cat", "positive": "blue dog"}')
+    words = ["score", str(shared(tiny_bert_st)), str(pairs)]
+    limits = (address_space, address_space)
+    return subprocess.run(
+        [sys.executable, "-m", "vembed", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limits),
+    )
 
 
 def test_libraries_say_nothing_while_they_are_imported(tmp_path):
     """bitsandbytes and torchao would name kernels of GPUs that are not here."""
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text('{"query": "red cat", "positive": "blue dog"}')
-    words = ["score", str(shared(tiny_bert_st)), str(pairs)]
-    result = subprocess.run(
-        [sys.executable, "-m", "vembed", *words],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = scored(tmp_path, resource.RLIM_INFINITY)
     assert float(result.stdout) > 0
     assert result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "is_enough"),
+    [
+        # The files that are read first have a few kilobytes, and may have a gigabyte.
+        (1.2, True),
+        (0.3, False),
+    ],
+)
+def test_little_memory_is_used_and_too_little_is_a_sentence(
+    gigabytes, is_enough, tmp_path
+):
+    result = scored(tmp_path, int(gigabytes * 1e9))
+    assert result.returncode == (0 if is_enough else 1), result.stderr
+    if not is_enough:
+        assert result.stderr.startswith("error: there is not enough memory (")
+        assert result.stderr.count("\n") == 1
 
 
 def test_threads_that_are_no_number():

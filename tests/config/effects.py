@@ -54,7 +54,7 @@ def folder():
     write(path / "val.jsonl", pairs[:12])
     write(
         path / "named.jsonl",
-        [{"ask": one["query"], "positive": one["positive"]} for one in pairs],
+        [{"ask": pair["query"], "positive": pair["positive"]} for pair in pairs],
     )
     write(path / "bad.jsonl", [*pairs[:20], {"query": "", "positive": ""}])
     (path / "pictures").mkdir()
@@ -103,11 +103,11 @@ def given(options):
     if values.get("image_root") == "PICTURES":
         values["image_root"] = str(folder() / "pictures")
     for name in ("data_path", "val_data_path"):
-        one = values.get(name)
-        if isinstance(one, str):
-            values[name] = str(folder() / one)
-        elif isinstance(one, list):
-            values[name] = [str(folder() / entry) for entry in one]
+        first = values.get(name)
+        if isinstance(first, str):
+            values[name] = str(folder() / first)
+        elif isinstance(first, list):
+            values[name] = [str(folder() / entry) for entry in first]
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -134,14 +134,16 @@ class Built:
 
     def group(self, of):
         """The optimizer's group of the first parameter whose name has `of` in it."""
-        wanted = next(
-            one
-            for name, one in self.parameters().items()
-            if of in name and one.requires_grad
+        expected = next(
+            parameter
+            for name, parameter in self.parameters().items()
+            if of in name and parameter.requires_grad
         )
         groups = self.trainer.components.optimizer.param_groups
         return next(
-            group for group in groups if any(one is wanted for one in group["params"])
+            group
+            for group in groups
+            if any(parameter is expected for parameter in group["params"])
         )
 
     def tokens(self, text, kind):
@@ -255,34 +257,34 @@ def world_sizes(options):
     return first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"]
 
 
-def adapter_names(one):
+def adapter_names(value):
     return {
         name.split(".lora_A")[0].rsplit(".", 1)[-1]
-        for name in one.parameters()
+        for name in value.parameters()
         if ".lora_A" in name
     }
 
 
-def adapter(one):
+def adapter(value):
     layers = [
         module
-        for module in one.trainer.components.model.modules()
+        for module in value.trainer.components.model.modules()
         if "lora_A" in dict(module.named_children())
     ]
     return layers[0] if layers else None
 
 
-def adapter_dropout(one):
-    layer = adapter(one).lora_dropout["default"]
+def adapter_dropout(value):
+    layer = adapter(value).lora_dropout["default"]
     return float(layer.p) if isinstance(layer, torch.nn.Dropout) else 0.0
 
 
-def first_ids(one):
-    return [int(index) for index in one.trainer.data.batch_schedule.batch(0, 0)]
+def first_ids(value):
+    return [int(index) for index in value.trainer.data.batch_schedule.batch(0, 0)]
 
 
-def scaling(one):
-    return float(adapter(one).scaling["default"])
+def scaling(value):
+    return float(adapter(value).scaling["default"])
 
 
 GROUPS = {

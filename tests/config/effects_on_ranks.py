@@ -94,20 +94,20 @@ def facts():
         for name, options in CASES.items()
     }
     cases = {
-        name: {**one, "model_name": str(tiny.shared(one["model_name"]))}
-        for name, one in cases.items()
+        name: {**case, "model_name": str(tiny.shared(case["model_name"]))}
+        for name, case in cases.items()
     }
     return run_ranks(_observe, 2, cases, process_group=False, timeout=300)[1]
 
 
 def _observe(cases):
-    seen = {}
+    recorded = {}
     for name, options in cases.items():
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         run = resolve_run(options, env={})
         with start_session(run) as session:
-            seen[name] = _facts(session)
-    return seen
+            recorded[name] = _facts(session)
+    return recorded
 
 
 def _facts(session):

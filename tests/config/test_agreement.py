@@ -97,17 +97,17 @@ def full(options):
 @cache
 def ran():
     """What each run said and did on rank 0: all runs of one size share their processes."""
-    found = {}
+    actual = {}
     for num_ranks, cases in ((1, ONE), (2, TWO), (4, FOUR)):
         every = {name: full(options) for name, options in cases.items()}
-        found |= run_ranks(run_all, num_ranks, every, process_group=False, timeout=300)[
-            0
-        ]
-    return found
+        actual |= run_ranks(
+            run_all, num_ranks, every, process_group=False, timeout=300
+        )[0]
+    return actual
 
 
 def run_all(cases):
-    found = {}
+    actual = {}
     world = int(os.environ["WORLD_SIZE"])
     for name, options in cases.items():
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
@@ -142,7 +142,7 @@ def run_all(cases):
             model = session.prepare(model, description.layer_classes)
             old = FullyShardedDataParallel.fsdp_modules(model)
             is_new = isinstance(model, FSDPModule)
-            found[name] = {
+            actual[name] = {
                 "lines": list(lines),
                 "version": 1 if old else 2 if is_new else None,
                 "units": sorted({unit.sharding_strategy.name for unit in old}),
@@ -159,7 +159,7 @@ def run_all(cases):
             }
         if world == 1:
             os.environ["MASTER_PORT"] = port
-    return found
+    return actual
 
 
 def said(options, num_ranks):

@@ -47,13 +47,17 @@ Seen = Callable[[Built], Any] | str
 Row = tuple[str, Seen, Any] | tuple[str, Seen, Any, str]
 
 
-def see(one, seen):
-    return attrgetter(seen)(one.trainer) if isinstance(seen, str) else seen(one)
+def see(value, recorded):
+    return (
+        attrgetter(recorded)(value.trainer)
+        if isinstance(recorded, str)
+        else recorded(value)
+    )
 
 
-def _weights_dtype(one, name):
+def _weights_dtype(value, name):
     return str(
-        next(weight.dtype for key, weight in one.parameters().items() if name in key)
+        next(weight.dtype for key, weight in value.parameters().items() if name in key)
     )
 
 
@@ -65,7 +69,7 @@ def recomputes(layer):
 
 BUILT = {
     # option: (group of options, what is seen, what it is with them, group without it)
-    "model_name": ("many", lambda one: len(one.layers()), 3),
+    "model_name": ("many", lambda entry: len(entry.layers()), 3),
     "model_family": (
         "other",
         "components.embedder.description.family",
@@ -73,28 +77,28 @@ BUILT = {
     ),
     "model_revision": (
         "other_adapters",
-        lambda one: (
-            one.trainer.components.embedder.backbone.peft_config["default"].revision
+        lambda entry: (
+            entry.trainer.components.embedder.backbone.peft_config["default"].revision
         ),
         "v2",
         "adapters",
     ),
     "image_model_name": (
         "composed_plainly",
-        lambda one: "composed" in one.lines[0] + str(one.lines),
+        lambda entry: "composed" in entry.lines[0] + str(entry.lines),
         True,
     ),
     "torch_dtype": (
         "frozen",
-        lambda one: _weights_dtype(one, "vision_model"),
+        lambda entry: _weights_dtype(entry, "vision_model"),
         "torch.bfloat16",
         "clip",
     ),
     "quantize_weights": (
         "many",
-        lambda one: (
+        lambda entry: (
             type(
-                one.trainer.components.embedder.backbone.encoder.layer[
+                entry.trainer.components.embedder.backbone.encoder.layer[
                     0
                 ].attention.self.query
             ).__name__
@@ -108,7 +112,7 @@ BUILT = {
     ),
     "padding_free": (
         "many",
-        lambda one: one.trainer.components.embedder.packs_texts(),
+        lambda entry: entry.trainer.components.embedder.packs_texts(),
         False,
     ),
     "bidirectional_attention": (
@@ -117,38 +121,42 @@ BUILT = {
         "mean",
         "decoder",
     ),
-    "max_length": ("many", lambda one: len(one.tokens("red " * 40, "document")), 9),
+    "max_length": ("many", lambda entry: len(entry.tokens("red " * 40, "document")), 9),
     "pooling": (
         "many",
         "components.embedder.description.pooling",
         "max",
     ),
-    "query_prompt": ("many", lambda one: len(one.tokens("blue", "query")) - 2, 2),
-    "document_prompt": ("many", lambda one: len(one.tokens("blue", "document")) - 2, 3),
+    "query_prompt": ("many", lambda entry: len(entry.tokens("blue", "query")) - 2, 2),
+    "document_prompt": (
+        "many",
+        lambda entry: len(entry.tokens("blue", "document")) - 2,
+        3,
+    ),
     "min_pixels": (
         "looking_less",
-        lambda one: (
-            one.image_tokens("small.png") > built("looking").image_tokens("small.png")
+        lambda entry: (
+            entry.image_tokens("small.png") > built("looking").image_tokens("small.png")
         ),
         True,
         "looking",
     ),
     "max_pixels": (
         "looking_less",
-        lambda one: (
-            one.image_tokens("large.png") < built("looking").image_tokens("large.png")
+        lambda entry: (
+            entry.image_tokens("large.png") < built("looking").image_tokens("large.png")
         ),
         True,
         "looking",
     ),
     "torch_compile": (
         "many",
-        lambda one: bool(compiled_forwards(one.layers())),
+        lambda entry: bool(compiled_forwards(entry.layers())),
         True,
     ),
     "gradient_checkpointing": (
         "many",
-        lambda one: recomputes(one.layers()[0]),
+        lambda entry: recomputes(entry.layers()[0]),
         True,
     ),
     "mrl_dims": (
@@ -158,70 +166,80 @@ BUILT = {
     ),
     "mrl_projection": (
         "mrl",
-        lambda one: one.trainer.components.embedder.mrl_projection is not None,
+        lambda entry: entry.trainer.components.embedder.mrl_projection is not None,
         True,
         "whole",
     ),
-    "use_lora": ("adapters", lambda one: bool(adapter_names(one)), True),
-    "lora_r": ("other_adapters", lambda one: adapter(one).r["default"], 3, "adapters"),
+    "use_lora": ("adapters", lambda entry: bool(adapter_names(entry)), True),
+    "lora_r": (
+        "other_adapters",
+        lambda entry: adapter(entry).r["default"],
+        3,
+        "adapters",
+    ),
     "lora_alpha": (
         "other_adapters",
-        lambda one: adapter(one).lora_alpha["default"],
+        lambda entry: adapter(entry).lora_alpha["default"],
         9,
         "adapters",
     ),
     "lora_dropout": ("other_adapters", adapter_dropout, 0.5, "adapters"),
     "lora_variant": (
         "other_adapters",
-        lambda one: any("magnitude" in name for name in one.parameters()),
+        lambda entry: any("magnitude" in name for name in entry.parameters()),
         True,
         "adapters",
     ),
     "lora_target_modules": ("other_adapters", adapter_names, {"query"}, "adapters"),
-    "freeze": ("many", lambda one: _trained(one, "embeddings"), False),
-    "data_path": ("two", lambda one: len(one.trainer.data.examples), 64),
+    "freeze": ("many", lambda entry: _trained(entry, "embeddings"), False),
+    "data_path": ("two", lambda entry: len(entry.trainer.data.examples), 64),
     "val_split": (
         "held_out",
-        lambda one: one.trainer.data.evaluation is not None,
+        lambda entry: entry.trainer.data.evaluation is not None,
         True,
     ),
     "val_data_path": (
         "validated",
-        lambda one: one.trainer.data.evaluation is not None,
+        lambda entry: entry.trainer.data.evaluation is not None,
         True,
     ),
-    "column_mapping": ("named", lambda one: len(one.trainer.data.examples), 48, "bad"),
+    "column_mapping": (
+        "named",
+        lambda entry: len(entry.trainer.data.examples),
+        48,
+        "bad",
+    ),
     "retrieval_mode": (
         "pictures",
-        lambda one: len(one.trainer.data.examples[0].positives[0].images),
+        lambda entry: len(entry.trainer.data.examples[0].positives[0].images),
         1,
         "as_text",
     ),
     "image_root": (
         "pictures",
-        lambda one: "pictures" in str(one.trainer.data.examples[0].positives[0]),
+        lambda entry: "pictures" in str(entry.trainer.data.examples[0].positives[0]),
         True,
     ),
     "allow_image_urls": (
         "addresses",
-        lambda one: "http" in str(one.trainer.data.examples[0].positives[0]),
+        lambda entry: "http" in str(entry.trainer.data.examples[0].positives[0]),
         True,
     ),
-    "on_bad_record": ("bad", lambda one: len(one.trainer.data.examples), 20),
+    "on_bad_record": ("bad", lambda entry: len(entry.trainer.data.examples), 20),
     "max_negatives": (
         "many",
-        lambda one: len(one.trainer.data.examples[0].negatives),
+        lambda entry: len(entry.trainer.data.examples[0].negatives),
         1,
     ),
-    "max_train_examples": ("many", lambda one: len(one.trainer.data.examples), 30),
+    "max_train_examples": ("many", lambda entry: len(entry.trainer.data.examples), 30),
     "no_duplicates": (
         "many",
-        lambda one: one.trainer.data.batch_schedule.keys is not None,
+        lambda entry: entry.trainer.data.batch_schedule.keys is not None,
         True,
     ),
     "homogeneous_batches": (
         "other",
-        lambda one: len({index // 48 for index in first_ids(one)}),
+        lambda entry: len({index // 48 for index in first_ids(entry)}),
         1,
         "two",
     ),
@@ -234,11 +252,11 @@ BUILT = {
     "num_workers": ("many", "stream.num_workers", 0),
     "learn_temperature": (
         "many",
-        lambda one: len(list(one.trainer.components.loss.parameters())),
+        lambda entry: len(list(entry.trainer.components.loss.parameters())),
         1,
     ),
-    "batch_size": ("many", lambda one: len(first_ids(one)), 5),
-    "global_batch_size": ("other", lambda one: len(first_ids(one)), 6),
+    "batch_size": ("many", lambda entry: len(first_ids(entry)), 5),
+    "global_batch_size": ("other", lambda entry: len(first_ids(entry)), 6),
     "gradient_accumulation_steps": (
         "many",
         "data.batches_per_step",
@@ -256,11 +274,11 @@ BUILT = {
     ),
     "cache_frozen_features": (
         "frozen",
-        lambda one: bool(one.trainer.components.source.towers.stores),
+        lambda entry: bool(entry.trainer.components.source.towers.stores),
         True,
         "clip",
     ),
-    "epochs": ("other", lambda one: one.trainer.data.total_steps > 10, True),
+    "epochs": ("other", lambda entry: entry.trainer.data.total_steps > 10, True),
     "patience": ("patient", "intervals.patience", 2),
     "max_steps": ("many", "data.total_steps", 7),
     "learning_rate": ("many", "schedule.peak", 0.5),
@@ -271,19 +289,23 @@ BUILT = {
     ),
     "optim": (
         "other",
-        lambda one: type(one.trainer.components.optimizer).__name__,
+        lambda entry: type(entry.trainer.components.optimizer).__name__,
         "SGD",
     ),
     "weight_decay": (
         "many",
-        lambda one: one.group("query.weight")["weight_decay"],
+        lambda entry: entry.group("query.weight")["weight_decay"],
         0.25,
     ),
-    "adam_betas": ("many", lambda one: one.group("query.weight")["betas"], (0.5, 0.6)),
-    "adam_epsilon": ("many", lambda one: one.group("query.weight")["eps"], 0.7),
+    "adam_betas": (
+        "many",
+        lambda entry: entry.group("query.weight")["betas"],
+        (0.5, 0.6),
+    ),
+    "adam_epsilon": ("many", lambda entry: entry.group("query.weight")["eps"], 0.7),
     "head_learning_rate": (
         "many",
-        lambda one: one.group("head")["initial_lr"],
+        lambda entry: entry.group("head")["initial_lr"],
         0.125,
         "mrl",
     ),
@@ -296,10 +318,10 @@ BUILT = {
         "skip",
     ),
     "seed": ("many", "data.batch_schedule.seed", 7),
-    "deterministic": ("many", lambda one: one.is_deterministic, True),
+    "deterministic": ("many", lambda entry: entry.is_deterministic, True),
     "sync_batchnorm": (
         "many",
-        lambda one: any("sync_batchnorm" in line for line in one.lines),
+        lambda entry: any("sync_batchnorm" in line for line in entry.lines),
         True,
     ),
 }
@@ -311,9 +333,11 @@ GROUPS["clip_all_adapters"] = {
 GROUPS["as_text"] = {"model_name": tiny.tiny_clip, "data_path": "plain.jsonl"}
 
 
-def _trained(one, name):
+def _trained(value, name):
     return any(
-        weight.requires_grad for key, weight in one.parameters().items() if name in key
+        weight.requires_grad
+        for key, weight in value.parameters().items()
+        if name in key
     )
 
 
@@ -343,18 +367,20 @@ SCORED = {
 
 @pytest.mark.parametrize("option", BUILT)
 def test_what_is_built_shows_the_option(option):
-    group, seen, expected, *without = BUILT[option]
-    assert see(built(group), seen) == expected
+    group, recorded, expected, *without = BUILT[option]
+    assert see(built(group), recorded) == expected
     other = without[0] if without else "base"
     if option in ("on_bad_record", "column_mapping"):
         with pytest.raises(UserError):
             build({"data_path": GROUPS[group]["data_path"]})
     elif option in ("image_root", "allow_image_urls"):
-        kept = {name: value for name, value in GROUPS[group].items() if name != option}
+        remaining = {
+            name: value for name, value in GROUPS[group].items() if name != option
+        }
         with pytest.raises(UserError):
-            build(kept)
+            build(remaining)
     else:
-        assert see(built(other), seen) != expected, f"the same without {option}"
+        assert see(built(other), recorded) != expected, f"the same without {option}"
 
 
 @pytest.mark.parametrize("option", SCORED)
@@ -381,7 +407,7 @@ WRITTEN = {
     ),
     "eval_before": (
         "many",
-        lambda run: any(one["step"] == 0 for one in lines_of(run) if "eval" in one),
+        lambda run: any(line["step"] == 0 for line in lines_of(run) if "eval" in line),
         False,
         "base",
     ),
@@ -405,7 +431,7 @@ WRITTEN = {
     ),
     "logging_steps": (
         "many",
-        lambda run: [one["step"] for one in lines_of(run) if "loss" in one],
+        lambda run: [line["step"] for line in lines_of(run) if "loss" in line],
         [1, 2, 4],
         "base",
     ),
@@ -446,15 +472,15 @@ WRITTEN = {
 
 def _weight(run):
     weights = load_file(run / "final" / "model.safetensors")
-    return next(one for name, one in weights.items() if "query.weight" in name)
+    return next(tensor for name, tensor in weights.items() if "query.weight" in name)
 
 
 @pytest.mark.parametrize("option", WRITTEN)
 def test_what_is_written_shows_the_option(option):
-    run, seen, expected, without = WRITTEN[option]
-    assert seen(finished(run)) == expected
+    run, recorded, expected, without = WRITTEN[option]
+    assert recorded(finished(run)) == expected
     if without != "nowhere":
-        assert seen(finished(without)) != expected, f"the same without {option}"
+        assert recorded(finished(without)) != expected, f"the same without {option}"
     else:
         assert not Path("output").exists(), "the default folder"
 
@@ -490,7 +516,7 @@ def test_a_finished_run_is_replaced_only_when_asked_and_quietly(tmp_path, capsys
 def test_checkpoints_and_their_options(monkeypatch, tmp_path):
     """save_total_limit, async_save, resume, max_train_minutes."""
     run = finished("many")
-    assert {one.name for one in run.glob("checkpoint-*")} == {
+    assert {path.name for path in run.glob("checkpoint-*")} == {
         "checkpoint-2",
         "checkpoint-4",
     }, "the best and the newest"
@@ -707,10 +733,10 @@ def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_mea
     launched = resolve_run(base, env=env)
     sources = {run.fsdp.source for run in (said, by_file, launched) if run.fsdp}
     assert len(sources) == 3
-    found = [
+    actual = [
         replace(run.fsdp, source="") for run in (said, by_file, launched) if run.fsdp
     ]
-    assert found[0] == found[1] == found[2]
+    assert actual[0] == actual[1] == actual[2]
     assert {run.strategy.value for run in (said, by_file, launched)} == {"fsdp"}
     assert {run.recomputation.value for run in (said, by_file, launched)} == {True}
 

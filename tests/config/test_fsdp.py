@@ -261,8 +261,8 @@ def test_the_launchers_values_hold_and_are_said(write_config):
 @pytest.mark.promise("C12", "D22")
 def test_gradient_checkpointing(write_config):
     def decision(text):
-        made = resolve_run(write_config(text), env={}).recomputation
-        return made.value, made.reason
+        built = resolve_run(write_config(text), env={}).recomputation
+        return built.value, built.reason
 
     assert decision("")[0] is False
     assert decision("use_fsdp: true\n") == (True, "default with FSDP")

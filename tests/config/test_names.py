@@ -5,17 +5,17 @@ import pytest
 from tests.config.conftest import assert_options
 from tests.guides import STAGE_ONE
 from vembed.config.arguments import parse_train_arguments
-from vembed.config.layers import (
+from vembed.config.loading import load_config, resolve_run
+from vembed.config.options import (
     ALIASES,
     BLOCKS,
     PREFIXES,
     SPELLINGS,
     TRANSLATED,
+    all_options,
     known_names,
     target_of,
 )
-from vembed.config.loading import load_config, resolve_run
-from vembed.config.options import all_options
 from vembed.errors import UserError
 
 HERETIC = """\

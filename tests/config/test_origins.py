@@ -87,13 +87,13 @@ def test_an_option_can_be_said_in_python(write_config):
         {"model_name": "m", "data_path": "d", "training": {"lr": 1e-4}}
     )
     assert from_dict.optimizer.learning_rate == 1e-4
-    own = TrainConfig(
+    configured = TrainConfig(
         model_name="m",
         data_path=[DataSource(path="d", weight=2)],
         use_lora=True,
         quantize_weights="nf4",
     )
-    resolved = resolve_run(own, ["epochs=2"])
+    resolved = resolve_run(configured, ["epochs=2"])
     assert resolved.config.optimizer.epochs == 2 and resolved.config.data.data_path == [
         DataSource(path="d", weight=2)
     ]
@@ -257,11 +257,11 @@ def test_precision_of_a_file_and_of_the_launcher(write_config):
 def test_the_timeout_comes_from_the_config_or_from_the_environment(write_config):
     env = {"NCCL_TIMEOUT": "90"}
     assert resolve_run(write_config(), env=env).timeout_minutes.value == 1.5
-    own = resolve_run(write_config("dist_timeout_minutes: 7\n"), env=env)
-    assert own.timeout_minutes.value == 7
+    configured = resolve_run(write_config("dist_timeout_minutes: 7\n"), env=env)
+    assert configured.timeout_minutes.value == 7
     assert (
         "dist_timeout_minutes: 7.0 (cfg.yaml, line 3) overrides NCCL_TIMEOUT=90 (environment)"
-        in own.notes
+        in configured.notes
     )
     with pytest.raises(
         UserError, match="NCCL_TIMEOUT=soon must be a number of seconds"
@@ -350,9 +350,9 @@ def test_of_two_ways_in_the_more_specific_one_counts_and_the_other_is_named(
     run = given_by((weaker, stronger), write_config)
     assert run.config.parallel.fsdp_min_num_params == WAYS[stronger]
     notes = [
-        one
-        for one in run.notes
-        if " overrides " in one and "fsdp_min_num_params" in one
+        note
+        for note in run.notes
+        if " overrides " in note and "fsdp_min_num_params" in note
     ]
     if (weaker, stronger) == (
         "config",

@@ -72,7 +72,7 @@ def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said():
             "losses": [{"loss": "kl", "teacher": "me/teacher"}],
         }
     )
-    (note,) = [one for one in teacher.notes if "teachers" in one]
+    (note,) = [note for note in teacher.notes if "teachers" in note]
     assert (
         note
         == "teachers: me/other has no effect: no loss follows it, and it is no guide"

@@ -95,13 +95,13 @@ def test_weights(sources, homogeneous, seed):
         drawn = np.concatenate(epoch_of(batch_schedule, epoch))
         counts.update(drawn.tolist())
         for source, (size, weight) in enumerate(sources):
-            here = ((drawn >= first[source]) & (drawn < first[source + 1])).sum()
-            assert here == max(1, round(size * weight)), (
+            single = ((drawn >= first[source]) & (drawn < first[source + 1])).sum()
+            assert single == max(1, round(size * weight)), (
                 "so many of each source in each epoch"
             )
     for source in range(len(sizes)):
-        seen = [counts[index] for index in range(first[source], first[source + 1])]
-        assert max(seen) - min(seen) <= 1, (
+        recorded = [counts[index] for index in range(first[source], first[source + 1])]
+        assert max(recorded) - min(recorded) <= 1, (
             "no example again before all others of its source"
         )
 
@@ -121,7 +121,7 @@ def test_homogeneous_batches():
         set(np.searchsorted([103, 154], rows, side="right").tolist())
         for rows in epoch_of(batch_schedule, 0)
     ]
-    assert all(len(one) == 1 for one in sources)
+    assert all(len(source) == 1 for source in sources)
     assert sources != sorted(sources, key=min), "in mixed order"
     drawn = np.concatenate(epoch_of(batch_schedule, 0))
     assert len(set(drawn.tolist())) == len(drawn)
@@ -152,10 +152,10 @@ def test_no_duplicates(rows, batch, seed, homogeneous):
     for epoch in range(3):
         batches = epoch_of(batch_schedule, epoch)
         for indices in batches:
-            seen = set()
+            recorded = set()
             for index in indices:
-                assert seen.isdisjoint(rows[index])
-                seen.update(rows[index])
+                assert recorded.isdisjoint(rows[index])
+                recorded.update(rows[index])
         drawn = np.concatenate(batches).tolist()
         assert len(set(drawn)) == len(drawn), "no example twice in an epoch"
     drawn = np.concatenate(epoch_of(batch_schedule, 0)).tolist()

@@ -166,8 +166,8 @@ def test_quotes_in_csv(tmp_path):
         '"n\nn",o',
     )
     store = open_path(path, on_bad_record="skip")
-    found = pairs_of(store)
-    assert found == [
+    actual = pairs_of(store)
+    assert actual == [
         ('a "quoted" word', '5" disk'),
         ("b", "c"),
         ("e", "f"),

@@ -82,10 +82,10 @@ def test_a_run_says_it_once_and_goes_on(tmp_path, name):
 
 def test_a_truncated_arrow_file_is_a_sentence_and_no_signal(tmp_path):
     datasets = pytest.importorskip("datasets")
-    made = datasets.Dataset.from_dict(
+    built = datasets.Dataset.from_dict(
         {"query": [f"q{n}" for n in range(20_000)], "positive": ["p" * 50] * 20_000}
     )
-    made.save_to_disk(tmp_path / "saved")
+    built.save_to_disk(tmp_path / "saved")
     store = open_path(tmp_path / "saved")
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
     assert store[19_999].query.text == "q19999"

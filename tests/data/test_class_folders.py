@@ -18,9 +18,9 @@ def pictures(tmp_path):
     folder = tmp_path / "pictures"
     for number, name in enumerate(("cat", "dog/small", "dog", "\u9ce5")):
         (folder / name).mkdir(parents=True, exist_ok=True)
-        for one in range(4):
-            picture = Image.new("RGB", (20, 20), (60 * number, 60 * one, 0))
-            picture.save(folder / name / (f"{one}.PNG" if one else "0.jpg"))
+        for entry in range(4):
+            picture = Image.new("RGB", (20, 20), (60 * number, 60 * entry, 0))
+            picture.save(folder / name / (f"{entry}.PNG" if entry else "0.jpg"))
     (folder / "empty").mkdir()
     (folder / "cat" / "notes.txt").write_text("no image")
     (folder / "cat" / ".hidden.png").write_bytes(b"")
@@ -29,16 +29,16 @@ def pictures(tmp_path):
 
 def test_each_image_has_the_class_of_its_folder(pictures, tmp_path):
     store = open_examples(config(), str(pictures))
-    found = {
+    actual = {
         Path(store[n].query.images[0].path or "").relative_to(pictures): store[n].label
         for n in range(len(store))
     }
     assert (
-        len(found) == 16
-        and found[Path("dog/small/1.PNG")] == "dog"
-        and found[Path("\u9ce5/0.jpg")] == "\u9ce5"
+        len(actual) == 16
+        and actual[Path("dog/small/1.PNG")] == "dog"
+        and actual[Path("\u9ce5/0.jpg")] == "\u9ce5"
     )
-    assert sorted(set(found.values()), key=str) == ["cat", "dog", "\u9ce5"]
+    assert sorted(set(actual.values()), key=str) == ["cat", "dog", "\u9ce5"]
     assert all(store[n].positives[0] != store[n].query for n in range(len(store)))
     sample = read_sample(pictures)
     assert sample.num_records == 16 and sample.columns == ("image", "label")

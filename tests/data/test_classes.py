@@ -40,17 +40,17 @@ def test_no_class_is_twice_in_a_batch(sizes, batch):
     drawn = []
     for epoch in range(6):
         for step in range(schedule.batches_per_epoch):
-            one = schedule.batch(epoch, step)
+            first = schedule.batch(epoch, step)
             positives = schedule.positives(epoch, step)
-            assert len(set(labels[one].tolist())) == len(one) == size
-            assert np.array_equal(labels[positives], labels[one])
-            assert not (positives == one).any()
-            drawn += one.tolist()
+            assert len(set(labels[first].tolist())) == len(first) == size
+            assert np.array_equal(labels[positives], labels[first])
+            assert not (positives == first).any()
+            drawn += first.tolist()
     last = 5, schedule.batches_per_epoch - 1
     assert np.array_equal(again.batch(*last), schedule.batch(*last))
     assert np.array_equal(again.positives(*last), schedule.positives(*last))
-    seen = {int(labels[index]) for index in drawn}
-    assert seen == {int(label) for label in labels if (labels == label).sum() > 1}
+    recorded = {int(labels[index]) for index in drawn}
+    assert recorded == {int(label) for label in labels if (labels == label).sum() > 1}
 
 
 def test_classes_are_drawn_by_size_and_examples_in_passes():
@@ -63,14 +63,17 @@ def test_classes_are_drawn_by_size_and_examples_in_passes():
 def test_records_with_a_label_are_pairs_of_their_class(tmp_path):
     rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(6)]
     store = opened(tmp_path, rows)
-    assert [one.query.text for one in (store[0], store[5])] == ["text 0", "text 5"]
-    assert [one.positives[0].text for one in (store[0], store[5])] == [
+    assert [example.query.text for example in (store[0], store[5])] == [
+        "text 0",
+        "text 5",
+    ]
+    assert [example.positives[0].text for example in (store[0], store[5])] == [
         "text 2",
         "text 1",
     ]
     assert store.pair(1, 5).positives[0].text == "text 5"
     assert "labelled with 2 classes" in store.summary()[0]
-    mapped = [{"headline": one["text"], "topic": n % 3} for n, one in enumerate(rows)]
+    mapped = [{"headline": row["text"], "topic": n % 3} for n, row in enumerate(rows)]
     store = opened(
         tmp_path, mapped, column_mapping={"headline": "text", "topic": "label"}
     )
@@ -159,7 +162,7 @@ def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path):
     ]
     parts = hold_out(opened(tmp_path, rows), 0.3, seed=1)
     train = parts.train
-    held = [one for _, one in parts.examples]
+    held = [example for _, example in parts.examples]
     assert len(held) == 27 and len(train) == 63
     data = from_examples(held, "held")
     classes = [str(item.text).split()[0] for item in data.documents]
@@ -167,8 +170,8 @@ def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path):
     for query, relevant in zip(data.queries, data.relevance, strict=True):
         same = {n for n, name in enumerate(classes) if name in str(query.text)}
         assert relevant == dict.fromkeys(same - {data.documents.index(query)}, 1)
-    kept = {train[index].query.text for index in range(len(train))}
-    assert kept.isdisjoint(one.query.text for one in held)
+    remaining = {train[index].query.text for index in range(len(train))}
+    assert remaining.isdisjoint(example.query.text for example in held)
 
 
 def test_labelled_validation_data(tmp_path):

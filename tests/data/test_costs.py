@@ -11,10 +11,10 @@ from tests import tiny
 from tests.built import described
 from tests.data.files import open_path
 from vembed.config.schema import TrainConfig
-from vembed.data import processing
+from vembed.data import features
+from vembed.data.features import TextProcessing
 from vembed.data.formats import parquet as parquet_table
 from vembed.data.formats.base import MAX_RECORD_BYTES
-from vembed.data.processing import TextProcessing
 from vembed.errors import UserError
 
 
@@ -52,11 +52,11 @@ def test_long_texts_that_many_rows_have_are_stored_once_and_read(
     )
     pq.write_table(rows, tmp_path / "a.parquet")
     store = open_path(tmp_path / "a.parquet")
-    found = [store[number] for number in range(0, 5_000, 7)]
-    assert [one.query.text for one in found] == [
+    actual = [store[number] for number in range(0, 5_000, 7)]
+    assert [example.query.text for example in actual] == [
         f"q {number}" for number in range(0, 5_000, 7)
     ]
-    assert [one.positives[0].text for one in found] == (answers * 250)[::7]
+    assert [example.positives[0].text for example in actual] == (answers * 250)[::7]
     assert bool(list((cache_home / "vembed" / "parquet").rglob("*.arrow"))) != is_held
 
 
@@ -91,7 +91,7 @@ def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make, monkey
     ]
     count = len(texts)
     cut = TextProcessing(description).encode([""] * count, texts, [None] * count)
-    monkeypatch.setattr(processing, "MAX_CHARACTERS_PER_TOKEN", 10**9)
+    monkeypatch.setattr(features, "MAX_CHARACTERS_PER_TOKEN", 10**9)
     whole = TextProcessing(description).encode([""] * count, texts, [None] * count)
     for row, expected in zip(cut, whole, strict=True):
         assert row.tolist() == expected.tolist()

@@ -15,28 +15,28 @@ from tests.data.files import (
     write_jsonl,
 )
 from tests.data.pictures import write
-from vembed.data import first_pass
-from vembed.data.first_pass import CACHE_AFTER_SECONDS
+from vembed.data import example_store
+from vembed.data.example_store import CACHE_AFTER_SECONDS
 
 # ---- the cache of the first pass -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def eager_cache(monkeypatch):
-    monkeypatch.setattr(first_pass, "CACHE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(example_store, "CACHE_AFTER_SECONDS", 0.0)
 
 
 @pytest.fixture
 def passes(monkeypatch):
     """The sources that were gone through."""
     names = []
-    build = first_pass.build_index
+    build = example_store.build_index
 
     def counted(reader, *arguments, **options):
         names.append(reader.name)
         return build(reader, *arguments, **options)
 
-    monkeypatch.setattr(first_pass, "build_index", counted)
+    monkeypatch.setattr(example_store, "build_index", counted)
     return names
 
 
@@ -57,7 +57,7 @@ def test_the_first_pass_is_made_once(tmp_path, kind, passes):
 def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_sources(
     tmp_path,
 ):
-    one = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    first = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     named = [
         {"querry" if name == "query" else name: value for name, value in record.items()}
         for record in RECORDS
@@ -65,11 +65,11 @@ def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_so
     two = write_jsonl(tmp_path / "b.jsonl", named)
     mapping = {"querry": "query"}
     said = "column_mapping names querry, which no record has"
-    assert said in refused(one, column_mapping=mapping)
+    assert said in refused(first, column_mapping=mapping)
     assert len(
-        open_examples(config(column_mapping=mapping), [str(one), str(two)])
+        open_examples(config(column_mapping=mapping), [str(first), str(two)])
     ) == 2 * len(RECORDS)
-    assert said in refused(one, column_mapping=mapping)
+    assert said in refused(first, column_mapping=mapping)
 
 
 def test_other_options_and_other_content_are_another_pass(tmp_path, passes):
@@ -116,7 +116,7 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path, monkeypatch):
 
 
 def test_small_data_leave_nothing_behind(tmp_path, cache_home, monkeypatch):
-    monkeypatch.setattr(first_pass, "CACHE_AFTER_SECONDS", CACHE_AFTER_SECONDS)
+    monkeypatch.setattr(example_store, "CACHE_AFTER_SECONDS", CACHE_AFTER_SECONDS)
     open_path(write_jsonl(tmp_path / "a.jsonl", RECORDS))
     assert not list(cache_home.iterdir())
 

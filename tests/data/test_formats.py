@@ -20,16 +20,15 @@ import pytest
 import vembed.data.formats
 from tests.data.files import open_path, pair, pairs_of
 from tests.parts import from_its_test, unlisted_classes
-from vembed.data import first_pass
-from vembed.data.examples import BadRecord
-from vembed.data.first_pass import build_index, index_part
+from vembed.data import example_store
+from vembed.data.example_store import build_index, index_part
+from vembed.data.examples import BadRecord, ImageRoot
 from vembed.data.formats import base, parquet
 from vembed.data.formats.base import Format, python_rows
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonArray, JsonLines
 from vembed.data.formats.parquet import ParquetFile
 from vembed.data.formats.table import FORMATS, SeveralFiles, check_formats, open_reader
-from vembed.data.images.files import ImageRoot
 from vembed.data.records import Columns, RecordFormat
 from vembed.errors import UserError
 
@@ -119,10 +118,10 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(parquet, "PART_ROW_BYTES", 4_000)
 
 
-def index_of(reader, *, with_keys=False, **options):
+def index_of(reader, **options):
     images = ImageRoot(str(reader.folder), allow_urls=False)
     form = RecordFormat(Columns(), images, **options)
-    return build_index(reader, form, with_keys=with_keys)
+    return build_index(reader, form)
 
 
 def as_plain(index):
@@ -269,7 +268,7 @@ def test_threads_read_the_same(form, tmp_path):
         records = {row: reader.read(numbers[row]) for row in order.tolist()}
         results[thread] = [records[row] for row in range(len(numbers))]
 
-    threads = [threading.Thread(target=read_all, args=(one,)) for one in range(4)]
+    threads = [threading.Thread(target=read_all, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -292,10 +291,10 @@ def test_several_processes_find_what_one_finds(
     pattern = str(path_of(form, tmp_path, "*"))
     results = []
     for num_cores in (1, 2):
-        monkeypatch.setattr(first_pass, "num_cores", lambda count=num_cores: count)
+        monkeypatch.setattr(example_store, "num_cores", lambda count=num_cores: count)
         reader = open_reader(pattern)
         assert isinstance(reader, SeveralFiles)
-        results.append(as_plain(index_of(reader, with_keys=with_keys)))
+        results.append(as_plain(index_of(reader, keeps_keys=with_keys)))
     assert results[0] == results[1]
     assert results[0]["counts"]["bad"] == 2
     assert [Path(line).name.partition(".")[0] for line in results[0]["problems"]]
@@ -348,7 +347,7 @@ def test_records_checked_together_are_those_checked_alone(
         part = range(reader.start, reader.stop)
         return {
             name: +value if name == "counts" else value
-            for name, value in vars(index_part(reader, form, part, False)).items()
+            for name, value in vars(index_part(reader, form, part)).items()
         }
 
     lines = [json.dumps(record) for record in PLAIN]
@@ -361,7 +360,7 @@ def test_records_checked_together_are_those_checked_alone(
         "pairs": b'{"query": "a", "positive": "b"}\r\n' * 9,
     }
     monkeypatch.setattr(base, "MAX_RECORD_BYTES", longest)
-    monkeypatch.setattr(first_pass, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(example_store, "BLOCK_ROWS", 5)
     for name, data in files.items():
         path = tmp_path / name
         path.write_bytes(data)

@@ -186,8 +186,8 @@ def test_json_lines(lines):
 def test_json_arrays(elements, indent, cut):
     good = [pair for is_good, pair in elements if is_good]
     values = [
-        {"query": one[0], "positive": one[1]} if is_good else one
-        for is_good, one in elements
+        {"query": element[0], "positive": element[1]} if is_good else element
+        for is_good, element in elements
     ]
     text = json.dumps(values, indent=indent or None)
     constants = []  # NaN is a mistake in the syntax of JSON, after which an array cannot be read

@@ -26,15 +26,15 @@ def store_of(folder, rows, name="a.jsonl"):
 def rows():
     """200 records of 100 different queries: each once more in capitals, or with one more word."""
     draw = random.Random(0)
-    found = []
+    actual = []
     for number in range(100):
         words = draw.choices(WORDS, k=40)
         again = " ".join(words).upper() if number % 2 else " ".join([*words, "now"])
-        found += [
+        actual += [
             {"query": " ".join(words), "positive": f"first {number}"},
             {"query": again, "positive": "second"},
         ]
-    return found
+    return actual
 
 
 def test_no_query_and_no_near_duplicate_is_on_both_sides(tmp_path, rows):
@@ -43,18 +43,18 @@ def test_no_query_and_no_near_duplicate_is_on_both_sides(tmp_path, rows):
     train = parts.train
     held = parts.examples
     assert len(train) + len(held) == 200 and 40 <= len(held) <= 44
-    kept = [train[index] for index in range(len(train))]
-    assert not {normal_text(one.query.text or "") for one in kept} & {
-        normal_text(one.query.text or "") for _, one in held
+    remaining = [train[index] for index in range(len(train))]
+    assert not {normal_text(example.query.text or "") for example in remaining} & {
+        normal_text(example.query.text or "") for _, example in held
     }
     assert len(set(example_groups(store).by_query.tolist())) == 100, (
         "each query and its near-duplicate are one group"
     )
-    assert [one.where for _, one in hold_out(store, 0.2, seed=1).examples] == [
-        one.where for _, one in held
+    assert [example.where for _, example in hold_out(store, 0.2, seed=1).examples] == [
+        entry.where for _, entry in held
     ]
-    assert [one.where for _, one in hold_out(store, 0.2, seed=2).examples] != [
-        one.where for _, one in held
+    assert [example.where for _, example in hold_out(store, 0.2, seed=2).examples] != [
+        entry.where for _, entry in held
     ]
     assert train.fingerprint != store.fingerprint
     items = (train[0].query, train[0].positives[0])
@@ -96,8 +96,8 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path):
         "b.jsonl",
     )
     pairs = [
-        (one.query, one.positives[0])
-        for one in (validation[index] for index in range(4))
+        (number.query, number.positives[0])
+        for number in (validation[index] for index in range(4))
     ]
     queries, positives, both = overlap_warnings(train, pairs)
     assert queries.startswith("2 of the 4 queries of the validation data (50%)")
@@ -155,9 +155,11 @@ def test_copies_of_queries_are_on_one_side(tmp_path, change):
         for query in (words, copy):
             rows.append({"query": " ".join(query), "positive": f"{number} {query[0]}"})
     parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
-    kept = {parts.train[index].positives[0].text for index in range(len(parts.train))}
+    remaining = {
+        parts.train[index].positives[0].text for index in range(len(parts.train))
+    }
     held = {example.positives[0].text for _, example in parts.examples}
-    assert kept.isdisjoint(held) and len(held) >= 28
+    assert remaining.isdisjoint(held) and len(held) >= 28
 
 
 def test_answers_of_several_queries_are_on_one_side(tmp_path):
@@ -170,8 +172,10 @@ def test_answers_of_several_queries_are_on_one_side(tmp_path):
     parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
     assert parts.by_documents and parts.num_trained_documents == 0
     held = {example.positives[0].text for _, example in parts.examples}
-    kept = {parts.train[index].positives[0].text for index in range(len(parts.train))}
-    assert not held & kept and parts.num_documents == len(held)
+    remaining = {
+        parts.train[index].positives[0].text for index in range(len(parts.train))
+    }
+    assert not held & remaining and parts.num_documents == len(held)
     assert "0 of the" in parts.notes()[0]
     data = from_examples(
         [example for _, example in parts.examples],

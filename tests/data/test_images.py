@@ -15,8 +15,8 @@ from PIL import Image, ImageOps
 
 from tests.data.files import open_path, pair, refused, write_jsonl
 from tests.data.pictures import encode, encoded, write
-from vembed.data.examples import BadRecord, ImageRef
-from vembed.data.images.files import ImageRoot, check_image, image_size, load_image
+from vembed.data.examples import BadRecord, ImageRef, ImageRoot
+from vembed.data.images.files import check_image, image_size, load_image
 from vembed.errors import UserError
 
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]

@@ -16,7 +16,7 @@ PARTS = (RECORDS[:3], RECORDS[3:4], RECORDS[4:])
 
 
 def lines(records):
-    return "".join(json.dumps(one) + "\n" for one in records).encode()
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
 
 
 def opened(path):
@@ -46,7 +46,7 @@ def test_files_of_a_folder_or_pattern_are_one_source(tmp_path, ending, form):
         str(tmp_path / "data") if form == "folder" else f"{tmp_path}/d*/part-*.{ending}"
     )
     store = opened(path)
-    assert queries_of(store) == [one["query"] for one in RECORDS]
+    assert queries_of(store) == [record["query"] for record in RECORDS]
     assert store.sizes == (7,)
     assert store[4].where.startswith(str(tmp_path / "data" / f"part-2.{ending}"))
 
@@ -64,7 +64,7 @@ def test_a_packed_file_is_unpacked_once_for_each_version(tmp_path, cache_home):
     path = tmp_path / "data.jsonl.gz"
     for part in PARTS[:2]:
         path.write_bytes(gzip.compress(lines(part)))
-        assert queries_of(opened(str(path))) == [one["query"] for one in part]
+        assert queries_of(opened(str(path))) == [example["query"] for example in part]
         copies = list(cache_home.rglob("unpacked/*/*.jsonl"))
         assert len(copies) == 1
         before = copies[0].stat().st_mtime_ns
@@ -77,7 +77,7 @@ def test_addresses_are_fetched_into_the_cache(tmp_path):
     for number, part in enumerate(PARTS):
         files.pipe(f"/bucket/part-{number}.jsonl", lines(part))
     store = opened("memory://bucket/*.jsonl")
-    assert queries_of(store) == [one["query"] for one in RECORDS]
+    assert queries_of(store) == [record["query"] for record in RECORDS]
     assert store[4].where == "memory:///bucket/part-2.jsonl:1"
     write(tmp_path / "data", "parquet")
     assert queries_of(opened(f"file://{tmp_path}/data/part-0.parquet")) == [
@@ -97,6 +97,6 @@ def test_addresses_are_fetched_into_the_cache(tmp_path):
     ],
 )
 def test_what_is_not_there_is_one_sentence(path, said):
-    with pytest.raises(UserError, match=said) as found:
+    with pytest.raises(UserError, match=said) as raised:
         opened(path)
-    assert "\n" not in str(found.value)
+    assert "\n" not in str(raised.value)

@@ -111,15 +111,16 @@ def test_ranks_agree_on_the_micro_batches_of_each_group():
         {"text": [], "image": [], "both": []},
     ]
     ranks = [
-        LockstepSplit(own, of, 10, 2) for own, of in zip(lengths, places, strict=True)
+        LockstepSplit(rank_lengths, of, 10, 2)
+        for rank_lengths, of in zip(lengths, places, strict=True)
     ]
     counts = [
         max(column) for column in zip(*(rank.counts for rank in ranks), strict=True)
     ]
     for rank, of in zip(ranks, places, strict=True):
-        found = rank.agreed(counts)
-        assert list(found) == ["text", "image"]  # no rank has inputs of the last group
-        assert [len(split) for split in found.values()] == counts[:2]
-        for group, split in found.items():
+        actual = rank.agreed(counts)
+        assert list(actual) == ["text", "image"]  # no rank has inputs of the last group
+        assert [len(split) for split in actual.values()] == counts[:2]
+        for group, split in actual.items():
             assert sorted(place for rows in split for place in rows) == of[group]
     assert ranks[0].padded_tokens >= sum(lengths[0]) and ranks[2].padded_tokens == 0

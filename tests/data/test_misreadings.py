@@ -89,9 +89,9 @@ def test_parts_of_records_that_are_not_read_are_warned_of(
     assert open_examples(
         config(**options), str(tmp_path / "a.jsonl"), role="validation"
     ).warnings() == [
-        one
-        for one in warnings
-        if not re.search("not read by|negative1|Instruction", one)
+        warning
+        for warning in warnings
+        if not re.search("not read by|negative1|Instruction", warning)
     ], "graded relevance is read in an evaluation, and negatives are no part of it"
 
 
@@ -133,7 +133,7 @@ def test_classes_that_are_taken_for_scores_are_warned_of(tmp_path, labels, said)
     warnings = open_path(
         write_jsonl(tmp_path / "a.jsonl", rows), loss="cosent"
     ).warnings()
-    assert [one.partition(": ")[2][: len(said or "")] for one in warnings] == (
+    assert [warning.partition(": ")[2][: len(said or "")] for warning in warnings] == (
         [said] if said else []
     )
 

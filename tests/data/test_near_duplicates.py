@@ -39,7 +39,7 @@ def texts():
 @pytest.mark.parametrize("threshold", [0.5, 0.9, 1.0])
 def test_the_pairs_are_those_of_a_full_comparison(texts, threshold):
     grams = [ngrams(text) for text in texts]
-    wanted = {
+    expected = {
         (first, second)
         for first, second in combinations(range(len(texts)), 2)
         if containment(grams[first], grams[second]) >= threshold
@@ -49,8 +49,8 @@ def test_the_pairs_are_those_of_a_full_comparison(texts, threshold):
     for number in range(len(texts)):
         pairs |= {(other, number) for other in index.near(number)}
         index.add(number)
-    assert pairs == wanted
-    assert len(wanted) >= 65, "copies of twice and of four times the length"
+    assert pairs == expected
+    assert len(expected) >= 65, "copies of twice and of four times the length"
 
 
 def test_short_texts_are_not_near_and_an_empty_index_finds_nothing():

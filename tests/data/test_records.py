@@ -5,8 +5,7 @@ import math
 import pytest
 
 from tests.data.files import pair
-from vembed.data.examples import BadRecord
-from vembed.data.images.files import ImageRoot
+from vembed.data.examples import BadRecord, ImageRoot
 from vembed.data.records import COLUMNS, Columns, RecordFormat
 from vembed.errors import UserError
 
@@ -153,9 +152,9 @@ SIDES = {"sentence1": "a", "sentence2": "b"}
     ],
 )
 def test_forms(record, expected):
-    found = read(record)
-    assert shown(found) == expected
-    assert found.where == "here:1"
+    actual = read(record)
+    assert shown(actual) == expected
+    assert actual.where == "here:1"
 
 
 @pytest.mark.parametrize(
@@ -386,13 +385,13 @@ def test_what_a_loss_needs():
 
 
 def test_cells_of_a_table_are_text():
-    found = read({**SIDES, "score": " 0.25 "}, numbers_in_text=True)
-    assert found.scores == (0.25,)
+    actual = read({**SIDES, "score": " 0.25 "}, numbers_in_text=True)
+    assert actual.scores == (0.25,)
     for cell in ("0,25", "nan", "x", "1_0"):
         with pytest.raises(BadRecord, match="score is"):
             read({**SIDES, "score": cell}, numbers_in_text=True)
-    found = read(pair(negative_1="c", negative_2=None), numbers_in_text=True)
-    assert shown(found) == "q > p | c"
+    actual = read(pair(negative_1="c", negative_2=None), numbers_in_text=True)
+    assert shown(actual) == "q > p | c"
 
 
 def test_a_cell_without_a_class_is_called_empty():

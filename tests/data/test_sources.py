@@ -134,12 +134,12 @@ def test_column_mapping_for_all_and_for_one(tmp_path):
     first = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "positive": "b"}])
     second = write_jsonl(tmp_path / "b.jsonl", [{"x": "c", "positive": "d"}])
     third = write_jsonl(tmp_path / "c.jsonl", [{"query": "e", "positive": "f"}])
-    given = [
+    inputs = [
         str(first),
         DataSource(path=str(second), column_mapping={"x": "query"}),
         str(third),
     ]
-    store = open_examples(config(column_mapping={"q": "query"}), given)
+    store = open_examples(config(column_mapping={"q": "query"}), inputs)
     assert [store[i].query.text for i in range(3)] == ["a", "c", "e"]
     assert "column_mapping names y, which no record has" in refused(
         third, column_mapping={"y": "negatives"}
@@ -153,8 +153,8 @@ def test_column_mapping_for_all_and_for_one(tmp_path):
 def test_several_sources(tmp_path):
     first = write_jsonl(tmp_path / "a.jsonl", [pair(query=f"a{i}") for i in range(6)])
     second = write_format(tmp_path, "csv", RECORDS)
-    given = [str(first), DataSource(path=str(second), weight=0.5, name="table")]
-    store = open_examples(config(), given)
+    inputs = [str(first), DataSource(path=str(second), weight=0.5, name="table")]
+    store = open_examples(config(), inputs)
     assert len(store) == 46
     assert store.sizes == (6, 40)
     assert store.weights == (1.0, 0.5)

@@ -25,8 +25,8 @@ def resume_table():
 
 def updated(page):
     """Return the page with its table replaced."""
-    before, _, rest = page.partition(BEGIN)
-    after = rest.partition(END)[2]
+    before, _, others = page.partition(BEGIN)
+    after = others.partition(END)[2]
     return f"{before}{BEGIN}\n\n{resume_table()}\n\n{END}{after}"
 
 

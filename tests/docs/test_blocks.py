@@ -191,18 +191,18 @@ def started_by(parser, arguments):
 
 
 def check_vembed(arguments):
-    command, *rest = arguments
+    command, *others = arguments
     if command == "train":
-        dry_run([word for word in rest if not word.startswith("--json")])
+        dry_run([word for word in others if not word.startswith("--json")])
     elif command in DATA_COMMANDS:
-        if rest != ["--help"]:
-            DATA_COMMANDS[command]([*rest, "--dry-run"])
+        if others != ["--help"]:
+            DATA_COMMANDS[command]([*others, "--dry-run"])
     elif command in ("config", "plan"):
-        values = load_command(command).make_context(command, list(rest)).params
+        values = load_command(command).make_context(command, list(others)).params
         read_hardware(values.get("gpu"), values.get("memory"))
         resolve_run(parse_train_arguments(values["args"] or ["cfg.yaml"]).config)
     elif command != "--help":
-        load_command(command).make_context(command, list(rest))
+        load_command(command).make_context(command, list(others))
 
 
 @pytest.mark.parametrize(
@@ -220,27 +220,27 @@ def test_commands_are_understood(location, arguments, folder, capsys, monkeypatc
     ]
     if not arguments:
         return
-    name, *rest = arguments
+    name, *others = arguments
     if name == "vembed":
-        check_vembed(rest)
+        check_vembed(others)
     elif arguments[:2] == ["accelerate", "launch"]:
-        started_by(launch_command_parser(), rest[1:])
+        started_by(launch_command_parser(), others[1:])
     elif name == "torchrun":
-        started_by(get_args_parser(), rest)
+        started_by(get_args_parser(), others)
     elif arguments[:3] == ["python", "-m", "vembed.entrypoints.train"]:
-        dry_run(rest[2:])
+        dry_run(others[2:])
     elif name == "make":
-        targets = [word for word in rest if "=" not in word]
+        targets = [word for word in others if "=" not in word]
         assert all(
             re.search(rf"^{target}:", Path("Makefile").read_text(), re.MULTILINE)
             for target in targets
         ), location
     elif name in ("bash", "python", ".venv/bin/python"):
-        check_paths(rest)
-        assert rest[0] == "-m" or (ROOT / rest[0]).exists(), location
+        check_paths(others)
+        assert others[0] == "-m" or (ROOT / others[0]).exists(), location
     else:
         assert name in OTHER_PROGRAMS, f"{location}: {arguments}"
-        check_paths(rest)
+        check_paths(others)
 
 
 # ---- Python --------------------------------------------------------------------------------------------------------

@@ -44,11 +44,11 @@ def with_entries(text, patch):
         if line.startswith("+"):
             waiting.append(line[1:])
             continue
-        found = lines.index(line[1:], place)
+        actual = lines.index(line[1:], place)
         # Lines in front of the first known line stand before it, others after the last.
-        start = found if place == 0 else place
+        start = actual if place == 0 else place
         lines[start:start] = waiting
-        place = found + len(waiting) + 1
+        place = actual + len(waiting) + 1
         waiting = []
     lines[place:place] = waiting
     return "\n".join(lines) + "\n"
@@ -174,18 +174,18 @@ def test_data_that_the_loss_cannot_use_are_refused(copy, workplace):
 
 
 def test_the_parts_pass_the_contract_tests(copy):
-    wanted = []
+    expected = []
     files = []
     for line in COMMANDS:
         match = re.fullmatch(r'pytest (\S+) -k "(.+)"', line)
         if match:
             files.append(match[1])
-            wanted.append(match[2])
+            expected.append(match[2])
     assert files == list(CONTRACTS.values())
     code, output = run(
         copy,
         *("-m", "pytest", "-x", "-p", "no:cacheprovider"),
-        *(*files, "-k", " or ".join(wanted)),
+        *(*files, "-k", " or ".join(expected)),
     )
     assert code == 0, output[-3000:]
     assert int(re.findall(r"(\d+) passed", output)[-1]) > 60

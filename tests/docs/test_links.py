@@ -8,7 +8,7 @@ import yaml
 
 from tests.docs.pages import PAGES, ROOT, anchors, links, spans, text_of
 from vembed.cli.commands.config import options_page
-from vembed.config.layers import BLOCKS, target_of
+from vembed.config.options import BLOCKS, target_of
 from vembed.config.schema import EpochMining
 from vembed.data.records import COLUMNS
 from vembed.losses.table import ENTRY_OPTIONS

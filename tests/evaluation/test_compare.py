@@ -49,25 +49,25 @@ def test_the_json_has_scores_paired_differences_settings_and_queries(runs):
         str(runs / "small"), str(runs / "large"), str(runs / "stopped"), "--json"
     )
     assert code == 0, err
-    found = json.loads(out)
-    assert [one["name"] for one in found["runs"]] == ["small", "large", "stopped"]
-    assert [one["is_finished"] for one in found["runs"]] == [True, True, False]
-    assert found["settings"]["learning_rate"] == {
+    report = json.loads(out)
+    assert [run["name"] for run in report["runs"]] == ["small", "large", "stopped"]
+    assert [run["is_finished"] for run in report["runs"]] == [True, True, False]
+    assert report["settings"]["learning_rate"] == {
         "small": 1e-5,
         "large": 3e-3,
         "stopped": 3e-3,
     }
-    assert "output_dir" not in found["settings"] and len(found["settings"]) == 1
-    step = {one["name"]: one["scored_step"] for one in found["runs"]}
+    assert "output_dir" not in report["settings"] and len(report["settings"]) == 1
+    step = {run["name"]: run["scored_step"] for run in report["runs"]}
     results = [
         read_queries(path_of(runs / name, step[name])) for name in ("small", "large")
     ]
     assert results[0] is not None and results[1] is not None
     column = results[0]["metrics"].index("ndcg@10")
     change = np.subtract(
-        *(np.asarray(one["values"])[:, column] for one in results[::-1])
+        *(np.asarray(result["values"])[:, column] for result in results[::-1])
     )
-    large = found["differences"][0]
+    large = report["differences"][0]
     assert large["metrics"]["ndcg@10"]["difference"] == pytest.approx(change.mean())
     assert (
         large["metrics"]["ndcg@10"]["low"]
@@ -79,9 +79,11 @@ def test_the_json_has_scores_paired_differences_settings_and_queries(runs):
         int((change < 0).sum()),
     )
     assert large["wins"] and all(
-        one["this"]["score"] > one["first"]["score"] for one in large["wins"]
+        win["this"]["score"] > win["first"]["score"] for win in large["wins"]
     )
-    assert all(one["this"]["score"] < one["first"]["score"] for one in large["losses"])
+    assert all(
+        loss["this"]["score"] < loss["first"]["score"] for loss in large["losses"]
+    )
 
 
 def test_the_page_shows_all_of_it_in_one_file(runs, tmp_path):
@@ -128,14 +130,14 @@ def test_runs_with_other_queries_are_not_paired(runs, tmp_path):
         "--output",
         str(tmp_path / "page.html"),
     )
-    found = json.loads(compare(*words)[1])
-    assert found["differences"] == [
+    report = json.loads(compare(*words)[1])
+    assert report["differences"] == [
         {
             "run": "elsewhere",
             "not_paired": "small and elsewhere were evaluated on other queries",
         }
     ]
-    assert found["best"] == "small", "scores of other queries decide nothing"
+    assert report["best"] == "small", "scores of other queries decide nothing"
     assert "were evaluated on other queries" in (tmp_path / "page.html").read_text()
 
 

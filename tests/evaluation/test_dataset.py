@@ -23,7 +23,10 @@ from vembed.evaluation.scores import evaluate
 def write_lines(path, records):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
-        "\n".join(one if isinstance(one, str) else json.dumps(one) for one in records)
+        "\n".join(
+            record if isinstance(record, str) else json.dumps(record)
+            for record in records
+        )
         + "\n"
     )
     return path
@@ -52,9 +55,12 @@ def found(data):
 
 
 def example(query, *positives, scores=None, negatives=()):
-    items = tuple(Item(text=one) for one in positives)
+    items = tuple(Item(text=positive) for positive in positives)
     return Example(
-        Item(text=query), items, tuple(Item(text=one) for one in negatives), scores
+        Item(text=query),
+        items,
+        tuple(Item(text=negative) for negative in negatives),
+        scores,
     )
 
 
@@ -104,15 +110,15 @@ def test_every_positive_is_the_corpus_and_negatives_are_not(tmp_path):
 def test_grades_of_pairs(examples, relevant):
     read = []
     texts = {}
-    for query, *rest in examples:
-        scores = rest.pop() if isinstance(rest[-1], tuple) else None
-        texts |= dict.fromkeys(rest)
-        read.append(example(query, *rest, scores=scores))
+    for query, *entry in examples:
+        scores = entry.pop() if isinstance(entry[-1], tuple) else None
+        texts |= dict.fromkeys(entry)
+        read.append(example(query, *entry, scores=scores))
     data = from_examples(read, "test", "retrieval")
     assert found(data) == relevant
     # A positive of score 0 is a document that nobody should find.
     assert [item.text for item in data.documents] == list(texts)
-    num_irrelevant = sum(score <= 0 for one in read for score in one.scores or ())
+    num_irrelevant = sum(score <= 0 for entry in read for score in entry.scores or ())
     assert bool(data.notes) == bool(num_irrelevant)
 
 
@@ -191,19 +197,19 @@ def test_beir_folder_in_parquet(tmp_path, is_of_hub):
     place = tmp_path / "tables"
     for part, records in (("corpus", CORPUS), ("queries", QUERIES)):
         rows = [
-            {"_id": str(one["_id"]), "title": "", "text": ""}
-            | one
-            | {"_id": str(one["_id"])}
-            for one in records
+            {"_id": str(record["_id"]), "title": "", "text": ""}
+            | record
+            | {"_id": str(record["_id"])}
+            for record in records
         ]
-        for number, some in enumerate([rows[:2], rows[2:]] if is_of_hub else [rows]):
+        for number, entry in enumerate([rows[:2], rows[2:]] if is_of_hub else [rows]):
             path = (
                 place / part / f"{part}-0000{number}-of-00002.parquet"
                 if is_of_hub
                 else place / f"{part}.parquet"
             )
             path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(pa.Table.from_pylist(some), path)
+            pq.write_table(pa.Table.from_pylist(entry), path)
     (place / "qrels").mkdir()
     if is_of_hub:
         judged = {
@@ -283,11 +289,11 @@ def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
     )
     data = opened(folder)
     assert isinstance(data.documents, Corpus)
-    expected = [Item(text=one["text"].strip()) for one in documents]
+    expected = [Item(text=document["text"].strip()) for document in documents]
     assert list(data.documents) == expected
     assert list(data.documents[98:]) == expected[98:]
-    assert data.documents.keys.tolist() == [one.key() for one in expected]
-    assert data.documents.lengths.tolist() == [len(one.text) for one in expected]
+    assert data.documents.keys.tolist() == [entry.key() for entry in expected]
+    assert data.documents.lengths.tolist() == [len(item.text) for item in expected]
     assert data.relevance == ({3: 1, 70: 1, 99: 1},)
     assert data.documents._numbers.nbytes + data.documents.keys.nbytes <= 28 * len(
         documents

@@ -53,15 +53,15 @@ def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
     model = Embedder(
         tiny_bert_st(tmp_path, normalize=False, similarity=measure), device="cpu"
     )
-    given = ["red cat", "the old house"]
-    vectors = model.encode(given)
+    inputs = ["red cat", "the old house"]
+    vectors = model.encode(inputs)
     products = vectors @ vectors.T
     assert ("cosine is used" in caplog.text) == (measure == "euclidean")
     if measure != "dot":
         products /= np.sqrt(np.outer(products.diagonal(), products.diagonal()))
     np.testing.assert_allclose(model.similarity(vectors, vectors), products, rtol=1e-5)
     np.testing.assert_allclose(
-        model.score([(given[0], given[1])]), products[0, 1:], rtol=1e-5
+        model.score([(inputs[0], inputs[1])]), products[0, 1:], rtol=1e-5
     )
 
 
@@ -82,8 +82,8 @@ def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
 def test_forms_of_input(folder):
     model = Embedder(folder, device="cpu")
     expected = model.encode(["red cat"])
-    for given in ([{"text": "red cat"}], [Item(text="red cat")], ("red cat",)):
-        assert (model.encode(given) == expected).all()
+    for entry in ([{"text": "red cat"}], [Item(text="red cat")], ("red cat",)):
+        assert (model.encode(entry) == expected).all()
     assert model.encode({"text": "red cat"}).shape == expected[0].shape
     assert model.encode([]).shape == (0, expected.shape[1])
 
@@ -102,7 +102,7 @@ def test_images_become_items():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("value", "message"),
     [
         ({"txt": "a"}, "'txt'"),
         ({}, "text, image and images"),
@@ -114,9 +114,9 @@ def test_images_become_items():
         ({"text": "\udfff"}, "a lone surrogate"),
     ],
 )
-def test_what_is_no_input_is_named(given, message):
+def test_what_is_no_input_is_named(value, message):
     with pytest.raises(UserError, match=message):
-        to_item(given)
+        to_item(value)
 
 
 def test_an_input_that_is_none_is_named_by_its_place(folder):

@@ -17,11 +17,11 @@ from vembed.parallel.session import start_session
 
 
 def items(number):
-    made = []
+    built = []
     for i in range(number):
         words = [WORDS[(i * 7 + j) % len(WORDS)] for j in range(1 + i * 5 % 11)]
-        made.append(Item(text=" ".join(words)))
-    return made
+        built.append(Item(text=" ".join(words)))
+    return built
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,9 @@ def featuriser(model):
     return Featuriser(model.description)
 
 
-def one_by_one(model, featuriser, given, kind="document"):
+def one_by_one(model, featuriser, value, kind="document"):
     rows = []
-    for item in given:
+    for item in value:
         (features,) = featuriser.features([(item, kind)])
         with torch.no_grad():
             rows.append(
@@ -51,12 +51,12 @@ def one_by_one(model, featuriser, given, kind="document"):
 def test_order_and_numbers_do_not_depend_on_the_budget(
     model, featuriser, budget, max_rows
 ):
-    given = items(17)
-    found = encode_items(
-        model, featuriser, given, "document", budget_tokens=budget, max_rows=max_rows
+    inputs = items(17)
+    actual = encode_items(
+        model, featuriser, inputs, "document", budget_tokens=budget, max_rows=max_rows
     )
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, one_by_one(model, featuriser, given), atol=1e-6)
+    assert actual.dtype == np.float32
+    np.testing.assert_allclose(actual, one_by_one(model, featuriser, inputs), atol=1e-6)
 
 
 def test_the_budget_limits_what_goes_through_the_model_at_once(model, featuriser):
@@ -77,12 +77,12 @@ def test_equal_items_are_encoded_once(model, featuriser):
     def note(_, arguments):
         rows.extend(batch["input_ids"].shape[0] for _, batch in arguments[0])
 
-    given = items(5) * 3
+    inputs = items(5) * 3
     with model.register_forward_pre_hook(note):
-        found = encode_items(model, featuriser, given, "query")
+        actual = encode_items(model, featuriser, inputs, "query")
     assert sum(rows) == 5
-    assert (found[:5] == found[5:10]).all()
-    assert (found[:5] == found[10:]).all()
+    assert (actual[:5] == actual[5:10]).all()
+    assert (actual[:5] == actual[10:]).all()
 
 
 def test_nothing_gives_an_empty_array(model, featuriser):
@@ -101,12 +101,12 @@ def test_every_module_is_in_its_mode_afterwards_and_no_graph_is_kept():
     )
     frozen.eval()
     before = {name: module.training for name, module in model.named_modules()}
-    seen = []
+    recorded = []
     with model.register_forward_hook(
-        lambda module, _, out: seen.append((module.training, out[0].requires_grad))
+        lambda module, _, out: recorded.append((module.training, out[0].requires_grad))
     ):
         encode_items(model, featuriser, items(2), "document")
-    assert seen == [(False, False)]
+    assert recorded == [(False, False)]
     assert {name: module.training for name, module in model.named_modules()} == before
     assert True in before.values()
     assert False in before.values()
@@ -136,7 +136,7 @@ def _on_a_rank(folder, numbers, chunk):
         featuriser = Featuriser(model.description)
         micro_batches = []
         model.register_forward_pre_hook(lambda *_: micro_batches.append(1))
-        found = []
+        actual = []
         for number in numbers:
             micro_batches.clear()
             embeddings = encode_items(
@@ -147,8 +147,8 @@ def _on_a_rank(folder, numbers, chunk):
                 budget_tokens=24,
                 session=session,
             )
-            found.append((embeddings, len(micro_batches)))
-        return found
+            actual.append((embeddings, len(micro_batches)))
+        return actual
 
 
 @pytest.mark.parametrize(("num_ranks", "chunk"), [(2, 3), (4, 16_384)])
@@ -161,9 +161,9 @@ def test_ranks_encode_uneven_shares_in_step_and_in_order(
     by_rank = run_ranks(_on_a_rank, num_ranks, *arguments, process_group=False)
     for place, number in enumerate(numbers):
         expected = encode_items(model, featuriser, items(number), "document")
-        for embeddings, _ in (found[place] for found in by_rank):
+        for embeddings, _ in (entry[place] for entry in by_rank):
             np.testing.assert_allclose(embeddings, expected, atol=1e-6)
-        num_forwards = {found[place][1] for found in by_rank}
+        num_forwards = {entry[place][1] for entry in by_rank}
         assert len(num_forwards) == 1, (
             "every forward of a sharded model is a collective"
         )

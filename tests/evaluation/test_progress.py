@@ -20,10 +20,10 @@ def test_a_terminal_gets_a_bar_with_rate_and_time_left():
     with ProgressReport("encoding", console=screen) as report:
         report(250, 1000)
         report.bar.refresh()
-        shown = screen.file.getvalue()
-    assert "encoding" in shown
-    assert "250/1000" in shown
-    assert "/s" in shown
+        printed = screen.file.getvalue()
+    assert "encoding" in printed
+    assert "250/1000" in printed
+    assert "/s" in printed
 
 
 def test_anything_else_gets_a_plain_line_now_and_then(monkeypatch):

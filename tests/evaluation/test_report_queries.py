@@ -26,7 +26,7 @@ from vembed.evaluation.query_results import (
 from vembed.evaluation.report.page import TEMPLATES
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.report import changed_table, curves
-from vembed.names import short_name
+from vembed.files import short_name
 from vembed.saving.card import calls_of
 from vembed.training.hooks.base import Evaluation
 from vembed.training.hooks.evaluations import QueryRecord
@@ -59,8 +59,8 @@ def test_the_results_of_the_queries_are_those_of_the_evaluation(run):
         for name, value in means.items():
             assert scores[name] == pytest.approx(value, abs=1e-5)
         assert all(
-            len(one["found"]) == 3 and one["query"]["text"]
-            for one in content["queries"]
+            len(query["found"]) == 3 and query["query"]["text"]
+            for query in content["queries"]
         )
 
 
@@ -68,17 +68,17 @@ def test_the_report_shows_queries_intervals_and_meanings(run):
     page = (run / "report.html").read_text()
     text = (run / "report.md").read_text()
     first, last = (read_queries(path_of(run, step)) for step in (0, 11))
-    found = compare_results(first, last, "ndcg@10")
-    assert found is not None and found.num_queries == 39
+    actual = compare_results(first, last, "ndcg@10")
+    assert actual is not None and actual.num_queries == 39
     for report in (page, text):
         assert "95 % interval of the change" in report
         assert "Queries that got " in report
         assert "1 if all relevant documents come first" in report
         assert str(run.parent) not in report, "no absolute paths"
-    interval = found.intervals["ndcg@10"]
+    interval = actual.intervals["ndcg@10"]
     assert (NO_DIFFERENCE in text.split("95 % interval")[0]) == (not interval.is_clear)
-    shown = (found.better or found.worse)[0]
-    assert shown.query["text"] in text and shown.found_after[0][0]["text"] in text
+    printed = (actual.better or actual.worse)[0]
+    assert printed.query["text"] in text and printed.found_after[0][0]["text"] in text
 
 
 def test_the_model_and_its_calls_are_told_as_in_the_card(run):
@@ -108,7 +108,7 @@ def test_curves_have_every_step_where_lines_are_rarer(run):
     ]
     assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 11]
     assert [
-        one[0] for line in lines if "loss" in line for one in line["steps"]
+        step[0] for line in lines if "loss" in line for step in line["steps"]
     ] == list(range(1, 12))
     assert all(line["time"] > 1e9 for line in lines)
     drawn = {curve.title: curve for curve in curves(read_run(run))}
@@ -193,18 +193,18 @@ def test_images_that_the_data_hold_themselves_are_shown_too(tmp_path):
     record._data = data
     record._output = tmp_path
     record._best_step = None
-    for step, values, found in (
+    for step, values, entry in (
         (0, [[0.0], [1.0]], [[2], [1]]),
         (5, [[1.0], [0.0]], [[0], [2]]),
     ):
-        results = QueryResults(["ndcg@10"], np.array(values), np.array(found))
+        results = QueryResults(["ndcg@10"], np.array(values), np.array(entry))
         record.on_evaluation(
             Evaluation(step, 1.0, {"ndcg@10": 0.5}, "ndcg@10", False, results)
         )
     first, last = (read_queries(path_of(tmp_path, step)) for step in (0, 5))
     changes = compare_results(first, last, "ndcg@10")
     assert changes is not None
-    better, worse = (changed_table(one) for one in (changes.better, changes.worse))
+    better, worse = (changed_table(entry) for entry in (changes.better, changes.worse))
     assert better.rows[0][:4] == (
         "first",
         "image of document 0",

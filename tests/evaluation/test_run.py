@@ -88,29 +88,29 @@ def test_documents_are_searched_chunk_by_chunk_and_never_held_together(
     (tmp_path / "qrels" / "test.tsv").write_text(
         "".join(f"{i}\t{2 * i}\t1\n" for i in range(15))
     )
-    for name, own in texts.items():
-        lines = (json.dumps({"_id": i, "text": text}) for i, text in enumerate(own))
+    for name, entry in texts.items():
+        lines = (json.dumps({"_id": i, "text": text}) for i, text in enumerate(entry))
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    given = []
+    inputs = []
     original = RetrievalSearch.add
     monkeypatch.setattr(encoding, "INPUTS_PER_CHUNK", 8)
 
     def add(self, rows, numbers):
-        given.append((rows, numbers))
+        inputs.append((rows, numbers))
         original(self, rows, numbers)
 
     monkeypatch.setattr(RetrievalSearch, "add", add)
     scores = evaluate(model, tmp_path, dims=[8])
     assert {"ndcg@10", "dim8/ndcg@10"} <= set(scores)
-    assert max(len(rows) for rows, _ in given) == 8
+    assert max(len(rows) for rows, _ in inputs) == 8
     distinct = list(dict.fromkeys(texts["corpus"]))
-    numbers = np.concatenate([numbers for _, numbers in given])
+    numbers = np.concatenate([numbers for _, numbers in inputs])
     assert sorted(numbers) == list(range(len(distinct)))
-    found = np.concatenate([rows for rows, _ in given])
+    actual = np.concatenate([rows for rows, _ in inputs])
     expected = model.encode(
         [distinct[number] for number in numbers], kind="document", normalize=False
     )
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_scored_pairs(tmp_path):
@@ -215,8 +215,8 @@ def test_equal_files_give_equal_numbers_as_mteb(tmp_path):
             "ignore"
         )  # of mteb, about Sentence Transformers' renamed methods
         model = SentenceTransformer(str(shared(tiny_bert_st)), device="cpu")
-        found = mteb.evaluate(model, [Task()], cache=None, show_progress_bar=False)
-    theirs = found.task_results[0].scores["test"][0]
+        actual = mteb.evaluate(model, [Task()], cache=None, show_progress_bar=False)
+    theirs = actual.task_results[0].scores["test"][0]
     assert theirs["ndcg_at_10"] == pytest.approx(ours["ndcg@10"], abs=1e-4)
     assert theirs["recall_at_100"] == pytest.approx(ours["recall@100"], abs=1e-4)
     assert theirs["map_at_10"] == pytest.approx(ours["map@10"], abs=1e-4)

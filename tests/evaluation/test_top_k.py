@@ -31,8 +31,8 @@ def found_by_sort(scores, k, excluded):
     scores = scores.copy()
     scores[excluded.queries, excluded.documents] = -np.inf
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-    found = np.take_along_axis(scores, order, axis=1)
-    order = np.where(found > -np.inf, order, -1)
+    actual = np.take_along_axis(scores, order, axis=1)
+    order = np.where(actual > -np.inf, order, -1)
     missing = max(k - order.shape[1], 0)
     return np.pad(order, ((0, 0), (0, missing)), constant_values=-1)
 
@@ -63,14 +63,14 @@ def test_equal_to_a_sort(num_queries, num_documents, k, first, in_order, monkeyp
     pairs = draw.integers(0, [max(num_queries, 1), num_documents], (num_queries * 4, 2))
     excluded = Pairs.of(pairs[:, 0], pairs[:, 1])
     order = None if in_order else torch.from_numpy(draw.permutation(num_documents))
-    found, scores = found_in_chunks(
+    actual, scores = found_in_chunks(
         torch.from_numpy(queries), torch.from_numpy(documents), k, excluded, 70, order
     )
-    wanted = found_by_sort((queries @ documents.T).astype(np.float64), k, excluded)
-    np.testing.assert_array_equal(found, wanted)
-    known = found >= 0
+    expected = found_by_sort((queries @ documents.T).astype(np.float64), k, excluded)
+    np.testing.assert_array_equal(actual, expected)
+    known = actual >= 0
     row = np.nonzero(known)[0]
-    exact = np.einsum("nd,nd->n", queries[row], documents[found[known]])
+    exact = np.einsum("nd,nd->n", queries[row], documents[actual[known]])
     np.testing.assert_array_equal(scores[known], exact)
     assert np.isneginf(scores[~known]).all()
 
@@ -86,8 +86,8 @@ def test_nothing_is_lost_where_later_documents_are_better(monkeypatch):
     """Scores that rise: every block passes the threshold."""
     set_tiles(monkeypatch, FIRST_TILE_DOCUMENTS=1)
     documents = torch.linspace(-1, 1, 3000)[:, None]
-    found, _ = found_in_chunks(torch.ones(3, 1), documents, 20, NO_PAIRS, 512)
-    assert found.tolist() == [list(range(2999, 2979, -1))] * 3
+    actual, _ = found_in_chunks(torch.ones(3, 1), documents, 20, NO_PAIRS, 512)
+    assert actual.tolist() == [list(range(2999, 2979, -1))] * 3
 
 
 @pytest.mark.parametrize("document_tile", [32, 500])
@@ -106,13 +106,13 @@ def test_exact_whatever_the_first_pass_rounds(document_tile, monkeypatch):
     queries[0] = -torch.eye(24)[0]  # every score is negative
     k = 30
     excluded = Pairs.of(np.arange(20), np.arange(20))
-    found, scores = found_in_chunks(queries, documents, k, excluded, 700)
+    actual, scores = found_in_chunks(queries, documents, k, excluded, 700)
     row = torch.arange(len(queries))
     column = torch.arange(len(documents))
     exact = top_k.products(
         queries, row.repeat_interleave(len(column)), documents, column.repeat(len(row))
     )
     exact = exact.view(len(row), len(column)).numpy()
-    wanted = found_by_sort(exact, k, excluded)
-    np.testing.assert_array_equal(found, wanted)
-    np.testing.assert_array_equal(scores, np.take_along_axis(exact, wanted, axis=1))
+    expected = found_by_sort(exact, k, excluded)
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(scores, np.take_along_axis(exact, expected, axis=1))

@@ -88,14 +88,16 @@ def test_everything_is_inside_the_graph(exported):
     session = onnxruntime.InferenceSession(
         exported / "model.onnx", providers=["CPUExecutionProvider"]
     )
-    assert [one.name for one in session.get_outputs()] == ["sentence_embedding"]
+    assert [graph_output.name for graph_output in session.get_outputs()] == [
+        "sentence_embedding"
+    ]
     for text in ("red", "a small bird in the garden"):
         ids = np.array([tokenizer.encode(prompts["query"] + text).ids])
-        (found,) = session.run(
+        (actual,) = session.run(
             None, {"input_ids": ids, "attention_mask": np.ones_like(ids)}
         )
-        np.testing.assert_allclose(found, model.encode([text], "query"), atol=1e-6)
-        assert found.shape == (1, 24)
+        np.testing.assert_allclose(actual, model.encode([text], "query"), atol=1e-6)
+        assert actual.shape == (1, 24)
 
 
 def test_the_check_is_printed_and_in_the_card(exported):
@@ -127,7 +129,7 @@ def test_a_check_alone_keeps_nothing(tmp_path, monkeypatch):
     for words in ([], ["--no-check"], ["--for", "tei", "--check"]):
         refused = run("export", model_folder(), *words)
         assert refused.exit_code == 2 and "give OUTPUT, a new folder" in refused.output
-    assert [one.name for one in tmp_path.iterdir()] == ["said.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["said.json"]
 
 
 def test_a_tolerance_below_zero_is_refused_at_once(tmp_path):
@@ -204,9 +206,9 @@ def without_normalisation(folder):
     path.write_text(
         json.dumps(
             [
-                one
-                for one in json.loads(path.read_text())
-                if "Normalize" not in one["type"]
+                entry
+                for entry in json.loads(path.read_text())
+                if "Normalize" not in entry["type"]
             ]
         )
     )
@@ -251,12 +253,12 @@ def siglip(tmp_path_factory):
 def test_images_have_a_graph_of_their_own(siglip, tmp_path, monkeypatch):
     model = vembed.Embedder(siglip_folder(), device="cpu")
     images = onnx_format.made_images(11)
-    found = onnx_format.OnnxImages(siglip).encode(images)
-    np.testing.assert_allclose(found, model.encode(images), atol=1e-5)
+    actual = onnx_format.OnnxImages(siglip).encode(images)
+    np.testing.assert_allclose(actual, model.encode(images), atol=1e-5)
     (shape,) = (
-        one.shape
-        for one in onnx_format.OnnxReader(siglip).session.get_inputs()
-        if one.name == "input_ids"
+        graph_input.shape
+        for graph_input in onnx_format.OnnxReader(siglip).session.get_inputs()
+        if graph_input.name == "input_ids"
     )
     assert shape[1] == 16, "texts of fixed length"
     assert (
@@ -325,11 +327,11 @@ def test_gguf_in_the_server_of_llama_cpp(exported, monkeypatch):
         def __init__(self, settings):
             assert settings.embedding and settings.model.path.endswith("model.gguf")
 
-        def handle_embeddings(self, given):
-            asked.append(given["input"])
+        def handle_embeddings(self, value):
+            asked.append(value["input"])
             return (
                 {"data": [{"embedding": [3.0, 4.0]}]}
-                if given["input"] != ""
+                if value["input"] != ""
                 else {"error": "empty"}
             )
 
@@ -393,8 +395,8 @@ def test_a_static_student(tmp_path):
     from sentence_transformers import SentenceTransformer
 
     rows = [
-        {"query": one, "positive": f"found {one} {two}"}
-        for one, two in zip(texts(160), texts(160, seed=5), strict=True)
+        {"query": text, "positive": f"found {text} {two}"}
+        for text, two in zip(texts(160), texts(160, seed=5), strict=True)
     ]
     (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     out = tmp_path / "student"
@@ -411,15 +413,15 @@ def test_a_static_student(tmp_path):
     assert facts["check"]["rank_correlation"] > 0.35, "0.14 without training"
     assert facts["num_training_texts"] == 60
     student = SentenceTransformer(str(out), device="cpu")
-    given = ["red", "green", "red green"]
-    one, other, both = vectors = student.encode(given)
-    assert one.shape == (24,) and not np.allclose(one, other)
+    inputs = ["red", "green", "red green"]
+    first, other, both = vectors = student.encode(inputs)
+    assert first.shape == (24,) and not np.allclose(first, other)
     np.testing.assert_allclose(np.linalg.norm(both), 1, rtol=1e-5)
     table = student[0].embedding.weight.detach().numpy()
     ids = student[0].tokenizer.encode("red green", add_special_tokens=False).ids
     mean = table[ids].mean(axis=0)
     np.testing.assert_allclose(both, mean / np.linalg.norm(mean), atol=1e-5)
-    np.testing.assert_allclose(vembed.Embedder(out).encode(given), vectors, atol=1e-6)
+    np.testing.assert_allclose(vembed.Embedder(out).encode(inputs), vectors, atol=1e-6)
 
     trained = vembed.train(
         {
@@ -433,9 +435,9 @@ def test_a_static_student(tmp_path):
             "teacher": str(model_folder()),
         }
     )
-    again = SentenceTransformer(str(trained.model_dir), device="cpu").encode(given)
+    again = SentenceTransformer(str(trained.model_dir), device="cpu").encode(inputs)
     np.testing.assert_allclose(
-        vembed.Embedder(trained.model_dir).encode(given), again, atol=1e-6
+        vembed.Embedder(trained.model_dir).encode(inputs), again, atol=1e-6
     )
     assert not np.allclose(again, vectors)
 
@@ -462,16 +464,16 @@ def test_an_export_is_served_in_its_runtime(exported):
     encoder = open_encoder(str(exported))
     model = vembed.Embedder(model_folder())
     inputs = [ServedInput("red", "query"), ServedInput("a small bird in the garden")]
-    wanted = [
+    expected = [
         model.encode("red", "query"),
         model.encode("a small bird in the garden", prompt=""),
     ]
     vectors, num_tokens = encoder.encode(inputs)
-    np.testing.assert_allclose(vectors, wanted, atol=1e-6)
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)
     assert sum(num_tokens) > 8 and encoder.max_length == model.description.max_length
     ids = encoder.reader.token_ids("red", "query")
     by_ids, _ = encoder.encode([ServedInput(ids)])
-    np.testing.assert_allclose(by_ids, wanted[:1], atol=1e-6)
+    np.testing.assert_allclose(by_ids, expected[:1], atol=1e-6)
     with pytest.raises(UserError, match="runs on the CPU at its own size"):
         open_encoder(str(exported), truncate_dim=8)
 
@@ -515,7 +517,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server():
     model = vembed.Embedder(model_folder())
-    Handler.embed = staticmethod(lambda given: model.encode(given, prompt=""))
+    Handler.embed = staticmethod(lambda value: model.encode(value, prompt=""))
     with HTTPServer(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(
             target=running.serve_forever, kwargs={"poll_interval": 0.01}
@@ -537,12 +539,12 @@ def test_check_server(server, monkeypatch):
         assert f"{server}{route} equals" in done.output
     right = Handler.embed
     monkeypatch.setattr(
-        Handler, "embed", staticmethod(lambda given: right(given)[:, ::-1])
+        Handler, "embed", staticmethod(lambda value: right(value)[:, ::-1])
     )
     done = run("check-server", server + "/embed", model_folder())
     assert done.exit_code == 1 and "largest cosine distance" in done.stderr
     monkeypatch.setattr(
-        Handler, "embed", staticmethod(lambda given: right(given)[:, :8])
+        Handler, "embed", staticmethod(lambda value: right(value)[:, :8])
     )
     done = run("check-server", server + "/embed", model_folder())
     assert done.exit_code == 1 and "embeddings of [16, 8] for [16, 24]" in done.stderr
@@ -578,9 +580,9 @@ def test_a_student_reads_a_sample_of_a_corpus(tmp_path):
 
     documents = Documents()
     data = RetrievalData("large", (Item(text="query"),), documents, ({0: 1},))
-    found = student_texts(str(tmp_path), data)
-    assert documents.num_read == len(found) <= MAX_STUDENT_EXAMPLES
-    numbers = [int(text.split()[1]) for text, _ in found]
+    actual = student_texts(str(tmp_path), data)
+    assert documents.num_read == len(actual) <= MAX_STUDENT_EXAMPLES
+    numbers = [int(text.split()[1]) for text, _ in actual]
     assert numbers[0] == NUM_TEXTS // 2 and numbers[-1] > 990_000
 
 

@@ -78,8 +78,8 @@ def _write(path, rows):
 
 def halves(copies=1):
     """Words to train on, and words that are only looked at afterwards; all differ in their first five letters."""
-    seen = {}
+    recorded = {}
     for word in WORDS * copies:
-        seen.setdefault(word[:5], word)
-    words = sorted(seen.values())
+        recorded.setdefault(word[:5], word)
+    words = sorted(recorded.values())
     return words[::2], words[1::2]

@@ -65,18 +65,18 @@ def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_s
         "logging_steps": 1,
         "report_to": "none",
     }
-    one = trained(settings)
+    first = trained(settings)
     chance = 1 / len(words)
-    assert one["after"]["recall@1"] >= 4 * chance
-    assert one["after"]["recall@1"] > one["before"]["recall@1"]
+    assert first["after"]["recall@1"] >= 4 * chance
+    assert first["after"]["recall@1"] > first["before"]["recall@1"]
     few = {"val_data_path": None, "max_steps": 12, "output_dir": str(tmp_path / "two")}
     two = trained({**settings, **few}, nproc=2)
-    np.testing.assert_allclose(two["losses"][:6], one["losses"][:6], rtol=1e-4)
+    np.testing.assert_allclose(two["losses"][:6], first["losses"][:6], rtol=1e-4)
 
 
 def test_vit_learns_which_pictures_show_the_same(tmp_path):
     words, _ = halves()
-    found = trained(
+    actual = trained(
         {
             "model_name": str(shared(small_vit)),
             "data_path": str(picture_pairs(tmp_path, words[:10], 20, "train", seed=0)),
@@ -90,8 +90,8 @@ def test_vit_learns_which_pictures_show_the_same(tmp_path):
             "report_to": "none",
         }
     )
-    assert found["after"]["recall@1"] >= 4 / 10
-    assert found["after"]["recall@1"] > found["before"]["recall@1"]
+    assert actual["after"]["recall@1"] >= 4 / 10
+    assert actual["after"]["recall@1"] > actual["before"]["recall@1"]
 
 
 def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path):
@@ -116,7 +116,7 @@ def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path):
         "report_to": "none",
     }
     two = trained(settings, nproc=2)
-    one = trained(
+    first = trained(
         {
             **settings,
             "val_data_path": None,
@@ -124,7 +124,7 @@ def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path):
             "output_dir": str(tmp_path / "one"),
         }
     )
-    np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-5)
+    np.testing.assert_allclose(two["losses"], first["losses"], rtol=1e-5)
     scores = vembed.evaluate(tmp_path / "two" / "final", data)
     for name in ("ndcg@10", "recall@1"):
         assert scores[name] == pytest.approx(two["after"][name], abs=1e-6)

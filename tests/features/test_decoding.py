@@ -16,37 +16,39 @@ COUNT = 24
 
 
 @pytest.fixture
-def seen(monkeypatch):
+def decoded(monkeypatch):
     """Images as they are decoded, with the thread."""
-    found = []
+    actual = []
     load = decoders.load_image
 
     def noting(ref):
-        found.append((ref, threading.current_thread().name))
+        actual.append((ref, threading.current_thread().name))
         return load(ref)
 
     monkeypatch.setattr(decoders, "load_image", noting)
-    return found
+    return actual
 
 
 def features_of(mine, count=COUNT):
     return mine.features([of_images(image(seed=seed)) for seed in range(count)])
 
 
-def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_own(seen):
+def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_own(
+    decoded,
+):
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=3)
     features = features_of(mine)
-    seen.clear()
+    decoded.clear()
     micro_batches = [
         [("image", list(range(start, start + 6)))] for start in range(0, COUNT, 6)
     ]
     feeder = Feeder(mine, torch.device("cpu"))
     first = list(feeder.feed(micro_batches, features))
     second = list(feeder.feed(micro_batches, features))
-    assert len(seen) == COUNT, "with Gradient Cache nothing is decoded twice"
-    assert all(name.startswith("vembed-images") for _, name in seen)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one[0][1]["pixel_values"], other[0][1]["pixel_values"])
+    assert len(decoded) == COUNT, "with Gradient Cache nothing is decoded twice"
+    assert all(name.startswith("vembed-images") for _, name in decoded)
+    for entry, other in zip(first, second, strict=True):
+        assert torch.equal(entry[0][1]["pixel_values"], other[0][1]["pixel_values"])
 
 
 def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch):
@@ -63,7 +65,7 @@ def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch):
     assert len(mine.collate(features)["pixel_values"]) == 4
 
 
-def test_decoding_ahead_stays_within_the_cache(seen):
+def test_decoding_ahead_stays_within_the_cache(decoded):
     size = 3 * 32 * 32
     mine = Featuriser(
         featuriser(tiny.shared(tiny.tiny_vit)).description,
@@ -72,11 +74,11 @@ def test_decoding_ahead_stays_within_the_cache(seen):
     )
     features = features_of(mine)
     mine.collate(features[:1])
-    seen.clear()
+    decoded.clear()
     mine.decode_ahead(features[1:])
     mine.collate(features[1:5])
-    assert len(seen) == 4, (
+    assert len(decoded) == 4, (
         "half of the cache, of which nothing is lost before it is read"
     )
     mine.collate(features[5:])
-    assert len(seen) == COUNT - 1
+    assert len(decoded) == COUNT - 1

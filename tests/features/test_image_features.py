@@ -29,16 +29,16 @@ def of_images(*images, text=None):
 @pytest.fixture
 def decoded(monkeypatch):
     """The images that were decoded, in order."""
-    seen = []
+    recorded = []
     load = pixels.load_image
 
     def noting(ref):
-        seen.append(ref)
+        recorded.append(ref)
         return load(ref)
 
     for module in (decoders, pixels):
         monkeypatch.setattr(module, "load_image", noting)
-    return seen
+    return recorded
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,9 @@ def test_an_image_counts_its_patches_and_is_decoded_late(make, patches, decoded)
     second = image(200, 30, seed=2)
     features = mine.features([of_images(first), of_images(second)])
     decoded.clear()  # the blank ones that tell how many patches there are
-    assert [(one.modality, one.length, one.token_ids) for one in features] == [
-        ("image", patches, None)
-    ] * 2
+    assert [
+        (feature.modality, feature.length, feature.token_ids) for feature in features
+    ] == [("image", patches, None)] * 2
     batch = mine.collate(features)
     assert decoded == [first, second]
     assert len(batch["pixel_values"]) == 2

@@ -48,11 +48,11 @@ def test_both_halves_give_the_processors_bits(make, kind):
         picture = load_image(image(*size, seed=sum(size)))
         halfway = recipe.halfway(picture)
         assert halfway[PIXELS_KEY].dtype == torch.uint8
-        wanted = dict(processor(images=[picture], return_tensors="pt"))
-        assert wanted[PIXELS_KEY].nbytes >= 4 * halfway[PIXELS_KEY].nbytes
-        found = recipe.finished(halfway)
-        assert found.keys() == wanted.keys() and all(
-            torch.equal(found[name], wanted[name]) for name in wanted
+        expected = dict(processor(images=[picture], return_tensors="pt"))
+        assert expected[PIXELS_KEY].nbytes >= 4 * halfway[PIXELS_KEY].nbytes
+        actual = recipe.finished(halfway)
+        assert actual.keys() == expected.keys() and all(
+            torch.equal(actual[name], expected[name]) for name in expected
         )
 
 
@@ -63,9 +63,9 @@ def test_a_crop_beyond_the_image_has_the_processors_border():
     assert isinstance(recipe.first, Resizing)
     for size in ((20, 40), (33, 15), (7, 7)):
         picture = load_image(image(*size))
-        found = recipe.finished(recipe.halfway(picture))[PIXELS_KEY]
-        wanted = processor(images=[picture], return_tensors="pt")[PIXELS_KEY]
-        assert torch.equal(found, wanted)
+        actual = recipe.finished(recipe.halfway(picture))[PIXELS_KEY]
+        expected = processor(images=[picture], return_tensors="pt")[PIXELS_KEY]
+        assert torch.equal(actual, expected)
 
 
 class Brighter:
@@ -80,9 +80,9 @@ class Brighter:
 
     def __call__(self, images, **options):
         if not self.late:
-            images = [one.point(lambda value: 255 - value) for one in images]
-        made = self.processor(images=images, **options)
-        return {PIXELS_KEY: made[PIXELS_KEY] ** 2 if self.late else made[PIXELS_KEY]}
+            images = [image.point(lambda value: 255 - value) for image in images]
+        built = self.processor(images=images, **options)
+        return {PIXELS_KEY: built[PIXELS_KEY] ** 2 if self.late else built[PIXELS_KEY]}
 
 
 def test_a_processor_of_another_kind_keeps_its_own_code():
@@ -92,9 +92,9 @@ def test_a_processor_of_another_kind_keeps_its_own_code():
         "the first half by the processor, the numbers on the device"
     )
     picture = load_image(image(50, 20))
-    found = recipe.finished(recipe.halfway(picture))[PIXELS_KEY]
+    actual = recipe.finished(recipe.halfway(picture))[PIXELS_KEY]
     assert torch.equal(
-        found,
+        actual,
         Brighter(processor, late=False)([picture], return_tensors="pt")[PIXELS_KEY],
     )
     assert find_recipe(Brighter(processor, late=True)).scale is None
@@ -110,11 +110,11 @@ class AsTorchvision:
         return dict(self.processor.to_dict())
 
     def __call__(self, images, **options):
-        made = self.processor(
+        built = self.processor(
             images=images, return_tensors="pt", do_rescale=False, do_normalize=False
         )[PIXELS_KEY]
         if options.get("do_rescale") is False:
-            return {PIXELS_KEY: made}
+            return {PIXELS_KEY: built}
         settings = self.to_dict()
         mean, deviation = (
             (torch.tensor(settings[name]) * (1.0 / settings["rescale_factor"]))[
@@ -122,7 +122,7 @@ class AsTorchvision:
             ]
             for name in ("image_mean", "image_std")
         )
-        return {PIXELS_KEY: made.to(torch.float32).sub_(mean).div_(deviation)}
+        return {PIXELS_KEY: built.to(torch.float32).sub_(mean).div_(deviation)}
 
 
 def test_the_arithmetic_of_torchvision_has_a_recipe_too():
@@ -131,8 +131,8 @@ def test_the_arithmetic_of_torchvision_has_a_recipe_too():
     processor.image_std = [0.26862954, 0.26130258, 0.27577711]
     recipe = find_recipe(AsTorchvision(processor))
     picture = load_image(image(77, 50))
-    wanted = AsTorchvision(processor)([picture])[PIXELS_KEY]
-    assert torch.equal(recipe.finished(recipe.halfway(picture))[PIXELS_KEY], wanted)
+    expected = AsTorchvision(processor)([picture])[PIXELS_KEY]
+    assert torch.equal(recipe.finished(recipe.halfway(picture))[PIXELS_KEY], expected)
 
 
 def test_pixels_stay_bytes_until_they_are_on_the_device(monkeypatch):
@@ -163,7 +163,7 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(monkeypatch):
     assert moved == [torch.uint8] * 2
     assert all(name.startswith("vembed-collate") for name in threads)
     assert torch.equal(
-        torch.cat([one[0][1][PIXELS_KEY] for one in fed]),
+        torch.cat([entry[0][1][PIXELS_KEY] for entry in fed]),
         mine.collate(features)[PIXELS_KEY],
     )
 

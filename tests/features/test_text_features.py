@@ -78,15 +78,15 @@ def test_token_ids_are_those_of_sentence_transformers(name, max_length, tmp_path
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_goes_to_the_side_that_the_tokenizer_says(side, tmp_path):
     source = with_padding_on(side, tiny.shared(tiny.tiny_qwen3), tmp_path)
-    made = featuriser(source)
-    short, long = made.features(documents("a", "the cat and the dog"))
-    batch = made.collate([short, long])
+    built = featuriser(source)
+    short, long = built.features(documents("a", "the cat and the dog"))
+    batch = built.collate([short, long])
     mask = [0] * (long.length - short.length) + [1] * short.length
     assert batch["attention_mask"].tolist() == [
         mask if side == "left" else mask[::-1],
         [1] * long.length,
     ]
-    assert "attention_mask" not in made.collate([short, short])  # nothing is padded
+    assert "attention_mask" not in built.collate([short, short])  # nothing is padded
 
 
 def test_equal_inputs_have_equal_keys_and_only_they():
@@ -226,13 +226,13 @@ def test_tokenizers_that_cannot_be_used_are_named(tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_an_inputs_own_prompt_and_length_give_the_ids_of_a_run_with_these(name):
     source = tiny.shared(MODELS[name])
-    own = featuriser(source, max_length=64, query_prompt="find this: ")
+    prefixed = featuriser(source, max_length=64, query_prompt="find this: ")
     run = featuriser(source, max_length=9, query_prompt="other: ")
-    mine = own.features(
+    mine = prefixed.features(
         [(Item(text, prompt="other: ", max_length=9), "query") for text in TEXTS]
     )
-    plain = own.features([(Item(text), "query") for text in TEXTS])
+    plain = prefixed.features([(Item(text), "query") for text in TEXTS])
     expected = run.features([(Item(text), "query") for text in TEXTS])
-    for one, other, third in zip(mine, expected, plain, strict=True):
-        np.testing.assert_array_equal(one.token_ids, other.token_ids)
-        assert one.key != third.key and one.content == third.content
+    for entry, other, third in zip(mine, expected, plain, strict=True):
+        np.testing.assert_array_equal(entry.token_ids, other.token_ids)
+        assert entry.key != third.key and entry.content == third.content

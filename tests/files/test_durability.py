@@ -68,16 +68,16 @@ def test_an_evaluation_that_will_be_made_again_is_cut(tmp_path):
 def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path):
     target = tmp_path / "scores.npy"
     target.write_text("earlier")
-    with pytest.raises(OSError) as found, replaced_file(target) as partial:
+    with pytest.raises(OSError) as raised, replaced_file(target) as partial:
         partial.write_text("ha")
         raise OSError(
             errno.ENOSPC, os.strerror(errno.ENOSPC)
         )  # without a file, as `write` raises it
-    said = disk_refusal(found.value)
+    said = disk_refusal(raised.value)
     assert said is not None and said.startswith(
         f"{target} could not be written (No space left on device): make room"
     )
-    assert [one.name for one in tmp_path.iterdir()] == [
+    assert [path.name for path in tmp_path.iterdir()] == [
         "scores.npy"
     ] and target.read_text() == "earlier"
 
@@ -103,5 +103,5 @@ def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path):
     ],
 )
 def test_errors_of_the_disk_get_a_sentence(error, said):
-    found = disk_refusal(error)
-    assert found is None if said is None else (found or "").startswith(said)
+    actual = disk_refusal(error)
+    assert actual is None if said is None else (actual or "").startswith(said)

@@ -148,7 +148,9 @@ def test_vision_language_models_are_alike(
     for kind in ("query", "document"):
         mine = ours(folder, items, kind)
         assert_same(mine, model.encode(asked, prompt_name=kind))
-        alone = np.concatenate([model.encode([one], prompt_name=kind) for one in asked])
+        alone = np.concatenate(
+            [model.encode([entry], prompt_name=kind) for entry in asked]
+        )
         np.testing.assert_allclose(mine, alone, atol=1e-5)
     long = [*TEXTS, " ".join(TEXTS * 5)]
     assert_same(ours(folder, long, "query"), model.encode(long, prompt_name="query"))

@@ -174,9 +174,9 @@ def test_the_card_says_what_was_done(tmp_path):
     head = yaml.safe_load(front)
     (index,) = head.pop("model-index")
     metrics = {
-        one["name"]: one["value"]
+        metric["name"]: metric["value"]
         for result in index["results"]
-        for one in result["metrics"]
+        for metric in result["metrics"]
     }
     assert metrics["ndcg@10"] == 0.625
     assert head == {
@@ -243,7 +243,7 @@ def test_the_card_shows_inputs_that_the_model_takes(make, examples):
 
 
 @pytest.mark.parametrize(
-    "base, trained, wanted",
+    "base, trained, expected",
     [
         ("en", "de", "de"),
         ("en", "en", ["en"]),
@@ -254,14 +254,14 @@ def test_the_card_shows_inputs_that_the_model_takes(make, examples):
         (None, "de", "de"),
     ],
 )
-def test_the_language_of_the_card_follows_the_data(tmp_path, base, trained, wanted):
+def test_the_language_of_the_card_follows_the_data(tmp_path, base, trained, expected):
     folder = tmp_path / "model"
     shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
     front = {} if base is None else {"language": base}
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n")
     description = described(TrainConfig(model_name=str(folder), data_path="unused"))
     text = render_card(description, Card(language=trained))
-    assert yaml.safe_load(text.split("---\n")[1]).get("language") == wanted
+    assert yaml.safe_load(text.split("---\n")[1]).get("language") == expected
 
 
 def test_the_card_never_has_secrets():

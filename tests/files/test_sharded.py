@@ -50,8 +50,8 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_sharded_model_is_saved_whole(case, saved):
-    place, found = saved
-    assert result_of(found, case) == ["fsdp", "fsdp"]
+    place, actual = saved
+    assert result_of(actual, case) == ["fsdp", "fsdp"]
     final = place / case
     source = tiny.shared(CASES[case][0])
     stored = load_file(final / "model.safetensors")

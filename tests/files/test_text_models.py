@@ -145,7 +145,9 @@ def test_a_folder_that_sentence_transformers_saved_is_read(make, tmp_path):
     folder = save(save(tmp_path, tmp_path / "final"), tmp_path / "again")
     saved = load_in_sentence_transformers(folder)
     assert_same(saved.encode_query(TEXTS), model.encode_query(TEXTS))
-    by_name = [one.encode(TEXTS, prompt_name="clustering") for one in (saved, model)]
+    by_name = [
+        entry.encode(TEXTS, prompt_name="clustering") for entry in (saved, model)
+    ]
     assert_same(*by_name)
 
 

@@ -31,9 +31,9 @@ def module(name, package):
 
 @pytest.mark.filterwarnings("ignore")
 def test_langchain(saved):
-    found = module("langchain_huggingface", "langchain-huggingface")
+    actual = module("langchain_huggingface", "langchain-huggingface")
     folder, queries, documents = saved
-    embeddings = found.HuggingFaceEmbeddings(
+    embeddings = actual.HuggingFaceEmbeddings(
         model_name=folder,
         model_kwargs={"device": "cpu"},
         query_encode_kwargs={"prompt_name": "query"},
@@ -44,11 +44,11 @@ def test_langchain(saved):
 
 @pytest.mark.filterwarnings("ignore")
 def test_llama_index(saved):
-    found = module(
+    actual = module(
         "llama_index.embeddings.huggingface", "llama-index-embeddings-huggingface"
     )
     folder, queries, documents = saved
-    embedding = found.HuggingFaceEmbedding(
+    embedding = actual.HuggingFaceEmbedding(
         model_name=folder, device="cpu", query_instruction=PROMPT
     )
     np.testing.assert_allclose(
@@ -74,5 +74,7 @@ def test_haystack(saved):
         model=folder, progress_bar=False
     )
     many.warm_up()
-    done = many.run([haystack.Document(content=one) for one in TEXTS])["documents"]
-    np.testing.assert_allclose([one.embedding for one in done], documents, atol=1e-5)
+    done = many.run([haystack.Document(content=text) for text in TEXTS])["documents"]
+    np.testing.assert_allclose(
+        [entry.embedding for entry in done], documents, atol=1e-5
+    )

@@ -98,12 +98,12 @@ def backward(gradient, query, key, value, shape):
         # Softmax: d_scores = weights * (d_weights - sum of weights * d_weights).
         mean = (weights * d_weights).sum(dim=-1, keepdim=True)
         d_scores = weights * (d_weights - mean) * shape.scale
-        found = (
+        actual = (
             d_scores @ k,
             d_scores.transpose(1, 2) @ q,
             weights.transpose(1, 2) @ d_output,
         )
-        for target, heads in zip(gradients, found, strict=True):
+        for target, heads in zip(gradients, actual, strict=True):
             # Heads of keys and values that several heads of queries share get the sum.
             groups = heads.view(target.shape[1], -1, *heads.shape[1:]).sum(dim=1)
             target[rows] = groups.transpose(0, 1).to(target.dtype)

@@ -233,8 +233,8 @@ def returned(operator, args, kwargs, result):
     written = []
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[place] if place < len(args) else kwargs.get(argument.name)
-            written.append(given)
+            inputs = args[place] if place < len(args) else kwargs.get(argument.name)
+            written.append(inputs)
     if not written:
         return tree_map(on_device, result)
     for tensor in tree_leaves(written):
@@ -276,5 +276,5 @@ def made_from_data(function, args, kwargs):
     if isinstance(data, Tensor):
         return data.to(device=CUDA, dtype=kwargs.get("dtype"))
     needs_gradient = kwargs.pop("requires_grad", False)
-    made = torch.tensor(*args, **kwargs).to(CUDA)
-    return made.requires_grad_() if needs_gradient else made
+    built = torch.tensor(*args, **kwargs).to(CUDA)
+    return built.requires_grad_() if needs_gradient else built

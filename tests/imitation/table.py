@@ -14,9 +14,9 @@ def row_of(result):
     forward = result.kernels_of("split", "encode")
     loss = result.kernels_of("gather", "score")
     backward = result.kernels_of("backward")
-    rest = result.kernels_of(BETWEEN)
+    others = result.kernels_of(BETWEEN)
     waits = sum(result.waits.values())
-    return [forward, loss, backward, rest, result.kernels_of(), waits]
+    return [forward, loss, backward, others, result.kernels_of(), waits]
 
 
 def read():
@@ -38,8 +38,8 @@ def write(rows):
     end = start
     while end < len(lines) and lines[end].startswith("|"):
         end += 1
-    made = [
+    built = [
         f"| {name} | {' | '.join(f'{number:,d}' for number in numbers)} |"
         for name, numbers in rows.items()
     ]
-    PAGE.write_text("\n".join([*lines[:start], *made, *lines[end:]]) + "\n", "utf-8")
+    PAGE.write_text("\n".join([*lines[:start], *built, *lines[end:]]) + "\n", "utf-8")

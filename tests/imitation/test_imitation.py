@@ -64,14 +64,16 @@ def test_the_host_waits_only_where_it_is_known(case, on_device):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernels_of_a_step_do_not_grow(case, on_device):
     """More kernels need a new table (python -m tests.imitation) and a reason in the commit."""
-    now = table.row_of(on_device[case.name])
+    current_time = table.row_of(on_device[case.name])
     limits = table.read()[case.name]
     assert all(
         stage in {place for place, _ in on_device[case.name].kernels}
         for stage in ("encode", "score", "backward")
     )
-    assert all(count <= limit for count, limit in zip(now, limits, strict=True)), (
-        f"forward, loss, backward, rest, all, waits: {now}; {table.PAGE.name} says {limits}"
+    assert all(
+        count <= limit for count, limit in zip(current_time, limits, strict=True)
+    ), (
+        f"forward, loss, backward, rest, all, waits: {current_time}; {table.PAGE.name} says {limits}"
     )
 
 

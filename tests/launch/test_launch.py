@@ -129,16 +129,19 @@ def test_several_machines():
     ranks = launcher.rank_environments(
         2, num_machines=3, machine_rank=1, main_process_ip="10.0.0.1", env=env
     )
-    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in ranks] == [
+    assert [
+        (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) for rank in ranks
+    ] == [
         ("2", "0", "6"),
         ("3", "1", "6"),
     ]
     assert all(
-        (one["MASTER_ADDR"], one["MASTER_PORT"]) == ("10.0.0.1", "29500")
-        for one in ranks
+        (rank["MASTER_ADDR"], rank["MASTER_PORT"]) == ("10.0.0.1", "29500")
+        for rank in ranks
     )
     assert all(
-        (one["LOCAL_WORLD_SIZE"], one["OMP_NUM_THREADS"]) == ("2", "3") for one in ranks
+        (rank["LOCAL_WORLD_SIZE"], rank["OMP_NUM_THREADS"]) == ("2", "3")
+        for rank in ranks
     )
 
 

@@ -143,23 +143,25 @@ def teachers_of(batch, draw):
 
 
 def gradients(loss, *inputs):
-    found = torch.autograd.grad(loss, inputs, allow_unused=True)
+    actual = torch.autograd.grad(loss, inputs, allow_unused=True)
     return [
         torch.zeros_like(x) if g is None else g
-        for g, x in zip(found, inputs, strict=True)
+        for g, x in zip(actual, inputs, strict=True)
     ]
 
 
-def assert_close(found, wanted, tolerance, what, terms=0.0):
+def assert_close(actual, expected, tolerance, what, terms=0.0):
     """Relative to the largest element of what is wanted, or to the size of the summed `terms` where that is larger.
 
     Terms that cancel leave their rounding errors: a gradient that is zero is found as some 1e-16 of its terms.
     """
-    found = found.detach()
-    wanted = wanted.detach().to(torch.float64)
-    largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+    actual = actual.detach()
+    expected = expected.detach().to(torch.float64)
+    largest = float(expected.abs().max()) if expected.numel() else 0.0
     error = (
-        float((found.to(torch.float64) - wanted).abs().max()) if wanted.numel() else 0.0
+        float((actual.to(torch.float64) - expected).abs().max())
+        if expected.numel()
+        else 0.0
     )
     assert error <= tolerance * max(largest, terms), (
         f"{what}: off by {error:.3g} of {largest:.3g}, terms {terms:.3g}"
@@ -172,7 +174,9 @@ def term_sizes(batch, config, loss):
     Every score enters the loss as scale * score, the positive's and the candidates' with opposite signs. The derivative
     of a dot product is the other vector; that of a cosine is at most one over the embedding's norm.
     """
-    parameters = {name: one.detach() for name, one in loss.named_parameters()}
+    parameters = {
+        name: parameter.detach() for name, parameter in loss.named_parameters()
+    }
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
     for number, term in enumerate(
         source_terms(config.objective, config.data, config.model.model_name)[0]
@@ -239,15 +243,15 @@ def check(batch, config, loss=None, tolerance=1e-12):
     """Loss and every gradient of vembed's loss equal those of the reference."""
     loss = (loss or build_loss(config, **SIZES)).double()
     parameters = dict(loss.named_parameters())
-    found = loss(batch)
+    actual = loss(batch)
     exact = replace(
         batch, embeddings=batch.embeddings.detach().double().requires_grad_()
     )
-    wanted = reference_loss(exact, config, parameters=parameters)
+    expected = reference_loss(exact, config, parameters=parameters)
     terms = term_sizes(batch, config, loss)
-    assert_close(found, wanted, tolerance, "loss", terms["loss"])
+    assert_close(actual, expected, tolerance, "loss", terms["loss"])
     names = ["embeddings", *parameters]
-    got = gradients(found, batch.embeddings, *parameters.values())
-    want = gradients(wanted, exact.embeddings, *parameters.values())
-    for name, g, w in zip(names, got, want, strict=True):
+    gradients_found = gradients(actual, batch.embeddings, *parameters.values())
+    want = gradients(expected, exact.embeddings, *parameters.values())
+    for name, g, w in zip(names, gradients_found, want, strict=True):
         assert_close(g, w, tolerance, f"gradient of {name}", terms[name])

@@ -46,7 +46,7 @@ class Plain:
         return self.term.loss
 
     @property
-    def own(self):
+    def rank_rows(self):
         return range(self.batch.num_rows)[self.batch.rank_rows]
 
     @property
@@ -144,7 +144,7 @@ class Rows:
         self.query_content = [content[u] for u in self.query]
         self.positive_content = [content[u] for u in self.positive]
         self.negative_contents = plain.contents
-        self.own = plain.own
+        self.rank_rows = plain.rank_rows
         self.rows = range(len(self.query))
         self.negatives = range(len(self.negative))
 
@@ -217,11 +217,11 @@ class Rows:
     def scores(self, i, anchor, others):
         """Scores of an anchor with those of the others that the guide leaves."""
         if self.guide is not None:
-            own = self.guide[self.query[i]] @ self.guide[self.positive[i]]
+            pair_score = self.guide[self.query[i]] @ self.guide[self.positive[i]]
             margin = self.loss.guide_margin
             if isinstance(margin, str):
-                margin = float(margin[:-1]) / 100 * own.abs()
-            ceiling = own - margin
+                margin = float(margin[:-1]) / 100 * pair_score.abs()
+            ceiling = pair_score - margin
             ceiling = ceiling + TIE * ceiling.abs().clamp(min=1.0)
             guided = [float(self.guide[anchor] @ self.guide[u]) for u in others]
             others = [
@@ -231,8 +231,8 @@ class Rows:
 
     def forward_scores(self, i):
         """The own pair's score and those of all candidates of the forward direction."""
-        own, others = self.scores_of_others(i)
-        return own, torch.cat((others, self.scores_of_own_negatives(i)))
+        pair_score, others = self.scores_of_others(i)
+        return pair_score, torch.cat((others, self.scores_of_own_negatives(i)))
 
     def scores_of_others(self, i):
         """The own pair's score and those of the candidates from other examples."""
@@ -243,8 +243,8 @@ class Rows:
             scores.append(self.scores(i, query, self.queries(i)))
         if self.loss.same_side_negatives in ("documents", "both"):
             scores.append(self.scores(i, positive, self.other_documents(i)))
-        own = self.x[query] @ self.x[positive]
-        return own, self.in_reach(torch.cat(scores), own)
+        pair_score = self.x[query] @ self.x[positive]
+        return pair_score, self.in_reach(torch.cat(scores), pair_score)
 
     def scores_of_own_negatives(self, i):
         """Scores of the hard negatives of the row's example."""
@@ -257,9 +257,9 @@ class Rows:
 
     def reverse_scores(self, i):
         """The same for the reverse direction."""
-        own = self.x[self.query[i]] @ self.x[self.positive[i]]
+        pair_score = self.x[self.query[i]] @ self.x[self.positive[i]]
         others = self.scores(i, self.positive[i], self.queries_of_document(i))
-        return own, self.in_reach(others, own)
+        return pair_score, self.in_reach(others, pair_score)
 
 
 def infonce(plain):
@@ -267,32 +267,32 @@ def infonce(plain):
     scale = plain.scale
     total = plain.zero
 
-    def of_row(own, others, alphas):
+    def of_row(pair_score, others, alphas):
         logits = others * scale + alphas * others.detach()
-        value = torch.logsumexp(torch.cat(((own * scale)[None], logits)), 0)
-        value = value - own * scale
+        value = torch.logsumexp(torch.cat(((pair_score * scale)[None], logits)), 0)
+        value = value - pair_score * scale
         if loss.focal_gamma and len(others):
             value = (1 - torch.exp(-value)) ** loss.focal_gamma * value
         return value
 
     if plain.batch.holds_scores:
-        for i in plain.own:
+        for i in plain.rank_rows:
             student, _ = listed(plain, [i])
             total = total - torch.log_softmax(student * scale, 0)[0]
         return plain.per_row(total)
     rows = Rows(plain)
     alpha = loss.hardness_alpha
     alpha_of_others = alpha if loss.hardness_scope == "all" else 0.0
-    for i in plain.own:
-        own, others = rows.scores_of_others(i)
+    for i in plain.rank_rows:
+        local, others = rows.scores_of_others(i)
         negatives = rows.scores_of_own_negatives(i)
         alphas = [alpha_of_others] * len(others) + [alpha] * len(negatives)
         scores = torch.cat((others, negatives))
-        row = of_row(own, scores, scores.new_tensor(alphas))
+        row = of_row(local, scores, scores.new_tensor(alphas))
         if loss.bidirectional:
-            own, others = rows.reverse_scores(i)
+            local, others = rows.reverse_scores(i)
             alphas = [alpha_of_others] * len(others)
-            row = (row + of_row(own, others, others.new_tensor(alphas))) / 2
+            row = (row + of_row(local, others, others.new_tensor(alphas))) / 2
         total = total + row
     return plain.per_row(total)
 
@@ -303,9 +303,9 @@ def sigmoid(plain):
     total = plain.zero
     bias = plain.parameters.get("bias", -10.0)
     zero = plain.x.new_zeros(())
-    for i in plain.own:
-        own, others = rows.forward_scores(i)
-        total = total + torch.logaddexp(-(own * scale + bias), zero)
+    for i in plain.rank_rows:
+        pair_score, others = rows.forward_scores(i)
+        total = total + torch.logaddexp(-(pair_score * scale + bias), zero)
         total = total + torch.logaddexp(others * scale + bias, zero).sum()
     return plain.per_row(total)
 
@@ -313,17 +313,19 @@ def sigmoid(plain):
 def circle(plain):
     rows = Rows(plain)
     total = plain.zero
-    margin = plain.loss.margin or 0.25
+    margin = 0.25 if plain.loss.margin is None else plain.loss.margin
 
-    def of_row(own, others):
+    def of_row(pair_score, others):
         if not len(others):
             return plain.zero
-        positive = torch.clamp(1 + margin - own, min=0.0).detach() * (own - 1 + margin)
+        positive = torch.clamp(1 + margin - pair_score, min=0.0).detach() * (
+            pair_score - 1 + margin
+        )
         negative = torch.clamp(others + margin, min=0.0).detach() * (others - margin)
         exponent = torch.logsumexp(negative * plain.scale, 0) - positive * plain.scale
         return torch.logaddexp(exponent, plain.x.new_zeros(()))
 
-    for i in plain.own:
+    for i in plain.rank_rows:
         row = of_row(*rows.forward_scores(i))
         if plain.loss.bidirectional:
             row = (row + of_row(*rows.reverse_scores(i))) / 2
@@ -339,7 +341,7 @@ def triplet(plain):
     for i in range(batch.num_rows):
         for h in own_negatives(plain, i):
             count += 1
-            if i in plain.own:
+            if i in plain.rank_rows:
                 query = x[batch.query[i]]
                 difference = x[batch.negative[h]] @ query - x[batch.positive[i]] @ query
                 margin = 0.2 if plain.loss.margin is None else plain.loss.margin
@@ -374,7 +376,7 @@ def _ordered(plain, scores):
     higher, lower = torch.nonzero(labels[:, None] > labels[None, :], as_tuple=True)
     differences = (scores[lower] - scores[higher]) * plain.scale
     terms = torch.cat((scores.new_zeros(1), differences))
-    return plain.per_row(torch.logsumexp(terms, 0) * len(plain.own))
+    return plain.per_row(torch.logsumexp(terms, 0) * len(plain.rank_rows))
 
 
 def cosine(plain):
@@ -442,11 +444,11 @@ def listed(plain, rows):
 
 def lists(plain):
     """For each example its first row, and the scores of all its documents."""
-    found = []
+    actual = []
     for example in plain.batch.example.unique().tolist():
         rows = (plain.batch.example == example).nonzero().flatten().tolist()
-        found.append((rows[0], *listed(plain, rows)))
-    return found
+        actual.append((rows[0], *listed(plain, rows)))
+    return actual
 
 
 def labelled(plain):
@@ -463,7 +465,7 @@ def target_scale(plain):
 
 def kl(plain):
     total = plain.zero
-    for i in plain.own:
+    for i in plain.rank_rows:
         if plain.loss.distill_candidates == "batch":
             rows = Rows(plain)
             vectors = by_embedding(plain.batch, str(plain.term.teacher))
@@ -480,10 +482,10 @@ def kl(plain):
 
 def score_mse(plain):
     total = plain.zero
-    for i in plain.own:
+    for i in plain.rank_rows:
         student, teacher = listed(plain, [i])
-        wanted = torch.softmax(teacher * target_scale(plain), 0)
-        errors = torch.softmax(student * plain.scale, 0) - wanted
+        expected = torch.softmax(teacher * target_scale(plain), 0)
+        errors = torch.softmax(student * plain.scale, 0) - expected
         total = total + errors.square().mean()
     return plain.per_row(total)
 
@@ -494,7 +496,7 @@ def margin_mse(plain):
     for i in range(plain.batch.num_rows):
         student, teacher = listed(plain, [i])
         count += len(student) - 1
-        if i in plain.own:
+        if i in plain.rank_rows:
             errors = (student[0] - student[1:]) - (teacher[0] - teacher[1:])
             total = total + errors.square().sum()
     return total / max(1, count)
@@ -504,11 +506,11 @@ def listwise(plain):
     total = plain.zero
     examples = lists(plain)
     for first, student, teacher in examples:
-        if first in plain.own:
+        if first in plain.rank_rows:
             known = ~teacher.isnan()
-            wanted = torch.softmax(teacher[known] * target_scale(plain), 0)
+            expected = torch.softmax(teacher[known] * target_scale(plain), 0)
             log_softmax = torch.log_softmax(student[known] * plain.scale, 0)
-            total = total - (wanted * log_softmax).sum()
+            total = total - (expected * log_softmax).sum()
     return total / max(1, len(examples))
 
 
@@ -522,7 +524,7 @@ def ranknet(plain):
             for b in range(len(values)):
                 if values[a] > values[b]:
                     count += 1
-                    if first in plain.own:
+                    if first in plain.rank_rows:
                         difference = (student[b] - student[a]) * plain.scale
                         total = total + torch.logaddexp(difference, zero)
     return total / max(1, count)
@@ -533,7 +535,7 @@ def bce(plain):
     count = 0
     for first, student, labels in labelled(plain):
         count += len(labels)
-        if first in plain.own:
+        if first in plain.rank_rows:
             total = total + (torch.log1p(student.exp()) - labels * student).sum()
     return total / max(1, count)
 
@@ -543,7 +545,7 @@ def mse(plain):
     count = 0
     for first, student, teacher in lists(plain):
         count += len(teacher)
-        if first in plain.own:
+        if first in plain.rank_rows:
             total = total + (student - teacher).square().sum()
     return total / max(1, count)
 
@@ -557,16 +559,16 @@ def relational(plain):
     vectors = by_embedding(batch, str(plain.term.teacher))
     everything = torch.cat((batch.query, batch.positive, batch.negative))
     number = torch.arange(len(everything))
-    own = torch.cat(
+    columns = torch.cat(
         (
             number[: batch.num_rows][batch.rank_rows],
             number[batch.num_rows : 2 * batch.num_rows][batch.rank_rows],
             number[2 * batch.num_rows :][batch.rank_negatives],
         )
     )
-    rows = everything[own]
+    rows = everything[columns]
     errors = x[rows] @ x[everything].T - vectors[rows] @ vectors[everything].T
-    is_other = own[:, None] != number
+    is_other = columns[:, None] != number
     return (errors.square() * is_other).sum() / max(1, len(everything)) ** 2
 
 
@@ -621,11 +623,11 @@ def by_embedding(batch, name):
     teacher = batch.teachers[name]
     assert isinstance(teacher, TeacherVectors)
     vectors = teacher.vectors.double()
-    found = vectors.new_zeros(batch.embeddings.shape[0], vectors.shape[1])
-    found[batch.query] = vectors[teacher.query]
-    found[batch.positive] = vectors[teacher.positive]
-    found[batch.negative] = vectors[teacher.negative]
-    return found
+    actual = vectors.new_zeros(batch.embeddings.shape[0], vectors.shape[1])
+    actual[batch.query] = vectors[teacher.query]
+    actual[batch.positive] = vectors[teacher.positive]
+    actual[batch.negative] = vectors[teacher.negative]
+    return actual
 
 
 def with_plain_mixtures(batch, term, seed, cosine):

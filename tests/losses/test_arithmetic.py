@@ -66,7 +66,8 @@ class OfGpus(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         refused = name in ("histc", "median", "put", "put_") or (
-            name == "bincount" and any(isinstance(one, Tensor) for one in args[1:2])
+            name == "bincount"
+            and any(isinstance(argument, Tensor) for argument in args[1:2])
         )
         if refused or (name in ("cumsum", "cumsum_") and args[0].is_floating_point()):
             raise RuntimeError(f"{name} does not have a deterministic implementation")
@@ -97,12 +98,12 @@ def test_low_precision_embeddings_are_scored_in_float32(options):
     low = make_batch(24, num_contents=150, dtype=torch.bfloat16)
     exact = replace(low, embeddings=low.embeddings.detach().float().requires_grad_())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = loss(low)
-        (gradient,) = gradients(found, low.embeddings)
-    wanted = loss(exact)
-    (wanted_gradient,) = gradients(wanted, exact.embeddings)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, wanted)
+        actual = loss(low)
+        (gradient,) = gradients(actual, low.embeddings)
+    expected = loss(exact)
+    (wanted_gradient,) = gradients(expected, exact.embeddings)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, expected)
     assert gradient.dtype == torch.bfloat16
     assert torch.equal(gradient, wanted_gradient.bfloat16())
 
@@ -159,11 +160,11 @@ def test_autograd_contract(options):
     first = torch.autograd.grad(value, inputs)
     again = torch.autograd.grad(loss(batch), inputs)
     tripled = torch.autograd.grad(loss(batch) * 3.0, inputs)
-    for name, one, two, three in zip(names, first, again, tripled, strict=True):
-        assert torch.equal(one, two)
+    for name, entry, two, three in zip(names, first, again, tripled, strict=True):
+        assert torch.equal(entry, two)
         assert_close(
             three,
-            3.0 * one,
+            3.0 * entry,
             1e-14,
             f"gradient of {name} of three times the loss",
             3.0 * terms[name],
@@ -171,8 +172,8 @@ def test_autograd_contract(options):
     with torch.no_grad():
         assert torch.equal(loss(batch), value)
     fixed = replace(batch, embeddings=batch.embeddings.detach())
-    for parameter, wanted in zip(loss.parameters(), first[1:], strict=True):
-        assert torch.equal(torch.autograd.grad(loss(fixed), parameter)[0], wanted)
+    for parameter, element in zip(loss.parameters(), first[1:], strict=True):
+        assert torch.equal(torch.autograd.grad(loss(fixed), parameter)[0], element)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -199,8 +200,8 @@ def test_memory_grows_with_the_rows_and_not_with_their_square(options):
         batch = make_batch(
             num_examples, max_positives=1, max_negatives=1, num_contents=50
         )
-        with LargestTensor() as seen:
+        with LargestTensor() as opened:
             loss(batch).backward()
-        largest.append(seen.num_elements)
-        assert seen.num_elements < num_examples**2 / 2
+        largest.append(opened.num_elements)
+        assert opened.num_elements < num_examples**2 / 2
     assert largest[1] < 2.2 * largest[0]

@@ -49,3 +49,19 @@ def test_a_misspelt_attribute_is_named(base, part, misspelt, declared):
         check_parts("part", base, (below,), lambda _: ())
     free = type("Free", (part,), {"something_else": method, "__module__": __name__})
     check_parts("part", base, (free,), lambda _: ())
+
+
+def test_another_optimizers_spelling_is_taken_and_a_size_of_nothing_is_declared():
+    def names_of(kind):
+        return (kind.name, *kind.spellings.split())
+
+    body = {"name": "strange", "__module__": __name__, "spellings": "sgd"}
+    strange = type("Strange", (Sgd,), body)
+    with pytest.raises(TypeError, match=r"Strange .*: the name sgd is that of .*Sgd"):
+        check_parts("optimizer", OptimizerKind, (Sgd, strange), names_of)
+    # SGD has a state of 0 bytes.
+    needed = ("state_bytes",)
+    check_parts("optimizer", OptimizerKind, (Sgd,), names_of, needed=needed)
+    bare = type("Bare", (OptimizerKind,), {"name": "bare", "__module__": __name__})
+    with pytest.raises(TypeError, match=r"Bare .*`state_bytes`, `build`"):
+        check_parts("optimizer", OptimizerKind, (bare,), names_of, needed=needed)

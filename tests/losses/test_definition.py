@@ -159,7 +159,7 @@ def test_sigmoid_by_hand():
     ).double()
     no = math.log1p(math.exp(-1.0))
     # Row 0: s = 1 with its positive; D and E are a no. Row 1: s = 0 with its positive; A and E are a no.
-    wanted = (
+    expected = (
         math.log1p(math.exp(-(2.0 - 1.0))) + 2 * no + math.log1p(math.exp(1.0)) + 2 * no
     ) / 2
-    assert float(loss(batch).detach()) == pytest.approx(wanted, rel=1e-7)
+    assert float(loss(batch).detach()) == pytest.approx(expected, rel=1e-7)

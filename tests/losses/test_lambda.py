@@ -23,7 +23,7 @@ def reference(plain):
                 if labels[a] <= labels[b]:
                     continue
                 count += 1
-                if first not in plain.own:
+                if first not in plain.rank_rows:
                     continue
                 distance = abs(place[a] - place[b])
                 close = 1 / math.log2(1 + distance) - 1 / math.log2(2 + distance)

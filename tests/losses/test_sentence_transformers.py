@@ -71,16 +71,16 @@ def guides(num):
 
 def compare(embeddings, options, teachers, theirs, factor):
     """Our loss times `factor` equals theirs, and so does the gradient of every column."""
-    wanted = torch.autograd.grad(theirs, embeddings)
+    expected = torch.autograd.grad(theirs, embeddings)
     ours = (
         build_loss(config_of(**options)).double()(batch_of(embeddings, teachers))
         * factor
     )
     assert_close(ours, theirs, 1e-10, "loss")
-    for found, gradient in zip(
-        torch.autograd.grad(ours, embeddings), wanted, strict=True
+    for entry, gradient in zip(
+        torch.autograd.grad(ours, embeddings), expected, strict=True
     ):
-        assert_close(found, gradient, 1e-10, "gradient")
+        assert_close(entry, gradient, 1e-10, "gradient")
 
 
 def peer(kind, **settings):
@@ -121,7 +121,7 @@ def test_gist(strategy, contrast, cached, monkeypatch):
     if cached:
         loss = peer(CachedGISTEmbedLoss, **settings)
         theirs = loss.calculate_loss(
-            [[one] for one in embeddings], [[one] for one in guided]
+            [[embedding] for embedding in embeddings], [[entry] for entry in guided]
         )
     else:
         loss = peer(
@@ -134,11 +134,11 @@ def test_gist(strategy, contrast, cached, monkeypatch):
         monkeypatch.setattr(
             gist_embed,
             "embed_columns",
-            lambda model, features: [one[model] for one in features],
+            lambda model, features: [feature[model] for feature in features],
         )
         features = [
-            {"student": one, "guide": two}
-            for one, two in zip(embeddings, guided, strict=True)
+            {"student": embedding, "guide": two}
+            for embedding, two in zip(embeddings, guided, strict=True)
         ]
         theirs = loss(features, torch.empty(0))
     options = {
@@ -163,8 +163,8 @@ def test_angle():
     batch = replace(batch_of(embeddings, {}), scores=labels)
     ours = build_loss(config_of(loss="angle", temperature=0.05)).double()(batch)
     assert_close(ours, theirs, 1e-10, "loss")
-    wanted = torch.autograd.grad(theirs, embeddings)
-    for found, gradient in zip(
-        torch.autograd.grad(ours, embeddings), wanted, strict=True
+    expected = torch.autograd.grad(theirs, embeddings)
+    for entry, gradient in zip(
+        torch.autograd.grad(ours, embeddings), expected, strict=True
     ):
-        assert_close(found, gradient, 1e-10, "gradient")
+        assert_close(entry, gradient, 1e-10, "gradient")

@@ -65,12 +65,12 @@ def test_value_and_gradient(options, form):
             for name, value in loss.state_dict().items()
         }
     )
-    (found,) = gradients(loss(batch), batch.embeddings)
+    (actual,) = gradients(loss(batch), batch.embeddings)
 
-    given = batch.embeddings.detach()
-    lengths = given.norm(dim=1, keepdim=True)
-    unit = given / lengths
-    leaf = stored(given, form)
+    inputs = batch.embeddings.detach()
+    lengths = inputs.norm(dim=1, keepdim=True)
+    unit = inputs / lengths
+    leaf = stored(inputs, form)
     if options.get("similarity") == "dot":
         leaf = leaf * lengths
     leaf = leaf.requires_grad_()
@@ -79,9 +79,9 @@ def test_value_and_gradient(options, form):
     if options.get("similarity") != "dot":  # the derivative of the normalisation
         through = (through - unit * (unit * through).sum(1, keepdim=True)) / lengths
     as_is = plain(batch)
-    (own,) = gradients(as_is, batch.embeddings)
+    (gradient,) = gradients(as_is, batch.embeddings)
     assert_close(loss(batch), 0.5 * (as_is + of_stored), 1e-12, "loss", 1.0)
-    assert_close(found, 0.5 * (own + through), 1e-11, "gradient", 1.0)
+    assert_close(actual, 0.5 * (gradient + through), 1e-11, "gradient", 1.0)
 
 
 @pytest.mark.parametrize("form", ["int8", "binary"])
@@ -91,9 +91,9 @@ def test_shares_of_ranks_add_up(form):
     whole = loss(batch)
     shares = [loss(part) for part in rank_batches(batch, [2, 3, 7])]
     assert_close(torch.stack(shares).sum(), whole, 1e-12, "loss", 1.0)
-    (wanted,) = gradients(whole, batch.embeddings)
+    (expected,) = gradients(whole, batch.embeddings)
     parts = [gradients(share, batch.embeddings)[0] for share in shares]
-    assert_close(torch.stack(parts).sum(0), wanted, 1e-11, "gradient", 1.0)
+    assert_close(torch.stack(parts).sum(0), expected, 1e-11, "gradient", 1.0)
 
 
 def test_levels_are_those_of_stored_vectors():
@@ -103,10 +103,10 @@ def test_levels_are_those_of_stored_vectors():
     low = unit.min(0).values
     high = unit.max(0).values
     levels = torch.from_numpy(quantized(unit.numpy(), "uint8").astype(np.float32))
-    found = (as_stored(unit, "int8", cosine=True) - low) / (high - low) * 255 - 0.5
+    actual = (as_stored(unit, "int8", cosine=True) - low) / (high - low) * 255 - 0.5
     # Rounding, which differs between processors, decides for a value on the edge of a level; these alone may differ.
     place = (unit - low).double() / (high - low) * 255
     inside = (place - place.round()).abs() > 2 * EDGE
     assert inside.double().mean() > 0.9
-    np.testing.assert_allclose(found[inside], levels[inside], atol=1e-3)
-    assert ((found - levels).abs() < 1 + 1e-3).all()
+    np.testing.assert_allclose(actual[inside], levels[inside], atol=1e-3)
+    assert ((actual - levels).abs() < 1 + 1e-3).all()

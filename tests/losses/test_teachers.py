@@ -136,9 +136,9 @@ def test_each_loss_equals_its_formula(name, mrl):
         check(batch, config_of(**TERMS[name], **mrl))
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_each_pair_of_losses_equals_the_sum(one, other):
-    losses = [{**TERMS[one], "weight": 0.7}, {**TERMS[other], "weight": 1.3}]
+@pytest.mark.parametrize(("value", "other"), PAIRS)
+def test_each_pair_of_losses_equals_the_sum(value, other):
+    losses = [{**TERMS[value], "weight": 0.7}, {**TERMS[other], "weight": 1.3}]
     batch = make_batch(6, max_positives=2, max_negatives=3, num_contents=60)
     check(batch, config_of(losses=losses, **MRL))
     check(batch, config_of(losses=losses))

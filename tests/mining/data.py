@@ -38,13 +38,13 @@ def documents():
 
 def write_data(folder):
     """Rows whose positives are in a corpus of 300 documents, and the options that name both."""
-    found = documents()
-    queries = [text.rpartition(" ")[0] for text in found[:NUM_ROWS]]
+    actual = documents()
+    queries = [text.rpartition(" ")[0] for text in actual[:NUM_ROWS]]
     rows = [
-        {"query": query, "positive": found[number], "id": f"r{number}"}
+        {"query": query, "positive": actual[number], "id": f"r{number}"}
         for number, query in enumerate(queries)
     ]
-    corpus = [{"_id": f"d{number}", "text": text} for number, text in enumerate(found)]
+    corpus = [{"_id": f"d{number}", "text": text} for number, text in enumerate(actual)]
     return {
         "model_name": model(),
         "data_path": str(write_lines(folder / "train.jsonl", rows)),
@@ -86,23 +86,23 @@ def run(options, **changes):
     ) if result.output_path.suffix == ".jsonl" else [], result
 
 
-def score_matrix(queries, found):
+def score_matrix(queries, actual):
     """[Q, N] similarities, in float64."""
     embedder = Embedder(model(), device="cpu")
     sides = (
         embedder.encode(queries, kind="query"),
-        embedder.encode(found, kind="document"),
+        embedder.encode(actual, kind="document"),
     )
     a, b = (side.astype(np.float64) for side in sides)
     return a @ b.T
 
 
-def assert_same_rows(found, wanted):
+def assert_same_rows(actual, expected):
     """Rows are equal; their scores nearly: products of other shapes may round in another way."""
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in one.items():
+    assert len(actual) == len(expected)
+    for entry, other in zip(actual, expected, strict=True):
+        assert entry.keys() == other.keys()
+        for name, value in entry.items():
             assert value == (
                 pytest.approx(other[name], abs=5e-6)
                 if name.endswith("scores")

@@ -16,15 +16,19 @@ LONG = "the quick way to sort a list of numbers in place without a copy of the l
 
 @pytest.fixture
 def options(tmp_path):
-    found = documents()
-    rows = [{"query": text.rpartition(" ")[0], "positive": text} for text in found[:40]]
+    actual = documents()
+    rows = [
+        {"query": text.rpartition(" ")[0], "positive": text} for text in actual[:40]
+    ]
     rows.append({"query": rows[3]["query"].upper(), "positive": rows[3]["positive"]})
     rows.append(
-        {"query": LONG, "positive": f"{LONG} and more of it", "negatives": [found[60]]}
+        {"query": LONG, "positive": f"{LONG} and more of it", "negatives": [actual[60]]}
     )
     rows.append({"query": f"Now {LONG}", "positive": f"{LONG} and more of it"})
-    rows.append({"query": found[50], "positive": found[60]})
-    rows.append({"query": found[50], "positive": found[61], "negatives": [found[60]]})
+    rows.append({"query": actual[50], "positive": actual[60]})
+    rows.append(
+        {"query": actual[50], "positive": actual[61], "negatives": [actual[60]]}
+    )
     validation = [
         {"query": rows[5]["query"], "positive": "anything"},
         {"query": f"{LONG}!", "positive": "anything"},
@@ -39,7 +43,7 @@ def options(tmp_path):
 def run(options, **changes):
     lines = []
     result = audit({**options, **changes}, log=lines.append)
-    return result, {one.kind: one for one in result.findings}
+    return result, {finding.kind: finding for finding in result.findings}
 
 
 class Text(HTMLParser):
@@ -61,35 +65,35 @@ class Text(HTMLParser):
 
 def test_pairs_with_a_column_that_says_which_match(options, tmp_path):
     rows = [
-        {"query": f"q {one}", "positive": f"p {one}", "is_duplicate": number % 2}
-        for number, one in enumerate(documents()[:6])
+        {"query": f"q {entry}", "positive": f"p {entry}", "is_duplicate": number % 2}
+        for number, entry in enumerate(documents()[:6])
     ]
     pairs = write_lines(tmp_path / "pairs.jsonl", rows)
-    _, found = run(options, data_path=str(pairs), val_data_path=None)
-    one = found["unread_judgement"]
-    assert (one.severity, one.count, one.share) == ("warning", 6, 1.0)
-    assert "is_duplicate is not read, and every pair is taken for a match" in one.text
-    assert [example["is_duplicate"] for example in one.examples] == ["0", "1"] * 3
-    _, found = run(
+    _, actual = run(options, data_path=str(pairs), val_data_path=None)
+    first = actual["unread_judgement"]
+    assert (first.severity, first.count, first.share) == ("warning", 6, 1.0)
+    assert "is_duplicate is not read, and every pair is taken for a match" in first.text
+    assert [example["is_duplicate"] for example in first.examples] == ["0", "1"] * 3
+    _, actual = run(
         options,
         data_path=str(pairs),
         val_data_path=None,
         column_mapping={"is_duplicate": "score"},
     )
-    assert "unread_judgement" not in found, "it is read"
+    assert "unread_judgement" not in actual, "it is read"
 
 
 def test_findings_without_a_model(options):
-    result, found = run(options)
-    assert {kind: one.count for kind, one in found.items()} == {
+    result, actual = run(options)
+    assert {kind: value.count for kind, value in actual.items()} == {
         "duplicates": 1,
         "near_duplicates": 1,
         "leakage": 4 - 1,
         "contradictions": 1,
     }
-    assert found["leakage"].severity == "error"
-    assert found["duplicates"].examples[0]["the same as row"] == "4"
-    assert all(one.fix.startswith("vembed ") for one in result.findings)
+    assert actual["leakage"].severity == "error"
+    assert actual["duplicates"].examples[0]["the same as row"] == "4"
+    assert all(finding.fix.startswith("vembed ") for finding in result.findings)
     report = json.loads(result.output_path.with_suffix(".json").read_text())
     assert report["num_rows"] == 45
     assert report["data"][3]["figures"]["lengths"]["queries"]["measured"] == 45
@@ -118,11 +122,11 @@ def test_cleaned_data_have_none_of_it(options, tmp_path):
 
 
 def test_findings_with_a_model(options, tmp_path):
-    found = documents()
+    actual = documents()
     rows = read_lines(Path(options["data_path"]))[:40]
     rows[7]["positive"] = "zzz"
     write_lines(tmp_path / "train.jsonl", rows)
-    corpus = write_lines(tmp_path / "corpus.jsonl", found)
+    corpus = write_lines(tmp_path / "corpus.jsonl", actual)
     result, kinds = run(
         options, model_name=model(), corpus_path=str(corpus), val_data_path=None
     )
@@ -153,15 +157,15 @@ def test_bad_records_and_images(tmp_path):
         for name in ("a", "b", "c", "broken")
     ]
     path = write_lines(tmp_path / "rows.jsonl", [*rows, {"query": "", "positive": "x"}])
-    _, found = run(
+    _, actual = run(
         {"data_path": str(path), "output_path": str(tmp_path / "audit.html")}
     )
-    assert found["bad_records"].count == 2
-    assert {example["place"] for example in found["bad_records"].examples} == {
+    assert actual["bad_records"].count == 2
+    assert {example["place"] for example in actual["bad_records"].examples} == {
         f"{path}:4",
         f"{path}:5",
     }
-    assert found["repeated_images"].count == 1
+    assert actual["repeated_images"].count == 1
 
 
 def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):
@@ -173,13 +177,13 @@ def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):
     data = write_lines(tmp_path / "train.jsonl", rows)
     val = write_lines(tmp_path / "val.jsonl", [{"query": f"{LONG}!", "positive": "x"}])
     cleaned = tmp_path / "cleaned.jsonl"
-    result, found = run(
+    result, actual = run(
         {"data_path": str(data), "val_data_path": str(val)},
         output_path=str(tmp_path / "audit.html"),
         cleaned_path=str(cleaned),
         drop=["leakage"],
     )
-    assert found["leakage"].count == 1500 and result.num_cleaned == 1
+    assert actual["leakage"].count == 1500 and result.num_cleaned == 1
     assert [row["positive"] for row in read_lines(cleaned)] == ["another"]
 
 

@@ -32,28 +32,30 @@ def drawn(num_known, num_unknown, seed=0):
 
 
 def true_rate(candidates, is_relevant, limits, config):
-    kept = candidates.scores <= limits.highest(candidates.lowest_positive())[:, None]
-    kept &= np.cumsum(kept, axis=1) <= config.num_negatives
-    return (kept & is_relevant).sum() / kept.sum()
+    remaining = (
+        candidates.scores <= limits.highest(candidates.lowest_positive())[:, None]
+    )
+    remaining &= np.cumsum(remaining, axis=1) <= config.num_negatives
+    return (remaining & is_relevant).sum() / remaining.sum()
 
 
-@pytest.mark.parametrize("wanted", [0.02, 0.05])
+@pytest.mark.parametrize("expected", [0.02, 0.05])
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_the_true_rate_is_near_what_was_asked_for(count, wanted):
+def test_the_true_rate_is_near_what_was_asked_for(count, expected):
     config = MineConfig(
         model_name="m",
         data_path="d",
         output_path="o.jsonl",
         threshold="auto",
         top_k=TOP_K,
-        max_false_negative_rate=wanted,
+        max_false_negative_rate=expected,
     )
     candidates, is_relevant = drawn(count, count)
-    found = calibrate([candidates], config, 42)
-    assert found.is_reached
-    assert found.rate <= wanted
+    actual = calibrate([candidates], config, 42)
+    assert actual.is_reached
+    assert actual.rate <= expected
     assert (
         true_rate(candidates, is_relevant, Limits(None, None, None, None), config)
-        > 2 * wanted
+        > 2 * expected
     )
-    assert true_rate(candidates, is_relevant, found.limits, config) <= 1.4 * wanted
+    assert true_rate(candidates, is_relevant, actual.limits, config) <= 1.4 * expected

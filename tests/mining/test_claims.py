@@ -22,8 +22,8 @@ DIM = 6
 def data():
     random = np.random.default_rng(0)
     queries, documents = (
-        one / np.linalg.norm(one, axis=1, keepdims=True)
-        for one in (
+        entry / np.linalg.norm(entry, axis=1, keepdims=True)
+        for entry in (
             random.normal(size=(count, DIM)).astype(np.float32)
             for count in (NUM_QUERIES, NUM_DOCUMENTS)
         )
@@ -41,9 +41,11 @@ def expected(queries, documents, positives):
     room = np.zeros((len(queries), len(documents)))
     for query in range(len(queries)):
         own_documents = positives.documents[positives.queries == query]
-        own = (positives.queries == query) | np.isin(positives.documents, own_documents)
-        best = np.where(own[:, None], scores, -np.inf).max(axis=0)
-        other = np.where(own[:, None], -np.inf, scores).max(axis=0)
+        is_known = (positives.queries == query) | np.isin(
+            positives.documents, own_documents
+        )
+        best = np.where(is_known[:, None], scores, -np.inf).max(axis=0)
+        other = np.where(is_known[:, None], -np.inf, scores).max(axis=0)
         room[query] = other - CLAIM_MARGIN * np.abs(other) - best
     return room
 
@@ -61,28 +63,28 @@ def test_claims_are_those_of_the_definition(tmp_path):
         assert dense.queries.encode(lambda numbers: queries[numbers]) == NUM_QUERIES
         dense.documents.encode(lambda numbers: documents[numbers])
         finder = ClaimFinder(dense, positives)
-        found = finder.claimed(10, order[10:], scores[10:], np.full(50, np.inf))
+        actual = finder.claimed(10, order[10:], scores[10:], np.full(50, np.inf))
         limit = scores[10:, 20] - 1e-6
         limited = finder.claimed(10, order[10:], scores[10:], limit)
     room = np.take_along_axis(expected(queries, documents, positives), order, axis=1)[
         10:
     ]
-    wanted = room >= 0
+    reference = room >= 0
     is_clear = np.abs(room) > 1e-5  # sums in float32 do not decide between less
     num_own = np.bincount(positives.queries, minlength=NUM_QUERIES).max()
     assert num_own < NEAREST
-    assert 0.2 < wanted.mean() < 0.999
+    assert 0.2 < reference.mean() < 0.999
     assert is_clear.mean() > 0.99
-    np.testing.assert_array_equal(found[is_clear], wanted[is_clear])
-    within = found & (scores[10:] <= limit[:, None])
+    np.testing.assert_array_equal(actual[is_clear], reference[is_clear])
+    within = actual & (scores[10:] <= limit[:, None])
     np.testing.assert_array_equal(limited[is_clear], within[is_clear])
 
 
 @pytest.fixture
 def options(tmp_path):
-    found = write_data(tmp_path)
-    del found["relative_margin"]
-    return found
+    actual = write_data(tmp_path)
+    del actual["relative_margin"]
+    return actual
 
 
 def test_claimed_candidates_come_first_where_no_limit_is_given(options):
@@ -103,25 +105,25 @@ def test_claimed_candidates_come_first_where_no_limit_is_given(options):
 
 
 @pytest.mark.parametrize(
-    "given", ["relative_margin", "margin", "max_score", "threshold"]
+    "value", ["relative_margin", "margin", "max_score", "threshold"]
 )
-def test_a_limit_that_is_given_leaves_claims_out(given):
+def test_a_limit_that_is_given_leaves_claims_out(value):
     base = {"model_name": "m", "data_path": "d", "output_path": "o.jsonl"}
     assert MineConfig(**base).takes_claimed
-    assert not MineConfig(**base, **{given: None}).takes_claimed
-    assert MineConfig(**base, **{given: None}, prefer_claimed=True).takes_claimed
+    assert not MineConfig(**base, **{value: None}).takes_claimed
+    assert MineConfig(**base, **{value: None}, prefer_claimed=True).takes_claimed
     assert not MineConfig(**base, prefer_claimed=False).takes_claimed
 
 
 def test_two_ranks_find_the_claims_of_one(options, tmp_path):
-    found = []
+    actual = []
     for world_size in (1, 2):
-        own = {
+        run_options = {
             **options,
             "work_dir": str(tmp_path / f"w{world_size}"),
             "output_path": str(tmp_path / f"{world_size}.jsonl"),
         }
-        outcomes = run_ranks(mined, world_size, own)
-        found.append((outcomes[0][0], read_lines(tmp_path / f"{world_size}.jsonl")))
-    assert found[0][0] == found[1][0]
-    assert_same_rows(found[1][1], found[0][1])
+        outcomes = run_ranks(mined, world_size, run_options)
+        actual.append((outcomes[0][0], read_lines(tmp_path / f"{world_size}.jsonl")))
+    assert actual[0][0] == actual[1][0]
+    assert_same_rows(actual[1][1], actual[0][1])

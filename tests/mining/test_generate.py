@@ -85,9 +85,9 @@ def test_each_document_gets_the_first_kind_that_fits(options, tmp_path):
         by_id.setdefault(row["document_id"], []).append(
             (row["kind"], row["query"], row["positive"])
         )
-    for identity, wanted in WANTED.items():
-        assert by_id[identity] == [wanted]
-    assert [one[:2] for one in by_id["h"]] == [
+    for identity, value in WANTED.items():
+        assert by_id[identity] == [value]
+    assert [entry[:2] for entry in by_id["h"]] == [
         ("heading_section", "Files"),
         ("heading_section", "Errors"),
     ]
@@ -136,13 +136,13 @@ def test_an_endpoint_writes_queries(options, serve, tmp_path):
     num_asked = len(prompts)
     assert run(options, writer=endpoint(server), **more)[0] == rows
     assert len(server.asked) == num_asked, "what is written is kept"
-    own, _ = run(
+    run_options, _ = run(
         options,
         writer=endpoint(server),
         kinds=["claim", "title_body"],
         prompts={"claim": "Claim! Document: {document}"},
     )
-    assert {row["kind"] for row in own} == {"claim", "title_body"}
+    assert {row["kind"] for row in run_options} == {"claim", "title_body"}
     assert server.asked[-1][0].startswith("Claim! ")
 
 
@@ -161,8 +161,8 @@ def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
     with pytest.raises(RunError, match="gave no answer"):
         run(options, writer=writer)
     answered = {prompt for prompt, _ in server.asked[:3]}
-    (kept,) = tmp_path.glob("**/*.answers")
-    kept.write_text(kept.read_text() + '\n["5 question", "half')
+    (remaining,) = tmp_path.glob("**/*.answers")
+    remaining.write_text(remaining.read_text() + '\n["5 question", "half')
     num_asked = len(server.asked)
     lives.append(True)
     rows, _ = run(options, writer=writer)
@@ -185,21 +185,21 @@ def test_a_local_model_writes_queries(options, tmp_path):
         "max_length": 100,
         "batch_size": 4,
     }
-    own = {**options, "corpus_path": str(corpus), "writer": writer}
-    rows, result = run(own)
+    run_options = {**options, "corpus_path": str(corpus), "writer": writer}
+    rows, result = run(run_options)
     assert len(rows) + sum(result.left_out.values()) == 10
-    own["writer"] = {**writer, "temperature": 1.0}
+    run_options["writer"] = {**writer, "temperature": 1.0}
     assert (
-        run(own, work_dir=str(tmp_path / "a"))[0]
-        == run(own, work_dir=str(tmp_path / "b"))[0]
+        run(run_options, work_dir=str(tmp_path / "a"))[0]
+        == run(run_options, work_dir=str(tmp_path / "b"))[0]
     )
 
 
 def test_the_round_trip_keeps_what_is_found(options, tmp_path):
-    found = documents()[:60]
+    actual = documents()[:60]
     corpus = [
         {"_id": f"d{number}", "title": text, "text": f"{text} and so on"}
-        for number, text in enumerate(found)
+        for number, text in enumerate(actual)
     ]
     corpus[9]["title"] = "zzz"
     options["corpus_path"] = str(write_lines(tmp_path / "titled.jsonl", corpus))
@@ -223,16 +223,16 @@ def test_the_same_for_any_number_of_ranks(options, tmp_path):
         "corpus_path": str(write_lines(tmp_path / "c.jsonl", corpus)),
         "model_name": model(),
     }
-    found = []
+    actual = []
     for world_size in (1, 2):
-        own = {**options, "output_path": str(tmp_path / f"{world_size}.jsonl")}
-        assert len(set(map(str, run_ranks(made, world_size, own)))) == 1
-        found.append(read_lines(Path(own["output_path"])))
-    assert found[0] == found[1]
+        run_options = {**options, "output_path": str(tmp_path / f"{world_size}.jsonl")}
+        assert len(set(map(str, run_ranks(made, world_size, run_options)))) == 1
+        actual.append(read_lines(Path(run_options["output_path"])))
+    assert actual[0] == actual[1]
 
 
 @pytest.mark.parametrize(
-    "text, wanted",
+    "text, expected",
     [
         (' "What is it?" \nBecause ...', "What is it?"),
         ("Query: red cats", "red cats"),
@@ -240,8 +240,8 @@ def test_the_same_for_any_number_of_ranks(options, tmp_path):
         ("x" * 999, ""),
     ],
 )
-def test_what_models_write_is_cleaned(text, wanted):
-    assert cleaned(text) == wanted
+def test_what_models_write_is_cleaned(text, expected):
+    assert cleaned(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,9 @@ def test_captions_get_images_as_negatives(options, tmp_path):
     for row in rows:
         assert len(row["negatives"]) == 3
         assert row["positive"] not in row["negatives"]
-        assert all(one["image"].startswith("images/") for one in row["negatives"])
+        assert all(
+            negative["image"].startswith("images/") for negative in row["negatives"]
+        )
     examples = training_examples(tmp_path / "mined.jsonl")
     assert [len(example.negatives) for example in examples] == [3] * len(COLOURS)
 
@@ -42,14 +44,14 @@ def test_captions_get_images_as_negatives(options, tmp_path):
 def test_a_corpus_of_images_and_bare_paths(options, tmp_path):
     corpus = write_lines(
         tmp_path / "corpus.jsonl",
-        [{"_id": one, "image": f"images/{one}.png"} for one in COLOURS],
+        [{"_id": colour, "image": f"images/{colour}.png"} for colour in COLOURS],
     )
     rows = [
         {"query": f"a {colour} wall", "positive": f"images/{colour}.png"}
         for colour in COLOURS
     ]
     path = write_lines(tmp_path / "bare.jsonl", rows)
-    made, _ = run(
+    built, _ = run(
         {
             **options,
             "data_path": str(path),
@@ -57,7 +59,7 @@ def test_a_corpus_of_images_and_bare_paths(options, tmp_path):
             "retrieval_mode": "t2i",
         }
     )
-    for row, colour in zip(made, COLOURS, strict=True):
+    for row, colour in zip(built, COLOURS, strict=True):
         assert len(row["negative_ids"]) == 3
         assert colour not in row["negative_ids"]
-    assert read_lines(tmp_path / "mined.jsonl") == made
+    assert read_lines(tmp_path / "mined.jsonl") == built

@@ -100,16 +100,16 @@ def test_relevant_negatives_become_positives_or_stay(options, serve):  # noqa: F
             "false_negatives": "relabel",
         }
     )
-    made = read_lines(Path(options["output_path"]))
-    assert [row.get("positive") for row in made] == [
+    built = read_lines(Path(options["output_path"]))
+    assert [row.get("positive") for row in built] == [
         ["p1", GOOD],
         ["p2", "p3", GOOD],
         "p4",
         "p5",
         "p6",
     ]
-    assert "pos" not in made[1]
-    assert [row.get("negatives") for row in made] == [
+    assert "pos" not in built[1]
+    assert [row.get("negatives") for row in built] == [
         ["a dog"],
         ["a fish"],
         None,
@@ -144,13 +144,13 @@ def test_the_command_and_two_ranks(options, tmp_path, capsys):
     assert not Path(options["output_path"]).exists()
     run_judge([*words, f"judges={json.dumps(judges)}", "--false-negatives", "relabel"])
     alone = read_lines(Path(options["output_path"]))
-    own = {
+    run_options = {
         **options,
         "judges": judges,
         "false_negatives": "relabel",
         "output_path": str(tmp_path / "2.jsonl"),
     }
-    outcomes = run_ranks(judged, 2, own)
+    outcomes = run_ranks(judged, 2, run_options)
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][1] + outcomes[0][2] == 8
     assert read_lines(tmp_path / "2.jsonl") == alone

@@ -127,21 +127,27 @@ def test_relevant_ones_are_left_out_relabelled_or_kept(options, serve, monkeypat
     for row, before in zip(dropped, plain, strict=True):
         assert (
             row["negatives"]
-            == [one for one in before["negatives"] if not is_relevant(one)][:4]
+            == [
+                negative
+                for negative in before["negatives"]
+                if not is_relevant(negative)
+            ][:4]
         )
     assert result.counts["judged_relevant"] > 0
     assert {key for _, key in server.asked} == {"Bearer secret"}
     num_asked = len(server.asked)
     relabelled, _ = run(options, judges=judges, false_negatives="relabel", scores=True)
     for row, before in zip(relabelled, plain, strict=True):
-        found = [one for one in before["negatives"] if is_relevant(one)]
+        actual = [negative for negative in before["negatives"] if is_relevant(negative)]
         assert row["positive"] == (
-            [before["positive"], *found] if found else before["positive"]
+            [before["positive"], *actual] if actual else before["positive"]
         )
-        assert len(row["positive_scores"]) == 1 + len(found)
+        assert len(row["positive_scores"]) == 1 + len(actual)
         assert row["negative_judge_scores"] == [0.0] * len(row["negatives"])
-    kept, _ = run(options, judges=judges, false_negatives="keep")
-    assert [row["negatives"] for row in kept] == [row["negatives"][:4] for row in plain]
+    remaining, _ = run(options, judges=judges, false_negatives="keep")
+    assert [row["negatives"] for row in remaining] == [
+        row["negatives"][:4] for row in plain
+    ]
     assert len(server.asked) == num_asked, "a second run asks nothing"
     assert "secret" not in "".join(
         path.read_text()
@@ -159,10 +165,10 @@ def test_an_endpoint_that_misbehaves_now_and_then(options, serve):
         )
 
     server = serve(decide)
-    found, result = run(
+    actual, result = run(
         options, judges=[endpoint(server, max_retries=30, retry_seconds=1e-4)]
     )
-    assert found == expected
+    assert actual == expected
     assert result.counts["undecided"] == 0
     assert max(Counter(prompt for prompt, _ in server.asked).values()) > 1
 
@@ -251,13 +257,13 @@ CPU = torch.device("cpu")
 
 def test_a_cross_encoder_scores_each_pair(tmp_path):
     folder = tiny_reranker(tmp_path)
-    found = dict(load_judge(Judge(model=str(folder)), OPTIONS, CPU)(PAIRS))
+    actual = dict(load_judge(Judge(model=str(folder)), OPTIONS, CPU)(PAIRS))
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for number, (query, document) in enumerate(PAIRS):
         with torch.inference_mode():
             alone = model(**tokenizer(query, document, return_tensors="pt")).logits
-        assert found[number] == pytest.approx(float(torch.sigmoid(alone)), abs=1e-5)
+        assert actual[number] == pytest.approx(float(torch.sigmoid(alone)), abs=1e-5)
 
 
 def test_a_reranker_truncates_a_query_that_is_too_long_and_reads_no_pickled_weights(
@@ -280,7 +286,7 @@ def test_a_decoder_answers_yes_or_no(tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     judge = Judge(model=str(tmp_path), max_length=400)
-    found = dict(load_judge(judge, OPTIONS, CPU)(PAIRS[:4]))
+    actual = dict(load_judge(judge, OPTIONS, CPU)(PAIRS[:4]))
     answers = tokenizer.convert_tokens_to_ids(["no", "yes"])
     for number, (query, document) in enumerate(PAIRS[:4]):
         body = (
@@ -292,7 +298,7 @@ def test_a_decoder_answers_yes_or_no(tmp_path):
         with torch.inference_mode():
             logits = model(torch.tensor([ids])).logits[0, -1, answers]
         yes = float(torch.softmax(logits, 0)[1])
-        assert found[number] == pytest.approx(yes, abs=1e-5)
+        assert actual[number] == pytest.approx(yes, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -318,21 +324,21 @@ def test_ranks_share_the_judging(options, tmp_path):
     judge = load_judge(Judge(model=folder), MineConfig(**options), CPU)
     scores = sorted(dict(judge(PAIRS)).values())
     judges = [{"model": folder, "unsure": [scores[10], scores[10]]}]
-    found = []
+    actual = []
     for world_size in (1, 2):
-        own = {
+        run_options = {
             **options,
             "judges": judges,
             "output_path": str(tmp_path / f"{world_size}.jsonl"),
         }
-        found.append(
+        actual.append(
             (
-                run_ranks(judged, world_size, own)[0],
-                read_lines(Path(own["output_path"])),
+                run_ranks(judged, world_size, run_options)[0],
+                read_lines(Path(run_options["output_path"])),
             )
         )
-    assert found[0] == found[1]
-    assert found[0][0]["judged_relevant"] > 0
+    assert actual[0] == actual[1]
+    assert actual[0][0]["judged_relevant"] > 0
 
 
 def test_mistakes_in_the_config_of_a_judge(options, serve):

@@ -34,16 +34,20 @@ def options(tmp_path):
 def expected(options, highest, num_negatives=4):
     """The best documents below each query's limit, without its positive."""
     rows = read_lines(Path(options["data_path"]))
-    found = documents()
-    scores = score_matrix([row["query"] for row in rows], found)
-    wanted = []
+    actual = documents()
+    scores = score_matrix([row["query"] for row in rows], actual)
+    expected = []
     for number, row_scores in enumerate(scores):
-        order = [one for one in np.argsort(-row_scores, kind="stable") if one != number]
-        allowed = [
-            one for one in order[:50] if row_scores[one] <= highest(row_scores[number])
+        order = [
+            entry for entry in np.argsort(-row_scores, kind="stable") if entry != number
         ]
-        wanted.append([found[one] for one in allowed[:num_negatives]])
-    return wanted
+        allowed = [
+            entry
+            for entry in order[:50]
+            if row_scores[entry] <= highest(row_scores[number])
+        ]
+        expected.append([actual[entry] for entry in allowed[:num_negatives]])
+    return expected
 
 
 LIMITS = [
@@ -86,8 +90,8 @@ def test_first_ones_are_skipped_and_low_ones_left_out(options):
         row["negatives"][2:] for row in plain
     ]
     lowest = float(np.median([row["negative_scores"][3] for row in plain]))
-    kept, result = run(options, num_negatives=6, min_score=lowest)
-    for row, other in zip(kept, plain, strict=True):
+    remaining, result = run(options, num_negatives=6, min_score=lowest)
+    for row, other in zip(remaining, plain, strict=True):
         # Scores descend: those that stay are the first.
         num_high = int((np.array(other["negative_scores"]) >= lowest).sum())
         assert row["negatives"] == other["negatives"][:num_high]
@@ -110,12 +114,12 @@ def test_sampling_is_drawn_from_the_candidates_and_repeats(options, sampling):
 
 def test_known_positives_are_never_negatives(tmp_path):
     """By content in other case and spaces, across rows of one query, by id, by qrels, and the query itself."""
-    found = documents()
-    query = found[0]
-    corpus = [{"_id": f"d{number}", "text": text} for number, text in enumerate(found)]
+    actual = documents()
+    query = actual[0]
+    corpus = [{"_id": f"d{number}", "text": text} for number, text in enumerate(actual)]
     rows = [
-        {"query": query, "positive": found[1]},
-        {"query": f"  {query.upper()} ", "positive": found[2].upper()},
+        {"query": query, "positive": actual[1]},
+        {"query": f"  {query.upper()} ", "positive": actual[2].upper()},
         {
             "query": query,
             "positive": "something else",
@@ -128,9 +132,9 @@ def test_known_positives_are_never_negatives(tmp_path):
     options = small(
         tmp_path, rows, corpus, num_negatives=299, top_k=300, near_duplicate=None
     )
-    made, result = run(options, qrels_path=str(qrels))
-    for row in made:
-        assert set(row["negatives"]) == set(found) - set(found[:6])
+    built, result = run(options, qrels_path=str(qrels))
+    for row in built:
+        assert set(row["negatives"]) == set(actual) - set(actual[:6])
     assert result.counts["candidates"] == 294
 
 
@@ -152,16 +156,16 @@ def test_near_duplicates_of_a_positive_are_no_negatives(tmp_path):
 
 
 def test_the_documents_of_the_data_are_the_corpus_by_default(tmp_path):
-    found = documents()[:30]
+    actual = documents()[:30]
     rows = [
         {"question": f"find {number}", "answer": text}
-        for number, text in enumerate(found)
+        for number, text in enumerate(actual)
     ]
-    made, _ = run(small(tmp_path, rows, num_negatives=2))
-    assert all(set(row["negatives"]) < set(found) - {row["positive"]} for row in made)
+    built, _ = run(small(tmp_path, rows, num_negatives=2))
+    assert all(set(row["negatives"]) < set(actual) - {row["positive"]} for row in built)
     assert all(
         row["query"] == row["question"] and row["positive"] == row["answer"]
-        for row in made
+        for row in built
     )
     # Training reads the result as it is, and finds everything in it.
     examples = training_examples(tmp_path / "mined.jsonl")
@@ -171,11 +175,11 @@ def test_the_documents_of_the_data_are_the_corpus_by_default(tmp_path):
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("kind", ["mapped", "conversations"])
 def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
-    found = documents()[:30]
-    own = "an own negative"
+    actual = documents()[:30]
+    extra_negative = "an own negative"
     rows = [
-        {"query": f"find {n}", "positive": one, "bad": own}
-        for n, one in enumerate(found)
+        {"query": f"find {n}", "positive": entry, "bad": extra_negative}
+        for n, entry in enumerate(actual)
     ]
     if kind == "conversations":
         names = (
@@ -188,7 +192,7 @@ def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
             for row in rows
         ]
     mapping = {"bad": "negative"} if kind == "mapped" else None
-    options = small(tmp_path, rows, found, num_negatives=2, column_mapping=mapping)
+    options = small(tmp_path, rows, actual, num_negatives=2, column_mapping=mapping)
     for scores in (False, True):
         run(options, keep_negatives=keep, scores=scores)
         # With scores all negatives are in one column, in the order of the scores.
@@ -198,23 +202,26 @@ def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
         )
         negatives = [[item.text for item in each.negatives] for each in examples]
         expected = {(2 + keep, 2 + keep, keep)}
-        assert {(len(one), len(set(one)), own in one) for one in negatives} == expected
+        assert {
+            (len(negative), len(set(negative)), extra_negative in negative)
+            for negative in negatives
+        } == expected
 
 
 def test_rows_of_one_query_take_turns(tmp_path):
-    found = documents()
-    rows = [{"query": "the cat", "positive": found[number]} for number in range(3)]
-    options = small(tmp_path, rows, found, num_negatives=2)
+    actual = documents()
+    rows = [{"query": "the cat", "positive": actual[number]} for number in range(3)]
+    options = small(tmp_path, rows, actual, num_negatives=2)
     same, _ = run(options)
     assert len({tuple(row["negatives"]) for row in same}) == 1
     turns, _ = run(options, per_query_budget=6)
-    assert len({one for row in turns for one in row["negatives"]}) == 6
+    assert len({negative for row in turns for negative in row["negatives"]}) == 6
 
 
 def test_a_beir_folder_is_data_and_corpus(tmp_path):
-    found = documents()[:60]
+    actual = documents()[:60]
     corpus = [
-        {"_id": f"d{n}", "title": "t", "text": text} for n, text in enumerate(found)
+        {"_id": f"d{n}", "title": "t", "text": text} for n, text in enumerate(actual)
     ]
     write_lines(tmp_path / "corpus.jsonl", corpus)
     queries = [
@@ -228,10 +235,10 @@ def test_a_beir_folder_is_data_and_corpus(tmp_path):
     options = small(tmp_path, [], top_k=58, num_negatives=58, near_duplicate=None)
     rows, _ = run(options, data_path=str(tmp_path))
     for number, row in enumerate(rows):
-        positives = [f"t {text}" for text in found[2 * number : 2 * number + 2]]
+        positives = [f"t {text}" for text in actual[2 * number : 2 * number + 2]]
         assert row["positive"] == positives
         assert row["query_id"] == f"q{number}"
-        assert set(row["negatives"]) == {f"t {text}" for text in found} - {*positives}
+        assert set(row["negatives"]) == {f"t {text}" for text in actual} - {*positives}
     for part in ("corpus", "queries"):  # as the Hub has them
         (tmp_path / part).mkdir()
         table = pa.Table.from_pylist(read_lines(tmp_path / f"{part}.jsonl"))
@@ -251,8 +258,8 @@ def test_parquet_in_and_out_keeps_every_column(tmp_path):
         data_path=str(tmp_path / "train.parquet"),
         output_path=str(tmp_path / "mined.parquet"),
     )
-    found = pq.read_table(tmp_path / "mined.parquet").to_pylist()
-    assert [{**row, "extra": [1, 2]} for row in lines] == found
+    actual = pq.read_table(tmp_path / "mined.parquet").to_pylist()
+    assert [{**row, "extra": [1, 2]} for row in lines] == actual
     assert len(training_examples(tmp_path / "mined.parquet")) == 40
 
 
@@ -337,9 +344,9 @@ def test_short_vectors(options, dtype, tolerance):
 
 def test_the_threshold_is_calibrated(tmp_path):
     """Queries with two positives of nearly equal score: without a threshold the hidden one would be mined."""
-    found = documents()
+    actual = documents()
     rows = [
-        {"query": found[n], "positive": [f"{found[n]} red", f"{found[n]} blue"]}
+        {"query": actual[n], "positive": [f"{actual[n]} red", f"{actual[n]} blue"]}
         for n in range(60)
     ]
     options = small(
@@ -405,9 +412,9 @@ def test_scores_are_read_by_training(tmp_path):
         for row in read_lines(Path(options["data_path"]))
     ]
     write_lines(tmp_path / "train.jsonl", rows)
-    made, _ = run(options, scores=True)
+    built, _ = run(options, scores=True)
     examples = training_examples(tmp_path / "mined.jsonl")
-    for example, row in zip(examples, made, strict=True):
+    for example, row in zip(examples, built, strict=True):
         assert [item.text for item in example.negatives[:2]] == [
             "my own negative text",
             "another one",
@@ -433,9 +440,9 @@ def test_an_index_of_the_same_documents_in_another_order_is_not_used(options, tm
 def test_other_queries_with_the_same_positives_are_searched_for_anew(tmp_path):
     options = {**write_data(tmp_path), "work_dir": str(tmp_path / "work")}
     run(options)
-    found = documents()
+    actual = documents()
     rows = [
-        {"query": found[-number - 1].partition(" ")[2], "positive": found[number]}
+        {"query": actual[-number - 1].partition(" ")[2], "positive": actual[number]}
         for number in range(NUM_ROWS)
     ]
     write_lines(tmp_path / "train.jsonl", rows)

@@ -40,7 +40,7 @@ def training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, arguments, taken",
+    "kind, arguments, expected",
     [
         (
             MineConfig,
@@ -69,10 +69,10 @@ def test_a_training_config_serves(
     training,
     kind,
     arguments,
-    taken,
+    expected,
 ):
     config = load_options(kind, training, arguments)
-    assert {name: getattr(config, name) for name in taken} == taken
+    assert {name: getattr(config, name) for name in expected} == expected
     paths = {"data_path": "train.jsonl", "val_data_path": "val.jsonl"}
     for name, path in paths.items():
         if name in kind.model_fields:

@@ -59,21 +59,21 @@ def options(tmp_path):
 
 
 def test_the_same_for_any_number_of_ranks(options, tmp_path):
-    found = []
+    actual = []
     for world_size in (1, 2, 3):
-        own = {
+        run_options = {
             **options,
             "output_path": str(tmp_path / f"{world_size}.jsonl"),
             "work_dir": str(tmp_path / f"w{world_size}"),
         }
-        outcomes = run_ranks(mined, world_size, own)
+        outcomes = run_ranks(mined, world_size, run_options)
         assert outcomes == [outcomes[0]] * world_size
         assert outcomes[0][1] == 340
-        found.append((outcomes[0][0], read_lines(Path(own["output_path"]))))
-    assert found[0][0] == found[1][0] == found[2][0]
-    for _, rows in found[1:]:
-        assert_same_rows(rows, found[0][1])
-    assert sum(len(row["negatives"]) for row in found[0][1]) > 100
+        actual.append((outcomes[0][0], read_lines(Path(run_options["output_path"]))))
+    assert actual[0][0] == actual[1][0] == actual[2][0]
+    for _, rows in actual[1:]:
+        assert_same_rows(rows, actual[0][1])
+    assert sum(len(row["negatives"]) for row in actual[0][1]) > 100
 
 
 @pytest.mark.parametrize(

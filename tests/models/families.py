@@ -176,5 +176,7 @@ def loss_of(outputs):
 def gradients_of(model):
     """Gradients by name."""
     return {
-        name: one.grad for name, one in model.named_parameters() if one.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }

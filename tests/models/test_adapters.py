@@ -67,7 +67,8 @@ def _trained(model):
 
 def _backbone_state(model):
     return {
-        name.removeprefix("backbone."): one for name, one in model.state_dict().items()
+        name.removeprefix("backbone."): tensor
+        for name, tensor in model.state_dict().items()
     }
 
 
@@ -96,8 +97,8 @@ def test_adapters_alone_are_trained_and_all_of_them_are(make):
     loss_of(model(parts_for(model.description))).backward()
     assert [
         name
-        for name, one in model.named_parameters()
-        if one.requires_grad and one.grad is None
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
     ] == []
 
 
@@ -121,8 +122,8 @@ def test_merged_weights_score_as_the_adapter_does(make, options):
     assert set(plain.backbone.state_dict()) == set(empty.state_dict()) == set(state)
     plain.backbone.load_state_dict(state)
     with torch.no_grad():
-        for one, other in zip(model(parts), plain(parts), strict=True):
-            torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
+        for entry, other in zip(model(parts), plain(parts), strict=True):
+            torch.testing.assert_close(other, entry, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -144,12 +145,12 @@ def test_an_adapter_saved_alone_loads_and_scores_the_same(make, options, tmp_pat
     loaded = load_embedder(tmp_path)
     assert loaded.description.pooling == model.description.pooling
     assert not loaded.training and not any(
-        one.requires_grad for one in loaded.parameters()
+        parameter.requires_grad for parameter in loaded.parameters()
     )
     parts = parts_for(model.description)
     with torch.no_grad():
-        for one, other in zip(model(parts), loaded(parts), strict=True):
-            torch.testing.assert_close(other, one, atol=1e-4, rtol=1e-4)
+        for entry, other in zip(model(parts), loaded(parts), strict=True):
+            torch.testing.assert_close(other, entry, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings(
@@ -198,8 +199,8 @@ def _of_peft(folder, **options):
 def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
     inputs, expected = _of_peft(tmp_path, **options)
     with torch.no_grad():
-        found = load_embedder(tmp_path).backbone(**inputs).last_hidden_state
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        actual = load_embedder(tmp_path).backbone(**inputs).last_hidden_state
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
@@ -287,25 +288,27 @@ def test_frozen_parts_get_no_adapter():
 
 def test_adapters_are_float32_above_frozen_half_precision_weights():
     model = built(tiny.tiny_qwen3, use_lora=True, torch_dtype="bfloat16")
-    assert {one.dtype for one in model.parameters() if one.requires_grad} == {
-        torch.float32
-    }
-    assert {one.dtype for one in model.parameters() if not one.requires_grad} == {
-        torch.bfloat16
-    }
+    assert {
+        parameter.dtype for parameter in model.parameters() if parameter.requires_grad
+    } == {torch.float32}
+    assert {
+        parameter.dtype
+        for parameter in model.parameters()
+        if not parameter.requires_grad
+    } == {torch.bfloat16}
     assert model(parts_for(model.description))[0].dtype == torch.float32
 
 
 def test_the_same_seed_gives_the_same_adapters_and_leaves_the_generator_alone():
     state = torch.random.get_rng_state()
-    one, same, other = (
+    first, same, other = (
         built(tiny.tiny_bert, use_lora=True, seed=seed).state_dict()
         for seed in (1, 1, 2)
     )
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert all(torch.equal(first[name], same[name]) for name in first)
     assert any(
-        not torch.equal(one[name], other[name]) for name in one if "lora_A" in name
+        not torch.equal(first[name], other[name]) for name in first if "lora_A" in name
     )
 
 
@@ -324,11 +327,11 @@ def test_four_bit_weights_are_stored_in_the_dtype_that_is_computed_in():
 def test_evaluation_leaves_four_bit_weights_ready_for_training():
     model = built(tiny.tiny_qwen3, use_lora=True, quantize_weights="nf4")
     parts = parts_for(model.description)
-    before = {name: one.clone() for name, one in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         model.eval()(parts)
     assert all(
-        torch.equal(one, before[name]) for name, one in model.state_dict().items()
+        torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()
     )
 
 
@@ -339,15 +342,15 @@ def test_meta_models_have_the_same_names_and_no_values():
     whole = model_of(config, description)
     assert {
         name
-        for name, one in empty.backbone.named_parameters()
-        if one.device.type != "meta"
+        for name, parameter in empty.backbone.named_parameters()
+        if parameter.device.type != "meta"
     } == set()
     assert {
         n: (p.shape, p.dtype, p.requires_grad) for n, p in empty.named_parameters()
     } == {n: (p.shape, p.dtype, p.requires_grad) for n, p in whole.named_parameters()}
     buffers = dict(empty.named_buffers())
     assert buffers and all(
-        torch.equal(buffers[name], one) for name, one in whole.named_buffers()
+        torch.equal(buffers[name], buffer) for name, buffer in whole.named_buffers()
     )
 
 

@@ -47,10 +47,12 @@ def test_dropout_is_seeded_and_only_in_training():
     torch.manual_seed(1)
     assert torch.equal(first, layer(values))
     assert not torch.equal(first, layer(values))
-    kept = first != 0
-    torch.testing.assert_close(first[kept], values[kept] / 0.7, rtol=1e-4, atol=0)
+    remaining = first != 0
+    torch.testing.assert_close(
+        first[remaining], values[remaining] / 0.7, rtol=1e-4, atol=0
+    )
     (gradient,) = torch.autograd.grad(first.sum(), values)
-    torch.testing.assert_close(gradient, kept.double() / 0.7, rtol=1e-4, atol=0)
+    torch.testing.assert_close(gradient, remaining.double() / 0.7, rtol=1e-4, atol=0)
     assert layer.eval()(values) is values
 
 
@@ -77,9 +79,9 @@ def test_padded_attention_with_dropout_is_that_of_the_formula(
             tensor.detach().bfloat16().double().requires_grad_() for tensor in exact
         ]
         inputs = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
-    given = inputs
+    values = inputs
     if kind == "autocast":  # queries and keys with rotary positions arrive in float32
-        given = [inputs[0].float(), inputs[1].float(), inputs[2]]
+        values = [inputs[0].float(), inputs[1].float(), inputs[2]]
     mask = None
     if mask_kind != "none":
         mask = torch.rand(1 if mask_kind == "shared" else rows, 1, length, length) > 0.3
@@ -90,7 +92,7 @@ def test_padded_attention_with_dropout_is_that_of_the_formula(
         added = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -1e30)
     torch.manual_seed(3)
     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
-        output, _ = attention.attention(nn.Module(), *given, added, dropout=p)
+        output, _ = attention.attention(nn.Module(), *values, added, dropout=p)
     assert output.dtype == inputs[0].dtype
     weights = torch.randn_like(output)
     output.backward(weights)
@@ -100,17 +102,17 @@ def test_padded_attention_with_dropout_is_that_of_the_formula(
     scores = query @ key.transpose(2, 3) * size**-0.5
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
-    kept = []
+    remaining = []
     for part in scores.split(at_once):
         ones = kept_ones(part.flatten(0, 1).shape, p, output.dtype)
-        kept.append(ones.view(part.shape) != 0)
-    dropped = scores.softmax(-1) * torch.cat(kept) * scale_of(p)
-    wanted = (dropped @ value).transpose(1, 2)
-    wanted.backward(weights.double())
+        remaining.append(ones.view(part.shape) != 0)
+    dropped = scores.softmax(-1) * torch.cat(remaining) * scale_of(p)
+    expected = (dropped @ value).transpose(1, 2)
+    expected.backward(weights.double())
     # In bfloat16 a score is rounded, and its error is a relative one of the probability.
     bound = 1e-12 if kind == "float64" else 4 * STEP
     for ours, theirs in (
-        (output.detach(), wanted.detach()),
+        (output.detach(), expected.detach()),
         *((mine.grad, true.grad) for mine, true in zip(inputs, exact, strict=True)),
     ):
         assert (ours.double() - theirs).norm() <= bound * theirs.norm()
@@ -121,8 +123,8 @@ def test_without_dropout_it_is_sdpa():
     output, _ = attention.attention(
         nn.Module(), query, key, value, None, dropout=0.0, is_causal=False
     )
-    wanted = functional.scaled_dot_product_attention(query, key, value)
-    torch.testing.assert_close(output, wanted.transpose(1, 2))
+    expected = functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(output, expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -156,7 +158,7 @@ def test_packed_attention_is_that_of_the_formula(
     for p_used, output in ((p, dropped), (0.0, plain)):
         expected = []
         text = 0
-        for piece, kept in zip(pieces, draws, strict=True):
+        for piece, draw in zip(pieces, draws, strict=True):
             for row in range(piece.num_texts):
                 query, key, value = (
                     tensor[starts[text] : starts[text + 1]] for tensor in inputs
@@ -169,13 +171,13 @@ def test_packed_attention_is_that_of_the_formula(
                     hidden |= ahead.abs() >= window
                 weight = scores.masked_fill(hidden, -torch.inf).softmax(-1)
                 if p_used:
-                    weight = weight * kept[row, :, :length, :length] / (1 - p)
+                    weight = weight * draw[row, :, :length, :length] / (1 - p)
                 expected.append(torch.einsum("hqk,khd->qhd", weight, value))
                 text += 1
-        wanted = torch.cat(expected)
-        torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
+        reference = torch.cat(expected)
+        torch.testing.assert_close(output, reference, rtol=1e-12, atol=1e-12)
         ours = torch.autograd.grad((output * weights).sum(), inputs)
-        theirs = torch.autograd.grad((wanted * weights).sum(), inputs)
+        theirs = torch.autograd.grad((reference * weights).sum(), inputs)
         for mine, true in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-12)
 
@@ -188,21 +190,21 @@ def test_packed_attention_is_that_of_the_formula(
 @pytest.mark.parametrize("groups", [1, 2])
 def test_dropout_goes_to_the_operator(monkeypatch, causal, window, groups):
     """A stand-in with the signature of aten::_flash_attention_forward computes on the CPU and notes its arguments."""
-    given = {}
+    options = {}
 
     def operator(*values, **named):
         arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
         names = [argument.name for argument in arguments if not argument.kwarg_only]
         assert len(values) <= len(names)
         assert set(named) <= {argument.name for argument in arguments} - set(names)
-        given.update(zip(names, values, strict=False))
-        given.update(named)
-        query, key, value = (given[name] for name in ("query", "key", "value"))
+        options.update(zip(names, values, strict=False))
+        options.update(named)
+        query, key, value = (options[name] for name in ("query", "key", "value"))
         assert query.shape == key.shape == value.shape, "equally many heads"
-        assert given["cum_seq_q"].dtype == torch.int32
+        assert options["cum_seq_q"].dtype == torch.int32
         width = named["window_size_left"] + 1 if "window_size_left" in named else None
-        starts = tuple(given["cum_seq_q"].tolist())
-        pieces = attention.cut(starts, 2**20, given["is_causal"], width)
+        starts = tuple(options["cum_seq_q"].tolist())
+        pieces = attention.cut(starts, 2**20, options["is_causal"], width)
         output = attention.sdpa_by_piece(query, key, value, pieces, 0.0, named["scale"])
         return (output,)
 
@@ -213,10 +215,10 @@ def test_dropout_goes_to_the_operator(monkeypatch, causal, window, groups):
     packed = attention.Packed(torch.tensor([0, 5, 6, 13], dtype=torch.int32), 7)
     output = attention.by_kernel(*row, packed, 0.25, 0.5, causal, window)
     pieces = attention.cut((0, 5, 6, 13), 2**20, causal, window)
-    wanted = attention.sdpa_by_piece(*row, pieces, 0.0, 0.5)
-    torch.testing.assert_close(output, wanted)
-    assert given["dropout_p"] == 0.25 and given["return_debug_mask"] is False
-    assert given["max_q"] == given["max_k"] == 7
+    expected = attention.sdpa_by_piece(*row, pieces, 0.0, 0.5)
+    torch.testing.assert_close(output, expected)
+    assert options["dropout_p"] == 0.25 and options["return_debug_mask"] is False
+    assert options["max_q"] == options["max_k"] == 7
 
 
 # ---- which kernel --------------------------------------------------------------------

@@ -37,9 +37,11 @@ STEP = 2.0**-8
 CPU = torch.device("cpu")
 
 
-def assert_close(found, wanted, terms, roundings):
+def assert_close(actual, expected, terms, roundings):
     """Compare with the float64 result. `terms`: the sum of the absolute values of what each number is a sum of."""
-    assert ((found.double() - wanted).abs() <= roundings * STEP * terms + 1e-12).all()
+    assert (
+        (actual.double() - expected).abs() <= roundings * STEP * terms + 1e-12
+    ).all()
 
 
 def test_linear_layers():
@@ -49,11 +51,11 @@ def test_linear_layers():
     gradient = torch.randn(2, 31, 80).bfloat16()
     model = nn.Sequential(layer)
     use_bf16(model)
-    own = values.clone().requires_grad_()
+    leaf = values.clone().requires_grad_()
     with holding_copies(model):
-        output = model(own)
+        output = model(leaf)
         output.backward(gradient)
-    assert output.dtype == own.grad.dtype == torch.bfloat16
+    assert output.dtype == leaf.grad.dtype == torch.bfloat16
     assert layer.weight.grad is not None
     assert layer.weight.dtype == layer.weight.grad.dtype == torch.float32
 
@@ -62,7 +64,7 @@ def test_linear_layers():
     x = values.double()
     g = gradient.double()
     assert_close(output, x @ weight.T + bias, x.abs() @ weight.abs().T + bias.abs(), 2)
-    assert_close(own.grad, g @ weight, g.abs() @ weight.abs(), 2)
+    assert_close(leaf.grad, g @ weight, g.abs() @ weight.abs(), 2)
     rows = x.flatten(0, 1)
     sums = g.flatten(0, 1)
     assert_close(layer.weight.grad, sums.T @ rows, sums.abs().T @ rows.abs(), 1)
@@ -79,28 +81,30 @@ def test_layer_norms_went_through_float32_on_gpus(
     values = torch.randn(50, 64).to(torch.bfloat16).requires_grad_()
     exact = nn.LayerNorm(64).double()
     exact.load_state_dict(norm.state_dict())
-    wanted = exact(values.detach().double()).detach()
+    expected = exact(values.detach().double()).detach()
     assert use_bf16(nn.Sequential(norm)) == 1
-    kept = []
+    remaining = []
 
-    def keep(one):
-        kept.append(one)
-        return one
+    def keep(value):
+        remaining.append(value)
+        return value
 
     with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda entry: entry),
         torch.autocast("cpu", torch.bfloat16),
     ):
-        found = norm(values)
-    assert found.dtype == torch.bfloat16
+        actual = norm(values)
+    assert actual.dtype == torch.bfloat16
     assert all(
-        one.dtype == torch.bfloat16 for one in kept if one.numel() >= values.numel()
+        tensor.dtype == torch.bfloat16
+        for tensor in remaining
+        if tensor.numel() >= values.numel()
     ), "half of the memory"
     # Weight and output are rounded to 8 bits each, the products between them to none.
-    assert float((found.detach().double() - wanted).abs().max()) < 2 * STEP * float(
-        wanted.abs().max()
+    assert float((actual.detach().double() - expected).abs().max()) < 2 * STEP * float(
+        expected.abs().max()
     )
-    found.sum().backward()
+    actual.sum().backward()
     assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
 
 
@@ -137,19 +141,19 @@ def results(make, arrange):
 
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
 def test_every_family_computes_in_bf16(make):
-    wanted, gradients = results(make, lambda _: None)
-    outputs, found = results(make, lambda model: model.compute_in_bf16())
-    for output, exact in zip(outputs, wanted, strict=True):
+    expected, gradients = results(make, lambda _: None)
+    outputs, actual = results(make, lambda model: model.compute_in_bf16())
+    for output, exact in zip(outputs, expected, strict=True):
         assert output.dtype == torch.float32
         assert torch.cosine_similarity(output, exact).min() > 0.99
-    assert found.keys() == gradients.keys()
+    assert actual.keys() == gradients.keys()
     assert all(
-        one.dtype == torch.float32 and torch.isfinite(one).all()
-        for one in found.values()
+        value.dtype == torch.float32 and torch.isfinite(value).all()
+        for value in actual.values()
     )
     whole, exact = (
-        torch.cat([one[name].flatten() for name in sorted(gradients)])
-        for one in (found, gradients)
+        torch.cat([entry[name].flatten() for name in sorted(gradients)])
+        for entry in (actual, gradients)
     )
     assert torch.cosine_similarity(whole, exact, dim=0) > 0.98
 
@@ -158,29 +162,35 @@ def by_autocast(model):
     """Compute as autocast does, with weights that are converted in every forward pass."""
     forward = model.forward
 
-    def cast(*given, **named):
+    def cast(*value, **named):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return forward(*given, **named)
+            return forward(*value, **named)
 
     model.forward = cast
 
 
 def test_a_decoder_hands_on_bf16_and_is_no_less_exact_than_autocast():
-    seen = set()
+    recorded = set()
 
     def arrange(model):
         model.compute_in_bf16()
         for layer in layers_of(model.backbone):
             layer.register_forward_hook(
-                lambda _, given, out: seen.update({given[0].dtype, out.dtype})
+                lambda _, value, out: recorded.update({value[0].dtype, out.dtype})
             )
 
     _, exact = results(tiny.tiny_qwen3, lambda _: None)
-    _, found = results(tiny.tiny_qwen3, arrange)
+    _, actual = results(tiny.tiny_qwen3, arrange)
     _, cast = results(tiny.tiny_qwen3, by_autocast)
-    assert seen == {torch.bfloat16}, "norms and embeddings widen nothing"
-    off = {name: (found[name] - one).norm() / one.norm() for name, one in exact.items()}
-    wide = {name: (cast[name] - one).norm() / one.norm() for name, one in exact.items()}
+    assert recorded == {torch.bfloat16}, "norms and embeddings widen nothing"
+    off = {
+        name: (actual[name] - value).norm() / value.norm()
+        for name, value in exact.items()
+    }
+    wide = {
+        name: (cast[name] - value).norm() / value.norm()
+        for name, value in exact.items()
+    }
     assert sum(off.values()) < 2 * sum(wide.values())
 
 
@@ -199,21 +209,21 @@ def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes():
         == "no"
     )
     exact = plain.encode(texts)
-    found = half.encode(texts)
-    assert not np.array_equal(exact, found)
+    actual = half.encode(texts)
+    assert not np.array_equal(exact, actual)
     cosines = (
-        (exact * found).sum(1)
+        (exact * actual).sum(1)
         / np.linalg.norm(exact, axis=1)
-        / np.linalg.norm(found, axis=1)
+        / np.linalg.norm(actual, axis=1)
     )
     assert cosines.min() > 0.999
     kinds = {type(module) for module in half.model.modules()}
     assert {Bf16Linear, Bf16LayerNorm} <= kinds
-    assert {one.dtype for one in half.model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.float32}
     with torch.no_grad():
-        for one in half.model.parameters():
-            one.mul_(1.5)
-    assert not np.allclose(found, half.encode(texts), atol=1e-3)
+        for parameter in half.model.parameters():
+            parameter.mul_(1.5)
+    assert not np.allclose(actual, half.encode(texts), atol=1e-3)
 
 
 def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(
@@ -301,7 +311,7 @@ def test_auto_takes_bf16_where_it_pays(
             "auto: float32, since bfloat16 does not pay for a hidden size of 32, below 256"
         )
     monkeypatch.setattr(placement, "MIN_BF16_HIDDEN_DIM", 32)
-    found = placed()
-    assert found.precision.value == value
-    assert found.precision.reason.startswith(reason)
-    assert found.copies_weights == (value == "bf16")
+    actual = placed()
+    assert actual.precision.value == value
+    assert actual.precision.reason.startswith(reason)
+    assert actual.copies_weights == (value == "bf16")

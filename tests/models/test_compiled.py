@@ -28,7 +28,7 @@ from vembed.training import setup
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 """The compiler looks at attributes of all tensors."""
 
-H100 = next(one for one in GPUS if one.name == "H100-80GB")
+H100 = next(gpu for gpu in GPUS if gpu.name == "H100-80GB")
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +70,9 @@ def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend, opti
     loss, gradients, model = run_once(make, None, **options)
     # Without vectors, whose headers the C++ compiler reads for seconds.
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
-        found, others, _ = run_once(make, backend, **options)
+        actual, others, _ = run_once(make, backend, **options)
     assert model.packs_texts(), "attention of packed texts is called as it is"
-    assert torch.allclose(found, loss, rtol=1e-5)
+    assert torch.allclose(actual, loss, rtol=1e-5)
     assert max(gradient_errors(others, gradients).values()) < 1e-4
 
 
@@ -147,10 +147,10 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
             "other": lambda out: out.flip(-1),
         }
 
-        def call(layer, *given, **named):
+        def call(layer, *value, **named):
             if kind == "failing":
                 raise Unsupported("no such operation")
-            return changes[kind](layer(*given, **named))
+            return changes[kind](layer(*value, **named))
 
         precision.compile_layers(layers, "eager")
         forwards = precision.compiled_forwards(layers)
@@ -166,7 +166,7 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
         assert problem is None if expected is None else expected in (problem or "")
         assert len(forwards) == len(layers)
         assert all(forward.is_on for forward in forwards)
-        assert all(one.grad is None for one in model.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_what_the_run_does_after_the_check(monkeypatch, caplog):
@@ -192,7 +192,7 @@ def test_what_the_run_does_after_the_check(monkeypatch, caplog):
 @pytest.mark.parametrize("options", [{}, {"padding_free": False}], ids=str)
 def test_checkpointed_layers_are_compiled(options, monkeypatch, caplog):
     """A backend counts the calls of compiled graphs: in the forward pass, and again in the backward pass."""
-    wanted, gradients, _ = run_once(tiny.tiny_bert, None, **options)
+    expected, gradients, _ = run_once(tiny.tiny_bert, None, **options)
     graph_calls = []
 
     def backend(graph, _):
@@ -217,7 +217,7 @@ def test_checkpointed_layers_are_compiled(options, monkeypatch, caplog):
     assert num_forward_calls > 0
     assert len(graph_calls) > num_forward_calls, "the layers are run again"
     assert "compiled layers: true" in caplog.text
-    assert torch.allclose(loss, wanted, rtol=1e-5)
+    assert torch.allclose(loss, expected, rtol=1e-5)
     assert max(gradient_errors(gradients_of(model), gradients).values()) < 1e-4
 
 
@@ -251,7 +251,7 @@ def sharded_gradients(is_compiled):
 
 def test_checkpointed_layers_are_compiled_under_fsdp2():
     tiny.shared(tiny.tiny_qwen3)
-    (_, wanted), *_ = run_ranks(sharded_gradients, 2, False)
+    (_, expected), *_ = run_ranks(sharded_gradients, 2, False)
     for num_calls, gradients in run_ranks(sharded_gradients, 2, True):
         assert num_calls > 0
-        assert max(gradient_errors(gradients, wanted).values()) < 1e-4
+        assert max(gradient_errors(gradients, expected).values()) < 1e-4

@@ -26,7 +26,11 @@ from vembed.training import setup
 
 
 def _frozen(model):
-    return {name for name, one in model.named_parameters() if not one.requires_grad}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    }
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------
@@ -39,9 +43,9 @@ def test_dense_modules_of_the_model_are_kept_and_trained():
     weight = dict(model.named_parameters())["head.0.linear.weight"]
     assert weight.requires_grad and weight.shape == (12, 32)
     inputs = text_inputs(model.description)
-    (found,) = model([("text", inputs)])
+    (actual,) = model([("text", inputs)])
     (pooled,) = model([("text", inputs)], features_only=True)
-    torch.testing.assert_close(found, torch.tanh(model.head[0].linear(pooled)))
+    torch.testing.assert_close(actual, torch.tanh(model.head[0].linear(pooled)))
 
 
 def test_the_mrl_projection_starts_as_a_cut_and_stands_behind_the_models_own_modules():
@@ -87,10 +91,10 @@ def test_principal_components_order_the_prefixes_by_what_they_carry():
 
 
 def test_the_sample_is_of_the_whole_data(monkeypatch):
-    taken = []
+    encoded_texts = []
 
     def encode(model, featuriser, items, *arguments, **options):
-        taken[:] = [one.text for one in items]
+        encoded_texts[:] = [item.text for item in items]
         return torch.randn(
             len(items), 32, generator=torch.Generator().manual_seed(1)
         ).numpy()
@@ -101,7 +105,7 @@ def test_the_sample_is_of_the_whole_data(monkeypatch):
     for num, last in ((19, "17"), (4, "3")):
         store = [Example(Item("q"), (Item(str(number)),)) for number in range(num)]
         setup.start_projection(model, None, store, SimpleNamespace(is_main=True))
-        assert len(taken) == min(num, 10) and taken[-1] == last
+        assert len(encoded_texts) == min(num, 10) and encoded_texts[-1] == last
 
 
 # ---- frozen parts ----------------------------------------------------------------------------------------------
@@ -169,7 +173,7 @@ def test_freeze_freezes_what_it_names(make, freeze, prefixes):
     model.train()
     loss_of(model(parts_for(model.description))).backward()
     assert {
-        name for name, one in model.named_parameters() if one.grad is None
+        name for name, parameter in model.named_parameters() if parameter.grad is None
     } == expected
 
 
@@ -220,11 +224,14 @@ def test_features_of_a_frozen_tower_stay_and_take_the_towers_place(make):
 
 def test_a_frozen_tower_is_held_in_the_dtype_that_is_asked_for():
     model = built(tiny.tiny_clip, freeze=["vision"], torch_dtype="bfloat16")
-    dtypes = {name.split(".")[1]: one.dtype for name, one in model.named_parameters()}
+    dtypes = {
+        name.split(".")[1]: parameter.dtype
+        for name, parameter in model.named_parameters()
+    }
     assert dtypes["vision_model"] == torch.bfloat16
     assert dtypes["text_model"] == dtypes["visual_projection"] == torch.float32
     outputs = model(parts_for(model.description))
-    assert {one.dtype for one in outputs} == {torch.float32}
+    assert {output.dtype for output in outputs} == {torch.float32}
     loss_of(outputs).backward()
 
 
@@ -288,10 +295,10 @@ def test_python_code_of_a_model_runs_only_when_asked(tmp_path, monkeypatch):
         UserError, match="set trust_remote_code: true if you trust this code"
     ):
         built(tiny.tiny_bert, model_name=str(folder))
-    own = built(tiny.tiny_bert, model_name=str(folder), trust_remote_code=True)
+    from_folder = built(tiny.tiny_bert, model_name=str(folder), trust_remote_code=True)
     plain = built(tiny.tiny_bert)
     assert type(
-        own.backbone
-    ).__name__ == "OwnModel" and own.description.layer_classes == ("BertLayer",)
+        from_folder.backbone
+    ).__name__ == "OwnModel" and from_folder.description.layer_classes == ("BertLayer",)
     parts = parts_for(plain.description)
-    assert torch.equal(own.eval()(parts)[0], plain.eval()(parts)[0])
+    assert torch.equal(from_folder.eval()(parts)[0], plain.eval()(parts)[0])

@@ -69,10 +69,10 @@ def test_a_feature_map_is_pooled_by_its_mean():
     assert "no class token" in description.reasons["pooling"]
     model = model_of(config, description).eval()
     pixels = torch.randn(2, 3, 32, 32)
-    (found,) = model([("image", {"pixel_values": pixels})])
+    (actual,) = model([("image", {"pixel_values": pixels})])
     feature_map = model.backbone(pixel_values=pixels).last_hidden_state
     assert feature_map.ndim == 4
-    torch.testing.assert_close(found, feature_map.mean(dim=(2, 3)))
+    torch.testing.assert_close(actual, feature_map.mean(dim=(2, 3)))
 
 
 def test_composed_models_have_two_towers_in_the_smaller_space():
@@ -298,7 +298,10 @@ def test_a_saved_description_is_believed(tmp_path):
 
 @pytest.mark.parametrize(
     ("model_type", "said"),
-    [("bart", "encoder-decoder"), ("llava", "vision-language model")],
+    [
+        ("bart", "encoder-decoder"),
+        ("llava", "texts and images that vembed does not know"),
+    ],
 )
 def test_models_that_are_not_supported_are_said(tmp_path, model_type, said):
     tiny.write_json(tmp_path / "config.json", {"model_type": model_type})

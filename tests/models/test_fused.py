@@ -51,16 +51,14 @@ def test_rotary_positions(model):
     # ModernBERT's formula is in float32 whatever its input.
     tolerance = 1e-6 if model == "modernbert" else 1e-12
     exact = with_gradient(fused, query, cos, sin)
-    for wanted, result in zip(
-        with_gradient(plain, query, cos, sin), exact, strict=True
-    ):
-        torch.testing.assert_close(result, wanted, atol=tolerance, rtol=tolerance)
+    for entry, result in zip(with_gradient(plain, query, cos, sin), exact, strict=True):
+        torch.testing.assert_close(result, entry, atol=tolerance, rtol=tolerance)
     half = [tensor.bfloat16() for tensor in (query, cos, sin)]
-    for wanted, result in zip(exact, with_gradient(fused, *half), strict=True):
+    for entry, result in zip(exact, with_gradient(fused, *half), strict=True):
         assert result.dtype == torch.bfloat16
         # Rounded are the input, cos and sin, the first product and the sum.
-        limit = 5 * BF16_STEP * float(wanted.abs().max())
-        assert float((result.double() - wanted).abs().max()) <= limit
+        limit = 5 * BF16_STEP * float(entry.abs().max())
+        assert float((result.double() - entry).abs().max()) <= limit
 
 
 def test_other_devices_keep_the_plain_rotary_positions():
@@ -79,9 +77,9 @@ def test_masks_are_made_without_reading_their_values():
     """A mask on the meta device has no values that could be read."""
     mask = torch.ones(2, 5, device="meta")
     sizes = {"batch_size": 2, "q_length": 5, "kv_length": 5, "device": "meta"}
-    made = attention.mask_without_wait(attention_mask=mask, **sizes)
-    assert made is not None
-    assert made.shape == (2, 1, 5, 5)
+    built = attention.mask_without_wait(attention_mask=mask, **sizes)
+    assert built is not None
+    assert built.shape == (2, 1, 5, 5)
     without = attention.mask_without_wait(allow_is_bidirectional_skip=True, **sizes)
     assert without is None
 
@@ -99,8 +97,8 @@ def test_features_added_at_images():
     def fused(features):
         return add_at_images(hidden, is_image, features)
 
-    wanted = with_gradient(plain, features)
-    for left, right in zip(with_gradient(fused, features), wanted, strict=True):
+    expected = with_gradient(plain, features)
+    for left, right in zip(with_gradient(fused, features), expected, strict=True):
         assert torch.equal(left, right)
 
 
@@ -128,14 +126,14 @@ def adapted(**options):
 )
 def test_adapted_layers_and_norms(options):
     """Also where a part of them stays plain."""
-    wanted = gradients(adapted(**options))
+    expected = gradients(adapted(**options))
     embedder = adapted(**options)
     fuse_norms(embedder.backbone)
     fuse_adapters(embedder.backbone)
     result = gradients(embedder)
-    assert set(result) == set(wanted)
-    assert any(gradient.abs().max() > 0 for gradient in wanted.values())
-    for name, gradient in wanted.items():
+    assert set(result) == set(expected)
+    assert any(gradient.abs().max() > 0 for gradient in expected.values())
+    for name, gradient in expected.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(result[name], gradient, atol=1e-5 * scale, rtol=1e-4)
 
@@ -156,9 +154,9 @@ def sharded_gradients():
 
 
 def test_under_fsdp2():
-    wanted = gradients(adapted())
+    expected = gradients(adapted())
     for result in run_ranks(sharded_gradients, 2):
-        for name, gradient in wanted.items():
+        for name, gradient in expected.items():
             scale = float(gradient.abs().max())
             torch.testing.assert_close(
                 result[name], gradient, atol=1e-5 * scale, rtol=1e-4
@@ -173,7 +171,7 @@ def test_the_first_use_on_a_gpu_copies_all_weights(monkeypatch):
     with holding_copies(model):
         model[0](torch.randn(2, 8))
         assert len(copies.by_weight) == 5
-        made = copies.of(model[1].weight)
-        assert torch.equal(made, model[1].weight.bfloat16())
-        assert copies.of(model[1].weight) is made
+        built = copies.of(model[1].weight)
+        assert torch.equal(built, model[1].weight.bfloat16())
+        assert copies.of(model[1].weight) is built
     assert not copies.by_weight

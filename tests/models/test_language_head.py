@@ -80,7 +80,7 @@ def hidden_by_content(head, inputs):
 
 def on_ranks(strategy):
     """The gradients of each model and case through the real step on this rank, and its part of the loss."""
-    found = []
+    actual = []
     with (
         mock.patch.object(LanguageHead, "hide", hidden_by_content),
         start_session(config_of(folders()[0], strategy=strategy)) as session,
@@ -90,17 +90,17 @@ def on_ranks(strategy):
                 config = config_of(
                     folder, strategy=strategy, gradient_checkpointing=strategy == "fsdp"
                 )
-                found.append(step_on_rank(case, config, session, config.objective)[0])
-    return found
+                actual.append(step_on_rank(case, config, session, config.objective)[0])
+    return actual
 
 
 def wanted(folder):
     """The mean over the tokens of every text of the batch, as often as it occurs, by the head's matrix."""
     model, _, featuriser = build(config_of(folder, padding_free=False))
     items = [
-        (one, kind)
+        (item, kind)
         for example in examples(CASES[0])
-        for one, kind in occurrences(example)
+        for item, kind in occurrences(example)
     ]
     inputs = featuriser.collate(featuriser.features(items))
     assert model.language_head is not None
@@ -121,11 +121,12 @@ def wanted(folder):
     )  # no token tells the first of a text
     states = model.backbone(**inputs).last_hidden_state
     assert not model.language_head.is_new
-    own = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     logits = (
         states
-        @ own.get(
-            "language_head.whole.lm_head.weight", own["backbone.embed_tokens.weight"]
+        @ parameters.get(
+            "language_head.whole.lm_head.weight",
+            parameters["backbone.embed_tokens.weight"],
         ).T
     )
     loss = torch.nn.functional.cross_entropy(
@@ -153,11 +154,11 @@ def test_gradients_are_those_of_the_mean_over_all_tokens(strategy):
         else run_ranks(on_ranks, 2, strategy, process_group=False)
     )
     expected = [wanted(folder) for folder in folders() for _ in CASES]
-    for number, one in enumerate(expected):
-        name, error = worst_error(ranks[0][number], one)
+    for number, line in enumerate(expected):
+        name, error = worst_error(ranks[0][number], line)
         assert error < ROUNDED, (number, name, error)
         assert sum(float(rank[number]["loss"]) for rank in ranks) == pytest.approx(
-            float(one["loss"]), rel=1e-7
+            float(line["loss"]), rel=1e-7
         )
 
 
@@ -172,14 +173,14 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
     featuriser = Featuriser(description)
     inputs = featuriser.collate(
         featuriser.features(
-            [(one, kind) for one, kind in occurrences(examples(CASES[0])[0])]
+            [(item, kind) for item, kind in occurrences(examples(CASES[0])[0])]
         )
     )
     torch.manual_seed(4)
     (_,), (losses,) = model([("text", inputs)], with_auxiliary=True)
     torch.manual_seed(4)
     hidden, targets = model.language_head.hide(inputs)
-    shown = hidden["input_ids"]
+    printed = hidden["input_ids"]
     asked = targets != IGNORED_TARGET
     special = torch.isin(inputs["input_ids"], model.language_head.special_tokens)
     assert (
@@ -188,27 +189,29 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
         < 0.6
     )
     assert not bool((asked & special).any()) and bool(
-        (shown[~asked] == inputs["input_ids"][~asked]).all()
+        (printed[~asked] == inputs["input_ids"][~asked]).all()
     )
     whole = AutoModelForMaskedLM.from_pretrained(folder).double().eval()
-    own = {
-        name.removeprefix("language_head.whole."): one
-        for name, one in model.state_dict().items()
+    weights = {
+        name.removeprefix("language_head.whole."): tensor
+        for name, tensor in model.state_dict().items()
     }
-    own |= {
-        name.replace("backbone.", "bert."): one
-        for name, one in own.items()
+    weights |= {
+        name.replace("backbone.", "bert."): tensor
+        for name, tensor in weights.items()
         if name.startswith("backbone.")
     }
-    own["cls.predictions.decoder.weight"] = own[
+    weights["cls.predictions.decoder.weight"] = weights[
         "bert.embeddings.word_embeddings.weight"
     ]
-    own["cls.predictions.decoder.bias"] = own["cls.predictions.bias"]
+    weights["cls.predictions.decoder.bias"] = weights["cls.predictions.bias"]
     whole.load_state_dict(
-        {name: one for name, one in own.items() if name in whole.state_dict()}
+        {name: tensor for name, tensor in weights.items() if name in whole.state_dict()}
     )
     with torch.no_grad():
-        logits = whole(input_ids=shown, attention_mask=inputs["attention_mask"]).logits
+        logits = whole(
+            input_ids=printed, attention_mask=inputs["attention_mask"]
+        ).logits
         expected = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets.flatten()
         )
@@ -224,14 +227,14 @@ def adapted(tmp_path_factory):
     """An encoder that was trained on texts alone."""
     folder = tmp_path_factory.mktemp("adapted")
     (folder / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": one}) + "\n" for one in tiny.texts(40, seed=2))
+        "".join(json.dumps({"text": text}) + "\n" for text in tiny.texts(40, seed=2))
     )
     pairs = [
-        {"query": one, "positive": other}
-        for one, other in zip(*[iter(tiny.texts(40, seed=3))] * 2, strict=True)
+        {"query": entry, "positive": other}
+        for entry, other in zip(*[iter(tiny.texts(40, seed=3))] * 2, strict=True)
     ]
     (folder / "pairs.jsonl").write_text(
-        "".join(json.dumps(one) + "\n" for one in pairs)
+        "".join(json.dumps(pair) + "\n" for pair in pairs)
     )
     vembed.train(
         settings(
@@ -284,17 +287,17 @@ def test_an_adapted_model_has_learned_and_keeps_its_head(adapted):
 
 
 def test_a_contrastive_stage_follows(adapted):
-    given = settings(
+    inputs = settings(
         adapted, "pairs", model_name=str(adapted / "first" / "final"), loss="infonce"
     )
-    result = vembed.train({**given, "data_path": str(adapted / "pairs.jsonl")})
+    result = vembed.train({**inputs, "data_path": str(adapted / "pairs.jsonl")})
     assert vembed.Embedder(result.model_dir).encode(["a red cat"]).shape == (1, 32)
     assert "language" not in (adapted / "pairs" / "training_log.txt").read_text()
 
 
 def test_what_cannot_be_is_refused():
     bert, qwen, vit = (
-        tiny.shared(one) for one in (tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_vit)
+        tiny.shared(entry) for entry in (tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_vit)
     )
 
     def asks(folder, **options):

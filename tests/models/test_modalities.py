@@ -56,8 +56,8 @@ def test_text_encoders_are_the_mean_of_their_tokens(make):
                 for row, mask in zip(hidden, inputs["attention_mask"], strict=True)
             ]
         )
-        (found,) = model([("text", inputs)])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        (actual,) = model([("text", inputs)])
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("make", TEXT_DECODERS)
@@ -65,8 +65,8 @@ def test_decoders_are_their_last_token(make):
     model = built(make).eval()
     plain = _plain(make)
     with torch.no_grad():
-        (found,) = model([("text", text_inputs(model.description))])
-        for row, text in zip(found, SENTENCES, strict=True):
+        (actual,) = model([("text", text_inputs(model.description))])
+        for row, text in zip(actual, SENTENCES, strict=True):
             alone = plain(**text_inputs(model.description, [text])).last_hidden_state[
                 0, -1
             ]
@@ -86,8 +86,8 @@ def test_image_encoders_are_what_their_model_offers(make):
             expected = output.last_hidden_state[:, 0]
         else:
             expected = output.pooler_output
-        (found,) = model([("image", inputs)])
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        (actual,) = model([("image", inputs)])
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("make", TWO_TOWERS)
@@ -112,8 +112,8 @@ def test_vision_language_is_the_last_token_of_the_whole(make, side):
     plain = _plain(make)
     items = modality_items("multimodal")
     with torch.no_grad():
-        (found,) = model([("multimodal", vision_inputs(description, items))])
-        for row, item in zip(found, items, strict=True):
+        (actual,) = model([("multimodal", vision_inputs(description, items))])
+        for row, item in zip(actual, items, strict=True):
             alone = plain(**vision_inputs(description, [item])).last_hidden_state[0, -1]
             torch.testing.assert_close(row, alone, atol=1e-5, rtol=1e-5)
 
@@ -143,10 +143,10 @@ def test_padding_on_the_left_and_on_the_right_give_the_same(make):
     )
     with torch.no_grad():
         model.description = right
-        (one,) = model([("text", text_inputs(right))])
+        (first,) = model([("text", text_inputs(right))])
         model.description = left
         (other,) = model([("text", text_inputs(left))])
-    torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(first, other, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_qwen3, tiny.tiny_mistral, tiny.tiny_gemma])
@@ -163,16 +163,16 @@ def test_bidirectional_attention_lets_the_first_token_see_the_last(make):
         inputs = text_inputs(open_.description, texts)
         with torch.no_grad():
             hidden = causal.backbone(**inputs).last_hidden_state
-            (seen,) = open_([("text", inputs)])
+            (recorded,) = open_([("text", inputs)])
         start = inputs["attention_mask"].argmax(dim=1)
         unseen = hidden[torch.arange(len(texts)), start]
-        assert not torch.allclose(seen, unseen, atol=1e-3)
+        assert not torch.allclose(recorded, unseen, atol=1e-3)
     with torch.no_grad():
-        (one,), (other,) = (
+        (first,), (other,) = (
             open_([("text", text_inputs(open_.description, [text]))])
             for text in first_tokens
         )
-    assert not torch.allclose(one, other, atol=1e-3)
+    assert not torch.allclose(first, other, atol=1e-3)
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_vitmae, tiny.tiny_dinov3])
@@ -182,9 +182,9 @@ def test_what_pretraining_did_at_random_is_off(make):
     state = torch.random.get_rng_state()
     for training in (True, False):
         model.train(training)
-        (one,) = model([("image", inputs)])
+        (first,) = model([("image", inputs)])
         (again,) = model([("image", inputs)])
-        assert torch.equal(one, again)
+        assert torch.equal(first, again)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -194,8 +194,8 @@ def test_every_trained_parameter_gets_a_gradient_and_each_layer_is_a_unit(make):
     loss_of(model(parts_for(model.description))).backward()
     assert [
         name
-        for name, one in model.named_parameters()
-        if one.requires_grad and one.grad is None
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
     ] == []
     layers = layers_of(model.backbone)
     assert len(layers) == (4 if make == COMPOSED else NUM_LAYERS.get(make, 2))
@@ -237,8 +237,8 @@ def test_parts_of_one_call_are_the_calls_by_themselves():
     with torch.no_grad():
         together = model([*parts, parts[0]])
         apart = [model([part])[0] for part in (*parts, parts[0])]
-    for one, other in zip(together, apart, strict=True):
-        assert torch.equal(one, other)
+    for entry, other in zip(together, apart, strict=True):
+        assert torch.equal(entry, other)
 
 
 def test_embeddings_are_float32_from_half_precision_and_float64_from_double():
@@ -255,8 +255,8 @@ def test_a_mask_of_ones_may_be_left_out():
     inputs = text_inputs(model.description, ["red cat", "red dog"])
     assert inputs["attention_mask"].all()
     with torch.no_grad():
-        (one,) = model([("text", inputs)])
+        (first,) = model([("text", inputs)])
         (other,) = model([("text", {"input_ids": inputs["input_ids"]})])
         masked = model.backbone(**inputs, use_cache=False).last_hidden_state[:, -1]
-    assert torch.equal(one, other)
-    torch.testing.assert_close(one, masked, atol=1e-6, rtol=1e-6)
+    assert torch.equal(first, other)
+    torch.testing.assert_close(first, masked, atol=1e-6, rtol=1e-6)

@@ -37,16 +37,16 @@ def made(make, **options):
     featuriser = Featuriser(description)
     batch = featuriser.collate(featuriser.features(items))
     return model, {
-        name: one.double() if one.is_floating_point() else one
-        for name, one in batch.items()
+        name: value.double() if value.is_floating_point() else value
+        for name, value in batch.items()
     }
 
 
 def published(batch):
     """The inputs from which the model computes everything by itself."""
     return {
-        name: one
-        for name, one in batch.items()
+        name: value
+        for name, value in batch.items()
         if name != POSITIONS and not name.startswith(VISION_PREFIX)
     }
 
@@ -58,7 +58,9 @@ def results(model, batch):
         * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     ).sum().backward()
     return output.detach(), {
-        name: one.grad for name, one in model.named_parameters() if one.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
@@ -67,29 +69,32 @@ def test_embeddings_and_gradients_are_those_of_the_published_model(make):
     model, batch = made(make)
     tower = model.backbone.visual
     assert tower.config._attn_implementation == attention.IMAGE_ATTENTION
-    plain, own = made(make, attn_implementation="sdpa")
+    plain, packed = made(make, attn_implementation="sdpa")
     assert plain.backbone.visual.config._attn_implementation == "sdpa"
-    wanted, gradients = results(plain, published(own))
-    found, others = results(model, batch)
-    assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-9)
+    expected, gradients = results(plain, published(packed))
+    actual, others = results(model, batch)
+    assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-9)
     assert others.keys() == gradients.keys()
-    for name, one in gradients.items():
+    for name, gradient in gradients.items():
         assert torch.allclose(
-            others[name], one, rtol=1e-7, atol=1e-7 * float(one.abs().max() + 1e-9)
+            others[name],
+            gradient,
+            rtol=1e-7,
+            atol=1e-7 * float(gradient.abs().max() + 1e-9),
         ), name
 
 
 @pytest.mark.parametrize("make", MAKES)
 def test_positions_are_those_of_the_published_model(make):
     model, batch = made(make)
-    wanted, _ = model.backbone.get_rope_index(
+    expected, _ = model.backbone.get_rope_index(
         batch["input_ids"],
         image_grid_thw=batch["image_grid_thw"],
         attention_mask=batch["attention_mask"],
         mm_token_type_ids=batch["mm_token_type_ids"],
     )
     real = batch["attention_mask"].bool()
-    assert torch.equal(batch[POSITIONS][:, real], wanted[:, real])
+    assert torch.equal(batch[POSITIONS][:, real], expected[:, real])
     whole = token_positions(
         batch["mm_token_type_ids"][:1], None, batch["image_grid_thw"][:1], 2
     )
@@ -132,10 +137,10 @@ def test_each_image_was_waited_for_in_every_layer(
     monkeypatch.setitem(
         AttentionInterface._global_mapping, attention.IMAGE_ATTENTION, by_kernel
     )
-    own = reads_of(model, batch)
-    assert own < reads_of(model, published(batch)) / 3
+    reads = reads_of(model, batch)
+    assert reads < reads_of(model, published(batch)) / 3
     # What is left is in the language model: the check of placeholders, and the layers that images are added to.
-    assert own <= 4 + 2 * len(
+    assert reads <= 4 + 2 * len(
         model.backbone.config.vision_config.deepstack_visual_indexes
     )
 

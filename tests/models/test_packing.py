@@ -35,11 +35,13 @@ SENTENCES = [
 def embedded(make, inputs_of=text_inputs, **options):
     """Embeddings in float64 and the gradient of every parameter."""
     model = built(make, **options).double().train()
-    (found,) = model([("text", inputs_of(model.description, SENTENCES))])
+    (actual,) = model([("text", inputs_of(model.description, SENTENCES))])
     torch.manual_seed(0)
-    (found * torch.randn(found.shape, dtype=torch.float64)).sum().backward()
-    return found.detach(), {
-        name: one.grad for name, one in model.named_parameters() if one.grad is not None
+    (actual * torch.randn(actual.shape, dtype=torch.float64)).sum().backward()
+    return actual.detach(), {
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
@@ -91,13 +93,13 @@ def test_decoders_that_see_all_tokens():
 
 def test_a_sliding_window_shorter_than_the_texts(tmp_path):
     def narrow(folder):
-        made = tiny.tiny_mistral(folder)
-        text = (made / "config.json").read_text()
+        built = tiny.tiny_mistral(folder)
+        text = (built / "config.json").read_text()
         assert '"sliding_window": 64' in text
-        (made / "config.json").write_text(
+        (built / "config.json").write_text(
             text.replace('"sliding_window": 64', '"sliding_window": 4')
         )
-        return made
+        return built
 
     assert_same(
         embedded(narrow, padding_free=True), embedded(narrow, padding_free=False)
@@ -140,7 +142,7 @@ def text_by_text(query, key, value, starts, scale, sides):
     parts = []
     for start, end in pairwise(starts.tolist()):
         queries, keys, values = (
-            one[start:end].transpose(0, 1) for one in (query, key, value)
+            entry[start:end].transpose(0, 1) for entry in (query, key, value)
         )
         ahead = torch.arange(end - start)[None, :] - torch.arange(end - start)[:, None]
         left, right = (len(ahead) if side < 0 else side for side in sides)
@@ -244,7 +246,7 @@ def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
         _mask,
         **options,
     ):
-        parts = (one[0].transpose(0, 1) for one in (query, key, value))
+        parts = (entry[0].transpose(0, 1) for entry in (query, key, value))
         causal = bool(vars(module).get("is_causal", False))
         packed = options["packed"]
         window = options.get("sliding_window")

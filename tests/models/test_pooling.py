@@ -238,7 +238,7 @@ def test_a_trained_pooling_trains_beside_a_frozen_tower(monkeypatch, tmp_path):
     model = model_of(config).train()
     assert model.frozen_modalities() == []
     trained = trained_parameters(model, nn.Module(), config.optimizer)
-    assert [(one.name, one.learning_rate) for one in trained] == [
+    assert [(entry.name, entry.learning_rate) for entry in trained] == [
         ("pooling.direction", 0.5)
     ]
     assert model.heads() == {"pooling": model.pooling}
@@ -254,6 +254,19 @@ def test_a_pooling_that_this_version_does_not_have_is_refused(monkeypatch, tmp_p
         folder = save_model(tmp_path / "final", model, model.state_dict())
     with pytest.raises(UserError, match="tested_attention"):
         Embedder(folder)
+
+
+def test_vectors_of_another_size_than_declared_are_refused(monkeypatch):
+    class Narrow(TestedEnds):
+        name = "narrow"
+
+        def width(self, hidden_dim):
+            return hidden_dim
+
+    monkeypatch.setitem(POOLINGS, "narrow", Narrow())
+    model = model_of(config_of("narrow"))
+    with pytest.raises(UserError, match=r"64 .* 32 .*pooling narrow"):
+        model([("text", text_inputs(model.description, TEXTS))])
 
 
 def test_state_that_no_part_saves_is_refused_by_name(tmp_path):

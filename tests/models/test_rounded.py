@@ -30,9 +30,9 @@ def test_values_and_gradients_are_those_of_the_rounded_weight():
     plain.weight.data = rounded_to_int8(layer.weight)
     layer.__class__ = RoundedLinear
     values = torch.randn(3, 6, dtype=torch.float64)
-    for one in (layer, plain):
+    for entry in (layer, plain):
         functional.mse_loss(
-            one(values), torch.ones(3, 4, dtype=torch.float64)
+            entry(values), torch.ones(3, 4, dtype=torch.float64)
         ).backward()
     torch.testing.assert_close(layer(values), plain(values))
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)

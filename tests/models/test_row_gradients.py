@@ -33,11 +33,13 @@ def test_gradients_match_a_float64_reference(padding, tied, monkeypatch):
     assert use_row_gradients(nn.Sequential(table)) == 1
     # Tokens repeat within a micro-batch and between them, and some rows get nothing.
     micro_batches = [torch.randint(0, 20, (3, 17)) for _ in range(3)]
-    found, wanted = (gradient(one, micro_batches, tied=tied) for one in (table, exact))
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
-    assert wanted.abs().sum() > 0
+    actual, expected = (
+        gradient(entry, micro_batches, tied=tied) for entry in (table, exact)
+    )
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+    assert expected.abs().sum() > 0
     if padding is not None and not tied:
-        assert not found[padding].any()
+        assert not actual[padding].any()
 
 
 def test_small_and_frozen_tables_stay_as_they_are():

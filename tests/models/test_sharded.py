@@ -47,9 +47,12 @@ def _name(case):
 
 def _parts(description, rank):
     """Other items on each rank, and not equally many."""
-    own = slice(rank, rank + 2 - rank)
+    rank_rows = slice(rank, rank + 2 - rank)
     return [
-        (modality, inputs_for(description, modality, modality_items(modality)[own]))
+        (
+            modality,
+            inputs_for(description, modality, modality_items(modality)[rank_rows]),
+        )
         for modality in description.modalities
     ]
 
@@ -76,11 +79,11 @@ def _sharded_gradients(configs):
             prepared = session.prepare(model, description.layer_classes).train()
             loss_of(prepared(_parts(description, session.rank))).backward()
             gradients = {
-                _one_name(name): one.grad.full_tensor()
-                if isinstance(one.grad, DTensor)
-                else one.grad
-                for name, one in prepared.named_parameters()
-                if one.grad is not None
+                _one_name(name): parameter.grad.full_tensor()
+                if isinstance(parameter.grad, DTensor)
+                else parameter.grad
+                for name, parameter in prepared.named_parameters()
+                if parameter.grad is not None
             }
             units = sum(
                 isinstance(module, FSDPModule)
@@ -111,9 +114,9 @@ def test_gradients_of_two_shards_are_those_of_one_process(cases):
             sum(loss_of(model(_parts(model.description, rank))) for rank in (0, 1)) / 2
         ).backward()
         expected = {
-            _one_name(name): one.grad
-            for name, one in model.named_parameters()
-            if one.grad is not None
+            _one_name(name): parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
         }
         layers = sum(
             type(module).__name__ in model.description.layer_classes

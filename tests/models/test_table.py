@@ -39,7 +39,9 @@ def test_every_name_has_one_record():
 def test_records_that_contradict_each_other_are_named():
     clip = table.FAMILIES["clip"]
     for names_of in (lambda family: (family.name,), lambda family: family.model_types):
-        with pytest.raises(TypeError, match=r"model family clip: .* is taken"):
+        with pytest.raises(
+            TypeError, match=r"model family clip: the name .* is that of"
+        ):
             check_parts("model family", Family, (clip, replace(clip)), names_of)
     for changes in ({"model_types": ("clip")}, {"forwards": {"text": "image_text"}}):
         with pytest.raises(TypeError, match=f"clip.*`{next(iter(changes))}`"):
@@ -79,11 +81,14 @@ A new family NAME has the function `tiny_model` in tests/models/test_NAME.py.
 
 @pytest.mark.parametrize("name", table.FAMILIES)
 def test_a_model_of_each_family_is_described_built_saved_and_used(name, tmp_path):
-    make, wanted = CASES.get(name) or (from_its_test("models", name, "tiny_model"), {})
+    make, expected = CASES.get(name) or (
+        from_its_test("models", name, "tiny_model"),
+        {},
+    )
     source = tiny.shared(make)
     options = {
         key: value if isinstance(value, str) else str(tiny.shared(value))
-        for key, value in wanted.items()
+        for key, value in expected.items()
     }
     if "model_class" in options:
         options |= {"model_name": BOTH, "tokenizer_name": str(source)}

@@ -175,9 +175,9 @@ def run_script():
     start = dist.init_process_group
     wrap = FullyShardedDataParallel.__init__
 
-    def init(self, *given, **options):
+    def init(self, *value, **options):
         units.append(self)
-        wrap(self, *given, **options)
+        wrap(self, *value, **options)
 
     names = {
         "__name__": "__main__",
@@ -189,14 +189,14 @@ def run_script():
         "dataloader": [batch] * 3,
     }
     script = SCRIPT
-    for given, smaller in (
+    for entry, smaller in (
         ("50000", "50"),
         ("=1024", "=32"),
         ("=24", "=2"),
         ("=16", "=2"),
     ):
-        assert script.count(given) == 1
-        script = script.replace(given, smaller)
+        assert script.count(entry) == 1
+        script = script.replace(entry, smaller)
     printed = io.StringIO()
     with (
         mock.patch.object(
@@ -234,10 +234,10 @@ def test_the_paths_of_the_latent():
     latent = torch.nn.functional.one_hot(
         torch.zeros(1, 6, dtype=torch.int64), 8
     ).float()
-    (one, _), (two, _) = (
-        model(given, mode="training", latent=latent) for given in (ids, other)
+    (first, _), (two, _) = (
+        model(entry, mode="training", latent=latent) for entry in (ids, other)
     )
-    assert torch.equal(one[:, :5], two[:, :5])
+    assert torch.equal(first[:, :5], two[:, :5])
     model.train()
     logits, _ = model(ids, mode="training")
     logits.square().sum().backward()
@@ -275,13 +275,13 @@ def test_the_gradient_of_the_mapper():
     worth = torch.tensor([0.2, 1.0, -0.5, 0.9], dtype=torch.float64)
     latent = BinaryMapper(ModelConfig(latent_dim=4))(logits)
     assert sorted(latent.detach().round(decimals=9).tolist()) == [0, 0, 0, 1]
-    (found,) = torch.autograd.grad(latent @ worth, logits)
+    (actual,) = torch.autograd.grad(latent @ worth, logits)
     low, high = torch.sigmoid(logits)
     probabilities = torch.stack(
         [(1 - low) * (1 - high), low * (1 - high), (1 - low) * high, low * high]
     )
     torch.testing.assert_close(
-        found,
+        actual,
         torch.autograd.grad(probabilities @ worth, logits)[0],
         rtol=1e-12,
         atol=1e-12,

@@ -31,10 +31,10 @@ SMALL = {
     ],
 )
 def test_good_classes_pass(named, arguments):
-    found = list(check_model(named, arguments))
-    assert [broken for _, broken in found if broken] == [] and len(found) == 10
+    actual = list(check_model(named, arguments))
+    assert [broken for _, broken in actual if broken] == [] and len(actual) == 10
     if named == FREE:
-        assert found[-1][0].endswith(": DecoderBlock")
+        assert actual[-1][0].endswith(": DecoderBlock")
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_texts_in_one_row_are_tried_where_the_class_takes_them():
     assert len(rules) == 11 and not any(rules.values())
     assert "texts in one row, without padding, give the same result" in rules
     broken = [
-        one
-        for _, one in check_model(f"{ROOT / 'tests/own/packed.py'}:Mixed", {})
-        if one
+        entry
+        for _, entry in check_model(f"{ROOT / 'tests/own/packed.py'}:Mixed", {})
+        if entry
     ]
     assert (
         len(broken) == 1

@@ -83,14 +83,14 @@ def place(tmp_path_factory):
             {"query": {"image": f"{row}a.png"}, "positive": {"image": f"{row}b.png"}}
         )
     both = [
-        {"query": pairs[row]["query"], "positive": one["positive"]}
-        for row, one in enumerate(images)
+        {"query": pairs[row]["query"], "positive": image["positive"]}
+        for row, image in enumerate(images)
     ]
     rows_of = {
         "pairs": pairs,
         "images": images,
         "both": both,
-        "texts": [{"text": one} for one in words],
+        "texts": [{"text": word} for word in words],
     }
     for name, rows in rows_of.items():
         (folder / f"{name}.jsonl").write_text(
@@ -144,15 +144,15 @@ def config_of(case, place, **more):
 
 def on_ranks(place, strategy):
     """Each case through the real step on this rank."""
-    found = Found([], [])
+    actual = Found([], [])
     more = {"strategy": strategy}
     with start_session(config_of(CASES[0], place, **more)) as session:
         for case in CASES:
             config = config_of(case, place, **more)
             gradients, result = step_on_rank(case, config, session, config.objective)
-            found.gradients.append(gradients)
-            found.auxiliary.append(dict(result.auxiliary))
-    return found
+            actual.gradients.append(gradients)
+            actual.auxiliary.append(dict(result.auxiliary))
+    return actual
 
 
 def wanted(case, place):
@@ -170,17 +170,17 @@ def wanted(case, place):
     _, losses = model([("text", featuriser.collate(features))], with_auxiliary=True)
     assert len(features) == len(batch.embeddings) and used.max() < len(features)
     means = {
-        name: (one[0, used].sum() / one[1, used].sum())
-        for name, one in losses[0].items()
+        name: (loss[0, used].sum() / loss[1, used].sum())
+        for name, loss in losses[0].items()
     }
-    value = sum(WEIGHTS[name] * one for name, one in means.items())
+    value = sum(WEIGHTS[name] * mean for name, mean in means.items())
     if config.objective.loss != "none":
         value = value + reference_loss(
             batch, config, mrl_dims=model.description.mrl_dims
         )
     value.backward()
     return {**full_gradients(model), "loss": value.detach()}, {
-        name: float(one.detach()) for name, one in means.items()
+        name: float(mean.detach()) for name, mean in means.items()
     }
 
 
@@ -191,7 +191,7 @@ def occurrences(example):
 
 
 @pytest.fixture(scope="module")
-def found(place):
+def placed_results(place):
     """Results of each group of ranks, one start of processes for each."""
     groups = {"one": (1, "single"), "ddp": (3, "ddp"), "fsdp2": (2, "fsdp")}
     return {
@@ -203,10 +203,10 @@ def found(place):
 @pytest.mark.parametrize("group", ["one", "ddp", "fsdp2"])
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
 def test_gradients_with_auxiliary_losses_are_those_of_the_formula(
-    found, place, group, number
+    placed_results, place, group, number
 ):
     gradients, means = wanted(CASES[number], place)
-    ranks = found[group]
+    ranks = placed_results[group]
     name, error = worst_error(ranks[0].gradients[number], gradients)
     assert error < 1e-9, (name, error)
     total = sum(float(rank.gradients[number]["loss"]) for rank in ranks)
@@ -221,7 +221,7 @@ def test_gradients_with_auxiliary_losses_are_those_of_the_formula(
 def train_all(place):
     """Models in shards with Gradient Cache, one after the other; two of them under FSDP1."""
     sharded = {"strategy": "fsdp", "eval_before": False}
-    found = []
+    actual = []
     for name, values in {
         "bag": {"model_class": BAG, "auxiliary_losses": WEIGHTS},
         "convolutions": {
@@ -249,15 +249,15 @@ def train_all(place):
             if (place / name).is_dir()
             else []
         )
-        found.append(
+        actual.append(
             {
-                key: one
+                key: entry
                 for line in lines
-                for key, one in json.loads(line).items()
+                for key, entry in json.loads(line).items()
                 if key.startswith("loss")
             }
         )
-    return found
+    return actual
 
 
 @pytest.fixture(scope="module")
@@ -278,8 +278,8 @@ def test_models_train_in_shards_with_gradient_cache(trained, place):
 
 def test_fsdp1_gives_the_losses_of_fsdp2(trained, place):
     assert "FSDP1" in (place / "bag1" / "training_log.txt").read_text()
-    for two, one in ((0, 5), (2, 6)):
-        assert trained[one] == pytest.approx(trained[two], rel=1e-4)
+    for two, entry in ((0, 5), (2, 6)):
+        assert trained[entry] == pytest.approx(trained[two], rel=1e-4)
 
 
 def test_a_module_takes_texts_in_one_row(trained, place):
@@ -296,9 +296,9 @@ def test_a_module_takes_texts_in_one_row(trained, place):
         in log
     )
     model = vembed.Embedder(place / "packed" / "final", trust_remote_code=True)
-    some = tiny.texts(3, seed=4)
-    one_by_one = np.concatenate([model.encode([text]) for text in some])
-    assert np.abs(model.encode(some) - one_by_one).max() < 1e-6
+    subset = tiny.texts(3, seed=4)
+    one_by_one = np.concatenate([model.encode([text]) for text in subset])
+    assert np.abs(model.encode(subset) - one_by_one).max() < 1e-6
 
 
 def test_a_module_takes_texts_and_images(trained, place):
@@ -317,13 +317,13 @@ def test_saved_models_load_elsewhere(trained, place, name):
 
     del trained
     folder = place / name / "final"
-    some = ["a red cat", "two dogs in the snow and a very long pipeline home", "rain"]
+    subset = ["a red cat", "two dogs in the snow and a very long pipeline home", "rain"]
     with pytest.raises(vembed.UserError, match="trust_remote_code is false"):
         vembed.Embedder(folder)
-    mine = vembed.Embedder(folder, trust_remote_code=True).encode(some)
+    mine = vembed.Embedder(folder, trust_remote_code=True).encode(subset)
     theirs = SentenceTransformer(
         str(folder), trust_remote_code=True, device="cpu"
-    ).encode(some)
+    ).encode(subset)
     assert np.abs(mine - theirs).max() < 1e-5
     assert "trust_remote_code=True" in (folder / "README.md").read_text()
 
@@ -355,14 +355,14 @@ def test_a_module_starts_from_its_weights(place):
     """One that was given in Python: with a step of no size, the saved model has its weights."""
     torch.manual_seed(3)
     module = Bag(hidden_dim=8)
-    given = options(
+    inputs = options(
         place,
         "module",
         learning_rate=1e-30,
         weight_decay=0.0,
         model_config={"hidden_dim": 8},
     )
-    vembed.train({**given, "model_class": module})
+    vembed.train({**inputs, "model_class": module})
     from safetensors.torch import load_file
 
     saved = load_file(place / "module" / "final" / "model.safetensors")
@@ -392,13 +392,13 @@ def test_an_import_that_no_saved_model_could_make_is_refused(place, tmp_path):
     code = "from torch import nn\n\nfrom . import layers\n\n\nclass Bag(nn.Module):\n"
     code += "    def forward(self, input_ids):\n        return input_ids\n"
     (tmp_path / "bag_of_layers.py").write_text(code)
-    given = options(place, "refused") | {
+    inputs = options(place, "refused") | {
         "model_class": f"{tmp_path / 'bag_of_layers.py'}:Bag"
     }
     with pytest.raises(
         vembed.UserError, match=r"imports a file as `from \. import name`"
     ):
-        vembed.train(given)
+        vembed.train(inputs)
 
 
 def test_a_class_without_a_file_is_refused(place):

@@ -44,12 +44,12 @@ def free():
 
 def fsdp_of(config):
     """The settings of a sharded run."""
-    found = resolve_run(
+    actual = resolve_run(
         {"model_name": "m", "data_path": "d", "strategy": "fsdp", **as_options(config)},
         env={},
     ).fsdp
-    assert found is not None
-    return found
+    assert actual is not None
+    return actual
 
 
 def units(module, fsdp, names=("DecoderBlock",)):
@@ -107,10 +107,10 @@ def test_a_function_of_a_file_chooses(free):
 @pytest.mark.promise("E11")
 def test_layers_below_the_size_are_no_units(free):
     model = torch.nn.Sequential(free.FreeTransformer(free.ModelConfig(**SIZES)))
-    one = sum(parameter.numel() for parameter in model[0].blocks[0].parameters())
+    first = sum(parameter.numel() for parameter in model[0].blocks[0].parameters())
     assert units(model, FsdpConfig()) == {"DecoderBlock": 5}
-    assert units(model, fsdp_of({"fsdp_min_num_params": one})) == {"DecoderBlock": 5}
-    assert units(model, fsdp_of({"fsdp_min_num_params": one + 1})) == {}
+    assert units(model, fsdp_of({"fsdp_min_num_params": first})) == {"DecoderBlock": 5}
+    assert units(model, fsdp_of({"fsdp_min_num_params": first + 1})) == {}
     assert units(model, replace(FsdpConfig(), wrap_policy="NO_WRAP")) == {}
 
 

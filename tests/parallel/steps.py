@@ -55,7 +55,7 @@ def listen():
     """From here on, the lines of the vembed log, until somebody listens again: a rank runs several cases."""
     handler = Lines()
     log = logging.getLogger("vembed")
-    for earlier in [one for one in log.handlers if isinstance(one, Lines)]:
+    for earlier in [handler for handler in log.handlers if isinstance(handler, Lines)]:
         log.removeHandler(earlier)
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -73,12 +73,12 @@ def parts_of(featuriser, rank, micro_batch):
     for modality in featuriser.description.modalities:
         if modality == "image":
             pixels = draw.integers(0, 255, (2, 24, 24, 3), dtype=np.uint8)
-            items = [Item(images=(ImageRef(data=_png(one)),)) for one in pixels]
+            items = [Item(images=(ImageRef(data=_png(pixel)),)) for pixel in pixels]
         else:
             words = ["red", "green", "house", "river", "string", "value"]
             items = [
-                Item(text=" ".join(draw.choice(words, 2 + rank + one)))
-                for one in range(2 + rank % 2)
+                Item(text=" ".join(draw.choice(words, 2 + rank + number)))
+                for number in range(2 + rank % 2)
             ]
         features = featuriser.features([(item, "document") for item in items])
         parts.append((modality, featuriser.collate(features)))
@@ -88,8 +88,11 @@ def parts_of(featuriser, rank, micro_batch):
 def share_of_loss(outputs):
     """A sum over rows, whose gradient over all ranks is the sum of theirs, as that of L is."""
     terms = [
-        (one * torch.linspace(-1, 1, one.numel(), dtype=one.dtype).view_as(one)).sum()
-        for one in outputs
+        (
+            output
+            * torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
+        ).sum()
+        for output in outputs
     ]
     return torch.stack(terms).sum()
 
@@ -99,8 +102,8 @@ def cast(parts, dtype):
         (
             modality,
             {
-                key: one.to(dtype) if one.is_floating_point() else one
-                for key, one in inputs.items()
+                key: text.to(dtype) if text.is_floating_point() else text
+                for key, text in inputs.items()
             },
         )
         for modality, inputs in parts
@@ -130,7 +133,7 @@ def sharded_step(config, options=None, *, dtype=torch.float64, edit=None):
         built, featuriser = build(
             config, dtype=dtype, meta=session.builds_empty, edit=edit
         )
-        was_meta = sum(one.is_meta for one in built.parameters())
+        was_meta = sum(parameter.is_meta for parameter in built.parameters())
         model = session.prepare(built, built.description.layer_classes)
         parameters.log_parameter_summary(model)
         summary = {
@@ -138,28 +141,30 @@ def sharded_step(config, options=None, *, dtype=torch.float64, edit=None):
             "trainable": parameters.num_parameters(model, trainable_only=True),
         }
         forward_parts = [
-            cast(parts_of(featuriser, session.rank, one), dtype)
-            for one in range(NUM_MICRO_BATCHES)
+            cast(parts_of(featuriser, session.rank, number), dtype)
+            for number in range(NUM_MICRO_BATCHES)
         ]
         if pattern == "cache":
             with torch.no_grad():
                 for parts in forward_parts:
                     model(parts)
         parameters.set_gradient_sync(model, False)
-        kept = [model(parts) for parts in forward_parts] if pattern == "kept" else None
+        remaining = (
+            [model(parts) for parts in forward_parts] if pattern == "kept" else None
+        )
         for number, parts in enumerate(forward_parts):
             last = number == NUM_MICRO_BATCHES - 1
             parameters.set_gradient_sync(model, last or pattern == "each")
             if pattern == "gathered":
                 parameters.set_keep_gathered(model, not last)
-            outputs = kept[number] if kept is not None else model(parts)
+            outputs = remaining[number] if remaining is not None else model(parts)
             (share_of_loss(outputs) * session.world_size).backward()
         collectives.calls.clear()
         if session.strategy == "ddp":
             collectives.all_reduce_gradients(model.parameters())
         norm = float(parameters.global_grad_norm(model))
         optimizer = torch.optim.SGD(
-            [one for one in model.parameters() if one.requires_grad],
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=1.0,
             momentum=0.9,
         )
@@ -167,15 +172,19 @@ def sharded_step(config, options=None, *, dtype=torch.float64, edit=None):
         parameters.clip_gradients(model.parameters(), 0.25)
         clipped = float(parameters.global_grad_norm(model))
         held = {
-            "gradients": [one.grad for one in model.parameters()],
+            "gradients": [parameter.grad for parameter in model.parameters()],
             "optimizer": [
                 state["momentum_buffer"] for state in optimizer.state.values()
             ],
         }
         num_bytes = {"parameters": parameters.local_bytes(model)}
         for kind, tensors in held.items():
-            local = [parameters.local_tensor(one) for one in tensors if one is not None]
-            num_bytes[kind] = sum(one.nbytes for one in local)
+            local = [
+                parameters.local_tensor(tensor)
+                for tensor in tensors
+                if tensor is not None
+            ]
+            num_bytes[kind] = sum(entry.nbytes for entry in local)
         return Result(
             norm=norm,
             clipped_norm=clipped,
@@ -187,7 +196,10 @@ def sharded_step(config, options=None, *, dtype=torch.float64, edit=None):
             facts={
                 "was_meta": was_meta,
                 "dtypes": sorted(
-                    {(str(one.dtype), one.requires_grad) for one in model.parameters()}
+                    {
+                        (str(parameter.dtype), parameter.requires_grad)
+                        for parameter in model.parameters()
+                    }
                 ),
                 "with_gradient": sorted(
                     parameters.unwrapped_name(n)
@@ -207,17 +219,22 @@ def whole_step(config, num_ranks, *, dtype=torch.float64, edit=None):
             share_of_loss(
                 model(cast(parts_of(featuriser, rank, number), dtype))
             ).backward()
-    gradients = [one.grad for one in model.parameters() if one.grad is not None]
+    gradients = [
+        parameter.grad for parameter in model.parameters() if parameter.grad is not None
+    ]
     norm = float(torch.nn.utils.get_total_norm(gradients))
     torch.optim.SGD(
-        [one for one in model.parameters() if one.requires_grad], lr=1.0
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=1.0,
     ).step()
-    size = sum(one.numel() * one.element_size() for one in model.parameters())
-    total = sum(one.numel() for one in model.parameters())
+    size = sum(
+        parameter.numel() * parameter.element_size() for parameter in model.parameters()
+    )
+    total = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(
-        one.numel() * one.element_size()
-        for one in model.parameters()
-        if one.grad is not None
+        parameter.numel() * parameter.element_size()
+        for parameter in model.parameters()
+        if parameter.grad is not None
     )
     return Result(
         norm=norm,
@@ -226,7 +243,9 @@ def whole_step(config, num_ranks, *, dtype=torch.float64, edit=None):
         summary={
             "total": total,
             "trainable": sum(
-                one.numel() for one in model.parameters() if one.requires_grad
+                parameter.numel()
+                for parameter in model.parameters()
+                if parameter.requires_grad
             ),
         },
         bytes={"parameters": size, "gradients": trained, "optimizer": trained},

@@ -45,9 +45,15 @@ def step(model, inputs):
 
 def found_in(model, loss):
     gradients = {
-        name: one.grad for name, one in model.named_parameters() if one.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
-    return loss, gradients, {name: one.double() for name, one in model.named_buffers()}
+    return (
+        loss,
+        gradients,
+        {name: buffer.double() for name, buffer in model.named_buffers()},
+    )
 
 
 def on_ranks(folder, sync):
@@ -60,7 +66,7 @@ def on_ranks(folder, sync):
         loss = step(model, INPUTS[:5] if session.rank == 0 else INPUTS[5:])
         collectives.all_reduce_gradients(model.parameters(), average=False)
         return found_in(model, collectives.sum_scalars([loss])[0]), [
-            one for one in lines if "batch norms" in one
+            line for line in lines if "batch norms" in line
         ]
 
 
@@ -68,10 +74,10 @@ def on_ranks(folder, sync):
 def test_shared_batch_norms_are_those_of_one_process():
     model = small_network().train()
     loss, gradients, buffers = found_in(model, step(model, INPUTS))
-    for (found, gradients_found, buffers_found), lines in run_ranks(
+    for (entry, gradients_found, buffers_found), lines in run_ranks(
         on_ranks, 2, str(shared(tiny_bert)), True, process_group=False
     ):
-        assert found == pytest.approx(loss, rel=1e-12)
+        assert entry == pytest.approx(loss, rel=1e-12)
         assert max(gradient_errors(gradients_found, gradients).values()) < 1e-12
         for name, buffer in buffers.items():
             torch.testing.assert_close(
@@ -86,10 +92,10 @@ def test_shared_batch_norms_are_those_of_one_process():
 def test_batch_norms_that_are_not_shared_are_said_to_break_parity():
     model = small_network().train()
     loss = step(model, INPUTS)
-    (one, (line,)), (other, _) = run_ranks(
+    (first, (line,)), (other, _) = run_ranks(
         on_ranks, 2, str(shared(tiny_bert)), False, process_group=False
     )
-    assert one[0] == other[0] != pytest.approx(loss, rel=1e-3)
+    assert first[0] == other[0] != pytest.approx(loss, rel=1e-3)
     assert line.startswith(
         "batch norms: 3, each over the micro-batch of one process, so losses and gradients depend"
     )

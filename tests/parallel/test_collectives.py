@@ -18,37 +18,43 @@ def rows_of(rank, count, width=3):
 def everything(counts):
     rank = collectives.rank()
     size = collectives.world_size()
-    own = rows_of(rank, counts[rank])
-    seen = {"place": (rank, size)}
-    seen["ints"] = collectives.all_gather_ints([rank, -rank])
-    seen["none"] = collectives.all_gather_ints([])
-    seen["max"] = collectives.max_ints([rank, -rank])
-    seen["sum"] = collectives.sum_ints([1, rank])
-    seen["scalars"] = collectives.sum_scalars([0.5, rank / 3])
-    leaf = own.clone().requires_grad_()
-    seen["rows"] = collectives.all_gather_rows(leaf)
-    seen["rows_by_counts"] = collectives.all_gather_rows(own, counts)
-    seen["numbers"] = collectives.all_gather_rows(
+    local_rows = rows_of(rank, counts[rank])
+    recorded = {"place": (rank, size)}
+    recorded["ints"] = collectives.all_gather_ints([rank, -rank])
+    recorded["none"] = collectives.all_gather_ints([])
+    recorded["max"] = collectives.max_ints([rank, -rank])
+    recorded["sum"] = collectives.sum_ints([1, rank])
+    recorded["scalars"] = collectives.sum_scalars([0.5, rank / 3])
+    leaf = local_rows.clone().requires_grad_()
+    recorded["rows"] = collectives.all_gather_rows(leaf)
+    recorded["rows_by_counts"] = collectives.all_gather_rows(local_rows, counts)
+    recorded["numbers"] = collectives.all_gather_rows(
         torch.full((counts[rank],), rank, dtype=torch.int64)
     )
-    everybody = torch.cat([rows_of(one, count) for one, count in enumerate(counts)])
-    seen["scattered"] = collectives.reduce_scatter_rows(everybody * (rank + 1), counts)
-    seen["tensor"] = collectives.sum_tensor(torch.tensor(2.0))
+    everybody = torch.cat(
+        [rows_of(number, count) for number, count in enumerate(counts)]
+    )
+    recorded["scattered"] = collectives.reduce_scatter_rows(
+        everybody * (rank + 1), counts
+    )
+    recorded["tensor"] = collectives.sum_tensor(torch.tensor(2.0))
     values = [
         torch.full((2, 2), float(rank)),
         torch.tensor([rank], dtype=torch.int64),
         torch.zeros(0),
     ]
     collectives.broadcast_tensors(values)
-    seen["broadcast"] = [value.tolist() for value in values]
-    seen["object"] = collectives.broadcast_object({"rank": rank, "names": ["a", None]})
-    seen["objects"] = collectives.gather_objects([rank, "x" * (10 * rank)])
+    recorded["broadcast"] = [value.tolist() for value in values]
+    recorded["object"] = collectives.broadcast_object(
+        {"rank": rank, "names": ["a", None]}
+    )
+    recorded["objects"] = collectives.gather_objects([rank, "x" * (10 * rank)])
     collectives.barrier()
     collectives.calls.clear()
-    collectives.all_gather_rows(own, counts)
-    collectives.all_gather_rows(own)
-    seen["counts"] = dict(collectives.calls)
-    return seen
+    collectives.all_gather_rows(local_rows, counts)
+    collectives.all_gather_rows(local_rows)
+    recorded["counts"] = dict(collectives.calls)
+    return recorded
 
 
 @pytest.mark.parametrize("counts", [[4], [2, 3], [0, 2], [3, 0, 1], [0, 0], [2, 2, 2]])
@@ -57,27 +63,29 @@ def test_each_collective(counts):
     size = len(counts)
     results = run_ranks(everything, size, counts)
     everybody = torch.cat([rows_of(rank, count) for rank, count in enumerate(counts)])
-    for rank, seen in enumerate(results):
-        assert seen["place"] == (rank, size)
-        assert seen["ints"] == [[one, -one] for one in range(size)]
-        assert seen["none"] == [[] for _ in range(size)]
-        assert seen["max"] == [size - 1, 0]
-        assert seen["sum"] == [size, sum(range(size))]
-        assert seen["scalars"] == pytest.approx([size / 2, sum(range(size)) / 3])
+    for rank, result in enumerate(results):
+        assert result["place"] == (rank, size)
+        assert result["ints"] == [[number, -number] for number in range(size)]
+        assert result["none"] == [[] for _ in range(size)]
+        assert result["max"] == [size - 1, 0]
+        assert result["sum"] == [size, sum(range(size))]
+        assert result["scalars"] == pytest.approx([size / 2, sum(range(size)) / 3])
         for name in ("rows", "rows_by_counts"):
-            assert torch.equal(seen[name], everybody)
-            assert not seen[name].requires_grad
-        assert seen["numbers"].tolist() == [
-            one for one, count in enumerate(counts) for _ in range(count)
+            assert torch.equal(result[name], everybody)
+            assert not result[name].requires_grad
+        assert result["numbers"].tolist() == [
+            number for number, count in enumerate(counts) for _ in range(count)
         ]
         assert torch.equal(
-            seen["scattered"], rows_of(rank, counts[rank]) * sum(range(1, size + 1))
+            result["scattered"], rows_of(rank, counts[rank]) * sum(range(1, size + 1))
         )
-        assert float(seen["tensor"]) == 2.0 * size
-        assert seen["broadcast"] == [[[0.0, 0.0], [0.0, 0.0]], [0], []]
-        assert seen["object"] == {"rank": 0, "names": ["a", None]}
-        assert seen["objects"] == [[one, "x" * (10 * one)] for one in range(size)]
-        assert seen["counts"] == (
+        assert float(result["tensor"]) == 2.0 * size
+        assert result["broadcast"] == [[[0.0, 0.0], [0.0, 0.0]], [0], []]
+        assert result["object"] == {"rank": 0, "names": ["a", None]}
+        assert result["objects"] == [
+            [number, "x" * (10 * number)] for number in range(size)
+        ]
+        assert result["counts"] == (
             {"all_gather_rows": 2, "all_gather_ints": 1} if size > 1 else {}
         )
 

@@ -135,9 +135,9 @@ def test_a_point_that_fails_makes_exit_code_1(
     monkeypatch.setattr(machine_checks.torch.cuda, "device_count", lambda: 0)
     assert doctor.doctor(str(config), 2)[1] == 1
     failed = [
-        one for one in capsys.readouterr().out.splitlines() if one.endswith(": FAIL")
+        line for line in capsys.readouterr().out.splitlines() if line.endswith(": FAIL")
     ]
-    assert any(one.startswith(line.removesuffix(": FAIL")) for one in failed)
+    assert any(entry.startswith(line.removesuffix(": FAIL")) for entry in failed)
 
 
 def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
@@ -159,7 +159,7 @@ def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
     monkeypatch.setattr(prediction, "memory_of_a_process", lambda *_: 400_000)
     assert doctor.doctor(str(config), 2)[1] == 1
     (line,) = [
-        one for one in capsys.readouterr().out.splitlines() if one.startswith("2. ")
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("2. ")
     ]
     assert "fsdp needed: yes (a whole copy takes" in line and line.endswith(
         "on several processes): FAIL"

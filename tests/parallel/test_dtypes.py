@@ -77,7 +77,7 @@ def test_masters_are_never_downcast_and_frozen_weights_stay_small(lines):
 def test_fsdp1_needs_one_dtype_for_all_and_says_what_that_costs(lines):
     model = mixed()
     assert parameters.unify_model_dtype_for_fsdp(model, fsdp_version=1) == 4
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert lines[0].startswith(
         "FSDP dtype check: converted 4 parameters (26 values) from torch.bfloat16 to torch.float32: "
     )
@@ -93,7 +93,7 @@ def test_both_16_bit_dtypes_meet_in_float32():
         [nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2).to(torch.float16)]
     )
     assert parameters.unify_model_dtype_for_fsdp(model) == 4
-    assert {one.dtype for one in model.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.promise("D37")
@@ -182,7 +182,7 @@ def test_lora_trains_adapters_alone_over_a_frozen_base(version):
 
 
 def seen_in_bf16(folder, options):
-    seen = {"hooks": 0, "reduced_in": set()}
+    recorded = {"hooks": 0, "reduced_in": set()}
     # In torch's namespace, where FSDP finds it.
     name = (
         "reduce_scatter_single"
@@ -192,8 +192,10 @@ def seen_in_bf16(folder, options):
     original = getattr(dist, name)
 
     def reduce_scatter(*args, **more):
-        seen["reduced_in"].update(
-            str(one.dtype) for one in (*args, *more.values()) if isinstance(one, Tensor)
+        recorded["reduced_in"].update(
+            str(tensor.dtype)
+            for tensor in (*args, *more.values())
+            if isinstance(tensor, Tensor)
         )
         return original(*args, **more)
 
@@ -208,28 +210,32 @@ def seen_in_bf16(folder, options):
         model = session.prepare(model, layers)
 
         def note(module, args, output):
-            seen["hooks"] += 1
-            seen["computed_in"] = str(
+            recorded["hooks"] += 1
+            recorded["computed_in"] = str(
                 (output if isinstance(output, Tensor) else output[0]).dtype
             )
 
         for layer in [
-            one
-            for one in model.modules()
-            if type(one).__name__.removeprefix("FSDP") in layers
+            module
+            for module in model.modules()
+            if type(module).__name__.removeprefix("FSDP") in layers
         ]:
             layer.register_forward_hook(note)
         (output,) = model(parts_of(featuriser, session.rank, 0))
         output.sum().backward()
-        seen["output"] = str(output.dtype)
-        seen["masters"] = sorted(
-            {str(one.dtype) for one in parameters.full_state_dict(model).values()}
+        recorded["output"] = str(output.dtype)
+        recorded["masters"] = sorted(
+            {str(value.dtype) for value in parameters.full_state_dict(model).values()}
         )
-        seen["gradients"] = sorted(
-            {str(one.grad.dtype) for one in model.parameters() if one.grad is not None}
+        recorded["gradients"] = sorted(
+            {
+                str(parameter.grad.dtype)
+                for parameter in model.parameters()
+                if parameter.grad is not None
+            }
         )
     setattr(dist, name, original)
-    return seen
+    return recorded
 
 
 IN_BF16 = [
@@ -257,8 +263,8 @@ def bf16_on_ranks():
 @pytest.mark.parametrize(("options", "reduced_in"), IN_BF16, ids=str)
 @pytest.mark.promise("B13", "C23", "D15", "E13", "E17")
 def test_bf16_computes_in_bf16_and_keeps_float32_masters(options, reduced_in):
-    seen, _ = result_of(bf16_on_ranks(), str(options))
-    assert seen == {
+    recorded, _ = result_of(bf16_on_ranks(), str(options))
+    assert recorded == {
         "hooks": 3,
         "reduced_in": {reduced_in},
         "computed_in": "torch.bfloat16",
@@ -332,8 +338,12 @@ def prepared_weights(folder):
     config = config_of(folder, strategy="fsdp")
     with start_session(config) as session:
         model, _ = build(config, dtype=torch.float32, meta=session.builds_empty)
-        real = sum(one.numel() for one in model.parameters() if not one.is_meta)
-        total = sum(one.numel() for one in model.parameters())
+        real = sum(
+            parameter.numel()
+            for parameter in model.parameters()
+            if not parameter.is_meta
+        )
+        total = sum(parameter.numel() for parameter in model.parameters())
         model = session.prepare(model, model.description.layer_classes)
         return real, total, parameters.full_state_dict(model), session.builds_empty
 

@@ -22,7 +22,7 @@ MODELS = {
 
 def seen(strategy):
     """On every rank, for each model: dtypes inside of heads and projections, of their gradients, and the norm."""
-    found = {}
+    actual = {}
     configs = {
         name: config_of(
             shared(make), mixed_precision="bf16", **STRATEGIES[strategy], **options
@@ -36,10 +36,10 @@ def seen(strategy):
             )
             dtypes = set()
 
-            def note(module, given, output, dtypes=dtypes):
+            def note(module, value, output, dtypes=dtypes):
                 dtypes.update(
-                    one.dtype
-                    for one in (*given, output, *module.parameters(recurse=False))
+                    tensor.dtype
+                    for tensor in (*value, output, *module.parameters(recurse=False))
                 )
 
             for part in built.heads().values():
@@ -49,19 +49,21 @@ def seen(strategy):
             model = session.prepare(built, built.description.layer_classes)
             share_of_loss(model(parts_of(featuriser, session.rank, 0))).backward()
             gradients = {
-                one.grad.dtype for one in model.parameters() if one.grad is not None
+                parameter.grad.dtype
+                for parameter in model.parameters()
+                if parameter.grad is not None
             }
             norm = (
                 float(parameters.global_grad_norm(model)) if strategy != "ddp" else 1.0
             )
-            found[name] = dtypes, gradients, norm
-    return found
+            actual[name] = dtypes, gradients, norm
+    return actual
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_heads_were_computed_in_bfloat16_where_the_model_is_sharded(strategy):
-    for found in run_ranks(seen, 2, strategy, process_group=False):
-        for name, (dtypes, gradients, norm) in found.items():
+    for result in run_ranks(seen, 2, strategy, process_group=False):
+        for name, (dtypes, gradients, norm) in result.items():
             assert dtypes == {torch.float32}, name
             assert gradients == {torch.float32}, name
             assert norm > 0.0, name

@@ -32,13 +32,13 @@ LOOP = Beat(
 )
 
 
-def message(others, own=HERE):
-    return find_hanging_ranks(0, own, others, waited=40.0)
+def message(others, place=HERE):
+    return find_hanging_ranks(0, place, others, waited=40.0)
 
 
 def test_a_rank_outside_of_collectives_is_named_with_its_place():
-    found = message({1: (HERE, 1.0), 2: (LOOP, 1.0)})
-    assert found == HangReport(
+    actual = message({1: (HERE, 1.0), 2: (LOOP, 1.0)})
+    assert actual == HangReport(
         (2,),
         (
             "rank 0 has waited 40 s, in step 7, at agree (training/interrupts.py:90), for rank 2 (b, process 2), "
@@ -48,22 +48,22 @@ def test_a_rank_outside_of_collectives_is_named_with_its_place():
 
 
 def test_a_rank_without_signs_of_life_is_named():
-    found = message({1: (HERE, 40.0), 2: (HERE, 1.0)})
-    assert found is not None and found.ranks == (1,)
+    actual = message({1: (HERE, 40.0), 2: (HERE, 1.0)})
+    assert actual is not None and actual.ranks == (1,)
     assert (
         "for rank 1 (a, process 1), which has given no sign of life for 40 s; it was in step 7, at "
-        in found.text
+        in actual.text
     )
 
 
 def test_among_ranks_that_all_wait_the_one_behind_is_named_and_otherwise_none():
     assert message({1: (HERE, 1.0)}) is None
-    found = message({1: (HERE, 1.0), 2: (replace(HERE, calls=8), 1.0)})
-    assert found is not None and found.ranks == (2,)
+    actual = message({1: (HERE, 1.0), 2: (replace(HERE, calls=8), 1.0)})
+    assert actual is not None and actual.ranks == (2,)
 
 
 def test_a_rank_that_loops_does_not_accuse_those_that_wait_for_it():
-    assert message({1: (HERE, 1.0)}, own=LOOP) is None
+    assert message({1: (HERE, 1.0)}, place=LOOP) is None
 
 
 def loop_for_ever():
@@ -85,10 +85,10 @@ def in_a_run(folder, stops, loops):
     try:
         with session.start_session(
             config_of(folder, dist_timeout_minutes=3.5 / 60)
-        ) as one:
-            assert one.heartbeats is not None
-            one.heartbeats.step = 7
-            one.barrier()
+        ) as first:
+            assert first.heartbeats is not None
+            first.heartbeats.step = 7
+            first.barrier()
             if rank == stops:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if rank == loops:

@@ -37,7 +37,7 @@ def another(annotation, value):
         return not value
     if isinstance(value, int | float):
         return value + 1
-    choices = [one for one in _words(annotation) if one != value]
+    choices = [word for word in _words(annotation) if word != value]
     if choices:
         return choices[0]
     if isinstance(value, list):

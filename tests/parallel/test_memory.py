@@ -32,9 +32,9 @@ def test_total_is_a_real_sum():
     (lines, logged), (others, logged_by_other) = run_ranks(hold_and_print, 2)
     assert logged == lines == others
     assert logged_by_other == []
-    found = [LINE.search(line) for line in lines[:2]]
-    assert [int(match[1]) for match in found if match] == [0, 1]
-    used = [float(match[2]) for match in found if match]
+    actual = [LINE.search(line) for line in lines[:2]]
+    assert [int(match[1]) for match in actual if match] == [0, 1]
+    used = [float(match[2]) for match in actual if match]
     assert used[1] - used[0] > 0.25
     total = re.fullmatch(
         r"after loading: Total across 2 processes: RSS: (\S+)GB, Peak: (\S+)GB",
@@ -43,7 +43,7 @@ def test_total_is_a_real_sum():
     assert total
     assert float(total[1]) == pytest.approx(sum(used), abs=0.011)
     assert float(total[2]) == pytest.approx(
-        sum(float(match[3]) for match in found if match), abs=0.011
+        sum(float(match[3]) for match in actual if match), abs=0.011
     )
 
 
@@ -78,10 +78,12 @@ def clear_together():
 
 @pytest.mark.promise("B10", "B29")
 def test_ranks_wait_for_each_other_and_give_back_what_they_keep():
-    found = run_ranks(clear_together, 2)
-    assert min(went for _, went, _, _ in found) >= max(came for came, _, _, _ in found)
+    actual = run_ranks(clear_together, 2)
+    assert min(went for _, went, _, _ in actual) >= max(
+        came for came, _, _, _ in actual
+    )
     if platform.libc_ver()[0] == "glibc":
-        assert all(before - after > 0.15 for _, _, before, after in found)
+        assert all(before - after > 0.15 for _, _, before, after in actual)
 
 
 @pytest.mark.promise("B10")

@@ -54,22 +54,22 @@ def routes(monkeypatch):
             raise socket.gaierror("Name or service not known")
         return [
             (
-                socket.AF_INET6 if ":" in one else socket.AF_INET,
+                socket.AF_INET6 if ":" in entry else socket.AF_INET,
                 socket.SOCK_DGRAM,
                 0,
                 "",
-                (one, port),
+                (entry, port),
             )
-            for one in HOSTS.get(host, [host])
+            for entry in HOSTS.get(host, [host])
         ]
 
-    found = {
-        name: [type("Entry", (), {"address": one})() for one in addresses]
+    actual = {
+        name: [type("Entry", (), {"address": address})() for address in addresses]
         for name, addresses in INTERFACES.items()
     }
     monkeypatch.setattr(socket, "socket", Probe)
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: actual)
     return known
 
 

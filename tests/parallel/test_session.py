@@ -87,10 +87,10 @@ def test_nodes_counted_as_processes_are_refused():
 @pytest.mark.promise("C23", "D15")
 def test_precision_on_the_cpu():
     def chosen(**options):
-        made = choose_precision(
+        built = choose_precision(
             resolve_run(config_of("unused", **options), env={}).precision, CPU
         )
-        return made.value, made.reason
+        return built.value, built.reason
 
     assert chosen() == ("no", "auto: the CPU computes in the dtype of the weights")
     assert chosen(mixed_precision="bf16") == ("bf16", "mixed_precision: bf16")
@@ -192,67 +192,67 @@ def test_the_estimate_counts_weights_gradients_and_optimizer():
 def whole_life(folder):
     before = dict(os.environ)
     lines = listen()
-    seen = {}
+    recorded = {}
     with session.start_session(
         config_of(folder, dist_timeout_minutes=7, debug=True)
-    ) as one:
+    ) as first:
         group = dist.group.WORLD
         assert group is not None
-        seen["timeout"] = group._get_backend(CPU).options._timeout.total_seconds()
-        seen["debug"] = str(dist.get_debug_level())
-        seen["facts"] = (
-            one.rank,
-            one.world_size,
-            one.strategy,
-            str(one.device),
-            one.is_main,
-            one.mixed_precision,
+        recorded["timeout"] = group._get_backend(CPU).options._timeout.total_seconds()
+        recorded["debug"] = str(dist.get_debug_level())
+        recorded["facts"] = (
+            first.rank,
+            first.world_size,
+            first.strategy,
+            str(first.device),
+            first.is_main,
+            first.mixed_precision,
         )
         model = nn.Linear(3, 3)
-        model.weight.data.fill_(one.rank + 1)
-        seen["weight"] = float(one.prepare(model).state_dict()["weight"].mean())
-        one.barrier()
-    seen["ended"] = not dist.is_initialized()
-    seen["same_environment"] = dict(os.environ) == before
-    seen["lines"] = list(lines)
+        model.weight.data.fill_(first.rank + 1)
+        recorded["weight"] = float(first.prepare(model).state_dict()["weight"].mean())
+        first.barrier()
+    recorded["ended"] = not dist.is_initialized()
+    recorded["same_environment"] = dict(os.environ) == before
+    recorded["lines"] = list(lines)
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     with (
         pytest.raises(ZeroDivisionError) as error,
         session.start_session(config_of(folder, strategy="ddp")),
     ):
-        seen["again"] = collectives.sum_ints([1])
+        recorded["again"] = collectives.sum_ints([1])
         raise ZeroDivisionError
-    seen["note"] = error.value.__notes__
-    seen["ended_by_error"] = not dist.is_initialized()
+    recorded["note"] = error.value.__notes__
+    recorded["ended_by_error"] = not dist.is_initialized()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     with (
         pytest.raises(KeyboardInterrupt),
         session.start_session(config_of(folder, strategy="ddp")),
     ):
         raise KeyboardInterrupt
-    seen["ended_by_interrupt"] = not dist.is_initialized()
-    return seen
+    recorded["ended_by_interrupt"] = not dist.is_initialized()
+    return recorded
 
 
 @pytest.mark.promise("A17", "B27", "B28")
 def test_a_session_starts_says_so_and_ends_the_group_whatever_happens():
     results = run_ranks(whole_life, 2, str(shared(tiny_bert)), process_group=False)
-    for rank, seen in enumerate(results):
-        assert seen["timeout"] == 7 * 60
-        assert seen["debug"].endswith("DETAIL")
-        assert seen["facts"] == (rank, 2, "ddp", "cpu", rank == 0, "no")
-        assert seen["weight"] == 1.0
-        assert seen["again"] == [2]
-        assert seen["note"] == [f"rank {rank} of 2"]
+    for rank, result in enumerate(results):
+        assert result["timeout"] == 7 * 60
+        assert result["debug"].endswith("DETAIL")
+        assert result["facts"] == (rank, 2, "ddp", "cpu", rank == 0, "no")
+        assert result["weight"] == 1.0
+        assert result["again"] == [2]
+        assert result["note"] == [f"rank {rank} of 2"]
         assert (
-            seen["ended"]
-            and seen["ended_by_error"]
-            and seen["ended_by_interrupt"]
-            and seen["same_environment"]
+            result["ended"]
+            and result["ended_by_error"]
+            and result["ended_by_interrupt"]
+            and result["same_environment"]
         )
         assert (
             "processes: 2, 2 of them on this machine; backend: gloo (no GPU); a collective waits 7 minutes at most"
-            in seen["lines"]
+            in result["lines"]
         )
 
 
@@ -269,11 +269,11 @@ def one_process(folder):
     lines = listen()
     os.environ["ACCELERATE_USE_FSDP"] = "true"  # as `accelerate launch` leaves it
     os.environ["FSDP_VERSION"] = "2"
-    with session.start_session(config_of(folder, strategy="fsdp")) as one:
-        model = one.prepare(nn.Linear(3, 3))
+    with session.start_session(config_of(folder, strategy="fsdp")) as first:
+        model = first.prepare(nn.Linear(3, 3))
         return (
-            one.strategy,
-            one.fsdp,
+            first.strategy,
+            first.fsdp,
             type(model).__name__,
             dist.is_initialized(),
             lines,
@@ -313,9 +313,9 @@ def test_one_launch_holds_several_sessions(tmp_path):
 
 
 def alone_under_torchrun(folder):
-    with session.start_session(config_of(folder, strategy="fsdp")) as one:
-        one.prepare(nn.Linear(3, 3))
-    return one.strategy, dist.is_initialized()
+    with session.start_session(config_of(folder, strategy="fsdp")) as first:
+        first.prepare(nn.Linear(3, 3))
+    return first.strategy, dist.is_initialized()
 
 
 @pytest.mark.promise("A11")
@@ -330,8 +330,8 @@ def test_a_state_that_another_trainer_left_is_replaced():
     Accelerator(cpu=True, mixed_precision="no")
     with session.start_session(
         config_of(str(shared(tiny_bert)), mixed_precision="bf16")
-    ) as one:
-        assert one.accelerator.mixed_precision == "bf16"
+    ) as first:
+        assert first.accelerator.mixed_precision == "bf16"
 
 
 # ---- others that fail ------------------------------------------------------------------------------------------------
@@ -347,9 +347,9 @@ def wait_for_others(folder, misfortune):
     patient_start()
     with session.start_session(
         config_of(folder, strategy="ddp", dist_timeout_minutes=SHORT)
-    ) as one:
-        one.barrier()
-        if one.rank == 1:
+    ) as first:
+        first.barrier()
+        if first.rank == 1:
             if misfortune == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if misfortune == "raises":
@@ -393,8 +393,8 @@ def started_by_hand(folder, per_machine):
     lines = listen()
     with session.start_session(
         config_of(folder, strategy="fsdp", fsdp_sharding_strategy="HYBRID_SHARD")
-    ) as one:
-        mesh = one.mesh
+    ) as first:
+        mesh = first.mesh
         message = [
             line.partition(";")[0]
             for line in lines
@@ -407,8 +407,10 @@ def test_processes_started_by_hand_count_those_of_their_machine():
     folder = str(shared(tiny_bert))
     loopback = interface_to("127.0.0.1", 29500)
     network = f"network: interface {loopback} (it leads to 127.0.0.1"
-    found = run_ranks(started_by_hand, 4, folder, 2, process_group=False)
-    assert found == [([network, "processes: 4, 2 of them on this machine"], [2, 2])] * 4
+    actual = run_ranks(started_by_hand, 4, folder, 2, process_group=False)
+    assert (
+        actual == [([network, "processes: 4, 2 of them on this machine"], [2, 2])] * 4
+    )
     same = (
         "HYBRID_SHARD: with 1 machine(s) of 2 process(es) it is the same as FULL_SHARD"
     )
@@ -463,10 +465,10 @@ def test_a_machine_without_loopback_is_told_at_once(monkeypatch):
 
 
 def test_free_ports_differ():
-    found = {free_port() for _ in range(5)}
-    assert len(found) > 1
+    actual = {free_port() for _ in range(5)}
+    assert len(actual) > 1
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert max(found) < first, (
+    assert max(actual) < first, (
         "an outgoing connection may take one of the others before rank 0 listens"
     )
 
@@ -479,8 +481,8 @@ def timeouts_of_a_hybrid_mesh(folder):
         "fsdp_sharding_strategy": "HYBRID_SHARD",
         "dist_timeout_minutes": 7,
     }
-    with session.start_session(config_of(folder, **options)) as one:
-        mesh = one.mesh
+    with session.start_session(config_of(folder, **options)) as first:
+        mesh = first.mesh
         groups = [mesh.get_group(name) for name in mesh.mesh_dim_names]
         assert dist.group.WORLD not in groups
         return [
@@ -510,9 +512,9 @@ def test_a_failed_rank_waited_for_kernels_that_never_end(
     monkeypatch.setattr(
         dist.distributed_c10d, "_abort_process_group", lambda: ended.append("abort")
     )
-    one = session.start_session(config_of(shared(tiny_bert)))
+    first = session.start_session(config_of(shared(tiny_bert)))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with contextlib.suppress(RuntimeError, UserError), one:
+    with contextlib.suppress(RuntimeError, UserError), first:
         if error is not None:
             raise error("failed")
     assert ended == [ending]

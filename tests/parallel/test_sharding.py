@@ -135,9 +135,9 @@ def units_by_size(folder, size):
         warnings.simplefilter("always")
         result = run_case(folder, options, {})
     return result, [
-        str(one.message)
-        for one in caught
-        if "returned a view tensor" in str(one.message)
+        str(entry.message)
+        for entry in caught
+        if "returned a view tensor" in str(entry.message)
     ]
 
 
@@ -145,21 +145,21 @@ def test_units_by_size_are_no_bare_linear_layers_and_return_no_views():
     folder = str(
         shared(tiny_qwen3)
     )  # its feed-forward blocks end in a linear layer, whose output is a view
-    found = run_ranks(units_by_size, 2, folder, 2000, process_group=False)
-    assert [warned for _, warned in found] == [[], []]
-    (units,) = (line for line in found[0][0].lines if line.startswith("FSDP2: "))
+    actual = run_ranks(units_by_size, 2, folder, 2000, process_group=False)
+    assert [warned for _, warned in actual] == [[], []]
+    (units,) = (line for line in actual[0][0].lines if line.startswith("FSDP2: "))
     assert "Qwen3MLP" in units and "Linear" not in units
     whole = whole_of(folder, 2)
-    check_against_one_process([result for result, _ in found], whole)
+    check_against_one_process([result for result, _ in actual], whole)
 
 
 def reduction(folder, limit):
     placement.UNSHARDED_SHARE = limit
     config = config_of(folder, strategy="fsdp")
-    with session.start_session(config) as one:
-        model, _ = build(config, dtype=torch.float32, meta=one.builds_empty)
-        one.prepare(model, model.description.layer_classes)
-        return one.reduces_each_micro_batch
+    with session.start_session(config) as first:
+        model, _ = build(config, dtype=torch.float32, meta=first.builds_empty)
+        first.prepare(model, model.description.layer_classes)
+        return first.reduces_each_micro_batch
 
 
 def test_large_gradients_are_reduced_after_every_micro_batch():

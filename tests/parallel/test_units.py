@@ -107,8 +107,8 @@ def test_towers_have_their_own_units():
         "CLIPEncoderLayer": 4,
         "Embedding": 1,
     }
-    found = kinds(choose_units(vl, FsdpConfig(), vl.description.layer_classes))
-    assert set(found) == {"Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock", "Embedding"}
+    actual = kinds(choose_units(vl, FsdpConfig(), vl.description.layer_classes))
+    assert set(actual) == {"Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock", "Embedding"}
 
 
 @pytest.mark.promise("A13", "A24", "B07", "B09", "E11")

@@ -78,7 +78,7 @@ class Case:
 def examples(case):
     """Texts of very different lengths; some occur again, as negatives, as positives, on other ranks."""
     words = texts(4 * case.num_examples, seed=3, longest=30)
-    made = []
+    built = []
     for row in range(case.num_examples):
         query, positive, other, negative = words[4 * row : 4 * row + 4]
         if row % 3 == 2:
@@ -105,7 +105,7 @@ def examples(case):
                 0.2 * place - 0.1 * row for place in range(len(negatives))
             )
         items = tuple(map(Item, positives)), tuple(map(Item, negatives))
-        made.append(
+        built.append(
             Example(
                 Item(query),
                 *items,
@@ -114,7 +114,7 @@ def examples(case):
                 negative_scores=negative_scores,
             )
         )
-    return made
+    return built
 
 
 def build(config, teacher_dims=None):
@@ -270,13 +270,17 @@ def drawn_batch(case, model, featuriser, world_size):
     budget = case.budget()
     rank_batches = []
     for rank in range(world_size):
-        own = rank_rows(len(rows), rank, world_size)
-        rank_batches.append(make_rank_batch(rows[own], own.start, featuriser))
+        local_rows = rank_rows(len(rows), rank, world_size)
+        rank_batches.append(
+            make_rank_batch(rows[local_rows], local_rows.start, featuriser)
+        )
     lengths = [
         [feature.length for feature in rank_batch.features]
         for rank_batch in rank_batches
     ]
-    count = max(len(split_by_length(one, budget.micro_batch_tokens)) for one in lengths)
+    count = max(
+        len(split_by_length(length, budget.micro_batch_tokens)) for length in lengths
+    )
     embeddings = []
     offsets = [0]
     for rank, rank_batch in enumerate(rank_batches):
@@ -340,35 +344,35 @@ def full_gradients(model):
     if FullyShardedDataParallel.fsdp_modules(model):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             return {
-                unwrapped_name(name): one.grad.clone()
-                for name, one in model.named_parameters()
-                if one.requires_grad and one.grad is not None
+                unwrapped_name(name): parameter.grad.clone()
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad and parameter.grad is not None
             }
     return {
-        unwrapped_name(name): one.grad.full_tensor()
-        if isinstance(one.grad, DTensor)
-        else one.grad
-        for name, one in model.named_parameters()
-        if one.grad is not None
+        unwrapped_name(name): parameter.grad.full_tensor()
+        if isinstance(parameter.grad, DTensor)
+        else parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
 def loss_gradients(loss):
     """Gradients of learned temperatures, scales and biases."""
     return {
-        f"loss.{name}": one.grad
-        for name, one in loss.named_parameters()
-        if one.grad is not None
+        f"loss.{name}": parameter.grad
+        for name, parameter in loss.named_parameters()
+        if parameter.grad is not None
     }
 
 
-def worst_error(found, wanted):
+def worst_error(actual, expected):
     """Return the parameter whose gradient is farthest off, and how far, as `tests.measure` measures it."""
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     errors = gradient_errors(
         *(
-            {name: one for name, one in of.items() if name != "loss"}
-            for of in (found, wanted)
+            {name: value for name, value in of.items() if name != "loss"}
+            for of in (actual, expected)
         )
     )
     name = max(errors, key=errors.__getitem__)

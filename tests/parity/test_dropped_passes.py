@@ -27,7 +27,7 @@ class Failing:
     def __init__(self, where):
         self.where = where
 
-    def __call__(self, module, given, output):
+    def __call__(self, module, value, output):
         """Fail here, or later in the backward pass."""
         if self.where == "forward fails":
             raise ZeroDivisionError
@@ -44,7 +44,7 @@ def steps_after(folder):
     """On every rank, for each case: the demand, and the gradients of two steps after it."""
     case = Case("budget", num_examples=6)
     config = case.config(folder, strategy="fsdp", gradient_checkpointing=False)
-    found = []
+    actual = []
     with start_session(config) as session:
         for name in CASES:
             embedder, loss, featuriser = build(config)
@@ -56,8 +56,8 @@ def steps_after(folder):
             if name == "measurement":
                 sizes = [0]
                 count = embedder.register_forward_pre_hook(
-                    lambda _, given, sizes=sizes: sizes.append(
-                        given[0][0][1]["input_ids"].numel()
+                    lambda _, inputs, sizes=sizes: sizes.append(
+                        inputs[0][0][1]["input_ids"].numel()
                     )
                 )
                 # In place of a GPU's counters: 1,000 bytes, and 7 for each token.
@@ -82,18 +82,18 @@ def steps_after(folder):
                 step.accumulate(rank_batch, number, weight=1.0, last=True)
                 gradients.append(full_gradients(model))
                 model.zero_grad(set_to_none=True)
-            found.append((demand, *gradients))
-    return found
+            actual.append((demand, *gradients))
+    return actual
 
 
 @pytest.mark.promise("E01")
 def test_passes_whose_gradients_are_dropped_leave_nothing_behind():
     for rank in run_ranks(steps_after, 2, Case("budget").folder(), process_group=False):
         by_case = dict(zip(CASES, rank, strict=True))
-        _, *wanted = by_case["no measurement"]
+        _, *expected = by_case["no measurement"]
         # The line through two sizes.
         assert by_case["measurement"][0] == Demand(1000.0, 7.0)
         for name, (_, *gradients) in by_case.items():
-            for ours, theirs in zip(gradients, wanted, strict=True):
+            for ours, theirs in zip(gradients, expected, strict=True):
                 parameter, error = worst_error(ours, theirs)
                 assert ours and error <= 1e-9, (name, parameter)

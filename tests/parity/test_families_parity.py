@@ -134,7 +134,7 @@ def examples(modalities):
         file = io.BytesIO()
         picture.save(file, "PNG")
         refs.append(ImageRef(data=file.getvalue()))
-    made = []
+    built = []
     for row in range(NUM_EXAMPLES):
         text, other, third = (Item(words[3 * row + place]) for place in range(3))
         image, second, last = (
@@ -153,8 +153,8 @@ def examples(modalities):
             query = text
             positive = image
             negative = other if row % 2 else last
-        made.append(Example(query, (positive,), (negative,) if row % 3 == 0 else ()))
-    return made
+        built.append(Example(query, (positive,), (negative,) if row % 3 == 0 else ()))
+    return built
 
 
 def on_ranks(configs):
@@ -230,8 +230,8 @@ def wanted(name):
     for modality in model.description.modalities:
         places = [
             place
-            for place, one in enumerate(rank_batch.features)
-            if one.modality == modality
+            for place, feature in enumerate(rank_batch.features)
+            if feature.modality == modality
         ]
         if places:
             (rows,) = model(
@@ -247,7 +247,7 @@ def wanted(name):
             embeddings = embeddings.index_put((torch.tensor(places),), rows)
     batch = LossBatch(
         embeddings=embeddings,
-        content=torch.tensor([one.content for one in rank_batch.features]),
+        content=torch.tensor([feature.content for feature in rank_batch.features]),
         query=torch.from_numpy(rank_batch.query),
         positive=torch.from_numpy(rank_batch.positive),
         example=torch.from_numpy(rank_batch.example),

@@ -47,11 +47,11 @@ def test_gradient_is_the_same_however_many_graphs_are_kept(num_ranks, strategy):
         numbers[case.name, name] = (num_forwards, num_kept)
         assert {result[1:] for result in results} == {(num_forwards, num_kept)}
         gradients["loss"] = sum(result[0]["loss"] for result in results)
-        wanted = reference(case, num_ranks)
+        expected = reference(case, num_ranks)
         assert float(gradients["loss"]) == pytest.approx(
-            float(wanted["loss"]), rel=1e-10
+            float(expected["loss"]), rel=1e-10
         )
-        parameter, error = worst_error(gradients, wanted)
+        parameter, error = worst_error(gradients, expected)
         assert error < 1e-9, f"{case.name}, {name}: {parameter} is off by {error:.2e}"
     for case in CASES:
         num_micro_batches, num_kept = numbers[case.name, "all"]

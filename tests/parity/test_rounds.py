@@ -13,7 +13,7 @@ from vembed.parallel.session import start_session
 
 def count_rounds(folder, strategy, cases):
     """On every rank: what a step of each case sends, by the counters of vembed and of torch."""
-    found = []
+    actual = []
     reduced = []
     finished = []
 
@@ -57,7 +57,7 @@ def count_rounds(folder, strategy, cases):
             step.synchronise(0.0)
             ours = dict(collectives.calls)
             units = len(reduced)  # those of FSDP alone
-            found.append(
+            actual.append(
                 {
                     "calls": result.num_forwards,
                     "ours": ours,
@@ -65,7 +65,7 @@ def count_rounds(folder, strategy, cases):
                     "waits": len(finished),
                 }
             )
-    return found
+    return actual
 
 
 @pytest.mark.promise("E01")

@@ -140,9 +140,9 @@ def on_ranks(cases, strategy, more, cache):
             rows = examples(case)
             if number:
                 teachers.prepare(Data(rows, f"data-{case.data}"))
-            found, _ = step_on_rank(case, config, session, teachers=teachers)
-            later = {name: one.num_later for name, one in teachers.by_name.items()}
-            results.append({"gradients": found, "later": later})
+            actual, _ = step_on_rank(case, config, session, teachers=teachers)
+            later = {name: value.num_later for name, value in teachers.by_name.items()}
+            results.append({"gradients": actual, "later": later})
     return results
 
 
@@ -166,12 +166,12 @@ def group_of(group):
         )
     except RankFailed as error:
         return error, folder
-    found = {}
+    actual = {}
     for number, case in enumerate(CASES):
         total = sum(rank[number]["gradients"]["loss"] for rank in by_rank)
         later = [sum(rank[number]["later"].values()) for rank in by_rank]
-        found[case.name] = {**by_rank[0][number]["gradients"], "loss": total}, later
-    return found, folder
+        actual[case.name] = {**by_rank[0][number]["gradients"], "loss": total}, later
+    return actual, folder
 
 
 def wanted(case, folder):
@@ -248,10 +248,10 @@ def answered(case, batch, folder):
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("group", GROUPS)
 def test_gradient_is_that_of_the_formula(group, name):
-    found, folder = group_of(group)
-    if isinstance(found, RankFailed):
-        raise found
-    ours, later = found[name]
+    actual, folder = group_of(group)
+    if isinstance(actual, RankFailed):
+        raise actual
+    ours, later = actual[name]
     plain = wanted(BY_NAME[name], folder)
     assert float(ours["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-9)
     parameter, error = worst_error(ours, plain)

@@ -81,23 +81,23 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path.endswith(".git/info/lfs/objects/batch"):
             self.batch(json.loads(data))
         else:
-            name, _, rest = (
+            name, _, others = (
                 self.path.removeprefix("/api/models/")
                 .rpartition("/main")[0]
                 .rpartition("/")
             )
             repository = self.hub.repositories[name]
-            getattr(self, rest.replace("-", "_"))(repository, data)
+            getattr(self, others.replace("-", "_"))(repository, data)
 
     def body(self):
         if self.headers["Content-Length"] is not None:
             return self.rfile.read(int(self.headers["Content-Length"]))
-        found = b""
+        actual = b""
         while size := int(self.rfile.readline(), 16):  # sent in chunks
-            found += self.rfile.read(size)
+            actual += self.rfile.read(size)
             self.rfile.readline()
         self.rfile.readline()
-        return found
+        return actual
 
     def create(self, values):
         name = f"{values.get('organization') or 'me'}/{values['name']}"
@@ -127,21 +127,21 @@ class Handler(BaseHTTPRequestHandler):
 
     def batch(self, values):
         objects = []
-        for one in values["objects"]:
+        for object in values["objects"]:
             upload = {
-                "upload": {"href": f"{self.hub.url}/lfs/{one['oid']}", "header": {}}
+                "upload": {"href": f"{self.hub.url}/lfs/{object['oid']}", "header": {}}
             }
             objects.append(
                 {
-                    **one,
-                    **({} if one["oid"] in self.hub.stored else {"actions": upload}),
+                    **object,
+                    **({} if object["oid"] in self.hub.stored else {"actions": upload}),
                 }
             )
         self.answer(200, {"objects": objects, "transfer": "basic"})
 
     def commit(self, repository, data):
         name = next(
-            name for name, one in self.hub.repositories.items() if one is repository
+            name for name, entry in self.hub.repositories.items() if entry is repository
         )
         if len(repository.commits) + 1 == self.hub.broken_commit:
             self.hub.broken_commit = 0
@@ -171,11 +171,11 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(200, {})
 
     def is_allowed(self):
-        given = (self.headers["Authorization"] or "").removeprefix("Bearer ")
-        self.hub.tokens.add(unquote(given))
-        if given != TOKEN:
+        inputs = (self.headers["Authorization"] or "").removeprefix("Bearer ")
+        self.hub.tokens.add(unquote(inputs))
+        if inputs != TOKEN:
             self.answer(401, {"error": "Invalid credentials"})
-        return given == TOKEN
+        return inputs == TOKEN
 
     def answer(self, code, value, headers=None):
         data = json.dumps(value).encode()

@@ -35,9 +35,9 @@ def use(hub, patch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    with running_hub() as found:
-        use(found, monkeypatch)
-        yield found
+    with running_hub() as opened:
+        use(opened, monkeypatch)
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def trained(tmp_path_factory):
     for name, part in (("train", rows[:16]), ("val", rows[16:])):
         lines = "".join(json.dumps(row) + "\n" for row in part)
         (place / f"{name}.jsonl").write_text(lines)
-    with pytest.MonkeyPatch.context() as patch, running_hub() as found:
-        use(found, patch)
+    with pytest.MonkeyPatch.context() as patch, running_hub() as opened:
+        use(opened, patch)
         vembed.train(
             {
                 "model_name": str(shared(tiny_bert)),
@@ -64,7 +64,7 @@ def trained(tmp_path_factory):
                 "push_to_hub": "me/found",
             }
         )
-        yield place / "run", found
+        yield place / "run", opened
 
 
 def test_a_run_pushes_its_best_checkpoints_and_its_end(trained, tmp_path):

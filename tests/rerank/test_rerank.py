@@ -263,8 +263,8 @@ def test_card_and_report_are_those_of_a_reranker(tmp_path):
     # First stage, before, after and the change.
     scores = [float(cell) for cell in row.strip("| ").split("|")[1:5]]
     last = (final.parent / "metrics.jsonl").read_text().splitlines()[-1]
-    found = json.loads(last)["eval"]["first_stage/ndcg@10"]
-    assert scores[0] == pytest.approx(found, abs=1e-4)
+    actual = json.loads(last)["eval"]["first_stage/ndcg@10"]
+    assert scores[0] == pytest.approx(actual, abs=1e-4)
     assert "SentenceTransformer(" not in "".join(lines)
 
 

@@ -133,6 +133,6 @@ def test_memory_is_measured_with_whole_documents():
     inputs = featuriser.collate([question, question])
     _, _, document_mark, end = features.answer_form(featuriser.description)
     assert featuriser.texts is not None
-    rest = featuriser.texts.decoded(inputs["input_ids"][0].numpy())
-    assert rest.endswith(end)
-    assert document_mark + "a" in rest
+    others = featuriser.texts.decoded(inputs["input_ids"][0].numpy())
+    assert others.endswith(end)
+    assert document_mark + "a" in others

@@ -137,9 +137,11 @@ def assert_alive(server):
     assert status == 200 and len(answer) == 2
 
 
-def assert_close(served, wanted):
+def assert_close(served, expected):
     """Threads of a server may split a product in another way."""
-    np.testing.assert_allclose(np.array(served, np.float32), wanted, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        np.array(served, np.float32), expected, rtol=0, atol=1e-6
+    )
 
 
 def read_all(connection):
@@ -184,12 +186,12 @@ def test_token_ids_are_taken_as_they_are(server):
         [(vembed.data.examples.Item(text=text), "document") for text in TEXTS]
     )
     ids = [row.token_ids.tolist() for row in features if row.token_ids is not None]
-    wanted = model.encode(TEXTS, prompt="")
+    expected = model.encode(TEXTS, prompt="")
     _, answer = server.send("/v1/embeddings", {"input": ids})
-    assert_close([row["embedding"] for row in answer["data"]], wanted)
+    assert_close([row["embedding"] for row in answer["data"]], expected)
     assert answer["usage"]["total_tokens"] == sum(map(len, ids))
     _, answer = server.send("/v1/embeddings", {"input": ids[0]})
-    assert_close(answer["data"][0]["embedding"], wanted[0])
+    assert_close(answer["data"][0]["embedding"], expected[0])
 
 
 def test_check_server_passes(limited):

@@ -57,11 +57,11 @@ def train(*words):
 
 
 def states():
-    found = {
+    actual = {
         path.parent.name: json.loads(path.read_text())
         for path in Path("output").glob("*/stage.json")
     }
-    return {name: state["state"] for name, state in found.items()}
+    return {name: state["state"] for name, state in actual.items()}
 
 
 def rows_of(path):
@@ -223,8 +223,8 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     stages[1]["learning_rate"] = 2e-3
     written(stages)
     assert train() == 0
-    told = capsys.readouterr().err
-    assert told.count("done already") == 1
+    messages = capsys.readouterr().err
+    assert messages.count("done already") == 1
     assert Path("output/sharp.old-1/final").is_dir()
     assert (
         Path("output/broad/final/model.safetensors").stat().st_mtime_ns
@@ -369,8 +369,8 @@ def test_under_torchrun_all_steps_run_in_the_processes_that_are_there(place):
         == "output/negatives/mined.jsonl"
     )
     for stage, strategy in (("broad", "ddp"), ("sharp", "fsdp")):
-        told = json.loads(Path(f"output/{stage}/run.json").read_text())
-        assert (told["num_processes"], told["strategy"]) == (2, strategy)
+        messages = json.loads(Path(f"output/{stage}/run.json").read_text())
+        assert (messages["num_processes"], messages["strategy"]) == (2, strategy)
     scores = json.loads(Path("output/check/stage.json").read_text())["scores"]
     assert f"ndcg@10 {scores['ndcg@10']:.4f}" in Path("output/stages.md").read_text()
 
@@ -382,8 +382,8 @@ def test_a_run_that_falls_short_stops_there_and_says_so(place, capsys):
     }
     written([{"name": "broad"}, check, {"name": "sharp"}])
     assert train() == 1
-    assert "stage check: nDCG@10 is" in (told := capsys.readouterr().err)
-    assert "> 1 is required; the stages after it are not run" in told
+    assert "stage check: nDCG@10 is" in (messages := capsys.readouterr().err)
+    assert "> 1 is required; the stages after it are not run" in messages
     assert states() == {"broad": "done", "check": "started"}
 
 
@@ -396,14 +396,14 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
         ]
     )
     assert train("--dry-run") == 0
-    told = capsys.readouterr().out
+    messages = capsys.readouterr().out
     assert (
-        told.index("==== broad (train)")
-        < told.index("would run: vembed merge")
-        < told.index("==== sharp (train)")
+        messages.index("==== broad (train)")
+        < messages.index("would run: vembed merge")
+        < messages.index("==== sharp (train)")
     )
-    assert "model_name: output/merge-2/final" in told
-    table = told.split(
+    assert "model_name: output/merge-2/final" in messages
+    table = messages.split(
         "==== memory of each process and time of each step, estimated\n"
     )[1].splitlines()
     assert [line.split()[:2] for line in table] == [
@@ -442,11 +442,11 @@ def test_a_plan_of_every_stage(place, capsys):
     ]
     written(stages)
     assert run_process("plan", ["cfg.yaml", "--json", "plan.json"]) == 0
-    told = capsys.readouterr().out
-    assert told.index("==== broad") < told.index("==== sharp")
-    assert told.count("hours: about ") == 2
-    assert "of a matrix product here (cpu)" in told
-    _, broad, negatives, sharp, check, other, total = told.split("==== memory")[
+    messages = capsys.readouterr().out
+    assert messages.index("==== broad") < messages.index("==== sharp")
+    assert messages.count("hours: about ") == 2
+    assert "of a matrix product here (cpu)" in messages
+    _, broad, negatives, sharp, check, other, total = messages.split("==== memory")[
         1
     ].splitlines()[1:]
     assert broad.endswith(": fits  below 1 s")
@@ -459,8 +459,8 @@ def test_a_plan_of_every_stage(place, capsys):
     )
     assert total.endswith("below 1 s, without the 1 not estimated")
     assert all(
-        one["fits"] and one["seconds"] < 60
-        for one in json.loads(Path("plan.json").read_text())
+        entry["fits"] and entry["seconds"] < 60
+        for entry in json.loads(Path("plan.json").read_text())
     )
     assert not Path("output").exists()
     assert run_process("plan", ["cfg.yaml", "--memory", "0.001"]) == 1
@@ -589,10 +589,10 @@ def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(
     assert run_process("train", ["cut.yaml", "devices=1"]) == 0
     assert "stage stage1: done already" in capsys.readouterr().err
     for stage in ("stage1", "stage2"):
-        found = losses(f"cut/{stage}")
+        actual = losses(f"cut/{stage}")
         expected = losses(f"whole/{stage}")
-        assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
-        assert found == pytest.approx(expected, rel=1e-5)
+        assert list(actual) == list(expected) == [1, 2, 3, 4, 5, 6]
+        assert actual == pytest.approx(expected, rel=1e-5)
     assert vembed.load_config("cut/stage1/config.yaml").parallel.strategy == "fsdp"
     assert (
         vembed.load_config("cut/stage2/config.yaml").model.model_name

@@ -257,11 +257,13 @@ def finish(process):
     )
 
 
-def wait_for_steps(process, output, wanted):
+def wait_for_steps(process, output, expected):
     """Until the run has logged a step, has ended, or the patience has."""
     end = time.monotonic() + PATIENCE_SECONDS
     while (
-        process.poll() is None and last_step(output) < wanted and time.monotonic() < end
+        process.poll() is None
+        and last_step(output) < expected
+        and time.monotonic() < end
     ):
         time.sleep(0.05)
 
@@ -300,8 +302,8 @@ def hurt(process, fault, draw, story, *, as_what=None):
         if fault in ("kill", "evaluation"):
             send(draw.choice(family), signal.SIGKILL)
         elif fault == "kill all":
-            for one in family:
-                send(one, signal.SIGKILL)
+            for entry in family:
+                send(entry, signal.SIGKILL)
         elif fault == "launcher":
             send(process.pid, signal.SIGKILL)
         elif fault == "halt":
@@ -343,13 +345,13 @@ def assert_nobody_left(output):
     end = time.monotonic() + 30
     while True:
         left = [
-            one
-            for one in psutil.process_iter(["cwd"])
-            if one.info["cwd"] == str(output.resolve())
+            entry
+            for entry in psutil.process_iter(["cwd"])
+            if entry.info["cwd"] == str(output.resolve())
         ]
         if not left:
             return
-        assert time.monotonic() < end, f"orphans: {[one.pid for one in left]}"
+        assert time.monotonic() < end, f"orphans: {[entry.pid for entry in left]}"
         time.sleep(0.1)
 
 
@@ -361,16 +363,16 @@ def last_step(output):
 def steps_and_losses(output, key="loss"):
     """Every logged step, or evaluation, once; AssertionError where one is doubled."""
     path = output / "metrics.jsonl"
-    found = {}
+    actual = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
         except ValueError:
             continue  # cut by a kill; resuming drops it
         if key in values:
-            assert values["step"] not in found, f"step {values['step']} is there twice"
-            found[values["step"]] = values[key]
-    return found
+            assert values["step"] not in actual, f"step {values['step']} is there twice"
+            actual[values["step"]] = values[key]
+    return actual
 
 
 def step_of(checkpoint):
@@ -389,20 +391,21 @@ def compare(whole, broken):
     assert list(evaluations[0]) == list(evaluations[1]), (
         "evaluations are missing or doubled"
     )
-    wanted = steps_and_losses(whole)
-    found = steps_and_losses(broken)
-    assert list(found) == list(wanted), (
-        f"steps differ: {sorted(set(wanted) ^ set(found))}"
+    expected = steps_and_losses(whole)
+    actual = steps_and_losses(broken)
+    assert list(actual) == list(expected), (
+        f"steps differ: {sorted(set(expected) ^ set(actual))}"
     )
     worst = max(
-        abs(found[step] - wanted[step]) / max(1.0, abs(wanted[step])) for step in wanted
+        abs(actual[step] - expected[step]) / max(1.0, abs(expected[step]))
+        for step in expected
     )
     assert worst <= LOSS_TOLERANCE, f"losses differ by {worst:.1e}"
-    one, two = (
+    first, two = (
         load_file(folder / "final" / "model.safetensors") for folder in (whole, broken)
     )
-    assert one.keys() == two.keys()
-    off = {name: float((one[name] - two[name]).abs().max()) for name in one}
+    assert first.keys() == two.keys()
+    off = {name: float((first[name] - two[name]).abs().max()) for name in first}
     for name, difference in off.items():
         bound = KEY_BIAS_TOLERANCE if name.endswith("key.bias") else WEIGHT_TOLERANCE
         assert difference <= bound, f"{name} differs by {difference:.1e}"

@@ -62,7 +62,7 @@ def why_not():
     """Return why this machine cannot play several, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
-    if missing := [one for one in ("ip", "tc") if shutil.which(one) is None]:
+    if missing := [entry for entry in ("ip", "tc") if shutil.which(entry) is None]:
         return f"{missing[0]} is not installed"
     try:
         with namespaces(1):
@@ -77,14 +77,14 @@ def why_not():
 @contextmanager
 def namespaces(count):
     """Lay out machines 10.77.0.1, 10.77.0.2, ... with links between all, and give the names of their namespaces."""
-    made = []
+    built = []
     try:
         for number in range(count + 1):
             name = f"vembed-{os.getpid()}-{number}"
             run(f"ip netns add {name}")
-            made.append(name)
+            built.append(name)
             run(f"ip -n {name} link set lo up")
-        *names, hub = made
+        *names, hub = built
         run(f"ip -n {hub} link add switch type bridge")
         run(f"ip -n {hub} link set switch up")
         for number, name in enumerate(names):
@@ -101,7 +101,7 @@ def namespaces(count):
                 )
         yield names
     finally:
-        for name in reversed(made):
+        for name in reversed(built):
             run(f"ip netns delete {name}")
 
 
@@ -136,10 +136,10 @@ def start(names, config, output, row):
 
 def kill_machine(name):
     """End every process of a machine at once, as a power failure does."""
-    found = subprocess.run(
+    actual = subprocess.run(
         ["ip", "netns", "pids", name], check=True, capture_output=True, text=True
     )
-    for pid in found.stdout.split():
+    for pid in actual.stdout.split():
         os.kill(int(pid), signal.SIGKILL)
 
 
@@ -181,7 +181,7 @@ def main(words=None):
     """Run the rows that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "rows", nargs="*", choices=[*(one.name for one in ROWS), []], default=[]
+        "rows", nargs="*", choices=[*(row.name for row in ROWS), []], default=[]
     )
     arguments = parser.parse_args(words)
     if (reason := why_not()) is not None:
@@ -189,7 +189,7 @@ def main(words=None):
     with tempfile.TemporaryDirectory(prefix="vembed-machines-") as name:
         all_rows(
             Path(name),
-            [one for one in ROWS if not arguments.rows or one.name in arguments.rows],
+            [row for row in ROWS if not arguments.rows or row.name in arguments.rows],
         )
 
 

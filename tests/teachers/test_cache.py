@@ -64,7 +64,7 @@ def prepare(config, cache, examples, fingerprint="data"):
     with start_session(config) as session:
         teachers = Teachers(config.objective, config.data, config.model, session, cache)
         teachers.prepare(Data(examples, fingerprint))
-        return {name: one.store.num_added for name, one in teachers.by_name.items()}
+        return {name: value.store.num_added for name, value in teachers.by_name.items()}
 
 
 def run(world_size, config, cache, *more):
@@ -85,11 +85,11 @@ def width_of(store):
 
 
 def stores(cache):
-    found = [
+    actual = [
         RowStore(cache / "teachers", path.name, "teacher", ".answers")
         for path in (cache / "teachers").iterdir()
     ]
-    return {width_of(store): store for store in found}
+    return {width_of(store): store for store in actual}
 
 
 def answers_on_disk(cache):
@@ -117,10 +117,10 @@ def test_two_ranks_answer_once_and_a_second_run_reads(tmp_path, config):
 def test_damage_is_named_and_mended(tmp_path, config, caplog):
     run(1, config, tmp_path)
     whole = answers_on_disk(tmp_path)
-    kept = stores(tmp_path)
-    (file,) = kept[32].folder.glob("*.answers.keys")
+    remaining = stores(tmp_path)
+    (file,) = remaining[32].folder.glob("*.answers.keys")
     file.write_bytes(b"")
-    (other,) = kept[1].folder.glob("*.answers")
+    (other,) = remaining[1].folder.glob("*.answers")
     other.write_bytes(other.read_bytes()[:100])
     caplog.set_level(logging.WARNING, logger="vembed")
     with caplog.at_level(logging.INFO, logger="vembed"):
@@ -129,7 +129,7 @@ def test_damage_is_named_and_mended(tmp_path, config, caplog):
         f"{stores(tmp_path)[32].folder} holds 0 answers of 90: the others are computed anew"
         in caplog.text
     )
-    assert f"{kept[1].folder} holds 12 answers of 60" in caplog.text
+    assert f"{remaining[1].folder} holds 12 answers of 60" in caplog.text
     again = answers_on_disk(tmp_path)
     for width, answers in again.items():
         np.testing.assert_allclose(answers, whole[width], atol=1e-6)
@@ -159,11 +159,13 @@ def vectors_of(config, cache, items):
 def test_answers_do_not_depend_on_what_was_asked_for_first(tmp_path, config):
     text = texts(1, seed=3, shortest=12, longest=12)[0]
     items = [Item(text), Item(text, prompt="find: "), Item(text, max_length=5)]
-    found = vectors_of(config, tmp_path / "a", items)
+    actual = vectors_of(config, tmp_path / "a", items)
     np.testing.assert_allclose(
-        vectors_of(config, tmp_path / "b", items[::-1])[::-1], found, atol=1e-6
+        vectors_of(config, tmp_path / "b", items[::-1])[::-1], actual, atol=1e-6
     )
-    assert np.abs(found[0] - found[1]).max() > 0.01 < np.abs(found[0] - found[2]).max()
+    assert (
+        np.abs(actual[0] - actual[1]).max() > 0.01 < np.abs(actual[0] - actual[2]).max()
+    )
 
 
 def test_two_runs_at_once_share_a_folder(tmp_path):
@@ -173,11 +175,12 @@ def test_two_runs_at_once_share_a_folder(tmp_path):
     runs = [RowStore(tmp_path, "identity", "teacher", ".answers") for _ in range(2)]
     for start in range(0, 40, 5):
         for store, size in zip(runs, (5, 12), strict=True):
-            wanted = range(start, min(start + size, 40))
+            expected = range(start, min(start + size, 40))
             places = [
-                wanted[place] for place in store.missing([keys[one] for one in wanted])
+                expected[place]
+                for place in store.missing([keys[entry] for entry in expected])
             ]
-            store.add_rows([keys[one] for one in places], rows[places])
+            store.add_rows([keys[place] for place in places], rows[places])
     assert sum(store.num_added for store in runs) == 40, (
         "what the other run has computed is not computed again"
     )
@@ -185,9 +188,9 @@ def test_two_runs_at_once_share_a_folder(tmp_path):
     assert len(files) == 2
     with files[0].open("ab") as file:
         file.write(b"the beginning of a block that is being written")
-    found = RowStore(tmp_path, "identity", "teacher", ".answers").find_rows(keys)
-    assert len(found) == 40
-    for place, row in found.items():
+    actual = RowStore(tmp_path, "identity", "teacher", ".answers").find_rows(keys)
+    assert len(actual) == 40
+    for place, row in actual.items():
         assert np.array_equal(row, rows[place])
 
 
@@ -210,14 +213,14 @@ def test_own_prompts_and_length_of_a_teacher_come_before_those_of_a_source(
 ):
     source = ReadAs(query_prompt="find: ", document_prompt="passage: ", max_length=4)
 
-    def added(**own):
+    def added(**teacher_options):
         config = config_of(shared(tiny_bert), shared(tiny_reranker), strategy="ddp")
         config.objective.teachers[0] = config.objective.teachers[0].model_copy(
-            update=own
+            update=teacher_options
         )
-        prompted = [source.apply(one) for one in rows()]
+        prompted = [source.apply(row) for row in rows()]
         return [
-            prepare(config, tmp_path / str(own), *data)["bert"]
+            prepare(config, tmp_path / str(teacher_options), *data)["bert"]
             for data in ((rows(), "a"), (prompted, "b"))
         ]
 

@@ -19,7 +19,7 @@ def own_cache(tmp_path, monkeypatch):
 def train(tmp_path, records, **options):
     """The logged steps of a run."""
     path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in records))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     settings = {
         "model_name": str(shared(tiny_bert)),
         "data_path": str(path),
@@ -86,7 +86,7 @@ def test_a_teacher_of_texts_and_images(tmp_path):
 
 
 def test_texts_without_pairs_follow_a_teacher(tmp_path):
-    alone = [{"text": one} for one in texts(24, seed=5)]
+    alone = [{"text": text} for text in texts(24, seed=5)]
     teacher = str(shared(tiny_bert, layers=1, hidden=24))
     losses = [{"loss": "embedding"}, {"loss": "relational"}]
     steps = train(
@@ -111,11 +111,11 @@ def test_texts_without_pairs_follow_a_teacher(tmp_path):
 
 
 def test_scores_in_the_data(tmp_path):
-    scored = [{**one, "scores": [2.0, 0.5, -1.0]} for one in records()]
+    scored = [{**record, "scores": [2.0, 0.5, -1.0]} for record in records()]
     train(tmp_path, scored, loss="kl", teacher="scores", temperature=1.0)
     apart = [
-        {**one, "positive_scores": [2.0], "negative_scores": [0.5, -1.0]}
-        for one in records()
+        {**record, "positive_scores": [2.0], "negative_scores": [0.5, -1.0]}
+        for record in records()
     ]
     train(
         tmp_path,
@@ -129,7 +129,10 @@ def test_scores_in_the_data(tmp_path):
 
 @pytest.mark.parametrize("loss", ["margin_mse", "score_mse", "kl"])
 def test_losses_that_compare_with_hard_negatives_alone_need_some(loss, tmp_path):
-    pairs = [{"query": one["query"], "positive": one["positive"]} for one in records()]
+    pairs = [
+        {"query": record["query"], "positive": record["positive"]}
+        for record in records()
+    ]
     teacher = str(shared(tiny_bert))
     with pytest.raises(
         vembed.UserError,

@@ -73,19 +73,19 @@ def kept(cache):
         RowStore(cache / "teachers", path.name, "teacher", ".answers")
         for path in sorted((cache / "teachers").iterdir())
     ]
-    found = {}
+    actual = {}
     for store in stores:
         keys = list(store._places._recent)
-        found[store.folder.name] = {
+        actual[store.folder.name] = {
             keys[place]: row for place, row in store.find_rows(keys).items()
         }
-    return found
+    return actual
 
 
 def test_shards_answer_as_whole_teachers_do(tmp_path):
     judge = yes_no_decoder(tmp_path / "judge")
     single = [
-        replace(one, negatives=()) for one in rows(40)[39:]
+        replace(entry, negatives=()) for entry in rows(40)[39:]
     ]  # one pair: a rank has none
     data = [rows(9), single]
     answer(config_of(judge), tmp_path / "whole", data)
@@ -124,19 +124,19 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path):
             config.objective, config.data, config.model, session, tmp_path / "cache"
         )
         teachers.prepare(Data([example], "data"))
-        found = teachers.by_name[str(folder)].compute(
+        actual = teachers.by_name[str(folder)].compute(
             [(example.query, example.negatives[0])]
         )
     text = f"<Instruct>: Do they match\n<Query>: {example.query.text}\n<Document>: {example.negatives[0].text}"
     ids = [
-        one
+        entry
         for part in (ANSWER_PROMPT, text, ANSWER_END)
-        for one in tokenizer.encode(part, add_special_tokens=False)
+        for entry in tokenizer.encode(part, add_special_tokens=False)
     ]
     no, yes = tokenizer.convert_tokens_to_ids(["no", "yes"])
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0, -1]
-    assert float(found[0, 0]) == pytest.approx(
+    assert float(actual[0, 0]) == pytest.approx(
         float(logits[yes] - logits[no]), abs=1e-4
     )
 

@@ -82,8 +82,8 @@ def test_a_function_is_cut_out_as_it_is_written_less_its_docstring(tmp_path):
     (tmp_path / "test" / "other.py").write_text(SOURCE)
     (tmp_path / "broken.py").write_text("def (:\n")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
-    (found,) = standard_library_pairs(tmp_path)
-    assert found == FunctionPair(
+    (actual,) = standard_library_pairs(tmp_path)
+    assert actual == FunctionPair(
         module="package.module",
         query="Read what is there. And more of it.",
         positive=(

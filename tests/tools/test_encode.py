@@ -14,11 +14,13 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from tests.commands import command
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.cli.commands import encode
 from vembed.cli.main import app
+from vembed.files import replaced_file
 from vembed.inference.encoding import quantized, ranges_of
 
 TEXTS = [
@@ -116,6 +118,17 @@ def test_forms_of_records(folder, records):
         assert table.column("id").to_pylist() == [record["_id"] for record in records]
     else:
         assert table.column_names == ["embedding"]
+
+
+@pytest.mark.parametrize("name", ["out.npy", "out.parquet"])
+def test_two_commands_that_write_one_file(texts, folder, name):
+    with replaced_file(folder / name) as partial:
+        partial.write_text("of the first")
+        done = command("encode", BERT, texts, name)
+    assert done.returncode == 2
+    assert f"error: {name} is being written by another process: wait" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert (folder / name).read_text() == "of the first"
 
 
 @pytest.mark.parametrize("form", ["text", "jsonl"])
@@ -246,8 +259,8 @@ def test_a_folder_of_images(pictures, folder):
             vectors_of(pictures, target, CLIP), vectors, atol=1e-6
         )
     assert pq.read_table("out.parquet").column("id").to_pylist() == names
-    kept = [{"image": name} for name in names]
-    assert rows_in(folder / "out.kept.jsonl") == kept
+    remaining = [{"image": name} for name in names]
+    assert rows_in(folder / "out.kept.jsonl") == remaining
     (folder / "empty").mkdir()
     with pytest.raises(UserError, match="empty is a folder without images"):
         vectors_of("empty")
@@ -311,14 +324,14 @@ def test_kept_columns(folder):
     table = pq.read_table("out.parquet")
     assert table.column_names == [*keep, "embedding"]
     assert table.schema.field("year").type == pa.int64()
-    kept = table.drop(["embedding"]).to_pylist()
-    assert [{**row, "tags": json.loads(row["tags"])} for row in kept] == [
+    remaining = table.drop(["embedding"]).to_pylist()
+    assert [{**row, "tags": json.loads(row["tags"])} for row in remaining] == [
         {name: row[name] for name in keep} for row in rows
     ]
     vectors = vectors_of("corpus.jsonl", column="body", keep="id,year")
     assert vectors.shape == (6, 32)
-    kept = rows_in(folder / "out.kept.jsonl")
-    assert kept == [{"id": row["id"], "year": row["year"]} for row in rows]
+    remaining = rows_in(folder / "out.kept.jsonl")
+    assert remaining == [{"id": row["id"], "year": row["year"]} for row in rows]
 
 
 def test_vectors_in_fewer_bits(texts, monkeypatch):

@@ -87,14 +87,14 @@ def test_compressed_documents(pairs, tmp_path, printed):
     documents = model.encode([f"a {word} thing" for word in WORDS])
     equal = ((asked[:, None] > 0) == (documents[None] > 0)).sum(axis=2)
     ranks = [
-        int((row > row[own]).sum() + (row[:own] == row[own]).sum())
-        for own, row in enumerate(equal)
+        int((row > row[query]).sum() + (row[:query] == row[query]).sum())
+        for query, row in enumerate(equal)
     ]
     expected = np.mean([1 / np.log2(rank + 2) for rank in ranks])
     assert scores["compressed/binary/32/ndcg@10"] == pytest.approx(expected)
     order = np.argsort(-(asked @ np.where(documents > 0, 1, -1).T), axis=1)
     rescored = np.mean(
-        [1 / np.log2(list(row).index(own) + 2) for own, row in enumerate(order)]
+        [1 / np.log2(list(row).index(query) + 2) for query, row in enumerate(order)]
     )
     assert scores["compressed/binary_rescored/32/ndcg@10"] == pytest.approx(rescored)
     lines = [line.split() for line in text.splitlines()]

@@ -8,6 +8,7 @@ import torch
 
 import vembed
 from tests.built import model_of
+from tests.commands import command
 from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
 from vembed.cli.commands.export import copy_model, export
@@ -18,6 +19,7 @@ from vembed.models.precision import Bf16Linear
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
 from vembed.parallel.step_memory import MemoryEstimate, measure
+from vembed.saving.files import replaced_folder
 
 
 def placed(num_ranks=1, **options):
@@ -37,8 +39,10 @@ def test_plan_counts_parameters_and_divides_them():
     alone = placed()
     size = measure(alone.run.config)
     real = model_of(alone.run.config)
-    assert size.total == sum(one.numel() for one in real.parameters())
-    assert size.weight_bytes == sum(one.numel() * 4 for one in real.parameters())
+    assert size.total == sum(parameter.numel() for parameter in real.parameters())
+    assert size.weight_bytes == sum(
+        parameter.numel() * 4 for parameter in real.parameters()
+    )
     need = MemoryEstimate(alone, size).in_step()
     assert need.optimizer == 2 * need.gradients == 8 * size.trained
     assert (
@@ -70,10 +74,12 @@ def test_plan_left_out_the_copies_of_weights_in_bfloat16():
     )
     model = model_of(narrow.run.config)
     model.compute_in_bf16()
-    inside = [one for one in model.modules() if isinstance(one, Bf16Linear)]
-    made = sum(2 * one.numel() for layer in inside for one in layer.parameters())
+    inside = [module for module in model.modules() if isinstance(module, Bf16Linear)]
+    built = sum(
+        2 * parameter.numel() for layer in inside for parameter in layer.parameters()
+    )
     assert MemoryEstimate(narrow, size).in_step().copies == pytest.approx(
-        made, rel=0.02
+        built, rel=0.02
     ), "norms are counted too, and are small"
     adapters = placed(mixed_precision="bf16", use_lora=True, torch_dtype="bfloat16")
     of_adapters = measure(adapters.run.config)
@@ -93,11 +99,11 @@ def test_plan_reads_the_options_of_the_batch():
         placed(use_gradient_cache=False, batch_size=64), size
     ).in_step()
     assert whole.activations == pytest.approx(128 * one_row.activations)
-    kept = placed(batch_size=64)
+    remaining = placed(batch_size=64)
     assert (
-        MemoryEstimate(kept, size).in_step() == whole
+        MemoryEstimate(remaining, size).in_step() == whole
         and "so that Gradient Cache is off"
-        in MemoryEstimate(kept, size).describe_graphs()
+        in MemoryEstimate(remaining, size).describe_graphs()
     ), "its graphs fit"
     with pytest.raises(UserError, match="cannot be divided among 3 processes"):
         placed(3, global_batch_size=16)
@@ -127,12 +133,26 @@ def test_export_merges_an_adapter(tmp_path):
     result = vembed.train(settings(tmp_path, **more))
     merged = copy_model(str(result.model_dir), tmp_path / "merged", merge=True)
     texts = ["red green", "a small bird in the garden"]
-    one, two = (
+    first, two = (
         vembed.Embedder(folder).encode(texts) for folder in (result.model_dir, merged)
     )
-    np.testing.assert_allclose(one, two, atol=1e-6)
+    np.testing.assert_allclose(first, two, atol=1e-6)
     assert not (merged / "adapter_config.json").exists()
     with pytest.raises(UserError, match="no adapter to merge"):
         copy_model(str(shared(tiny_bert)), tmp_path / "other", merge=True)
     with pytest.raises(UserError, match="exists already"):
         export(str(merged), str(merged))
+
+
+def test_two_exports_into_one_folder(tmp_path):
+    """The later one gets a sentence, and the earlier one is not disturbed."""
+    target = tmp_path / "copy"
+    with replaced_folder(target) as folder:
+        (folder / "first.txt").write_text("1")
+        done = command("export", str(shared(tiny_bert)), str(target))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {target} is being written by another process: wait for its end, or choose another name\n",
+    )
+    assert (target / "first.txt").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]

@@ -47,8 +47,8 @@ def texts(tmp_path):
 def records(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [
-        {"query": one, "positive": [f"{one} here", "bird"], "negatives": ["train"]}
-        for one in TEXTS[:3]
+        {"query": text, "positive": [f"{text} here", "bird"], "negatives": ["train"]}
+        for text in TEXTS[:3]
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -56,7 +56,9 @@ def records(tmp_path):
 
 def in_order():
     return [
-        (one, other) for one in TEXTS[:3] for other in (f"{one} here", "bird", "train")
+        (text, other)
+        for text in TEXTS[:3]
+        for other in (f"{text} here", "bird", "train")
     ]
 
 
@@ -70,7 +72,7 @@ def test_hidden_states_are_those_of_transformers(make, pooling):
     folder = shared(make)
     embedder = Embedder(folder, device="cpu")
     prompt = embedder.description.document_prompt
-    found = embedder.hidden_states(TEXTS, pooling=pooling)
+    actual = embedder.hidden_states(TEXTS, pooling=pooling)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder).eval()
     for row, text in enumerate(TEXTS):
@@ -83,9 +85,9 @@ def test_hidden_states_are_those_of_transformers(make, pooling):
         expected = np.stack(rows)
         # With Qwen3 the last of Transformers is behind the last norm.
         number = len(states) - (make is tiny_qwen3_st)
-        np.testing.assert_allclose(found[row, :number], expected[:number], atol=1e-5)
-    some = embedder.hidden_states(TEXTS, [0, -1], pooling=pooling)
-    np.testing.assert_array_equal(some, found[:, [0, -1]])
+        np.testing.assert_allclose(actual[row, :number], expected[:number], atol=1e-5)
+    subset = embedder.hidden_states(TEXTS, [0, -1], pooling=pooling)
+    np.testing.assert_array_equal(subset, actual[:, [0, -1]])
     assert embedder.hidden_states([]).shape == (0, len(states), 32)
 
 
@@ -127,7 +129,7 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
     folder = str(shared(tiny_bert_st))
     embedder = Embedder(folder, device="cpu")
     expected = embedder.score(in_order())
-    query = embedder.encode([one for one, _ in in_order()], "query", normalize=True)
+    query = embedder.encode([entry for entry, _ in in_order()], "query", normalize=True)
     document = embedder.encode(
         [other for _, other in in_order()], "document", normalize=True
     )
@@ -166,10 +168,10 @@ def _on_a_rank(folder, texts, records, val, out, strategy):
     with start_command_session(folder, strategy=strategy) as session:
         embedder = Embedder(folder, session=session)
         held = [
-            one.to_local() if isinstance(one, DTensor) else one
-            for one in embedder.model.parameters()
+            parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            for parameter in embedder.model.parameters()
         ]
-        return scores, sum(one.numel() for one in held)
+        return scores, sum(entry.numel() for entry in held)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -183,27 +185,27 @@ def test_processes_write_what_one_writes(texts, records, tmp_path, world_size):
         out.mkdir()
         files = (str(texts), str(records), val, str(out))
         cases[strategy] = (folder, *files, strategy)
-    found = run_cases(_on_a_rank, world_size, cases, process_group=False)
+    actual = run_cases(_on_a_rank, world_size, cases, process_group=False)
     for strategy in cases:
         _assert_as_one_writes(
-            folder, val, tmp_path / strategy, strategy, result_of(found, strategy)
+            folder, val, tmp_path / strategy, strategy, result_of(actual, strategy)
         )
 
 
 def _assert_as_one_writes(folder, val, out, strategy, ends):
-    one = Embedder(folder, device="cpu")
+    first = Embedder(folder, device="cpu")
     np.testing.assert_allclose(
-        np.load(out / "vectors.npy"), one.encode(TEXTS), atol=1e-5
+        np.load(out / "vectors.npy"), first.encode(TEXTS), atol=1e-5
     )
     np.testing.assert_allclose(
-        np.load(out / "layers.npy"), one.hidden_states(TEXTS), atol=1e-5
+        np.load(out / "layers.npy"), first.hidden_states(TEXTS), atol=1e-5
     )
     np.testing.assert_allclose(
-        np.load(out / "scores.npy"), one.score(in_order()), atol=1e-5
+        np.load(out / "scores.npy"), first.score(in_order()), atol=1e-5
     )
     for scores, _ in ends:
         assert scores == pytest.approx(evaluate(folder, val))
-    total = sum(parameter.numel() for parameter in one.model.parameters())
+    total = sum(parameter.numel() for parameter in first.model.parameters())
     held = [count for _, count in ends]
     if strategy == "ddp":
         assert held == [total] * len(ends)

@@ -100,9 +100,9 @@ def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own():
 
 
 def test_infonce_has_the_temperature_with_which_the_model_was_trained():
-    def temperature(own, **options):
+    def temperature(base, **options):
         config = TrainConfig(**BASE, **options)
-        return run_temperature(config.objective, config.data, "m", own)
+        return run_temperature(config.objective, config.data, "m", base)
 
     assert temperature(0.01) == 0.01
     assert (
@@ -143,7 +143,7 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
 
 
 @pytest.mark.parametrize(
-    ("options", "size", "found"),
+    ("options", "size", "actual"),
     [
         # eval_steps, save_steps, load_best_model_at_end, patience
         ({}, {}, (100, 100, True, 4)),
@@ -178,7 +178,7 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
         ({"eval_steps": 4, "save_steps": 6}, {}, (4, 6, False, 4)),
     ],
 )
-def test_intervals_suit_the_size_of_the_run(options, size, found):
+def test_intervals_suit_the_size_of_the_run(options, size, actual):
     config = TrainConfig(**{**SCORED, **options})
     facts = replace(
         SIZE,
@@ -193,7 +193,7 @@ def test_intervals_suit_the_size_of_the_run(options, size, found):
         values["save_steps"],
         values["load_best_model_at_end"],
         values["patience"],
-    ) == found
+    ) == actual
 
 
 def test_patience_counts_evaluations_without_a_better_score():
@@ -209,9 +209,9 @@ def test_patience_counts_evaluations_without_a_better_score():
     assert told(hook, 4, 0.5) is None
     again = Patience(2, warmup_steps=3)
     again.load_state(json.loads(json.dumps(hook.state())))
-    for one in (hook, again):
+    for entry in (hook, again):
         assert (
-            told(one, 5, 0.4)
+            told(entry, 5, 0.4)
             == "patience: 2 evaluations since step 1 found no ndcg@10 above 0.5000"
         )
 

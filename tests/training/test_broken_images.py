@@ -17,8 +17,8 @@ from vembed.training import setup
 
 def train(folder, images, **more):
     rows = [
-        {"query": f"{tiny.WORDS[number % 20]} {number}", "positive": {"image": one}}
-        for number, one in enumerate(images)
+        {"query": f"{tiny.WORDS[number % 20]} {number}", "positive": {"image": image}}
+        for number, image in enumerate(images)
     ]
     write_jsonl(folder / "train.jsonl", rows)
     on_step = more.pop("on_step", None)
@@ -37,11 +37,11 @@ def test_an_image_that_breaks_during_a_run(tmp_path, monkeypatch):
     """It is decoded by a process, which ends with the run."""
     monkeypatch.setattr(decoders, "DECODED_BY_THREADS", 1)
     monkeypatch.setattr(setup, "num_cores", lambda: 2)
-    made = []
+    built = []
     original = decoders.Decoders.start
 
     def start(self, images):
-        made.append(self)
+        built.append(self)
         return original(self, images)
 
     monkeypatch.setattr(decoders.Decoders, "start", start)
@@ -52,8 +52,8 @@ def test_an_image_that_breaks_during_a_run(tmp_path, monkeypatch):
     pids = []
 
     def on_step(_):
-        if len(made[-1].pids) == 2:
-            pids[:] = made[-1].pids
+        if len(built[-1].pids) == 2:
+            pids[:] = built[-1].pids
             broken = tmp_path / "broken.jpg"
             broken.write_bytes(b"\xff\xd8\xff\xe0 nothing")
             broken.replace(file)  # never empty in between
@@ -65,7 +65,7 @@ def test_an_image_that_breaks_during_a_run(tmp_path, monkeypatch):
         train(tmp_path, [f"{number}.jpg" for number in range(400)], on_step=on_step)
     said = str(caught.value)
     del caught  # its traceback holds the run
-    made.clear()
+    built.clear()
     gc.collect()
     name, line = said.split(".jpg (")
     assert int(name.split("/")[-1]) + 1 == int(line.split("jsonl:")[1].split(")")[0])

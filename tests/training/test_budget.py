@@ -68,17 +68,17 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
     )
     optimizer = torch.optim.AdamW(model.parameters())
     longest = [SimpleNamespace(length=size.max_length)]
-    found = step_memory.find_budget(
+    actual = step_memory.find_budget(
         config.batch, model, Featuriser(model.description), session, longest, optimizer
     )
-    assert (found.micro_batch_tokens, found.kept_graph_tokens) == tokens_of(
+    assert (actual.micro_batch_tokens, actual.kept_graph_tokens) == tokens_of(
         placement, estimate.demand(), size.max_length
     )
     states = replace(estimate.demand(), fixed=held.fixed)
-    assert found.kept_graph_tokens < tokens_of(placement, states, size.max_length)[1], (
-        "the optimizer's state is to come"
-    )
-    graphs = found.kept_graph_tokens * held.per_token
+    assert (
+        actual.kept_graph_tokens < tokens_of(placement, states, size.max_length)[1]
+    ), "the optimizer's state is to come"
+    graphs = actual.kept_graph_tokens * held.per_token
     assert need.states + need.copies + need.loss + graphs == pytest.approx(
         0.8 * placement.memory, rel=0.01
     )
@@ -110,13 +110,13 @@ def test_the_measured_graph_was_never_freed(tmp_path):
     config = config_for(tmp_path, model_name=str(shared(tiny_bert)))
     with start_session(resolve_run(config)) as session:
         model = session.prepare(model_of(config))
-        kept = weakref.ref(next(model.parameters()))
+        remaining = weakref.ref(next(model.parameters()))
         featuriser = Featuriser(described(config))
         sample = featuriser.features([(Item("red green house river"), "document")])
         assert step_memory.bytes_per_token(model, featuriser, session, sample) > 0
     del model, session
     gc.collect()
-    assert kept() is None, "a graph holds the weights"
+    assert remaining() is None, "a graph holds the weights"
 
 
 def test_recomputation_is_on_under_fsdp_unless_memory_is_enough():
@@ -127,8 +127,8 @@ def test_recomputation_is_on_under_fsdp_unless_memory_is_enough():
         (small, "ddp"): (False, "default without FSDP"),
     }
     for (memory, strategy), (value, reason) in decisions.items():
-        made = placed(8, memory=memory, strategy=strategy).recomputation
-        assert made.value is value and reason in made.reason
+        built = placed(8, memory=memory, strategy=strategy).recomputation
+        assert built.value is value and reason in built.reason
     large_batch = placed(8, strategy="fsdp", batch_size=2048).recomputation
     assert not large_batch.value and "Gradient Cache bounds" in large_batch.reason
     assert placed(8, strategy="fsdp", gradient_checkpointing=True).recomputation.value
@@ -150,13 +150,13 @@ def test_a_failed_attempt_kept_its_outputs_while_memory_was_emptied(
     alive = []
 
     def watched(self, parts, **options):
-        found = forward(self, parts, **options)
-        outputs.extend(weakref.ref(one) for one in found)
-        return found
+        actual = forward(self, parts, **options)
+        outputs.extend(weakref.ref(entry) for entry in actual)
+        return actual
 
-    def counted(self, given):
-        alive.append(sum(one() is not None for one in outputs))
-        return smaller(self, given)
+    def counted(self, value):
+        alive.append(sum(output() is not None for output in outputs))
+        return smaller(self, value)
 
     monkeypatch.setattr(EmbeddingModel, "forward", watched)
     monkeypatch.setattr(MemoryGuard, "smaller", counted)

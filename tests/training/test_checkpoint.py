@@ -47,7 +47,7 @@ class Run:
         self.loss = TinyLoss()
         self.rebuild()
         self.state = asdict(LoopState())
-        self.found = None
+        self.point = None
 
     def rebuild(self):
         """Once more, when the model has been wrapped."""
@@ -59,13 +59,13 @@ class Run:
         return Trained(self.model, self.loss, self.optimizer)
 
     def resume(self, identity=None):
-        self.found = self.checkpointer.find(self.config.model)
+        self.point = self.checkpointer.find(self.config.model)
         identity = identity or {"data": "abc", "global_batch_size": 8}
-        self.checkpointer.check(self.found, self.config.to_dict(), identity)
-        self.checkpointer.require_steps_left(self.found, 1_000)
-        self.checkpointer.begin(self.found)
-        if self.found is not None:
-            self.state = self.checkpointer.load(self.found, self.trained)
+        self.checkpointer.check(self.point, self.config.to_dict(), identity)
+        self.checkpointer.require_steps_left(self.point, 1_000)
+        self.checkpointer.begin(self.point)
+        if self.point is not None:
+            self.state = self.checkpointer.load(self.point, self.trained)
         return self
 
     def train(self, num_steps=1):
@@ -102,7 +102,7 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
         run.state |= {"best": 0.5, "best_step": 3, "before": {"ndcg@10": 0.1}}
         run.state["scale"]["value"] = 2.0**16
         expected = run.save().whole()
-        kept = dict(run.state)
+        remaining = dict(run.state)
         run.train().save()  # goes on, so that nothing that comes back is there by chance
     folder = tmp_path / "checkpoint-3"
     names = {path.name for path in folder.iterdir()}
@@ -115,7 +115,7 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
         assert not any("embeddings" in name for name in file.keys())  # noqa: SIM118 - no mapping
     with starting(tmp_path, resume=str(folder)) as run:
         run.resume()
-        assert run.state == kept
+        assert run.state == remaining
         assert_same(run.whole(), expected)
         assert run.model.num_seen.tolist() == [5.0] * 3
         assert (tmp_path / "checkpoint-4.abandoned").is_dir()
@@ -303,13 +303,18 @@ def with_blocks(output_dir, resume, **options):
     with start_session(config_for(output_dir, **options)) as session:
         run = Run(session, output_dir, resume=resume, **options)
         run.optimizer = Blocks(
-            [one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1}
+            [
+                parameter
+                for parameter in run.model.parameters()
+                if parameter.requires_grad
+            ],
+            {"lr": 0.1},
         )
         run.resume()
         moment = run.optimizer.state[run.model.head.weight].get("moment")
-        found = None if moment is None else (moment.a.tolist(), moment.b.tolist())
+        actual = None if moment is None else (moment.a.tolist(), moment.b.tolist())
         run.train(2).save()
-        return found
+        return actual
 
 
 def test_blocks_of_a_quantised_state_follow_the_number_of_processes(tmp_path):
@@ -346,7 +351,7 @@ class Killer:
 def killed_everywhere(output_dir):
     """In a process of its own: a child for every moment at which a save can be killed, and what is on the disk then."""
     start = output_dir / "start"
-    found = []
+    actual = []
     with start_session(config_for(output_dir)) as session:
         Run(session, start).resume().train().save()
         for at in range(1, 100):
@@ -372,7 +377,7 @@ def killed_everywhere(output_dir):
                 integrity.verify(path) for path in listed
             )
             run = Run(session, folder, resume=True).resume()
-            found.append(
+            actual.append(
                 (
                     os.WIFSIGNALED(status),
                     are_whole,
@@ -381,18 +386,18 @@ def killed_everywhere(output_dir):
                 )
             )
             if status == 0:
-                return found
-    return found
+                return actual
+    return actual
 
 
 def test_kill_9_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
-    found = run_ranks(killed_everywhere, 1, tmp_path, process_group=False)[0]
-    assert len(found) > 15
-    assert [killed for killed, *_ in found] == [True] * (len(found) - 1) + [False]
-    assert all(are_whole for _, are_whole, *_ in found)
-    assert all(leftovers == [] for *_, leftovers in found)
+    actual = run_ranks(killed_everywhere, 1, tmp_path, process_group=False)[0]
+    assert len(actual) > 15
+    assert [killed for killed, *_ in actual] == [True] * (len(actual) - 1) + [False]
+    assert all(are_whole for _, are_whole, *_ in actual)
+    assert all(leftovers == [] for *_, leftovers in actual)
     # Up to the rename the old one counts, from then on the new one.
-    steps = [number for _, _, number, _ in found]
+    steps = [number for _, _, number, _ in actual]
     assert set(steps) == {1, 2}
     assert steps == sorted(steps)
 

@@ -22,12 +22,12 @@ def one_part(output_dir, model_name, options):
         run = Run(session, output_dir, **options)
         run.model = session.prepare(run.model, ("Layer",))
         run.rebuild().resume()
-        found = run.whole()
+        actual = run.whole()
         run.train().save()
         left = run.whole()
         run.model.num_seen += 1  # an asynchronous save must not see this
         run.checkpointer.wait()
-        return run.state["step"], session.strategy, found, left
+        return run.state["step"], session.strategy, actual, left
 
 
 CHAIN = [
@@ -60,10 +60,10 @@ def test_every_strategy_goes_on_from_every_other_without_a_bit_of_difference(tmp
         parts = run_ranks(
             one_part, world_size, tmp_path, model_name, options, process_group=False
         )
-        for last_step, used, found, _ in parts:
+        for last_step, used, part, _ in parts:
             assert (last_step, used) == (number + 1, strategy)
             if before is not None:
-                assert_same(found, before)
+                assert_same(part, before)
         before = parts[0][3]
         for *_, left in parts[1:]:
             assert_same(left, before)
@@ -122,9 +122,9 @@ def test_asynchronous_saving_waits_as_long_as_other_collectives(tmp_path):
 
 def two_folders(output_dir):
     with start_session(config_for(output_dir, strategy="ddp")) as session:
-        own = output_dir / f"rank-{session.rank}"
+        rank_folder = output_dir / f"rank-{session.rank}"
         with pytest.raises(UserError) as not_shared:
-            Run(session, own).resume()
+            Run(session, rank_folder).resume()
         blocked = output_dir / "file" if session.rank else output_dir
         with pytest.raises(UserError) as not_writable:
             Run(session, blocked / "run").resume()

@@ -25,19 +25,19 @@ def gathered():
         for name, counts in COUNTS.items()
     }
     collectives.calls.clear()
-    found = gather_columns(columns)
-    return found, collectives.calls.total()
+    actual = gather_columns(columns)
+    return actual, collectives.calls.total()
 
 
 def test_columns_arrive_bit_for_bit():
-    wanted = {
+    expected = {
         name: torch.cat([part(name, rank) for rank in range(3)]) for name in COUNTS
     }
-    for found, num_collectives in run_ranks(gathered, 3):
+    for result, num_collectives in run_ranks(gathered, 3):
         assert num_collectives == 1
-        for name, column in wanted.items():
+        for name, column in expected.items():
             assert (
-                torch.equal(found[name], column) and found[name].dtype == column.dtype
+                torch.equal(result[name], column) and result[name].dtype == column.dtype
             )
 
 

@@ -68,6 +68,13 @@ def test_fsdp_that_one_process_cannot_do_is_said(vembed, cfg):
     assert "strategy single (FSDP needs at least two processes" in out
 
 
+def test_one_epoch_is_no_epochs(vembed, cfg):
+    done = vembed("train", cfg, "val_data_path=null")
+    assert "(1 epoch)" in done.out
+    done = vembed("train", cfg, "val_data_path=null", "max_steps=1", "overwrite=true")
+    assert "(0.5 epochs)" in done.out
+
+
 def test_verbose_shows_all_and_quiet_only_warnings(vembed, cfg):
     out = vembed("train", cfg, "output_dir=verbose", "--verbose").out
     assert "FSDP parameter summary:" in out and "Rank 0, CPU: " in out
@@ -91,11 +98,11 @@ def test_step_lines_fit_and_time_left_follows_the_recent_rate(
         "slowest_rank": 127,
     }
     assert len(log_line(values, 1_234_567, 400_000)) <= 100
-    now = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
+    current_time = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: current_time)
     clock = RunClock()
     clock.start_loop(0)
     for step in range(1, 21):
-        now += 100 if step <= 10 else 1  # slow at first
+        current_time += 100 if step <= 10 else 1  # slow at first
         left = clock.seconds_left(step, 120)
     assert left == pytest.approx(100)

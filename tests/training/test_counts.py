@@ -8,7 +8,7 @@ from tests.tiny import shared, tiny_bert
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def counts(tmp_path_factory):
     """Counts of a tiny model's runs; those of padding and of the loss are the benchmark's own."""
     folder = tmp_path_factory.mktemp("counts")
     write_data(folder)
@@ -19,44 +19,44 @@ def found(tmp_path_factory):
 
 
 def test_texts_are_not_padded_and_where_a_model_needs_it_far_less_than_by_columns(
-    found,
+    counts,
 ):
-    assert {run["padding"] for run in found["runs"]} == {0.0}
+    assert {run["padding"] for run in counts["runs"]} == {0.0}
     padded, by_column = (
-        1 / (1 - found[key]) for key in ("padding_if_padded", "padding_by_column")
+        1 / (1 - counts[key]) for key in ("padding_if_padded", "padding_by_column")
     )
     assert padded < 1.2
     assert by_column > 1.8 * padded
 
 
 def test_forwards_are_micro_batches_and_twice_as_many_with_gradient_cache(
-    found,
+    counts,
 ):
-    whole, kept, cached = found["runs"]
+    whole, remaining, cached = counts["runs"]
     assert whole["forwards_per_step"] < 2
-    assert kept["forwards_per_step"] > 5
-    assert cached["forwards_per_step"] == 2 * kept["forwards_per_step"]
+    assert remaining["forwards_per_step"] > 5
+    assert cached["forwards_per_step"] == 2 * remaining["forwards_per_step"]
 
 
-def test_the_step_seldom_waits_for_the_device(found):
+def test_the_step_seldom_waits_for_the_device(counts):
     # Loss and gradient norm, the width of the candidates' keys, and on CPUs alone how much of it is used. Nothing for
     # each micro-batch. tests/imitation counts the reads of a GPU.
-    for run in found["runs"]:
+    for run in counts["runs"]:
         assert run["reads_per_step"] <= 4
 
 
-def test_collectives_do_not_depend_on_micro_batches(found):
+def test_collectives_do_not_depend_on_micro_batches(counts):
     once = {
         "all_gather_ints": 1,
         "all_reduce_gradients": 1,
         "reduce_scatter_rows": 1,
         "sum_scalars": 1,
     }
-    for run in found["runs"]:
+    for run in counts["runs"]:
         assert run["collectives_per_step"] == {**once, "all_gather_rows": 2}
 
 
-def test_the_loss_never_makes_a_square(found):
-    elements = {int(rows): number for rows, number in found["loss_elements"].items()}
+def test_the_loss_never_makes_a_square(counts):
+    elements = {int(rows): number for rows, number in counts["loss_elements"].items()}
     assert elements[8192] < 8192**2 / 4
     assert elements[8192] <= 2 * elements[4096] <= 4 * elements[2048]

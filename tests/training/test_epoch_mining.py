@@ -19,14 +19,14 @@ MINE = {"every_epochs": 1, "num_negatives": 3, "top_k": 10, "relative_margin": N
 
 
 def write(path):
-    found = texts(NUM_ROWS, seed=3, shortest=5, longest=9)
+    actual = texts(NUM_ROWS, seed=3, shortest=5, longest=9)
     rows = [
         {
             "query": text.rpartition(" ")[0],
             "positive": text,
-            "negatives": [found[number - 1]] if number % 2 else [],
+            "negatives": [actual[number - 1]] if number % 2 else [],
         }
-        for number, text in enumerate(found)
+        for number, text in enumerate(actual)
     ]
     write_jsonl(path, rows)
     return path
@@ -74,19 +74,19 @@ class Seen(Hook):
 
 
 def train(config, **changes):
-    seen = Seen(changes.pop("fails_after", None))
+    recorded = Seen(changes.pop("fails_after", None))
     result = None
     with contextlib.suppress(RunError):
-        result = vembed.train({**config, **changes}, hooks=[seen])
-    return seen, result
+        result = vembed.train({**config, **changes}, hooks=[recorded])
+    return recorded, result
 
 
 def test_each_epoch_has_negatives_of_its_own(config):
-    seen, result = train(config)
-    assert len(seen.losses) == 9
-    first = seen.documents[:3]
-    second = seen.documents[3:6]
-    third = seen.documents[6:]
+    recorded, result = train(config)
+    assert len(recorded.losses) == 9
+    first = recorded.documents[:3]
+    second = recorded.documents[3:6]
+    third = recorded.documents[6:]
     assert first == [first[0]] * 3
     assert second == [second[0]] * 3
     assert first[0] != second[0] != third[0]
@@ -107,9 +107,11 @@ def test_each_epoch_has_negatives_of_its_own(config):
     # The batches get them: the data have a negative for every second row.
     plain = [
         sum(int(where.rpartition(":")[2]) % 2 == 0 for where in batch)
-        for _, batch in seen.batches
+        for _, batch in recorded.batches
     ]
-    assert [count for count, _ in seen.batches] == [own + 3 * 8 for own in plain]
+    assert [count for count, _ in recorded.batches] == [
+        count + 3 * 8 for count in plain
+    ]
 
 
 def test_the_order_of_the_data_is_that_without_mining(config):
@@ -152,9 +154,9 @@ def test_other_documents_are_refused(config, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     write_jsonl(corpus, [{"text": text} for text in texts(20, seed=9)])
     options = {**config, "mine": {**MINE, "corpus_path": str(corpus)}}
-    seen, result = train(options, epochs=1, save_steps=2)
-    mined = {number for row in seen.documents[0] for number in row}
-    assert max(mined) < seen.miner._miner.documents.num_candidates <= 20
+    recorded, result = train(options, epochs=1, save_steps=2)
+    mined = {number for row in recorded.documents[0] for number in row}
+    assert max(mined) < recorded.miner._miner.documents.num_candidates <= 20
     write_jsonl(corpus, [{"text": text} for text in texts(20, seed=10)])
     shutil.rmtree(result.output_dir / "final")
     shutil.rmtree(result.output_dir / "checkpoint-3", ignore_errors=True)
@@ -163,10 +165,10 @@ def test_other_documents_are_refused(config, tmp_path):
 
 
 def test_a_start_without_mining_and_data_with_labels(config, tmp_path):
-    seen, _ = train(config, mine={**MINE, "every_epochs": 2, "at_start": False})
-    assert all(number == -1 for row in seen.documents[0] for number in row)
-    assert seen.documents[3] == seen.documents[0]
-    assert seen.documents[6] != seen.documents[0]
+    recorded, _ = train(config, mine={**MINE, "every_epochs": 2, "at_start": False})
+    assert all(number == -1 for row in recorded.documents[0] for number in row)
+    assert recorded.documents[3] == recorded.documents[0]
+    assert recorded.documents[6] != recorded.documents[0]
     path = tmp_path / "labelled.jsonl"
     write_jsonl(path, [{"text": text, "label": text[0]} for text in texts(12)])
     with pytest.raises(UserError, match="mine needs pairs of queries and documents"):
@@ -174,8 +176,8 @@ def test_a_start_without_mining_and_data_with_labels(config, tmp_path):
 
 
 def mined_on_a_rank(config):
-    seen, _ = train(config)
-    return seen.documents, seen.losses
+    recorded, _ = train(config)
+    return recorded.documents, recorded.losses
 
 
 def test_two_ranks_mine_what_one_mines(config, tmp_path):
@@ -189,8 +191,8 @@ def test_two_ranks_mine_what_one_mines(config, tmp_path):
         )
         for strategy in ("ddp", "fsdp")
     }
-    found = run_cases(mined_on_a_rank, 2, cases, process_group=False)
+    actual = run_cases(mined_on_a_rank, 2, cases, process_group=False)
     for strategy in cases:
-        (one, seen), (other, _) = result_of(found, strategy)
-        assert one == other == documents, strategy
-        assert seen == pytest.approx(losses, rel=1e-5), strategy
+        (first, recorded), (other, _) = result_of(actual, strategy)
+        assert first == other == documents, strategy
+        assert recorded == pytest.approx(losses, rel=1e-5), strategy

@@ -47,12 +47,12 @@ class Precisions(TorchFunctionMode):
 def test_pooling_was_rounded_to_bfloat16_under_autocast(pooling):
     hidden = torch.randn(3, 50, 8, generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(50) < torch.tensor([[50], [20], [7]])).long()
-    wanted = POOLINGS[pooling].pool(hidden.double(), mask)
+    expected = POOLINGS[pooling].pool(hidden.double(), mask)
     with torch.autocast("cpu", torch.bfloat16):
         for tokens in (mask, mask.bool()):
             torch.testing.assert_close(
                 POOLINGS[pooling].pool(hidden, tokens).double(),
-                wanted,
+                expected,
                 rtol=1e-6,
                 atol=1e-6,
             )
@@ -87,9 +87,9 @@ class Written(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple) else (result,):
-            if isinstance(one, Tensor) and not func.is_view:
-                self.bytes += one.nbytes
+        for entry in result if isinstance(result, tuple) else (result,):
+            if isinstance(entry, Tensor) and not func.is_view:
+                self.bytes += entry.nbytes
         return result
 
 
@@ -106,9 +106,11 @@ def test_adapters_widened_every_input_to_float32_under_autocast(tmp_path):
     with start_session(resolve_run(config)) as session:
         model = session.prepare(model_of(config, compute_dtype=torch.bfloat16))
         layers = [
-            one for one in model.modules() if "cast_input_dtype_enabled" in vars(one)
+            module
+            for module in model.modules()
+            if "cast_input_dtype_enabled" in vars(module)
         ]
-        assert layers and not any(one.cast_input_dtype_enabled for one in layers)
+        assert layers and not any(layer.cast_input_dtype_enabled for layer in layers)
         for widens in (True, False):
             for layer in layers:
                 layer.cast_input_dtype_enabled = widens

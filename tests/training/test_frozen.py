@@ -111,10 +111,10 @@ def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_chan
 
 
 @pytest.mark.parametrize(
-    "kept", [{}, {"use_gradient_cache": False}], ids=["cached", "kept-graphs"]
+    "remaining", [{}, {"use_gradient_cache": False}], ids=["cached", "kept-graphs"]
 )
-def test_a_frozen_tower_without_projection_and_kept_graphs(tmp_path, kept):
-    more = {"model_name": str(shared(tiny_siglip)), "loss": "sigmoid", **kept}
+def test_a_frozen_tower_without_projection_and_kept_graphs(tmp_path, remaining):
+    more = {"model_name": str(shared(tiny_siglip)), "loss": "sigmoid", **remaining}
     without = train(options(tmp_path, "without", cache_frozen_features=False, **more))
     assert train(options(tmp_path, "with", **more))["losses"] == without["losses"]
 
@@ -128,7 +128,7 @@ def on_two_ranks(
     more = {"model_name": str(shared(tiny_clip)), "mixed_precision": "no"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        one = train(options(folder, "one", **more))
+        first = train(options(folder, "one", **more))
     cases = {}
     for name, strategy in STRATEGIES.items():
         shutil.copytree(folder / "cache", folder / f"{name}-full")
@@ -138,19 +138,19 @@ def on_two_ranks(
                 str(folder / place),
                 options(folder, f"{place}-run", **more | strategy),
             )
-    return one, run_cases(train_there, 2, cases, process_group=False)
+    return first, run_cases(train_there, 2, cases, process_group=False)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_two_ranks_use_what_the_other_has_computed(on_two_ranks, strategy):
-    one, found = on_two_ranks
+    first, actual = on_two_ranks
     again, two = (
-        result_of(found, f"{strategy}-{cache}") for cache in ("full", "empty")
+        result_of(actual, f"{strategy}-{cache}") for cache in ("full", "empty")
     )
     assert [rank["passed"] for rank in again] == [1, 1]  # a dummy each
     assert sum(rank["passed"] for rank in two) == NUM_ROWS + 2
     for ranks in (again, two):
-        np.testing.assert_allclose(ranks[0]["losses"], one["losses"], rtol=1e-4)
+        np.testing.assert_allclose(ranks[0]["losses"], first["losses"], rtol=1e-4)
 
 
 NUM_EVALUATED = 5
@@ -207,7 +207,7 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, 
             str(tmp_path / strategy),
             with_evaluations(tmp_path, f"{strategy}-run", **more, strategy=strategy),
         )
-    found = run_cases(train_there, 2, cases, process_group=False)
+    actual = run_cases(train_there, 2, cases, process_group=False)
     train(
         with_evaluations(
             tmp_path,
@@ -218,17 +218,17 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, 
     first_of_each = 2
     to_stay_in_step = 1
     for strategy in cases:
-        two = result_of(found, strategy)
+        two = result_of(actual, strategy)
         assert (
             sum(rank["passed"] for rank in two)
             == 1 + (NUM_ROWS - 4) + first_of_each + to_stay_in_step
         ), strategy
-        for one, other in zip(
+        for metric, other in zip(
             metrics(tmp_path / f"{strategy}-run", "eval"),
             metrics(tmp_path / "whole", "eval"),
             strict=True,
         ):
-            assert one == pytest.approx(other), strategy
+            assert metric == pytest.approx(other), strategy
 
 
 def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path, monkeypatch):
@@ -245,9 +245,9 @@ def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path, monkeypatch)
     monkeypatch.setattr(Interrupts, "must_stop", stop_after_two)
     with pytest.raises(Stopped):
         train(options(tmp_path, "parts"))
-    rest = train(options(tmp_path, "parts", resume=True))
-    assert rest["passed"] == NUM_ROWS - 2 * 4 + 1
-    assert rest["losses"] == whole["losses"]
+    others = train(options(tmp_path, "parts", resume=True))
+    assert others["passed"] == NUM_ROWS - 2 * 4 + 1
+    assert others["losses"] == whole["losses"]
 
 
 def test_other_weights_other_pictures_and_other_settings_have_features_of_their_own(

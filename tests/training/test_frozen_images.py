@@ -66,7 +66,7 @@ def train(settings, keeps=True):
         frozen.IMAGES_SHARE = share
         embedding_model.image_features = original
         EmbeddingModel.tower_output = forward
-    found = list(
+    actual = list(
         zip(
             metrics(settings["output_dir"]),
             metrics(settings["output_dir"], "grad_norm"),
@@ -74,7 +74,7 @@ def train(settings, keeps=True):
         )
     )
     # The check before final/ passes one more.
-    return {"losses": found, "passed": sum(passed) - 1}
+    return {"losses": actual, "passed": sum(passed) - 1}
 
 
 @pytest.mark.parametrize("make", FAMILIES)
@@ -87,10 +87,10 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
     (features,) = model([part], images_only=True)
     assert not features.requires_grad
     assert features.shape[0] * features.shape[2] * 4 == per_token
-    given = {
+    inputs = {
         name: tensor for name, tensor in part[1].items() if name != "pixel_values"
     } | {"image_features": features}
-    (through,) = model([("multimodal", given)])
+    (through,) = model([("multimodal", inputs)])
     (direct,) = model([part])
     assert torch.equal(through, direct) and through.requires_grad
     assert built(make).frozen_image_token_bytes() is None
@@ -126,7 +126,7 @@ def on_two_ranks(
     """A run on one process, and runs on two ranks of each strategy, with kept images and without."""
     folder = tmp_path_factory.mktemp("ranks")
     more = {**LORA, "lora_dropout": 0.0, "mixed_precision": "no"}
-    one = train(options(folder, "one", **more), keeps=False)
+    first = train(options(folder, "one", **more), keeps=False)
     cases = {
         f"{name}-{keeps}": (
             options(folder, f"{name}-{keeps}", **more, **strategy),
@@ -135,19 +135,19 @@ def on_two_ranks(
         for name, strategy in STRATEGIES.items()
         for keeps in (True, False)
     }
-    return one, run_cases(train, 2, cases, process_group=False)
+    return first, run_cases(train, 2, cases, process_group=False)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_on_two_ranks(on_two_ranks, strategy):
-    one, found = on_two_ranks
-    two, again = (result_of(found, f"{strategy}-{keeps}") for keeps in (True, False))
+    first, actual = on_two_ranks
+    two, again = (result_of(actual, f"{strategy}-{keeps}") for keeps in (True, False))
     assert two[0]["losses"] == again[0]["losses"]
     assert all(
         0 < mine["passed"] == other["passed"] / 2
         for mine, other in zip(two, again, strict=True)
     )
-    np.testing.assert_allclose(two[0]["losses"], one["losses"], rtol=1e-4)
+    np.testing.assert_allclose(two[0]["losses"], first["losses"], rtol=1e-4)
 
 
 def test_without_a_second_phase_nothing_is_kept(

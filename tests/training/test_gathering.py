@@ -89,8 +89,8 @@ def test_units_were_gathered_twice_in_a_step_with_gradient_cache(
         }
         common |= {"val_data_path": None, "lora_dropout": 0.0, "eval_before": False}
         runs.append(settings(folder, **common, **more))
-    found, _ = run_ranks(train_all, 2, runs, process_group=False)
-    for more, once, often in zip(CASES, found[::2], found[1::2], strict=True):
+    actual, _ = run_ranks(train_all, 2, runs, process_group=False)
+    for more, once, often in zip(CASES, actual[::2], actual[1::2], strict=True):
         assert once["gathers"] < often["gathers"] / 3, more
         if (
             "use_gradient_cache" in more

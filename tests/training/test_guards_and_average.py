@@ -43,10 +43,10 @@ def config(tmp_path):
 
 
 def weights_of(folder):
-    found = load_file(Path(folder) / "model.safetensors")
+    actual = load_file(Path(folder) / "model.safetensors")
     return {
-        name: one.astype(np.float64)
-        for name, one in found.items()
+        name: value.astype(np.float64)
+        for name, value in actual.items()
         if "pooler" not in name
     }
 
@@ -63,7 +63,7 @@ class Collected(Hook):
 
     def copy(self):
         named = self.model.backbone.named_parameters()
-        return {name: one.detach().double().numpy().copy() for name, one in named}
+        return {name: tensor.detach().double().numpy().copy() for name, tensor in named}
 
 
 def test_final_holds_the_average_of_the_weights(config):
@@ -76,11 +76,11 @@ def test_final_holds_the_average_of_the_weights(config):
             name: decay * old + (1 - decay) * weights[name]
             for name, old in expected.items()
         }
-    found = weights_of(result.model_dir)
-    for name, value in found.items():
+    actual = weights_of(result.model_dir)
+    for name, value in actual.items():
         np.testing.assert_allclose(value, expected[name], atol=1e-5)
     assert any(
-        np.abs(found[name] - collected.steps[-1][name]).max() > 1e-4 for name in found
+        np.abs(actual[name] - collected.steps[-1][name]).max() > 1e-4 for name in actual
     )
     # The evaluation is that of the average, and training went on from the trained weights.
     scores = vembed.evaluate(result.model_dir, config["val_data_path"])
@@ -93,10 +93,10 @@ def test_the_average_is_resumed(config, tmp_path):
         shutil.rmtree(whole.output_dir / name)
     resumed = vembed.train({**config, "ema": 0.5, "save_steps": 2, "resume": True})
     again = vembed.train({**config, "ema": 0.5, "output_dir": str(tmp_path / "other")})
-    one = weights_of(resumed.model_dir)
+    first = weights_of(resumed.model_dir)
     other = weights_of(again.model_dir)
-    for name in one:
-        np.testing.assert_allclose(one[name], other[name], atol=1e-7)
+    for name in first:
+        np.testing.assert_allclose(first[name], other[name], atol=1e-7)
 
 
 def test_a_model_made_of_a_checkpoint_has_the_average(config, tmp_path):
@@ -130,10 +130,10 @@ def test_shards_have_the_same_average_also_after_a_resume(config, tmp_path):
     for max_steps in (2, 4):
         parts = {**options, "max_steps": max_steps}
         run_ranks(_train_on_a_rank, 2, parts, process_group=False)
-    one = weights_of(alone.model_dir)
+    first = weights_of(alone.model_dir)
     two = weights_of(tmp_path / "two" / "final")
-    for name in one:
-        np.testing.assert_allclose(one[name], two[name], atol=2e-5)
+    for name in first:
+        np.testing.assert_allclose(first[name], two[name], atol=2e-5)
 
 
 # ---- guards ----------------------------------------------------------------------------------------------------
@@ -155,21 +155,21 @@ def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(
     result = vembed.train({**config, **options})
     assert 1 < result.steps < 40
     scores = metrics(result.output_dir, "eval")  # after each step
-    seen = [score["guard/general/ndcg@10"] for score in scores]
-    last = len(seen) - 1
-    start = seen[0]
+    recorded = [score["guard/general/ndcg@10"] for score in scores]
+    last = len(recorded) - 1
+    start = recorded[0]
     held = last - 1
-    assert seen[last] < start - 0.1
-    assert all(seen[step] >= start - 0.1 for step in range(held + 1))
+    assert recorded[last] < start - 0.1
+    assert all(recorded[step] >= start - 0.1 for step in range(held + 1))
     assert vembed.evaluate(result.model_dir, guard)["ndcg@10"] == pytest.approx(
-        seen[held], abs=1e-6
+        recorded[held], abs=1e-6
     )
     checkpoint = result.output_dir / f"checkpoint-{held}"
     assert checkpoint.is_dir()
-    one = weights_of(result.model_dir)
+    first = weights_of(result.model_dir)
     other = weights_of(whole_model(str(checkpoint), tmp_path / "held"))
-    assert all((one[name] == other[name]).all() for name in one)
-    assert result.metrics["guard/general/ndcg@10"] == pytest.approx(seen[held])
+    assert all((first[name] == other[name]).all() for name in first)
+    assert result.metrics["guard/general/ndcg@10"] == pytest.approx(recorded[held])
     assert result.metrics["before/guard/general/ndcg@10"] == pytest.approx(start)
     report = (result.output_dir / "report.md").read_text()
     assert "guard general: nDCG@10" in report
@@ -204,14 +204,14 @@ def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(
 
 
 def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
-    given = texts(20)
+    inputs = texts(20)
     scores = vembed.Embedder(config["model_name"], device="cpu").score(
-        [(given[0], one) for one in given]
+        [(inputs[0], text) for text in inputs]
     )
     guard = tmp_path / "g.jsonl"
     rows = [
-        {"sentence1": given[0], "sentence2": one, "score": float(score)}
-        for one, score in zip(given, scores, strict=True)
+        {"sentence1": inputs[0], "sentence2": text, "score": float(score)}
+        for text, score in zip(inputs, scores, strict=True)
     ]
     write_jsonl(guard, rows)
     options = {

@@ -69,8 +69,8 @@ def test_another_format_is_not_mistaken_for_damage(tmp_path):
 def test_each_part_of_the_files_is_looked_at_by_one(tmp_path):
     folder = fake_checkpoint(tmp_path, 1)
     damage(folder, "model/config.json", "flip", 0.3)
-    found = [integrity.verify(folder, part=part, num_parts=3) for part in range(3)]
-    assert sorted(map(len, found)) == [0, 0, 1]
+    actual = [integrity.verify(folder, part=part, num_parts=3) for part in range(3)]
+    assert sorted(map(len, actual)) == [0, 0, 1]
 
 
 def test_files_of_another_machine_that_are_not_there_are_noticed(tmp_path):

@@ -112,11 +112,11 @@ def test_an_evaluation_does_not_take_back_that_the_run_stops(monkeypatch):
 
 def test_only_the_main_thread_may_catch_signals():
     before = [signal.getsignal(number) for number in module.SIGNALS]
-    found = []
+    actual = []
 
     def run():
         with Interrupts() as interrupts:
-            found.append(
+            actual.append(
                 (
                     interrupts.must_stop(),
                     [signal.getsignal(number) for number in module.SIGNALS],
@@ -126,7 +126,7 @@ def test_only_the_main_thread_may_catch_signals():
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [(False, before)]
+    assert actual == [(False, before)]
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -183,7 +183,7 @@ def test_set_up_counts_for_the_limit_and_not_for_the_step(monkeypatch):
 
 def one_is_signalled():
     with Interrupts() as interrupts:
-        seen = [interrupts.must_stop()]
+        recorded = [interrupts.must_stop()]
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_for(interrupts)
@@ -191,12 +191,12 @@ def one_is_signalled():
             interrupts.check()
         with pytest.raises(StopRequested):
             interrupts.check()
-        seen.append(interrupts.must_stop())
+        recorded.append(interrupts.must_stop())
         exit_code = interrupts.stopped(2, Path("c")).exit_code
     late = Interrupts(0.001 if os.environ["RANK"] == "0" else 1000)
     time.sleep(0.1)
-    seen.append(late.must_stop())
-    return seen, exit_code, late.stopped(3, Path("c")).exit_code
+    recorded.append(late.must_stop())
+    return recorded, exit_code, late.stopped(3, Path("c")).exit_code
 
 
 def test_all_ranks_stop_after_the_same_step():

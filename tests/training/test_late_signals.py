@@ -69,26 +69,30 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
         f"SIGTERM: stopped after step {3 * number}, saved in {tmp_path}/cut/checkpoint-{3 * number}"
     )
     assert not (tmp_path / "cut" / "final").exists()
-    rest = vembed.train({**options, "resume": True})
-    told = ("step", "epoch", "loss", "grad_norm", "eval")
+    others = vembed.train({**options, "resume": True})
+    messages = ("step", "epoch", "loss", "grad_norm", "eval")
     for mine, other in zip(
-        logged(rest.output_dir), logged(whole.output_dir), strict=True
+        logged(others.output_dir), logged(whole.output_dir), strict=True
     ):
-        assert [mine.get(key) for key in told] == [other.get(key) for key in told]
-    one, two = (load_file(run.model_dir / "model.safetensors") for run in (whole, rest))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert rest.metrics == whole.metrics
-    told = (tmp_path / "cut" / "training_log.txt").read_text()
+        assert [mine.get(key) for key in messages] == [
+            other.get(key) for key in messages
+        ]
+    first, two = (
+        load_file(run.model_dir / "model.safetensors") for run in (whole, others)
+    )
+    assert all(torch.equal(first[name], two[name]) for name in first)
+    assert others.metrics == whole.metrics
+    messages = (tmp_path / "cut" / "training_log.txt").read_text()
     assert (
         "nothing is left to train: step 6 is done, and epochs or max_steps ask for 6"
-        in told
+        in messages
     ) is (number == 2)
 
 
 def test_a_signal_on_one_rank_ends_the_last_evaluation_on_all(tmp_path):
     options = settings(tmp_path, **MANY, strategy="ddp")
     said = run_ranks(stop_in_evaluation, 2, options, 2, process_group=False)
-    assert [one.partition(",")[0] for one in said] == [
+    assert [entry.partition(",")[0] for entry in said] == [
         "SIGTERM: stopped after step 6"
     ] * 2
     assert (tmp_path / "run" / "checkpoint-6").is_dir()
@@ -113,10 +117,10 @@ def test_a_signal_while_final_is_written_lets_it_be_written(tmp_path):
         signalled_while_final_is_written, 1, settings(tmp_path), 1, process_group=False
     )
     assert (Path(model_dir) / "model.safetensors").exists()
-    told = (tmp_path / "run" / "training_log.txt").read_text()
+    log_text = (tmp_path / "run" / "training_log.txt").read_text()
     assert (
         "SIGTERM: training is over, writing final/; once more ends the run at once"
-        in told
+        in log_text
     )
 
 

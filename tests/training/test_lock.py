@@ -69,8 +69,8 @@ def test_a_dead_owner_on_this_host_is_replaced_at_once(tmp_path, caplog):
         == 9
     )
     assert (tmp_path / LOCK).exists()
-    with caplog.at_level(logging.WARNING, "vembed"), OutputLock(tmp_path) as one:
-        one.take()
+    with caplog.at_level(logging.WARNING, "vembed"), OutputLock(tmp_path) as first:
+        first.take()
     (line,) = caplog.messages
     assert line.startswith(
         f"took over the lock on {tmp_path} from a run that is dead (host "
@@ -84,21 +84,21 @@ def test_an_owner_elsewhere_is_dead_without_a_sign_of_life(tmp_path, monkeypatch
     beat = threading.Timer(0.2, lambda: os.utime(tmp_path / LOCK))
     beat.start()
     with (
-        OutputLock(tmp_path) as one,
+        OutputLock(tmp_path) as first,
         pytest.raises(UserError, match=r"which gives signs of life\): wait"),
     ):
-        one.take()
+        first.take()
     owner_elsewhere(tmp_path, seconds_ago=module.DEAD_SECONDS - 0.5)
-    with OutputLock(tmp_path) as one:
-        one.take()
+    with OutputLock(tmp_path) as first:
+        first.take()
 
 
 def test_the_sign_of_life_is_renewed(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "LOCK_BEAT_SECONDS", 0.01)
-    with OutputLock(tmp_path) as one:
-        one.take()
+    with OutputLock(tmp_path) as first:
+        first.take()
         os.utime(tmp_path / LOCK, (1.0, 1.0))
-        one._ended.wait(0.5)
+        first._ended.wait(0.5)
         assert (tmp_path / LOCK).stat().st_mtime > 1.0
 
 

@@ -37,9 +37,9 @@ def test_debug_writes_a_detailed_file_per_process(tmp_path):
         assert f" DEBUG rank {rank}: " in lines
         assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in lines
         assert " INFO step 2/2 " in lines
-    told = (tmp_path / "run" / "training.log").read_text()
-    assert " DEBUG rank 0: " in told
-    assert " DEBUG rank 1: " not in told
+    log_text = (tmp_path / "run" / "training.log").read_text()
+    assert " DEBUG rank 0: " in log_text
+    assert " DEBUG rank 1: " not in log_text
 
 
 def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
@@ -117,7 +117,7 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
 
 def test_mlflow_gets_settings_and_numbers(tmp_path, monkeypatch):
     """By Accelerate's tracker, with a module in place of MLflow."""
-    told = {"params": {}, "steps": {}}
+    messages = {"params": {}, "steps": {}}
     mlflow = ModuleType("mlflow")
     mlflow.utils = SimpleNamespace(
         validation=SimpleNamespace(
@@ -125,16 +125,16 @@ def test_mlflow_gets_settings_and_numbers(tmp_path, monkeypatch):
         )
     )
     mlflow.search_experiments = lambda filter_string: []
-    mlflow.create_experiment = lambda name, **_: told.setdefault("experiment", name)
-    mlflow.start_run = lambda run_name, **_: told.setdefault("run", run_name)
-    mlflow.log_params = told["params"].update
+    mlflow.create_experiment = lambda name, **_: messages.setdefault("experiment", name)
+    mlflow.start_run = lambda run_name, **_: messages.setdefault("run", run_name)
+    mlflow.log_params = messages["params"].update
     mlflow.log_metrics = lambda values, step: (
-        told["steps"].setdefault(step, {}).update(values)
+        messages["steps"].setdefault(step, {}).update(values)
     )
-    mlflow.log_artifact = lambda local_path, **_: told.setdefault("files", []).append(
-        Path(local_path).name
-    )
-    mlflow.end_run = lambda: told.setdefault("ended", True)
+    mlflow.log_artifact = lambda local_path, **_: messages.setdefault(
+        "files", []
+    ).append(Path(local_path).name)
+    mlflow.end_run = lambda: messages.setdefault("ended", True)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     train(
         settings(
@@ -145,8 +145,17 @@ def test_mlflow_gets_settings_and_numbers(tmp_path, monkeypatch):
             run_name="first",
         )
     )
-    assert (told["experiment"], told["run"], told["ended"]) == ("ours", "first", True)
-    assert float(told["params"]["learning_rate"]) == 2e-3
-    assert told["files"] == ["report.html", "report.png"]
-    assert "train/loss" in told["steps"][1] and "eval/ndcg_at_10" in told["steps"][2]
-    assert all("@" not in name for values in told["steps"].values() for name in values)
+    assert (messages["experiment"], messages["run"], messages["ended"]) == (
+        "ours",
+        "first",
+        True,
+    )
+    assert float(messages["params"]["learning_rate"]) == 2e-3
+    assert messages["files"] == ["report.html", "report.png"]
+    assert (
+        "train/loss" in messages["steps"][1]
+        and "eval/ndcg_at_10" in messages["steps"][2]
+    )
+    assert all(
+        "@" not in name for values in messages["steps"].values() for name in values
+    )

@@ -20,8 +20,8 @@ class Breaks(Hook):
 
     def on_start(self, run):
         self.weight = next(
-            one
-            for name, one in run.components.model.named_parameters()
+            parameter
+            for name, parameter in run.components.model.named_parameters()
             if self.part in name
         )
 

@@ -29,8 +29,8 @@ from vembed.training.optimizer import (
 
 def trained(config, model=None):
     return {
-        one.name: one
-        for one in trained_parameters(
+        parameter.name: parameter
+        for parameter in trained_parameters(
             model or TinyModel(frozen_embeddings=False),
             TinyLoss(),
             config.optimizer,
@@ -58,7 +58,7 @@ def test_weight_decay_reaches_those_parameters_and_no_other(tmp_path):
 
 def rates_of(tmp_path, model=None, **options):
     config = config_for(tmp_path, **options)
-    return {name: one.learning_rate for name, one in trained(config, model).items()}
+    return {name: value.learning_rate for name, value in trained(config, model).items()}
 
 
 def test_head_learning_rate_is_for_heads_projections_and_learned_scales(
@@ -129,8 +129,8 @@ def groups_of(optimizer, names):
 def train_two_steps(config, model, loss):
     optimizer = build_optimizer(model, loss, config.optimizer)
     names = {
-        id(one.parameter): one.name
-        for one in trained_parameters(model, loss, config.optimizer)
+        id(parameter.parameter): parameter.name
+        for parameter in trained_parameters(model, loss, config.optimizer)
     }
     groups = groups_of(optimizer, names)
     for _ in range(2):
@@ -194,12 +194,12 @@ def test_shards_step_as_the_whole_does(tmp_path, version):
     results = run_ranks(
         sharded, 2, tmp_path, str(shared(tiny_bert)), version, process_group=False
     )
-    for found_groups, found, _, refused in results:
+    for found_groups, result, _, refused in results:
         assert found_groups == groups
-        assert set(found) == set(expected)
+        assert set(result) == set(expected)
         for name, value in expected.items():
             np.testing.assert_allclose(
-                found[name], value, rtol=1e-5, atol=1e-7, err_msg=name
+                result[name], value, rtol=1e-5, atol=1e-7, err_msg=name
             )
         assert "use optim: adamw_8bit with fsdp_version: 2" in refused["adafactor"]
         way_out = (

@@ -35,9 +35,9 @@ def test_a_pipe_that_nobody_reads_ends_no_run(tmp_path):
         pipe.readline()
     assert process.wait(timeout=300) == 0
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-    told = (tmp_path / "run" / "training_log.txt").read_text()
-    assert told.count("the console is closed; the run continues") == 1
-    assert "report: " in told
+    log_text = (tmp_path / "run" / "training_log.txt").read_text()
+    assert log_text.count("the console is closed; the run continues") == 1
+    assert "report: " in log_text
 
 
 def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(
@@ -45,9 +45,9 @@ def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(
 ):
     terminal, inner = pty.openpty()
     process = started(tmp_path, Path(os.ttyname(inner)), max_steps=100_000)
-    seen = b""
-    while b"step 3/" not in seen:
-        seen += os.read(terminal, 4096)
+    recorded = b""
+    while b"step 3/" not in recorded:
+        recorded += os.read(terminal, 4096)
     os.close(inner)
     os.close(terminal)  # what is written from now on fails
     process.send_signal(signal.SIGHUP)
@@ -96,9 +96,9 @@ def test_a_tracker_that_fails_is_left_alone(tmp_path, monkeypatch):
     result = vembed.train(
         settings(tmp_path, report_to=["tensorboard"], val_data_path=None)
     )
-    told = (tmp_path / "run" / "training_log.txt").read_text()
+    log_text = (tmp_path / "run" / "training_log.txt").read_text()
     assert (
-        told.count(
+        log_text.count(
             "report_to: tensorboard failed and is disabled ([Errno 28] No space left on device)"
         )
         == 1

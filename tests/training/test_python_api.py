@@ -51,10 +51,10 @@ def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path):
         on_step=on_step,
         on_evaluation=evaluations.append,
     )
-    assert [one.step for one in steps] == [1, 2, 3] and all(
-        one.loss > 0 and one.grad_norm > 0 for one in steps
+    assert [step.step for step in steps] == [1, 2, 3] and all(
+        step.loss > 0 and step.grad_norm > 0 for step in steps
     )
-    assert [one.step for one in evaluations] == [0, 3]
+    assert [evaluation.step for evaluation in evaluations] == [0, 3]
     assert (
         evaluations[-1].scores["ndcg@10"] == result.metrics["ndcg@10"]
         and evaluations[-1].metric == "ndcg@10"
@@ -110,7 +110,7 @@ def test_tables_become_paths(tmp_path):
         )
         store = open_examples(TrainConfig(model_name="m", data_path=stored), stored)
         assert len(store) == 16 and store[1].query.text == ROWS[2]["query"]
-        assert [one.text for one in store[1].negatives] == ["a", "b"]
+        assert [negative.text for negative in store[1].negatives] == ["a", "b"]
         assert store[0].scores is None and store[1].scores == (0.5,)
     with pytest.raises(
         vembed.UserError, match="data_path: the table has a column of mixed types"

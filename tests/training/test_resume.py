@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.resume_table import updated
-from tests.training.test_checkpoint import FILE, starting
+from tests.training.test_checkpoint import FILE, found_in, starting
 from tests.training.test_integrity import damage, fake_checkpoint
 from tests.training.tiny_run import config_for
 from vembed.config.schema import option_fields
@@ -61,6 +61,17 @@ def test_resume_where_there_is_nothing(tmp_path):
         UserError, match="neither a checkpoint nor a folder with checkpoints"
     ):
         candidates(config_for(tmp_path, resume=str(tmp_path)).run)
+
+
+def test_a_folder_with_a_name_of_240_digits_is_no_checkpoint(tmp_path):
+    strange = tmp_path / f"checkpoint-{'1' * 240}"
+    strange.mkdir()
+    for options in ({"resume": "auto"}, {"overwrite": True}):
+        with starting(tmp_path, **options) as run:
+            assert run.resume().state["step"] == 0
+            run.train().save()
+    assert found_in(tmp_path) == tmp_path / "checkpoint-1"
+    assert strange.is_dir()
 
 
 def test_another_runs_checkpoint_needs_a_folder_of_its_own(tmp_path):
@@ -195,7 +206,7 @@ def test_when_no_checkpoint_is_whole(tmp_path, caplog):
         ):
             run.resume()
     with starting(tmp_path, resume="auto") as run:
-        assert run.resume().found is None
+        assert run.resume().point is None
         run.train().save()
     assert integrity.verify(tmp_path / "checkpoint-1") == []
 
@@ -213,7 +224,7 @@ def line_of(step, **values):
 
 def test_metrics_end_where_the_run_goes_on(tmp_path):
     trim_metrics(tmp_path, 3)
-    kept = [
+    remaining = [
         line_of(0, eval={"ndcg@10": 0.1}),
         line_of(1, loss=2.0),
         line_of(3),
@@ -221,10 +232,10 @@ def test_metrics_end_where_the_run_goes_on(tmp_path):
     ]
     broken = ["[]\n", '{"loss": 1}\n', '{"step": "x"}\n', "\x00\n"]
     cut = '{"step": 6, "lo'
-    write_metrics(tmp_path, *kept, *broken, line_of(4), line_of(5), cut)
+    write_metrics(tmp_path, *remaining, *broken, line_of(4), line_of(5), cut)
     for _ in range(2):
         trim_metrics(tmp_path, 3)
-        assert (tmp_path / "metrics.jsonl").read_text() == "".join(kept)
+        assert (tmp_path / "metrics.jsonl").read_text() == "".join(remaining)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

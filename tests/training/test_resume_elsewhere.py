@@ -64,10 +64,10 @@ def test_a_resumed_run_keeps_the_precision_that_auto_chose(
 
 def test_the_precision_of_a_resumed_run_on_other_devices():
     assert choose_precision(AUTO, CPU, resumed="no") == choose_precision(AUTO, CPU)
-    kept = choose_precision(
+    remaining = choose_precision(
         AUTO, CPU, on_cpu=Decision("bf16", "auto: fast"), resumed="no"
     )
-    assert (kept.value, kept.source) == ("no", CHECKPOINT)
+    assert (remaining.value, remaining.source) == ("no", CHECKPOINT)
     lost = choose_precision(AUTO, CPU, resumed="fp16")
     assert (lost.value, lost.source) == ("no", CHECKPOINT)
     assert (
@@ -81,10 +81,10 @@ def test_the_precision_of_a_resumed_run_on_other_devices():
 def examples(folder, count=3):
     return [
         Example(
-            Item(text=str(one)),
-            (Item(images=(ImageRef(path=str(folder / f"{one}.jpg")),)),),
+            Item(text=str(number)),
+            (Item(images=(ImageRef(path=str(folder / f"{number}.jpg")),)),),
         )
-        for one in range(count)
+        for number in range(count)
     ]
 
 
@@ -105,14 +105,14 @@ def test_image_files_are_compared_by_content_and_not_by_name(tmp_path):
 
 def on_two_machines(folder):
     """Each rank has its own copy of the images; those of validation data are equal."""
-    own = examples(Path(folder) / "ab"[int(os.environ["RANK"])])
+    rank_rows = examples(Path(folder) / "ab"[int(os.environ["RANK"])])
     pair = examples(Path(folder) / "a")[0]
     evaluation = ScoredPairs("pairs", (pair.query,), (pair.positives[0],), (1.0,))
     data = SimpleNamespace(
         examples=SimpleNamespace(fingerprint="same"), evaluation=evaluation
     )
     try:
-        require_same_data({"image_files": of_images(own)}, data)
+        require_same_data({"image_files": of_images(rank_rows)}, data)
     except UserError as error:
         return str(error)
     return ""
@@ -152,7 +152,9 @@ def first_part(folder, **more):
         patched.setattr(
             trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(scores)}
         )
-        vembed.train(options, on_step=lambda told: "stop" if told.step == 4 else None)
+        vembed.train(
+            options, on_step=lambda message: "stop" if message.step == 4 else None
+        )
     return {
         **options,
         "output_dir": str(folder / "other"),
@@ -161,20 +163,20 @@ def first_part(folder, **more):
 
 
 def go_on(options, *scores):
-    given = iter(scores)
+    inputs = iter(scores)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(
-            trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(given)}
+            trainer, "evaluate_model", lambda *_, **__: {"ndcg@10": next(inputs)}
         )
         return vembed.train(options)
 
 
 def same_weights(model, checkpoint, folder):
-    one, other = (
+    first, other = (
         load_file(place / "model.safetensors")
         for place in (model, whole_model(str(checkpoint), folder))
     )
-    return all(bool((one[name] == other[name]).all()) for name in one)
+    return all(bool((first[name] == other[name]).all()) for name in first)
 
 
 def test_the_best_checkpoint_of_another_folder_becomes_the_model(

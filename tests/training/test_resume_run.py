@@ -97,9 +97,9 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
     )
     assert not (tmp_path / "moved" / "checkpoint-5" / "model").exists()
     expected = logged(tmp_path / "whole")
-    found = logged(tmp_path / "moved")
-    assert [line["step"] for line in found] == [line["step"] for line in expected]
-    for mine, other in zip(found, expected, strict=True):
+    actual = logged(tmp_path / "moved")
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
+    for mine, other in zip(actual, expected, strict=True):
         assert mine.get("learning_rate") == other.get("learning_rate")
         assert mine["epoch"] == other["epoch"]
         if "loss" in other:
@@ -111,7 +111,7 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
     assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 10))
     assert [event.step for event in events.Scalars("eval/ndcg_at_10")] == [0, 3, 6, 9]
     weights, others = (
-        load_file(one.model_dir / "model.safetensors") for one in (result, whole)
+        load_file(entry.model_dir / "model.safetensors") for entry in (result, whole)
     )
     for name, value in others.items():
         if name.endswith("key.bias"):

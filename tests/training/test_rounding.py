@@ -13,18 +13,18 @@ def test_rounding_goes_to_a_neighbour_and_is_right_on_average():
     draw = torch.Generator().manual_seed(0)
     value = torch.tensor([1.001, -0.3, 3e-5, 0.0, 7.0, float("inf")])
     bits = torch.randint(0, 2**16, (20_000, 6), generator=draw, dtype=torch.int32)
-    found = rounded_to_bfloat16(value.expand(20_000, 6), bits).double()
-    assert all(len(found[:, column].unique()) <= 2 for column in range(6))
+    actual = rounded_to_bfloat16(value.expand(20_000, 6), bits).double()
+    assert all(len(actual[:, column].unique()) <= 2 for column in range(6))
     step = torch.tensor([2.0**-7, 2.0**-9, 2.0**-23, 0.0, 0.0, 0.0])
     # The mean of n draws of a step s lies within 5 s / (2 sqrt(n)) of the value, but once in a million.
     finite = value[:5].double()
     assert bool(
         (
-            (found[:, :5].mean(0) - finite).abs()
+            (actual[:, :5].mean(0) - finite).abs()
             <= 5 * step[:5] / (2 * 20_000**0.5) + 1e-12
         ).all()
     )
-    assert bool(found[:, 5].isinf().all())
+    assert bool(actual[:, 5].isinf().all())
 
 
 def steps(dtype, *, rounds, seed=3):
@@ -59,9 +59,9 @@ def test_small_updates_do_not_vanish():
 
 
 def test_draws_repeat_and_follow_the_seed():
-    one = steps(torch.bfloat16, rounds=True)
-    assert torch.equal(one, steps(torch.bfloat16, rounds=True))
-    assert not torch.equal(one, steps(torch.bfloat16, rounds=True, seed=4))
+    first = steps(torch.bfloat16, rounds=True)
+    assert torch.equal(first, steps(torch.bfloat16, rounds=True))
+    assert not torch.equal(first, steps(torch.bfloat16, rounds=True, seed=4))
 
 
 def test_bfloat16_weights_get_it_and_what_cannot_be_is_refused(tmp_path):

@@ -90,7 +90,7 @@ def test_output_directory_has_all_that_is_promised(plain):
     ]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    wanted = {
+    expected = {
         "epoch",
         "loss",
         "learning_rate",
@@ -98,7 +98,7 @@ def test_output_directory_has_all_that_is_promised(plain):
         "samples_per_second",
         "tokens_per_second",
     }
-    assert wanted | {"padding_fraction", "memory"} <= steps[0].keys()
+    assert expected | {"padding_fraction", "memory"} <= steps[0].keys()
     assert len(steps[0]["memory"]) == 1 and 0 <= steps[0]["padding_fraction"] < 1
     assert [line["step"] for line in lines if "eval" in line] == [0, 6]
     assert plain.metrics["ndcg@10"] == lines[-1]["eval"]["ndcg@10"]
@@ -124,13 +124,13 @@ def test_every_loss_falls(loss, tmp_path):
         rows = []
         for _ in range(64):
             words = draw.sample(WORDS, 6)
-            kept = draw.randint(0, 6)
-            other = words[:kept] + draw.sample(WORDS, 6 - kept)
+            remaining = draw.randint(0, 6)
+            other = words[:remaining] + draw.sample(WORDS, 6 - remaining)
             rows.append(
                 {
                     "sentence1": " ".join(words),
                     "sentence2": " ".join(other),
-                    "score": kept / 6,
+                    "score": remaining / 6,
                 }
             )
         path = tmp_path / "scored.jsonl"

@@ -27,7 +27,7 @@ def in_dtype(source, folder, dtype):
         (folder / path.name).write_bytes(path.read_bytes())
     weights = load_file(folder / "model.safetensors")
     save_file(
-        {name: one.to(dtype) for name, one in weights.items()},
+        {name: tensor.to(dtype) for name, tensor in weights.items()},
         folder / "model.safetensors",
         {"format": "pt"},
     )
@@ -44,9 +44,9 @@ def half(folder, dtype=torch.bfloat16):
 
 def stored(folder):
     return {
-        one.dtype
+        tensor.dtype
         for path in folder.rglob("*.safetensors")
-        for one in load_file(path).values()
+        for tensor in load_file(path).values()
     }
 
 
@@ -70,7 +70,8 @@ def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(
         in (tmp_path / "run/training_log.txt").read_text()
     )
     assert {
-        one.dtype for one in load_embedder(result.model_dir).backbone.parameters()
+        parameter.dtype
+        for parameter in load_embedder(result.model_dir).backbone.parameters()
     } == {torch.bfloat16}
     scores = vembed.evaluate(result.model_dir, options["val_data_path"])
     for name in ("ndcg@10", "dim16/ndcg@10", "dim8/ndcg@10"):
@@ -98,7 +99,8 @@ def test_lora_on_a_bfloat16_model(tmp_path):
         settings(tmp_path, model_name=half(tmp_path), use_lora=True, max_steps=3)
     )
     assert {
-        one.dtype for one in load_file(result.model_dir / "model.safetensors").values()
+        tensor.dtype
+        for tensor in load_file(result.model_dir / "model.safetensors").values()
     } == {torch.bfloat16}
     assert stored(result.model_dir / "adapter") == {torch.float32}
 

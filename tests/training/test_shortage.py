@@ -23,7 +23,7 @@ from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
 from vembed.parallel.step_memory import Budget, advice, find_budget
 
-H100 = next(one for one in GPUS if one.name == "H100-80GB")
+H100 = next(gpu for gpu in GPUS if gpu.name == "H100-80GB")
 
 
 def fail_at(monkeypatch, micro_batches, *, above_rows=0):
@@ -173,7 +173,7 @@ def test_no_budget_is_small_enough(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks", "wanted", "absent"),
+    ("options", "ranks", "expected", "absent"),
     [
         (
             {"fsdp_version": 1},
@@ -198,7 +198,7 @@ def test_no_budget_is_small_enough(tmp_path, monkeypatch):
     ids=["FSDP1", "FSDP2", "gathered by FSDP1", "hybrid"],
 )
 def test_under_fsdp_the_advice_named_what_does_not_go_there(
-    options, ranks, wanted, absent
+    options, ranks, expected, absent
 ):
     config = TrainConfig(
         model_name=str(shared(tiny_bert)), data_path="-", strategy="fsdp", **options
@@ -215,5 +215,5 @@ def test_under_fsdp_the_advice_named_what_does_not_go_there(
         keeps_gathered=placement.keeps_gathered(1.0),
     )
     said = advice(session, Budget(8192, 8192, None))
-    assert wanted in said and absent not in said
+    assert expected in said and absent not in said
     assert "micro_batch_tokens: 4096 (now 8,192)" in said

@@ -31,15 +31,15 @@ def test_a_run_without_padding_is_the_run_with_it(tmp_path):
 
 
 def test_the_loss_is_exact_where_the_model_is_not(tmp_path, monkeypatch):
-    seen = set()
+    recorded = set()
     original = TermLoss.forward
 
     def forward(self, batch):
-        seen.add(torch.get_float32_matmul_precision())
+        recorded.add(torch.get_float32_matmul_precision())
         return original(self, batch)
 
     monkeypatch.setattr(TermLoss, "forward", forward)
     with matmul_precision("high"):
         vembed.train(settings(tmp_path, max_steps=1, val_data_path=None))
         assert torch.get_float32_matmul_precision() == "high"
-    assert seen == {"highest"}
+    assert recorded == {"highest"}

@@ -116,14 +116,14 @@ def train(settings):
 
 
 def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path):
-    one = train(options(tmp_path))
-    tasks = [next(name for name in step if name.startswith("loss/")) for step in one]
+    first = train(options(tmp_path))
+    tasks = [next(name for name in step if name.startswith("loss/")) for step in first]
     assert set(tasks) == {"loss/retrieval", "loss/sts", "loss/scored", "loss/topics"}
-    for step, task in zip(one, tasks, strict=True):
+    for step, task in zip(first, tasks, strict=True):
         assert step[task] == pytest.approx(step["loss"], rel=1e-6)
-    terms = [name for step in one for name in step if name.count("/") == 2]
+    terms = [name for step in first for name in step if name.count("/") == 2]
     assert set(terms) == {"loss/sts/cosent", "loss/scored/kl", "loss/scored/infonce"}
-    scored = next(step for step in one if "loss/scored" in step)
+    scored = next(step for step in first if "loss/scored" in step)
     assert scored["loss"] == pytest.approx(
         scored["loss/scored/kl"] + 0.1 * scored["loss/scored/infonce"], rel=1e-6
     )
@@ -136,7 +136,7 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path):
     run_ranks(train, 2, {**sharded, "max_steps": 3}, process_group=False)
     two = run_ranks(train, 2, {**sharded, "resume": True}, process_group=False)[0]
     assert [step["step"] for step in two] == list(range(1, 11))
-    losses = [[step["loss"] for step in steps] for steps in (one, two)]
+    losses = [[step["loss"] for step in steps] for steps in (first, two)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
 
 
@@ -173,7 +173,7 @@ def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path):
     last = {}
     for weight in (1e-9, 5.0):
         name = str(tmp_path / str(weight))
-        one = train(
+        first = train(
             options(
                 tmp_path,
                 data_path=sources[0]["path"],
@@ -182,8 +182,8 @@ def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path):
                 output_dir=name,
             )
         )
-        assert one[0]["loss/anchor"] == pytest.approx(0.0, abs=1e-5)
-        last[weight] = one[-1]["loss/anchor"]
+        assert first[0]["loss/anchor"] == pytest.approx(0.0, abs=1e-5)
+        last[weight] = first[-1]["loss/anchor"]
     assert last[5.0] < 0.5 * last[1e-9]
     both = train(
         options(
@@ -246,7 +246,7 @@ def test_each_task_is_validated_logged_and_drawn(tmp_path):
     )
     steps = train(settings)
     scores = metrics(tmp_path / "out", "eval")
-    assert [set(one) & {"ndcg@10", "task/sts/spearman"} for one in scores] == [
+    assert [set(score) & {"ndcg@10", "task/sts/spearman"} for score in scores] == [
         {"ndcg@10", "task/sts/spearman"}
     ] * 3
     assert "task sts: spearman:" in (tmp_path / "out" / "training_log.txt").read_text()
@@ -279,8 +279,8 @@ def test_held_out_examples_are_scored_by_task(tmp_path):
     assert num_queries == len(sets.evaluation.queries)
     validated = [{**source, "val_data_path": source["path"]} for source in sources]
     path = validated[0]["path"]
-    for found in (sets, opened(tmp_path, data_path=validated, val_data_path=path)):
-        assert {item.prompt for item in found.by_task["sts"].first} == {"compare: "}
+    for entry in (sets, opened(tmp_path, data_path=validated, val_data_path=path)):
+        assert {item.prompt for item in entry.by_task["sts"].first} == {"compare: "}
 
 
 def test_the_loss_is_that_of_the_source():
@@ -298,7 +298,7 @@ def test_the_loss_is_that_of_the_source():
 
 
 @pytest.mark.parametrize(
-    ("sampling", "weights", "wanted"),
+    ("sampling", "weights", "expected"),
     [
         ("proportional", (1.0, 1.0), [1000, 10]),
         ("proportional", (0.5, 3.0), [500, 30]),
@@ -309,8 +309,8 @@ def test_the_loss_is_that_of_the_source():
         ("round_robin", (1.0, 1.0), [336, 672]),
     ],
 )
-def test_sources_are_drawn_as_sampling_says(sampling, weights, wanted):
-    assert parse_sampling(sampling).num_drawn((1000, 10), weights, (4, 8)) == wanted
+def test_sources_are_drawn_as_sampling_says(sampling, weights, expected):
+    assert parse_sampling(sampling).num_drawn((1000, 10), weights, (4, 8)) == expected
 
 
 def test_turns_and_batch_sizes():
@@ -324,7 +324,7 @@ def test_turns_and_batch_sizes():
     )
     for epoch in range(2):
         batches = [turns.batch(epoch, step) for step in range(turns.batches_per_epoch)]
-        assert [(turns.source_of(int(one[0])), len(one)) for one in batches] == [
+        assert [(turns.source_of(int(batch[0])), len(batch)) for batch in batches] == [
             (0, 4),
             (1, 6),
         ] * 11
@@ -338,14 +338,14 @@ def test_turns_and_batch_sizes():
 
 def test_sources_of_one_task_share_batches():
     schedule = BatchSchedule([12, 12, 12], 6, 1, homogeneous=True, tasks=[0, 1, 0])
-    seen = set()
+    recorded = set()
     for step in range(schedule.batches_per_epoch):
-        seen.add(
+        recorded.add(
             frozenset(
                 schedule.source_of(int(index)) for index in schedule.batch(0, step)
             )
         )
-    assert seen == {frozenset({0, 2}), frozenset({1})}
+    assert recorded == {frozenset({0, 2}), frozenset({1})}
     entries = [
         {"path": "a", "temperature": 0.1},
         {"path": "b"},
@@ -353,7 +353,7 @@ def test_sources_of_one_task_share_batches():
         {"path": "d", "temperature": 0.1, "batch_size": 2},
     ]
     config = config_of(homogeneous_batches="task").changed(
-        **{"data_path": [DataSource(**one) for one in entries]}
+        **{"data_path": [DataSource(**entry) for entry in entries]}
     )
     assert task_numbers(config.data) == [0, 1, 0, 3]
     assert task_names(config.data, ["a", "b", "c", "d"]) == [

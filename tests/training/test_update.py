@@ -33,9 +33,11 @@ def train(run, state, tmp_path, overflows):
         loss = run.model(torch.arange(11)).pow(2).sum() * run.loss.scale
         (loss * state.scale.value).backward()
         if is_overflow:
-            next(one for one in run.model.parameters() if one.grad is not None).grad[
-                0
-            ] = torch.inf
+            next(
+                parameter
+                for parameter in run.model.parameters()
+                if parameter.grad is not None
+            ).grad[0] = torch.inf
         outcome = update.apply(float(loss.detach()))
         assert outcome.applied is not is_overflow
         state.step += 1
@@ -90,15 +92,15 @@ def test_float16_resumes_with_its_scale_bit_for_bit(
     with starting(tmp_path / "whole") as run:
         scales = train(run.resume(), LoopState(), tmp_path, before + after)
         expected = run.whole()
-        kept = run.state
+        remaining = run.state
     with starting(tmp_path / "broken") as run:
-        found = train(run.resume(), LoopState(), tmp_path, before)
+        actual = train(run.resume(), LoopState(), tmp_path, before)
         run.save()
     with starting(tmp_path / "broken", resume=True) as run:
         run.resume()
-        found += train(run, LoopState.restored(run.state), tmp_path, after)
-        assert found == scales
-        assert run.state == kept
+        actual += train(run, LoopState.restored(run.state), tmp_path, after)
+        assert actual == scales
+        assert run.state == remaining
         assert_same(run.whole(), expected)
     assert scales[0] in (FIRST_SCALE, FIRST_SCALE / 2)
     assert len(set(scales)) > 2
@@ -116,11 +118,16 @@ def test_float16_that_overflows_with_the_lowest_scale_stops_the_run(tmp_path):
         outcomes = []
         for _ in range(2):
             run.model(torch.arange(11)).sum().backward()
-            next(one for one in run.model.parameters() if one.grad is not None).grad[
-                0
-            ] = torch.inf
+            next(
+                parameter
+                for parameter in run.model.parameters()
+                if parameter.grad is not None
+            ).grad[0] = torch.inf
             outcomes.append(update.apply(1.0))
-    assert [one.is_overflow for one in outcomes] == [True, False] and scale.value == 1.0
+    assert [outcome.is_overflow for outcome in outcomes] == [
+        True,
+        False,
+    ] and scale.value == 1.0
     watch.on_step(report_of(1, outcomes[0], parts))
     with pytest.raises(
         RunError,

@@ -99,16 +99,16 @@ def whole_state(model, loss, optimizer):
     for name, entries in state["state"].items():
         for key, value in entries.items():
             nested = value if isinstance(value, dict) else {"": value}
-            for part, one in nested.items():
+            for part, entry in nested.items():
                 values[f"{name}:{key}:{part}"] = (
-                    torch.as_tensor(one).detach().cpu().clone().numpy()
+                    torch.as_tensor(entry).detach().cpu().clone().numpy()
                 )
     return values
 
 
-def assert_same(found, expected):
+def assert_same(actual, expected):
     """The same names, and not a bit of difference."""
-    assert set(found) == set(expected)
+    assert set(actual) == set(expected)
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        assert actual[name].dtype == value.dtype, name
+        np.testing.assert_array_equal(actual[name], value, err_msg=name)

@@ -65,8 +65,8 @@ def test_a_search_that_fails_in_the_middle_goes_on(
     assert len(trials) == 5 and trials[0]["trial"] == 0
     best = load_config(tmp_path / "tune" / "best.yaml")
     top = max(
-        (one for one in trials if one["state"] == "complete"),
-        key=lambda one: one["score"],
+        (trial for trial in trials if trial["state"] == "complete"),
+        key=lambda entry: entry["score"],
     )
     assert f"best: trial {top['trial']}, {top['score']:.4f}" in said
     if top["trial"]:
@@ -83,16 +83,16 @@ def test_a_search_that_fails_in_the_middle_goes_on(
 
 
 def test_a_search_that_goes_on_tries_nothing_twice(config, tmp_path, monkeypatch):
-    given = {**yaml.safe_load(config.read_text()), "learning_rate": 1e-4}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
+    values = {**yaml.safe_load(config.read_text()), "learning_rate": 1e-4}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     monkeypatch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
     overrides = ("learning_rate=1e-4",)
     options = ("learning_rate",)
     for trials in (2, 3, 4):  # each start draws its first guesses at random
         run_tune(Search(str(config), overrides, tmp_path / "tune", trials, options))
     tried = [
-        one["options"]["learning_rate"]
-        for one in json.loads((tmp_path / "tune" / "trials.json").read_text())
+        entry["options"]["learning_rate"]
+        for entry in json.loads((tmp_path / "tune" / "trials.json").read_text())
     ]
     assert len(tried) == len(set(tried)) == 4
 
@@ -103,12 +103,12 @@ def test_an_interrupted_search_says_how_it_goes_on(
 ):
     folder = tmp_path / "tune"
     words = ("epochs=1000", "learning_rate=1e-4")
-    given = {
+    options = {
         **yaml.safe_load(config.read_text()),
         "epochs": 1000,
         "learning_rate": 1e-4,
     }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(options))
     # The learning rate is that of the first trial, and is searched as well.
     with monkeypatch.context() as patch:  # trial 0
         patch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
@@ -121,7 +121,8 @@ def test_an_interrupted_search_says_how_it_goes_on(
     ]
     end = time.monotonic() + 60
     while not all(
-        "loss" in one.read_text() if one.is_file() else False for one in metrics
+        "loss" in metric.read_text() if metric.is_file() else False
+        for metric in metrics
     ):
         assert search.poll() is None and time.monotonic() < end, (
             tmp_path / "stderr"
@@ -155,11 +156,11 @@ def test_two_processes_share_the_trials(config, tmp_path):
     trials = json.loads((tmp_path / "tune" / "trials.json").read_text())
     assert len(trials) == 6
     assert all(
-        set(one["options"]) == {"learning_rate", "temperature"} for one in trials
+        set(trial["options"]) == {"learning_rate", "temperature"} for trial in trials
     )
-    assert len({one["options"]["learning_rate"] for one in trials}) == 6
+    assert len({trial["options"]["learning_rate"] for trial in trials}) == 6
     pictures = [tmp_path / "tune" / f"importance.{kind}" for kind in ("svg", "png")]
-    complete = [one for one in trials if one["state"] == "complete"]
+    complete = [trial for trial in trials if trial["state"] == "complete"]
     assert all(path.is_file() == (len(complete) >= 4) for path in pictures)
 
 
@@ -171,6 +172,11 @@ def test_a_dry_run_shows_ranges_and_writes_nothing(config, tmp_path, monkeypatch
     assert "trials: 9, the first one the config as it is" in done.output
     for name in ("learning_rate", "temperature", "batch_size", "lora_r"):
         assert f"  {name}: " in done.output
+    assert (
+        "  learning_rate: an eighth to 8 times that of the first trial" in done.output
+    )
+    done = CliRunner().invoke(app, [*words, "learning_rate=0.02"])
+    assert "  learning_rate: 0.0025 to 0.16, by ratio (first 0.02)" in done.output
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,10 +24,10 @@ def bilingual_model(folder, distance=3.0):
     step = torch.randn(table.shape[1], generator=torch.Generator().manual_seed(5))
     step *= distance * table.norm(dim=1).mean() / step.norm() / 4
     for plain, enciphered in CIPHER.items():
-        one, other = (
+        first, other = (
             tokenizer.convert_tokens_to_ids(word) for word in (plain, enciphered)
         )
-        table[other] = table[one] + step
+        table[other] = table[first] + step
     weights["embeddings.word_embeddings.weight"] = table
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder

@@ -52,8 +52,8 @@ def test_directions_and_projection():
     second = first + 3 * step + 0.01 * draw.normal(size=(100, 8))
     unit = step / np.linalg.norm(step)
     for how in ("mean_difference", "principal"):
-        ((*found,),) = directions(first, second, how)
-        assert abs(np.array(found) @ unit) > 0.999
+        ((*actual,),) = directions(first, second, how)
+        assert abs(np.array(actual) @ unit) > 0.999
     matrix, offset = projection(unit[None], 0.5)
     np.testing.assert_allclose(
         first @ matrix.T + offset,
@@ -75,10 +75,10 @@ def test_erasure_leaves_one_mean_and_nothing_to_a_linear_probe():
         linear_probe((first[:1000], second[:1000]), (first[1000:], second[1000:])) > 0.9
     )
     matrix, offset = erasure(first, second, 1.0)
-    one = first @ matrix.T + offset
+    single = first @ matrix.T + offset
     two = second @ matrix.T + offset
-    np.testing.assert_allclose(one.mean(axis=0), two.mean(axis=0), atol=0.05)
-    assert linear_probe((one[:1000], two[:1000]), (one[1000:], two[1000:])) < 0.55
+    np.testing.assert_allclose(single.mean(axis=0), two.mean(axis=0), atol=0.05)
+    assert linear_probe((single[:1000], two[:1000]), (single[1000:], two[1000:])) < 0.55
 
 
 @pytest.mark.parametrize(
@@ -86,15 +86,15 @@ def test_erasure_leaves_one_mean_and_nothing_to_a_linear_probe():
 )
 def test_writers_of_families(make, in_a_layer):
     embedder = Embedder(shared(make), device="cpu")
-    found = residual_writers(embedder.model, embedder.backbone, embedder.description)
-    layers = [one.layer for one in found]
+    actual = residual_writers(embedder.model, embedder.backbone, embedder.description)
+    layers = [entry.layer for entry in actual]
     assert layers[0] == 0
     assert all(layers.count(layer) == in_a_layer for layer in set(layers) - {0})
     names = dict(embedder.model.named_parameters())
     width = embedder.hidden_states(["a cat"]).shape[-1]
     assert all(
-        names[f"{one.name}.weight"].shape[1 if one.by_rows else 0] == width
-        for one in found
+        names[f"{entry.name}.weight"].shape[1 if entry.by_rows else 0] == width
+        for entry in actual
     )
 
 
@@ -109,12 +109,12 @@ def test_writers_named_as_in_gpt_neox_and_a_layer_of_which_only_one_is_known():
     }
     description = Embedder(shared(tiny_qwen3_st), device="cpu").description
     neox = GPTNeoXModel(GPTNeoXConfig(**sizes, num_hidden_layers=2))
-    found = [
-        (one.layer, one.name.partition(".")[2])
-        for one in residual_writers(neox, neox, description)[1:]
+    actual = [
+        (entry.layer, entry.name.partition(".")[2])
+        for entry in residual_writers(neox, neox, description)[1:]
     ]
     ends = ("attention.dense", "mlp.dense_4h_to_h")
-    assert found == [(layer, f"{layer - 1}.{end}") for layer in (1, 2) for end in ends]
+    assert actual == [(layer, f"{layer - 1}.{end}") for layer in (1, 2) for end in ends]
     albert = AlbertModel(
         AlbertConfig(**sizes, embedding_size=16, num_hidden_layers=2),
         add_pooling_layer=False,
@@ -137,24 +137,24 @@ def test_a_language_is_removed_and_texts_find_each_other_across(
             ["edit", str(model), *files, "-o", str(tmp_path / "out"), "--where", "both"]
         )
     assert end.value.code == 0
-    told = json.loads((tmp_path / "out" / "edit.json").read_text())
-    before = told["before"]
-    after = told["after"]
+    messages = json.loads((tmp_path / "out" / "edit.json").read_text())
+    before = messages["before"]
+    after = messages["after"]
     assert before["probe"] > 0.95
     assert after["probe"] < 0.6
     assert after["across"] > before["across"] + 0.3
     assert f"{after['probe']:.4f}" in capsys.readouterr().out
-    one, two = bilingual_texts(COUNT)
+    single, two = bilingual_texts(COUNT)
     saved = Embedder(tmp_path / "out", device="cpu")
-    first, second = (saved.encode(texts[1::2]) for texts in (one, two))
+    first, second = (saved.encode(texts[1::2]) for texts in (single, two))
     similarities = first @ second.T
     rank = (similarities > np.diag(similarities)[:, None]).sum(axis=1)
-    found = np.where(rank < 10, 1 / np.log2(rank + 2), 0)
-    assert found.mean() == pytest.approx(after["across"], abs=0.02)
+    actual = np.where(rank < 10, 1 / np.log2(rank + 2), 0)
+    assert actual.mean() == pytest.approx(after["across"], abs=0.02)
     from sentence_transformers import SentenceTransformer
 
-    theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(one[:5])
-    np.testing.assert_allclose(saved.encode(one[:5]), theirs, atol=1e-5)
+    theirs = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(single[:5])
+    np.testing.assert_allclose(saved.encode(single[:5]), theirs, atol=1e-5)
 
 
 def test_the_weights_are_those_of_the_formula(model, files, tmp_path):
@@ -162,11 +162,11 @@ def test_the_weights_are_those_of_the_formula(model, files, tmp_path):
         model, tmp_path / "out", *files, strength=0.7, layers=[1], trials=0
     )
     before, after = (
-        load_file(one / "model.safetensors") for one in (model, result.model_dir)
+        load_file(entry / "model.safetensors") for entry in (model, result.model_dir)
     )
-    one, two = bilingual_texts(COUNT)
+    first, two = bilingual_texts(COUNT)
     states = Embedder(model, device="cpu").hidden_states(
-        [*one[0::2], *two[0::2]], [1], batch_size=1
+        [*first[0::2], *two[0::2]], [1], batch_size=1
     )[:, 0]
     difference = states[: COUNT // 2].astype(np.float64).mean(axis=0) - states[
         COUNT // 2 :
@@ -227,8 +227,8 @@ def on_ranks(model, files, tmp_path_factory):
 @pytest.mark.parametrize("version", ["1", "2"])
 @pytest.mark.promise("B18")
 def test_shards_are_edited_to_the_same_bits(on_ranks, version):
-    alone, found, place = on_ranks
-    ends = result_of(found, version)
+    alone, actual, place = on_ranks
+    ends = result_of(actual, version)
     assert [strategy for strategy, _ in (*alone, *ends)] == ["single", "fsdp", "fsdp"]
     written = sorted((place / "one").rglob("*.safetensors"))
     assert written
@@ -244,16 +244,18 @@ def test_a_search_draws_a_front_and_takes_the_best_that_holds(model, files, tmp_
         model, tmp_path / "out", *files, trials=6, max_drop=0.01, seed=1
     )
     assert len(result.trials) == 6
-    points = [(one.scores["probe"], one.scores["across"]) for one in result.trials]
-    told = json.loads((tmp_path / "out" / "edit.json").read_text())
-    assert told["front"] == pareto_front(points)
-    holding = [
-        one
-        for one in result.trials
-        if one.scores["across"] >= result.before["across"] - 0.01
+    points = [
+        (trial.scores["probe"], trial.scores["across"]) for trial in result.trials
     ]
-    chosen = next(one for one in result.trials if one.plan == result.plan)
-    assert chosen.scores["probe"] == min(one.scores["probe"] for one in holding)
+    messages = json.loads((tmp_path / "out" / "edit.json").read_text())
+    assert messages["front"] == pareto_front(points)
+    holding = [
+        trial
+        for trial in result.trials
+        if trial.scores["across"] >= result.before["across"] - 0.01
+    ]
+    chosen = next(trial for trial in result.trials if trial.plan == result.plan)
+    assert chosen.scores["probe"] == min(entry.scores["probe"] for entry in holding)
     assert result.after == pytest.approx(
         chosen.scores
     )  # every trial began at the same weights
@@ -284,8 +286,8 @@ def test_a_text_is_a_line_of_the_file(tmp_path):
     ],
 )
 def test_mistakes(model, files, tmp_path, options, message):
-    given = {"first": files[0], "second": files[1], **options}
+    values = {"first": files[0], "second": files[1], **options}
     with pytest.raises(UserError, match=message):
-        vembed.edit(model, tmp_path / "out", **given)
+        vembed.edit(model, tmp_path / "out", **values)
     with pytest.raises(UserError, match="exists already"):
         vembed.edit(model, tmp_path, *files)

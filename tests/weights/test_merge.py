@@ -39,13 +39,13 @@ def weights_of(folder):
 
 def test_mean_of_three_models_against_numpy(models, tmp_path, monkeypatch):
     monkeypatch.setattr(merging, "PIECE", 100)
-    given = [weights_of(one) for one in models]
+    inputs = [weights_of(model) for model in models]
     result = vembed.merge(models, tmp_path / "mean")
-    found = weights_of(result.model_dir)
-    assert found.keys() == given[0].keys()
-    for name, value in found.items():
+    actual = weights_of(result.model_dir)
+    assert actual.keys() == inputs[0].keys()
+    for name, value in actual.items():
         np.testing.assert_allclose(
-            value, np.mean([one[name] for one in given], axis=0), rtol=0, atol=1e-6
+            value, np.mean([text[name] for text in inputs], axis=0), rtol=0, atol=1e-6
         )
 
 
@@ -87,15 +87,15 @@ def test_back_to_a_base_with_other_names(models, tmp_path):
     tensors = load_file(base / "model.safetensors")
     extra = {"cls.predictions.bias": np.zeros(3, np.float32)}
     save_file(
-        {**{f"bert.{name}": one for name, one in tensors.items()}, **extra},
+        {**{f"bert.{name}": tensor for name, tensor in tensors.items()}, **extra},
         base / "model.safetensors",
     )
     vembed.merge(models[0], tmp_path / "out", base=base, interpolate=0.5)
-    own = weights_of(models[0])
-    found = weights_of(tmp_path / "out")
-    for name in own:
+    model_weights = weights_of(models[0])
+    actual = weights_of(tmp_path / "out")
+    for name in model_weights:
         np.testing.assert_allclose(
-            found[name], (own[name] + tensors[name]) / 2, atol=1e-6
+            actual[name], (model_weights[name] + tensors[name]) / 2, atol=1e-6
         )
 
 
@@ -136,7 +136,7 @@ def test_a_soup_is_never_below_its_best_member(tmp_path):
     ]
     data = pairs(tmp_path / "val.jsonl", 40)
     result = vembed.merge(members, tmp_path / "soup", "soup", data=data)
-    alone = [vembed.evaluate(one, data)["ndcg@10"] for one in members]
+    alone = [vembed.evaluate(member, data)["ndcg@10"] for member in members]
     score = vembed.evaluate(tmp_path / "soup", data)["ndcg@10"]
     assert score == pytest.approx(result.score)
     assert score >= max(alone)
@@ -151,16 +151,16 @@ def _soup_on_a_rank(members, data, output):
 
 def test_two_processes_make_the_same_soup(models, tmp_path):
     data = str(pairs(tmp_path / "val.jsonl"))
-    names = [str(one) for one in models]
+    names = [str(model) for model in models]
     scores = run_ranks(
         _soup_on_a_rank, 2, names, data, str(tmp_path / "two"), process_group=False
     )
     alone = vembed.merge(names, tmp_path / "one", "soup", data=data)
     assert scores == [alone.score, alone.score]
-    one, two = (
+    first, two = (
         load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")
     )
-    assert all((one[name] == two[name]).all() for name in one)
+    assert all((first[name] == two[name]).all() for name in first)
 
 
 # ---- adapters and checkpoints ----------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def runs(tmp_path_factory):
 def test_mean_of_the_last_checkpoints_of_a_run(runs, tmp_path):
     run, _ = runs
     result = vembed.merge(run, tmp_path / "out", last=3)
-    assert [Path(one).name for one in result.models] == [
+    assert [Path(model).name for model in result.models] == [
         "checkpoint-2",
         "checkpoint-3",
         "checkpoint-4",
@@ -210,13 +210,13 @@ def test_mean_of_the_last_checkpoints_of_a_run(runs, tmp_path):
         )
     steps = [weights_of(tmp_path / f"m{step}") for step in (2, 3, 4)]
     final = weights_of(run / "final")
-    found = weights_of(tmp_path / "out")
-    for name, value in found.items():
+    actual = weights_of(tmp_path / "out")
+    for name, value in actual.items():
         np.testing.assert_allclose(steps[-1][name], final[name], atol=1e-6)
         np.testing.assert_allclose(
-            value, np.mean([one[name] for one in steps], axis=0), atol=1e-6
+            value, np.mean([step[name] for step in steps], axis=0), atol=1e-6
         )
-    assert any(np.abs(steps[0][name] - steps[2][name]).max() > 1e-4 for name in found)
+    assert any(np.abs(steps[0][name] - steps[2][name]).max() > 1e-4 for name in actual)
 
 
 def test_checkpoints_of_a_run_whose_loss_has_learned_weights(tmp_path):
@@ -240,8 +240,8 @@ def test_checkpoints_of_a_run_whose_loss_has_learned_weights(tmp_path):
         base=shared(tiny_bert_st),
     )
     final = weights_of(tmp_path / "run" / "final")
-    found = weights_of(tmp_path / "m2")
-    for name, value in found.items():
+    actual = weights_of(tmp_path / "m2")
+    for name, value in actual.items():
         np.testing.assert_allclose(value, final[name], atol=1e-6)
 
 
@@ -255,9 +255,9 @@ def test_an_adapter_counts_as_the_whole_model(runs, tmp_path):
     )
     whole = weights_of(copy_model(str(lora / "final"), tmp_path / "whole", merge=True))
     base = weights_of(shared(tiny_bert_st))
-    found = weights_of(tmp_path / "out")
+    actual = weights_of(tmp_path / "out")
     assert any(np.abs(whole[name] - base[name]).max() > 1e-3 for name in base)
-    for name, value in found.items():
+    for name, value in actual.items():
         np.testing.assert_allclose(value, (whole[name] + 3 * base[name]) / 4, atol=1e-6)
 
 
@@ -279,11 +279,11 @@ def test_a_model_saved_by_an_older_transformers_has_position_ids(
     )
     pair = [older, models[1]] if is_first else [models[1], older]
     vembed.merge(pair, tmp_path / "out")
-    one = weights_of(models[0])
+    first = weights_of(models[0])
     two = weights_of(models[1])
     for name, value in weights_of(tmp_path / "out").items():
         if not name.endswith("position_ids"):
-            np.testing.assert_allclose(value, (one[name] + two[name]) / 2, atol=1e-6)
+            np.testing.assert_allclose(value, (first[name] + two[name]) / 2, atol=1e-6)
     np.testing.assert_allclose(
         np.linalg.norm(vembed.Embedder(tmp_path / "out").encode("red")), 1, atol=1e-5
     )

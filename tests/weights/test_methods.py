@@ -22,7 +22,7 @@ def values():
     models = [
         (base + 0.1 * draw.normal(size=SIZE)).astype(np.float32) for _ in range(3)
     ]
-    return base.astype(np.float64), [one.astype(np.float64) for one in models]
+    return base.astype(np.float64), [model.astype(np.float64) for model in models]
 
 
 def reader(array):
@@ -33,7 +33,11 @@ def merged(values, method, weights=(1.0, 1.0, 1.0), **options):
     base, models = values
     recipe = Recipe(method, weights, **options)
     pieces = merged_pieces(
-        recipe, "w", SIZE, [reader(one) for one in models[: len(weights)]], reader(base)
+        recipe,
+        "w",
+        SIZE,
+        [reader(model) for model in models[: len(weights)]],
+        reader(base),
     )
     return torch.cat(list(pieces)).numpy()
 
@@ -46,8 +50,8 @@ def slerp(first, second, rank_batch):
     ) / np.sin(angle)
 
 
-def close(found, expected, summed):
-    assert np.abs(found - expected).max() <= 1e-12 * np.abs(summed).max()
+def close(actual, expected, summed):
+    assert np.abs(actual - expected).max() <= 1e-12 * np.abs(summed).max()
 
 
 def test_mean_and_weighted(values):
@@ -103,13 +107,13 @@ def test_ties(values, density):
             np.where(size >= np.sort(size)[-round(density * SIZE)], change, 0)
         )
     weights = (1.0, 2.0, 0.5)
-    total = sum(weight * one for weight, one in zip(weights, trimmed, strict=True))
-    agrees = [(np.sign(one) == np.sign(total)) & (one != 0) for one in trimmed]
+    total = sum(weight * entry for weight, entry in zip(weights, trimmed, strict=True))
+    agrees = [(np.sign(entry) == np.sign(total)) & (entry != 0) for entry in trimmed]
     above = sum(
-        weight * one * kept
-        for weight, one, kept in zip(weights, trimmed, agrees, strict=True)
+        weight * entry * agree
+        for weight, entry, agree in zip(weights, trimmed, agrees, strict=True)
     )
-    below = sum(weight * kept for weight, kept in zip(weights, agrees, strict=True))
+    below = sum(weight * agree for weight, agree in zip(weights, agrees, strict=True))
     expected = base + 1.5 * np.divide(
         above, below, out=np.zeros(SIZE), where=below != 0
     )
@@ -118,12 +122,12 @@ def test_ties(values, density):
 
 def test_dare_keeps_a_share_and_scales_it_up(values):
     base, models = values
-    kept = merged(values, "dare", (1.0,), density=0.25) - base
+    remaining = merged(values, "dare", (1.0,), density=0.25) - base
     change = models[0] - base
-    is_kept = np.abs(kept) > 1e-12
+    is_kept = np.abs(remaining) > 1e-12
     assert 0.2 < is_kept.mean() < 0.3
-    np.testing.assert_allclose(kept[is_kept], change[is_kept] / 0.25, rtol=1e-9)
+    np.testing.assert_allclose(remaining[is_kept], change[is_kept] / 0.25, rtol=1e-9)
     again = merged(values, "dare", (1.0,), density=0.25) - base
     other = merged(values, "dare", (1.0,), density=0.25, seed=1) - base
-    assert (again == kept).all()
-    assert (other != kept).any()
+    assert (again == remaining).all()
+    assert (other != remaining).any()

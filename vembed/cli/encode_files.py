@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.examples import BadRecord, Item
-from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.example_store import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.examples import BadRecord, ImageRoot, Item
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
     CODECS,
@@ -29,7 +29,7 @@ from vembed.data.formats.table import (
     unknown_ending,
     unpacked_copy,
 )
-from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
+from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.records import (
     ID_FIELDS,
     IMAGE_FIELDS,

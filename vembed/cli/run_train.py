@@ -17,7 +17,7 @@ from vembed.config.loading import config_yaml, require_earlier_stage, resolve_ru
 from vembed.config.rules import data_paths
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.names import existing
+from vembed.files import existing
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
     DEFAULT_PORT,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
     from vembed.config.arguments import TrainArguments
 
+_NO_MEMORY = re.compile(
+    "can't allocate memory|Cannot allocate memory|failed to map segment|can't start new thread"
+)
+"""In messages of torch, of the system and of its loader of libraries."""
 ConfigArguments = Annotated[
     list[str] | None, Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
 ]
@@ -255,6 +260,11 @@ def guarded(function: Callable[[], int | None]) -> int:
         from vembed.files import disk_refusal
 
         message = disk_refusal(error)
+        if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+            message = (
+                f"there is not enough memory ({str(error) or type(error).__name__}): give the process more (ulimit -v, the memory "
+                "of the container), or make batch_size, micro_batch_tokens or the model smaller"
+            )
         if message is None:
             raise
         _print_error(f"error: {message}\n")
@@ -355,8 +365,7 @@ def numbers(
 
 def option(name: str, text: str) -> Any:
     """Parse a value like the config option of that name; None for an empty text."""
-    from vembed.config.layers import canonical
-    from vembed.config.options import all_options
+    from vembed.config.options import all_options, canonical
 
     if not text:
         return None

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 import vembed
-from vembed.config.layers import (
+from vembed.config.options import (
     FIXED_IN_FSDP,
     Layer,
     Level,
     as_bool,
+    join_words,
+    quoted,
     target_of,
+    yaml_word,
 )
-from vembed.config.options import join_words, quoted, yaml_word
 from vembed.config.parsing import Node, read_tree
-from vembed.errors import UserError
-from vembed.names import existing, nearest
+from vembed.errors import UserError, nearest
+from vembed.files import existing
 
 Distribution = Literal["single", "ddp", "fsdp"]
 

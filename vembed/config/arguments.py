@@ -7,10 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vembed.config.layers import BLOCKS, BOOLS, option_of, target_of
-from vembed.config.options import all_options, quoted
-from vembed.errors import UserError
-from vembed.names import nearest
+from vembed.config.options import (
+    BLOCKS,
+    BOOLS,
+    all_options,
+    option_of,
+    quoted,
+    target_of,
+)
+from vembed.errors import UserError, nearest
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 KEY_VALUE = re.compile(r"[A-Za-z_][\w.-]*=")

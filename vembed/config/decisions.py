@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from vembed.config.accelerate_file import AccelerateFile
-from vembed.config.layers import Level, OptionValue
-from vembed.config.options import yaml_word
+from vembed.config.options import Level, OptionValue, yaml_word
 from vembed.config.schema import (
     AdapterSection,
     EvaluationSection,

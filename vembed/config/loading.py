@@ -23,21 +23,21 @@ from vembed.config.accelerate_file import (
     read_accelerate_file,
 )
 from vembed.config.decisions import DEFAULT, ResolvedRun, decide
-from vembed.config.layers import (
+from vembed.config.options import (
     REPLACES,
     Layer,
     Level,
     OptionValue,
+    all_options,
     command_line_layer,
     option_of,
     plain_layer,
 )
-from vembed.config.options import all_options
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
 from vembed.config.schema import DataSource, TrainConfig
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
-from vembed.names import existing, short_name
+from vembed.files import existing, short_name
 
 DEFAULT_PRESET = "accelerate_fsdp"
 """Base of the FSDP options if no file is named."""

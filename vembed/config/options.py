@@ -1,11 +1,13 @@
-"""Metadata of the options: sections, accepted values, and parsing and validation of single values."""
+"""Options: their metadata, names and spellings, and the sources of their values, each as a layer of checked values."""
 
 from __future__ import annotations
 
 import inspect
+import re
 import types
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,11 +16,716 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from vembed.config.parsing import parse_value
+from vembed.config.parsing import Node, parse_value
 from vembed.config.schema import sections_by_option
 from vembed.config.values import Form
-from vembed.losses.table import with_constraints
-from vembed.names import nearest
+from vembed.errors import nearest
+from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, with_constraints
+from vembed.models.poolings.table import POOLINGS
+from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.trackers import TRACKERS
+
+COMMAND_LINE = "command line"
+
+REPLACES = {
+    "global_batch_size": "batch_size",
+    "max_steps": "epochs",
+}
+"""Option -> the option that it replaces, which sets the same in another unit. A source that sets one of the two overrides
+either of them in a weaker source."""
+
+
+class Level(IntEnum):
+    """Order of the sources, weakest first: a stronger one overrides a weaker one."""
+
+    PRESET = 0
+    """`configs/accelerate_fsdp.yaml`, if no Accelerate file is named."""
+    FILE = 1
+    """The Accelerate file or preset that the config or the command line names."""
+    LAUNCHER = 2
+    """What `accelerate launch` has set in the environment."""
+    CONFIG = 3
+    """The training config. A stage's block is part of it."""
+    COMMAND_LINE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class OptionValue:
+    """Value of an option in one source."""
+
+    option: str
+    value: Any
+    key: str
+    """Key as written: `fsdp.cpu_offload`."""
+    place: str
+    """`cfg.yaml, line 7`."""
+    level: Level = Level.CONFIG
+    is_weak: bool = False
+    """True: another value of the option in the same source wins. `bf16: false` is weak beside `fp16: true`."""
+    written: str = ""
+    """Value as written, in YAML, where an alias has translated it."""
+
+    @property
+    def source(self) -> str:
+        """`cfg.yaml:7`."""
+        return self.place.replace(", line ", ":")
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.written or yaml_word(self.value)} ({self.place})"
+
+    def contradicts(self, other: OptionValue) -> bool:
+        """Return whether two values of an option in one source contradict each other."""
+        if self.option == "report_to" and (self.is_weak or other.is_weak):
+            return ("wandb" in self.value) != ("wandb" in other.value)
+        # These contradict each other even if one is weak: `use_fsdp: false` must not lose silently to `strategy: fsdp`.
+        both = {str(self.value), str(other.value)}
+        if both in ({"ddp", "fsdp"}, {"FULL_SHARD", "SHARD_GRAD_OP"}):
+            return True
+        return self.value != other.value and not self.is_weak and not other.is_weak
+
+
+@dataclass
+class Layer:
+    """Options of one source and the problems in them."""
+
+    name: str
+    level: Level = Level.CONFIG
+    values: dict[str, OptionValue] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    refused: set[str] = field(default_factory=set)
+    """Options with an invalid value. They are not reported as missing, too."""
+    translated: list[str] = field(default_factory=list)
+    """Log lines for aliases: the key as written, and the option that it stands for."""
+
+    def value(self, option: str, default: Any = None) -> Any:
+        """Return the value of an option, or the default if this source does not set it."""
+        option_value = self.values.get(option)
+        return default if option_value is None else option_value.value
+
+    def take_all(
+        self,
+        keys: Mapping[str, Node],
+        prefix: str = "",
+        block: str | None = None,
+    ) -> Layer:
+        """Add the keys of a file with their values. Return the layer.
+
+        `prefix`, `block`: those of the block that contains the keys, see `take`.
+        """
+        for key, node in keys.items():
+            place = f"{self.name}, line {node.line}" if node.line else self.name
+            self.take(key.split("."), node, place, block=block, prefix=prefix)
+        return self
+
+    def take(
+        self,
+        path: Sequence[str],
+        value: Node | str,
+        place: str,
+        *,
+        block: str | None = None,
+        prefix: str = "",
+    ) -> None:
+        """Add one key of the source: an option under its name or an alias, or a block of them, key by key.
+
+        `path`: the key, split at its dots. `value`: a node of a file, or a string of the command line. `place`: file and
+        line, for messages. `block`: name of the block that contains the key, which has aliases of its own. `prefix`: the
+        keys of the enclosing blocks as written, for messages.
+        """
+        key, *inner = path
+        name = key.strip().replace("-", "_")
+        written = prefix + key
+        # A block: its keys one by one.
+        if name in BLOCKS:
+            if inner:
+                self.take(inner, value, place, block=name, prefix=f"{written}.")
+                return
+            if isinstance(value, Node) and isinstance(value.value, dict):
+                self.take_all(value.value, f"{written}.", name)
+                return
+        # What the key stands for: None (unknown), an option's name, a NoEffect, or a function from the value to several
+        # (option, value) pairs.
+        target = target_of(key, block)
+        option = None if callable(target) else all_options().get(str(target))
+        if isinstance(value, Node):
+            plain = value.plain()
+        elif option is not None and not inner:
+            plain = option.parse(value)
+        else:
+            plain = parse_value(value)
+        word = yaml_word(plain)  # the value as messages show it
+        if target is None or (inner and target != "column_mapping"):
+            if name not in FORMER_DEFAULTS or plain != FORMER_DEFAULTS[name]:
+                self._refuse_key(name, block, place)
+        elif isinstance(target, NoEffect):
+            self.translated.append(
+                f"{written}: {word} has no effect: {target} ({place})"
+            )
+        elif inner:
+            # Its keys are the user's column names: `column_mapping.query=title`.
+            earlier = self.values.pop(name, None)
+            columns = dict(earlier.value) if earlier is not None else {}
+            columns[".".join(inner)] = plain
+            self.enter(name, columns, written, place)
+        elif not callable(target):
+            final = self.enter(target, plain, written, place)
+            is_respelled = isinstance(plain, str) and str(final) != plain
+            if final is not None and (written != target or is_respelled):
+                self.translated.append(
+                    f"{written}: {word} -> {target}: {yaml_word(final)} ({place})"
+                )
+        else:
+            try:
+                settings = target(plain)
+            except ValueError as error:
+                self.problems.append(
+                    f"{place}: {written} {error}, but is {quoted(plain)}"
+                )
+                return
+            results = []
+            for target_name, setting in settings:
+                final = self.enter(target_name, setting, written, place, word)
+                results.append(f"{target_name}: {yaml_word(final)}")
+            result = ", ".join(results) or "nothing to change"
+            self.translated.append(f"{written}: {word} -> {result} ({place})")
+
+    def enter(
+        self,
+        option: str,
+        value: Any,
+        key: str,
+        place: str,
+        written: str = "",
+    ) -> Any:
+        """Add an option under its own name. Return its canonical value, or None after recording a problem.
+
+        `key`, `written`: key and value as written.
+        """
+        name = str(option)  # a WeakDefault is a str
+        try:
+            final = canonical(name, value)
+        except ValueError as error:
+            alias = "" if key == name else f"{key}: "
+            self.problems.append(f"{place}: {alias}{error}")
+            self.refused.add(name)
+            return None
+        # `strategy: auto` beside `fsdp: {enabled: true}` leaves the choice to the switch.
+        is_weak = isinstance(option, WeakDefault) or final == "auto"
+        new = OptionValue(name, final, key, place, self.level, is_weak, written)
+        old = self.values.get(name)
+        if old is not None and new.contradicts(old):
+            self.problems.append(
+                f"{place}: {new} and {old} both set {name}: keep one of them"
+            )
+        elif old is None or not is_weak:
+            self.values[name] = new
+        return final
+
+    def _refuse_key(
+        self,
+        name: str,
+        block: str | None,
+        place: str,
+    ) -> None:
+        """Record the problem of an unknown key, with the reason or the nearest name."""
+        for names, reason in REFUSED.items():
+            if name in names.split():
+                self.problems.append(f"{place}: {name!r} is not used here: {reason}")
+                return
+        near = nearest(name, known_names(block))
+        hint = "; `vembed schema` lists all options"
+        if near:
+            target = target_of(near, block)
+            is_alias = isinstance(target, str) and target != near
+            meaning = f" ({target})" if is_alias else ""
+            hint = f", did you mean {near!r}{meaning}?"
+        inside = f" in {block}" if block else ""
+        self.problems.append(f"{place}: unknown option {quoted(name)}{inside}{hint}")
+
+
+def plain_layer(
+    name: str,
+    level: Level,
+    options: Mapping[str, Any],
+) -> Layer:
+    """Return a layer of options with their canonical values."""
+    layer = Layer(name, level)
+    for option, value in options.items():
+        layer.values[option] = OptionValue(option, value, option, name, level)
+    return layer
+
+
+def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
+    """Return the layer of `key=value` arguments, and the stage that they choose."""
+    layer = Layer(COMMAND_LINE, Level.COMMAND_LINE)
+    stage = None
+    for text in overrides:
+        key, is_pair, value = text.partition("=")
+        path = [part.strip() for part in key.split(".")]
+        if not is_pair or not all(path):
+            layer.problems.append(
+                f"{COMMAND_LINE}: {quoted(text)} is not of the form key=value"
+            )
+        elif path == ["stage"]:
+            stage = value
+        else:
+            layer.take(path, value, COMMAND_LINE)
+    return layer, stage
+
+
+# ---- spellings of values
+
+
+_DTYPE = {
+    "bfloat16": "bf16 torch.bfloat16",
+    "float16": "fp16 half torch.float16",
+    "float32": "fp32 float torch.float32",
+}
+SPELLINGS: dict[str, dict[str, str]] = {
+    "torch_dtype": {**_DTYPE, "pure_bfloat16": "pure_bf16 bf16_true"},
+    "fsdp_reduce_dtype": _DTYPE,
+    "mixed_precision": {
+        "bf16": "bfloat16 torch.bfloat16 bf16_mixed true",
+        "fp16": "float16 half torch.float16 16_mixed fp16_mixed 16",
+        "no": "none float32 fp32 float torch.float32 32_true 32 false",
+    },
+    "attn_implementation": {"flash_attention_2": "flash_attention flash_attn flash"},
+    "pooling": {name: pooling.spellings for name, pooling in POOLINGS.items()},
+    "loss": {
+        "infonce": "info_nce mnrl multiple_negatives_ranking multiplenegativesrankingloss contrastive",
+        "cosent": "cosentloss",
+        "cosine": "cosine_similarity",
+        "sigmoid": "siglip",
+    },
+    "similarity": {"cosine": "cos cos_sim", "dot": "dot_score inner_product"},
+    "sampling": {
+        "proportional": "proportional_to_size",
+        "round_robin": "roundrobin",
+        "weights": "weighted",
+    },
+    "optim": {kind.name: kind.spellings for kind in OPTIMIZERS.values()},
+    "lr_scheduler_type": {"constant": "constant_with_warmup none"},
+    "scale_learning_rate": {"none": "no false"},
+    "num_processes": {"auto": "-1 gpu"},
+    "fsdp_sharding_strategy": {
+        "FULL_SHARD": "full",
+        "HYBRID_SHARD": "hybrid",
+        "NO_SHARD": "none",
+    },
+    "fsdp_auto_wrap_policy": {
+        "TRANSFORMER_BASED_WRAP": "transformer_auto_wrap transformer_auto_wrap_policy transformer",
+        "SIZE_BASED_WRAP": "size_based_auto_wrap size_based_auto_wrap_policy size_based",
+        "NO_WRAP": "none",
+    },
+    "fsdp_state_dict_type": {
+        "FULL_STATE_DICT": "full",
+        "SHARDED_STATE_DICT": "sharded",
+        "LOCAL_STATE_DICT": "local",
+    },
+    "report_to": {kind.name: kind.spellings for kind in TRACKERS.values()},
+}
+"""Map from option and value to the value's synonyms. Case is ignored; `-`, a space and `_` are equal."""
+
+BOOLS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+
+
+def as_bool(value: Any) -> bool:
+    """Return the boolean that a word stands for. Raise ValueError for any other word."""
+    if str(value).lower() not in BOOLS:
+        raise ValueError("must be true or false")
+    return BOOLS[str(value).lower()]
+
+
+def canonical(name: str, value: Any) -> Any:
+    """Return the value of an option in its canonical spelling, validated. Raise ValueError if it has none."""
+    option = all_options()[name]
+    words = {_fold(choice): choice for choice in option.choices}
+    for choice, others in SPELLINGS.get(name, {}).items():
+        words |= dict.fromkeys([*others.split(), _fold(choice)], choice)
+    if name == "report_to":
+        entries = value.split(",") if isinstance(value, str) else value
+        trackers = []
+        for entry in entries if isinstance(entries, list) else [entries]:
+            is_none = entry in (None, False) or _fold(entry) in ("none", "")
+            if not is_none:
+                trackers.append(words.get(_fold(entry), entry))
+        return option.checked(trackers)
+    # YAML reads `num_processes: -1` and `mixed_precision: false` as other types than text.
+    if isinstance(value, str | int) and _fold(value) in words:
+        return option.checked(words[_fold(value)])
+    if name == "fsdp_version" and value in ("1", "2"):
+        return int(value)
+    is_single = value is not None and not isinstance(value, list | Mapping)
+    if isinstance(value, str) and "bool" in option.kinds and not value.isdigit():
+        # "1" stays a number where an option takes both.
+        value = BOOLS.get(value.lower(), value)
+    elif "list" in option.kinds and name != "data_path" and is_single:
+        parts = [part.strip() for part in str(value).split(",")]
+        if not isinstance(value, str):
+            value = [value]
+        elif "text" not in option.kinds:
+            value = [parse_value(part) for part in parts]
+        elif len(parts) > 1:
+            value = parts
+    return option.checked(value)
+
+
+def _fold(value: Any) -> str:
+    # Only behind a letter or digit: the sign of -1 stays.
+    return re.sub(r"(?<=\w)[\s-]+", "_", str(value).strip().lower())
+
+
+# ---- names of options
+
+Setting = tuple[str, Any]
+"""An option and its value."""
+
+
+class WeakDefault(str):
+    """Option name in a `Setting` that applies only if nothing else sets the option: `bf16: false`."""
+
+    __slots__ = ()
+
+
+class NoEffect(str):
+    """Target of a key that is understood and changes nothing: the reason."""
+
+    __slots__ = ()
+
+
+Translation = Callable[[Any], list[Setting]]
+"""Function from a value to settings. It raises ValueError if the value is invalid."""
+
+ALIASES: dict[str, str] = {
+    # model
+    "model_name": "model model_name_or_path pretrained_model_name_or_path model_path model_id base_model",
+    "model_revision": "revision",
+    "model_arguments": "model_config model_kwargs",
+    "tokenizer_name": "tokenizer processor_name tokenizer_name_or_path",
+    "auxiliary_losses": "auxiliary_weights aux_losses",
+    "image_model_name": "image_model",
+    "torch_dtype": "dtype",
+    "mixed_precision": "fsdp_param_dtype fsdp_mixed_precision",
+    "max_length": "max_seq_length max_seq_len model_max_length max_len",
+    "pooling": "pooling_mode pooling_method",
+    "query_prompt": "query_instruction query_prefix query_instruction_for_retrieval",
+    "document_prompt": "document_prefix document_instruction passage_prompt passage_prefix passage_instruction",
+    "gradient_checkpointing": "use_gradient_checkpointing fsdp_activation_checkpointing activation_checkpointing",
+    # head, adapters
+    "mrl_dims": "matryoshka_dims",
+    "mrl_weights": "matryoshka_weights",
+    "lora_r": "lora_rank",
+    "lora_target_modules": "target_modules",
+    # data
+    "data_path": "data train_data train_file train_path train_data_path train_dataset dataset dataset_name",
+    "val_data_path": "val_data val_file val_path eval_data eval_file eval_data_path validation_data validation_file",
+    "image_root": "image_dir image_folder",
+    "num_workers": "dataloader_num_workers",
+    # loss
+    "loss": "loss_type",
+    "similarity": "similarity_fct",
+    "temperature": "tau",
+    "bidirectional": "symmetric",
+    "margin": "triplet_margin circle_margin",
+    # batch and step
+    "batch_size": "per_device_train_batch_size per_device_batch_size train_batch_size",
+    "global_batch_size": "effective_batch_size",  # includes gradient accumulation: loading divides
+    "gradient_accumulation_steps": "accumulate_grad_batches accumulation_steps",
+    "use_gradient_cache": "gradient_cache grad_cache",
+    # optimisation
+    "epochs": "num_train_epochs num_epochs max_epochs",
+    "max_steps": "max_train_steps",
+    "learning_rate": "lr base_lr",
+    "optim": "optimizer optimizer_type",
+    "weight_decay": "wd",
+    "adam_betas": "betas",
+    "adam_epsilon": "adam_eps",
+    "warmup_steps": "num_warmup_steps",
+    "lr_scheduler_type": "scheduler lr_scheduler scheduler_type",
+    "max_grad_norm": "grad_clip gradient_clip_norm gradient_clip_val clip_grad_norm",
+    "seed": "random_seed",
+    # distributed
+    "accelerate_config": "fsdp_config",
+    "num_processes": "devices nproc nproc_per_node num_gpus gpus",
+    "num_machines": "num_nodes nnodes",
+    "fsdp_sharding_strategy": "sharding_strategy",
+    "fsdp_offload_params": "offload_params fsdp_cpu_offload cpu_offload",
+    "fsdp_auto_wrap_policy": "auto_wrap_policy wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap fsdp_transformer_cls_to_wrap",
+    "fsdp_forward_prefetch": "forward_prefetch",
+    "fsdp_state_dict_type": "state_dict_type",
+    "sync_batchnorm": "sync_bn",
+    # evaluation, logging, saving
+    "output_dir": "output output_path save_dir",
+    "eval_steps": "evaluation_steps eval_every",
+    "eval_metric": "metric_for_best_model",
+    "save_steps": "save_every",
+    "logging_steps": "log_every log_interval log_every_n_steps",
+    "run_name": "wandb_name",
+    "push_to_hub": "hub_model_id",
+    "resume": "resume_from_checkpoint",
+}
+"""Map from an option to its aliases. They are valid at the top of a config, inside every block, and as flags."""
+
+
+def _flag(
+    option: str,
+    when_true: Any,
+    when_false: Any = None,
+) -> Translation:
+    """Return the parser of a switch for one value of an option. Off sets `when_false` only if nothing else does."""
+
+    def settings(value: Any) -> list[Setting]:
+        if as_bool(value):
+            return [(option, when_true)]
+        return [] if when_false is None else [(WeakDefault(option), when_false)]
+
+    return settings
+
+
+def _precision(value: Any) -> list[Setting]:
+    dtypes = {"bf16_true": "pure_bfloat16", "16_true": "float16"}
+    dtype = dtypes.get(_fold(value))
+    if dtype is None:
+        return [("mixed_precision", value)]
+    return [("torch_dtype", dtype), ("mixed_precision", "no")]
+
+
+def _number(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < 1e15:
+        raise ValueError("must be a number above 0")
+    return float(value)
+
+
+_shard_switch = _flag("strategy", "fsdp", "ddp")
+
+
+def _qlora(value: Any) -> list[Setting]:
+    if as_bool(value):
+        return [("quantize_weights", "nf4"), (WeakDefault("use_lora"), True)]
+    return []
+
+
+def _mrl_switch(value: Any) -> list[Setting]:
+    return [("mrl_dims", "auto" if as_bool(value) else None)]
+
+
+def _reshard(value: Any) -> list[Setting]:
+    # Accelerate writes FSDP1's sharding strategies under this name too.
+    if str(value).lower() not in BOOLS:
+        return [("fsdp_sharding_strategy", value)]
+    if as_bool(value):
+        return [(WeakDefault("fsdp_sharding_strategy"), "FULL_SHARD")]
+    return [("fsdp_sharding_strategy", "SHARD_GRAD_OP")]
+
+
+def _fsdp_switch(value: Any) -> list[Setting]:
+    """Parse `fsdp: true`, or Transformers' `fsdp: "full_shard auto_wrap offload"`."""
+    if not value or str(value).lower() in BOOLS:
+        return _shard_switch(value or False)
+    words = {
+        "offload": ("fsdp_offload_params", True),
+        "auto_wrap": ("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
+    }
+    settings: list[Setting] = [("strategy", "fsdp")]
+    for word in str(value).lower().split():
+        settings.append(words.get(word, ("fsdp_sharding_strategy", word)))
+    return settings
+
+
+def _wandb_switch(value: Any) -> list[Setting]:
+    trackers = ["tensorboard", "wandb"] if as_bool(value) else ["tensorboard"]
+    return [(WeakDefault("report_to"), trackers)]
+
+
+TRANSLATED: dict[str, Translation] = {
+    "bf16": _flag("mixed_precision", "bf16", "no"),
+    "fp16": _flag("mixed_precision", "fp16", "no"),
+    "precision": _precision,
+    "flash_attention": _flag("attn_implementation", "flash_attention_2"),
+    "use_flash_attention_2": _flag("attn_implementation", "flash_attention_2"),
+    "sampling_alpha": lambda value: [("sampling", f"temperature({value})")],
+    "scale": lambda value: [("temperature", 1.0 / _number(value))],
+    "ddp_timeout": lambda value: [("dist_timeout_minutes", _number(value) / 60)],
+    "fsdp": _fsdp_switch,
+    "use_fsdp": _shard_switch,
+    "fsdp_reshard_after_forward": _reshard,
+    "reshard_after_forward": _reshard,
+    "use_mrl": _mrl_switch,
+    "use_matryoshka": _mrl_switch,
+    "use_qlora": _qlora,
+    "load_in_4bit": _qlora,
+    "use_rslora": _flag("lora_variant", "rslora", "lora"),
+    "use_dora": _flag("lora_variant", "dora", "lora"),
+    # As a whole number it would count steps.
+    "warmup_ratio": lambda value: [
+        ("warmup_steps", float(value) if type(value) is int else value)
+    ],
+    "use_wandb": _wandb_switch,
+}
+"""Aliases whose values must be converted."""
+
+BLOCKS: dict[str, dict[str, str]] = {
+    "model": {"name": "model_name", "path": "model_name"},
+    "data": {
+        "path": "data_path",
+        "train": "data_path",
+        "val": "val_data_path",
+        "validation": "val_data_path",
+    },
+    "training": {},
+    "train": {},
+    "trainer": {},
+    "optimizer": {"name": "optim", "type": "optim", "eps": "adam_epsilon"},
+    "scheduler": {"name": "lr_scheduler_type", "type": "lr_scheduler_type"},
+    "loss": {"name": "loss", "type": "loss"},
+    "lora": {"enabled": "use_lora", "rank": "lora_r"},
+    "peft": {
+        "enabled": "use_lora",
+        "r": "lora_r",
+        "alpha": "lora_alpha",
+        "dropout": "lora_dropout",
+    },
+    "mrl": {"enabled": "use_mrl"},
+    "matryoshka": {
+        "enabled": "use_mrl",
+        "dims": "mrl_dims",
+        "weights": "mrl_weights",
+    },
+    "distributed": {},
+    "fsdp": {"enabled": "use_fsdp", "config": "accelerate_config"},
+    "fsdp_config": {},
+    "evaluation": {"steps": "eval_steps", "metric": "eval_metric"},
+    "eval": {"data": "val_data_path"},
+    "logging": {"steps": "logging_steps", "file": "log_file"},
+    "wandb": {"enabled": "use_wandb", "name": "run_name"},
+    "checkpoint": {"steps": "save_steps"},
+}
+"""Blocks that may hold options, with their short names. Option names and aliases are valid in every block."""
+
+PREFIXES = {
+    "fsdp": "fsdp_",
+    "fsdp_config": "fsdp_",
+    "lora": "lora_",
+    "mrl": "mrl_",
+    "wandb": "wandb_",
+    "eval": "eval_",
+}
+"""Prefix added to keys of a block: inside `fsdp:`, `min_num_params` is `fsdp_min_num_params`."""
+
+FIXED_IN_FSDP: dict[str, Any] = {
+    "backward_prefetch": "BACKWARD_PRE",
+    "limit_all_gathers": True,
+    "use_orig_params": True,
+    "buffer_dtype": "float32",
+    "sync_module_states": True,
+    "cpu_ram_efficient_loading": True,
+}
+"""FSDP options of other libraries, with or without `fsdp_`, that FSDP2 lacks since it always works in one way, and that
+FSDP1 gets in the same way: the value. They are accepted, with a note."""
+
+REFUSED = {
+    "deepspeed": "DeepSpeed is not supported: use_fsdp: true shards the model",
+    "save_strategy": "checkpoints are written every save_steps steps; save_steps: null for none before the end",
+    "eval_strategy": "evaluation runs every eval_steps steps; eval_steps: null for none during training",
+    "train_group_size train_n_passages": "all negatives of a record are read: for groups of 8 passages write max_negatives: 7",
+    "batch_sampler": "no_duplicates: true keeps equal texts out of one batch; homogeneous_batches: true takes each "
+    "batch from one source",
+    "query_max_len passage_max_len document_max_len query_max_length passage_max_length": "max_length limits queries "
+    "and documents; texts are not padded to it, so short ones cost nothing more",
+    "normalize normalize_embeddings": "similarity: cosine, the default, brings embeddings to length 1; similarity: dot leaves their length",
+    "adam_beta1 adam_beta2": "adam_betas: [0.9, 0.999] gives both",
+    "lora_towers": "freeze: [vision] (or [text]) keeps adapters out of a tower",
+    "anchor_weight": "losses: [{loss: infonce}, {loss: anchor, weight: 1.0}] adds the term",
+    "drop_last": "the last incomplete batch of an epoch is left out, unless it is the only one",
+    "layer_lr_decay": "freeze: [first_n_layers=6] or head_learning_rate treats parts of a model differently",
+    "guide_margin_kind": "guide_margin: 5% is a share of the score, guide_margin: 0.05 a difference",
+    " ".join(
+        ENTRY_OPTIONS
+    ): "it stands in an entry of losses, as losses: [{loss: infonce, focal_gamma: 2.0}]",
+    "eval_ks ks": "evaluations have the cut-offs 1, 5, 10, 100 and that of eval_metric, such as ndcg@20; `vembed eval --ks` takes others",
+    "gradient_cache_chunk_size gc_chunk_size mini_batch_size": "micro_batch_tokens bounds a micro-batch by its padded "
+    "tokens, so that its memory is the same for short and long "
+    "texts: for 8 rows of at most 512 tokens write micro_batch_tokens: 4096",
+    "save_dtype": "torch_dtype is the dtype of final/ too: torch_dtype: bfloat16 stores it in bfloat16",
+    "negatives_from negatives_cross_device gather_across_devices": "candidates are always those of the whole "
+    "global batch, so that the loss is the same on any number of processes",
+    "mask_duplicates": "candidates that equal the row's query or one of its positives are always left out",
+    "query_query_negatives document_document_negatives": "write same_side_negatives: queries, documents or both",
+    "language_modelling": "loss: none trains by the language-model head, and auxiliary_losses: {next_token: 0.1} beside a loss",
+    "composed_dim": "mrl_dims: [512] gives the shared space of a composed model 512 dimensions",
+    "stage": "it chooses one of the blocks under training_stages, and this config has none",
+}
+"""Known keys for features that vembed does not have, with the message."""
+FORMER_DEFAULTS = {
+    "drop_last": True,
+    "language_modelling": "auto",
+    "negatives_from": "all_ranks",
+    "negatives_cross_device": True,
+    "gather_across_devices": True,
+    "mask_duplicates": True,
+    "query_query_negatives": False,
+    "document_document_negatives": False,
+    "save_dtype": "auto",
+    "eval_ks": [1, 5, 10, 100],
+    "layer_lr_decay": 1.0,
+    "guide_margin_kind": "absolute",
+    **{name: LOSS_OPTIONS[name].default for name in ENTRY_OPTIONS},
+}
+"""The values of refused keys that say what happens in any case. They are accepted."""
+
+_FLAT: dict[str, str] = {
+    name: option for option, names in ALIASES.items() for name in names.split()
+}
+
+
+def target_of(key: str, block: str | None = None) -> str | Translation | None:
+    """Return what a key stands for, inside a block or flat: an option, a `NoEffect`, or a translation; None if the key
+    is unknown."""
+    name = key.strip().replace("-", "_")
+    prefix = ""
+    if block is not None:
+        name = BLOCKS[block].get(name, name)
+        prefix = PREFIXES.get(block, "")
+    # With the prefix first: `offload_params` inside `fsdp:` is FSDP's, whatever the name means at the top.
+    for candidate in (prefix + name, name):
+        if candidate in all_options():
+            return candidate
+        if candidate in _FLAT:
+            return _FLAT[candidate]
+        if candidate in TRANSLATED:
+            return TRANSLATED[candidate]
+        fixed = FIXED_IN_FSDP.get(candidate.removeprefix("fsdp_"))
+        if fixed is not None:
+            word = yaml_word(fixed)
+            return NoEffect(f"FSDP2 always works as with {word}, and FSDP1 does here")
+    return None
+
+
+def option_of(key: str) -> str | None:
+    """Return the option that a key of a config or of the command line names, also inside a block (`model.name`). None
+    for an unknown key, and for one that stands for several options."""
+    *outer, name = key.split(".")
+    block = outer[0].strip().replace("-", "_") if outer else None
+    if len(outer) > 1 or (block is not None and block not in BLOCKS):
+        return None
+    target = target_of(name, block)
+    is_option = isinstance(target, str) and target in all_options()
+    return str(target) if is_option else None
+
+
+def known_names(block: str | None = None) -> list[str]:
+    """Return every key that is valid in a block or at the top, for suggestions after a typing error."""
+    names = [*all_options(), *_FLAT, *TRANSLATED, *BLOCKS]
+    if block is None:
+        return names
+    prefix = PREFIXES.get(block, "")
+    short_names = [name.removeprefix(prefix) for name in all_options()]
+    return [*BLOCKS[block], *short_names, *names]
 
 
 @dataclass(frozen=True)
@@ -116,9 +823,9 @@ class Option:
 def all_options() -> dict[str, Option]:
     """Return every option by name, in the order of the schema."""
     options = {}
-    for name, (_, section, field) in sections_by_option().items():
+    for name, (_, section, option_field) in sections_by_option().items():
         title = str(section.model_config["title"])
-        options[name] = field_option(name, field, title)
+        options[name] = field_option(name, option_field, title)
     return options
 
 

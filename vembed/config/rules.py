@@ -31,9 +31,9 @@ from vembed.config.terms import (
 )
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
+from vembed.files import existing, is_address, is_hub_model, is_pattern, similar_path
 from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SCORES
 from vembed.losses.table import LOSS_OPTIONS, LOSSES, read_options
-from vembed.names import existing, is_address, is_hub_model, is_pattern, similar_path
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
 
@@ -432,6 +432,10 @@ def remarks(config: TrainConfig) -> list[str]:
             "val_data_path is the training data: its scores will not say how the model does on new data"
         )
     rate = optimizer.learning_rate
+    if rate == "auto" and not OPTIMIZERS[optim].takes_adam_rates:
+        lines.append(
+            f"learning_rate: auto is of the size that AdamW takes: with optim: {optim} give a rate"
+        )
     if config.adapters.use_lora and rate != "auto" and rate < LOWEST_USUAL_ADAPTER_RATE:
         lines.append(
             f"learning_rate: {rate:g} is a rate for training all weights, and adapters learn little with it: leave it "

@@ -1,18 +1,37 @@
-"""ExampleStore: the examples of one or several sources, validated before training and read on demand."""
+"""ExampleStore: the examples of one or several sources, validated before training and read on demand.
+
+First pass: every record of a source is checked once, before training, and the good ones are found again by number. A
+large file is read in parts, by as many processes as there are cores.
+"""
 
 from __future__ import annotations
 
 import bisect
+import functools
+import gc
+import hashlib
 import itertools
+import json
+import logging
 import os
+import pickle
 import re
-from collections.abc import Collection, Sequence
+import sys
+import time
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from vembed.config.schema import (
     DataSection,
@@ -26,13 +45,13 @@ from vembed.config.terms import (
     reads_scores,
     run_terms,
 )
-from vembed.data.batching.schedule import ContentKeys, next_of_class
-from vembed.data.examples import BadRecord, Example, Item, ReadAs
-from vembed.data.first_pass import NUM_NAMED, Index, cached_index
-from vembed.data.formats.base import Format
+from vembed.data.batching.schedule import ContentKeys, label_key, next_of_class
+from vembed.data.child_process import Child, answers, send
+from vembed.data.examples import BadRecord, Example, ImageRef, ImageRoot, Item, ReadAs
+from vembed.data.formats.base import FILE_BITS, Format
 from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import open_reader
-from vembed.data.images.files import IMAGE_PATH, ImageRoot
+from vembed.data.images.files import IMAGE_PATH, check_image
 from vembed.data.records import (
     LABEL,
     Columns,
@@ -43,9 +62,23 @@ from vembed.data.records import (
     unread_parts,
 )
 from vembed.errors import UserError, joined, listed
-from vembed.files import change_since, short_hash
+from vembed.files import cache_folder, change_since, short_hash, stamp, written_aside
 from vembed.losses.table import LOSSES
+from vembed.parallel.environment import num_cores
+from vembed.progress import ProgressReport
 
+log = logging.getLogger("vembed")
+
+NUM_NAMED = 10
+"""Number of bad records that a message names; the others are counted."""
+IMAGE_THREADS = 8
+"""Threads that check images; they hide the latency of network drives."""
+BLOCK_ROWS = 256
+"""Records that are checked together."""
+CACHE_AFTER_SECONDS = 1.0
+"""The result of a pass that took longer is stored in the cache folder."""
+MAX_PROCESSES = 16
+"""More processes than these wait for the disk."""
 NUM_INSPECTED = 20
 """Examples of a source that are looked at for what is probably not meant."""
 _LIST = re.compile(r"""\[\s*['"{].*['"}]\s*\]""", re.DOTALL)
@@ -166,20 +199,24 @@ class _Source(Records):
         examples = [self.example(number) for number in numbers]
         score_columns = [self._score_column(number) for number in numbers]
         score_column = next(filter(None, score_columns), "score")
-        is_training = bool(self.form.losses)
+        losses = self.form.losses
+        # Pairs without scores are taken for matches: by a loss, or by an evaluation.
+        takes_matches = not losses or any(
+            LOSSES[loss].records == "matches" for loss in losses
+        )
         is_scored = index.counts["scored"] > 0
         sentences: list[str | None] = []
-        if self.labels is None and is_training:
+        if self.labels is None and losses:
             sentences += unread_parts(index.unused)
-        if self.labels is None and self.form.takes_matches:
+        if self.labels is None and takes_matches:
             if not is_scored:
                 sentences.append(unread_judgement(index.unused))
-            elif is_training and not self.reads_scores:
+            elif losses and not self.reads_scores:
                 way_out = "loss: cosent if it says how well a pair matches"
                 if index.counts["negatives"]:
                     way_out = "loss: kl and teacher: scores if it is a teacher's"
                 sentences.append(
-                    f"{score_column} is not read by loss: {' and '.join(self.form.losses)}, and every pair is taken "
+                    f"{score_column} is not read by loss: {' and '.join(losses)}, and every pair is taken "
                     f"for a match: set {way_out}, or leave out the pairs that do not match"
                 )
         if is_scored and self.reads_scores and score_column == LABEL:
@@ -272,11 +309,8 @@ class ExampleStore:
 
     def has_comparisons(self) -> bool:
         """Return whether any record has hard negatives or scores."""
-        for source in self._sources:
-            counts = source.index.counts
-            if counts["negatives"] or counts["scored"]:
-                return True
-        return False
+        counts = [source.index.counts for source in self._sources]
+        return any(each["negatives"] or each["scored"] for each in counts)
 
     def pair(self, index: int, mate: int) -> Example:
         """Return an example of a labelled source with another one of the source as its positive."""
@@ -363,8 +397,9 @@ class ExampleStore:
     def _locate(self, index: int) -> tuple[_Source, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
-        source = self._sources[self.source_of(index)]
-        return source, index - self._ends[self.source_of(index)] + source.size
+        number = self.source_of(index)
+        source = self._sources[number]
+        return source, index - self._ends[number] + source.size
 
 
 def open_examples(
@@ -400,6 +435,7 @@ def open_examples(
                 "max_negatives": max_negatives,
                 "bounded_scores": needs_cosines and objective.similarity == "cosine",
                 "gets_negatives": data.adds_negatives(),
+                "keeps_keys": data.no_duplicates,
             }
         # Validation data may use vembed's own names.
         records = open_records(
@@ -408,7 +444,6 @@ def open_examples(
             role,
             may_miss=not is_training or len(entries) > 1,
             texts_alone=takes_texts,
-            with_keys=is_training and data.no_duplicates,
             **requirements,
         )
         read_as = ReadAs(entry.query_prompt, entry.document_prompt, entry.max_length)
@@ -477,7 +512,6 @@ def open_records(
     may_miss: bool,
     texts_alone: bool = False,
     reads_all: bool = False,
-    with_keys: bool = False,
     **requirements: Any,
 ) -> Records:
     """Check every record of one source. `options`: `image_root`, `allow_image_urls`, `retrieval_mode` and
@@ -506,7 +540,7 @@ def open_records(
     )
     identity = [reader.name, mapping, options.retrieval_mode, images.folder]
     identity += [images.allow_urls, texts_alone, reads_all, requirements]
-    index = cached_index(reader, form, identity, with_keys=with_keys)
+    index = cached_index(reader, form, identity)
     if index.missing and not may_miss:
         raise UserError(
             f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
@@ -562,3 +596,379 @@ def refuse_bad_records(
         f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
         + "\n  ".join(lines)
     )
+
+
+# ---- the first pass ---------------------------------------------------------------
+
+
+@dataclass
+class Index:
+    """Numbers of the good records of a source, and the results of the first pass."""
+
+    numbers: np.ndarray
+    lines: np.ndarray
+    counts: Counter[str]
+    """Statistics of the good records: records, positives, negatives, scored (records with scores), text_queries,
+    image_queries, text_documents and image_documents. A query with text and image counts in both. And bad: the bad
+    records."""
+    fingerprint: str
+    """Hash of the contents of the source's files, independent of their paths."""
+    problems: list[str]
+    """The first bad records, with file and line."""
+    unused: list[str]
+    missing: list[str]
+    """Names in column_mapping that no record has."""
+    images: dict[str, list[int] | None]
+    """Map from image file to its stamp, None if there is none."""
+    labels: np.ndarray | None = None
+    """Hash of the class of each record, in labelled data. Negative: a record whose text or image its class has already,
+    as a class of its own, since two equal inputs are no pair to learn from."""
+    keys: np.ndarray | None = None
+    """Content keys of all records, one behind the other, where they are needed to find duplicates."""
+    num_keys: np.ndarray | None = None
+    """Number of keys of each record."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def num_bad(self) -> int:
+        """Number of bad records."""
+        return self.counts["bad"]
+
+    def content_keys(self) -> ContentKeys:
+        """Return the keys of the contents."""
+        assert self.keys is not None
+        assert self.num_keys is not None
+        starts = np.concatenate([[0], np.cumsum(self.num_keys)])
+        return ContentKeys(self.keys, starts.astype(np.int64))
+
+    def subset(self, is_kept: np.ndarray) -> Index:
+        """Return the index of the first records for which `is_kept` is true, with the statistics of all."""
+        chosen = np.flatnonzero(is_kept)
+        keys = num_keys = None
+        if self.keys is not None:
+            keys, num_keys = self.content_keys().of_all(chosen)
+        return replace(
+            self,
+            numbers=self.numbers[chosen],
+            lines=self.lines[chosen],
+            keys=keys,
+            num_keys=num_keys,
+            labels=None if self.labels is None else self.labels[chosen],
+        )
+
+
+class PartIndex:
+    """Good records of one part, and what else the pass has found there."""
+
+    def __init__(self) -> None:
+        self.numbers = array("q")
+        self.lines = array("q")
+        """Counted from the part's first line."""
+        self.keys = array("q")
+        """Content keys of all records, one behind the other."""
+        self.num_keys = array("q")
+        """Number of keys of each record."""
+        self.members = array("q")
+        """Hash of the class, and key of the item, of each labelled record."""
+        self.counts: Counter[str] = Counter()
+        self.problems: list[tuple[int, str]] = []
+        """Line and reason of the first bad records."""
+        self.images: dict[str, str | None] = {}
+        """Map from image file to its problem, None if it is valid."""
+        self.num_lines = 0
+        """Lines of the part, also those without a good record."""
+        self.layouts: list[tuple[str, ...]] = []
+        """Columns of the records, for the lists of unused and missing ones."""
+        self.unused: set[str] = set()
+
+    def count(self, example: Example, times: int = 1) -> None:
+        """Count a record, or so many of its form."""
+        query = example.query
+        documents = example.positives + example.negatives
+        for name, count in (
+            ("records", 1),
+            ("positives", len(example.positives)),
+            ("negatives", len(example.negatives)),
+            ("scored", example.scores is not None),
+            ("text_queries", query.text is not None),
+            ("image_queries", bool(query.images)),
+            ("text_documents", sum(item.text is not None for item in documents)),
+            ("image_documents", sum(bool(item.images) for item in documents)),
+        ):
+            self.counts[name] += count * times
+
+
+def build_index(reader: Format, form: RecordFormat) -> Index:
+    """Check all records of a source."""
+    parts = reader.parts()
+    num_processes = min(len(parts), num_cores(), MAX_PROCESSES)
+    with (
+        ThreadPoolExecutor(min(8, num_cores())) as pool,
+        ProgressReport(f"{reader.name}: checked", log=log.info) as progress,
+    ):
+        # Begins beside the first parts, and is faster than they are.
+        digests = pool.map(_file_hash, reader.files())
+        if num_processes > 1:
+            results = in_processes(reader, form, parts, num_processes)
+        else:
+            results = (index_part(reader, form, part) for part in parts)
+        whole = sum(map(len, parts))
+        num_done = 0
+        checked = []
+        for part, result in zip(parts, results, strict=True):
+            checked.append(result)
+            form.columns.note(result.layouts, result.unused)
+            num_done += len(part)
+            progress(num_done, whole)
+        fingerprint = xxhash.xxh3_128_hexdigest(b"".join(digests))
+    lines = []
+    problems: list[str] = []
+    counts: Counter[str] = Counter()
+    first_lines: dict[int, int] = defaultdict(int)
+    images: dict[str, str | None] = {}
+    for part, result in zip(parts, checked, strict=True):
+        # The parts of a file follow one another. Lines of a part count from its own first line.
+        file = part.start >> FILE_BITS
+        first_line = first_lines[file]
+        first_lines[file] += result.num_lines
+        lines.append(np.asarray(result.lines) + first_line)
+        for line, reason in result.problems:
+            problems.append(f"{reader.where(line + first_line)}: {reason}")
+        counts.update(result.counts)
+        images.update(result.images)
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([np.asarray(getattr(part, name)) for part in checked])
+
+    numbers = joined("numbers")
+    members = joined("members").reshape(-1, 2)
+    labels = None
+    if len(members):
+        labels = members[:, 0].copy()
+        # The first occurrence of each (class, item) keeps its class. Others get a class of their own, below zero.
+        first = np.unique(members, axis=0, return_index=True)[1]
+        repeats = np.setdiff1d(np.arange(len(members)), first)
+        labels[repeats] = -1 - repeats
+    # A batch of labelled data is made by classes, one of pairs by rows.
+    if labels is not None and len(labels) < len(numbers):
+        raise UserError(
+            f"{reader.name}: {len(labels):,d} of its records are a text or image with a label, "
+            f"{len(numbers) - len(labels):,d} are pairs: make them two sources of data_path"
+        )
+    return Index(
+        numbers=numbers,
+        lines=np.concatenate(lines),
+        labels=labels,
+        keys=joined("keys") if form.keeps_keys else None,
+        num_keys=joined("num_keys") if form.keeps_keys else None,
+        counts=counts,
+        fingerprint=fingerprint,
+        problems=problems[:NUM_NAMED],
+        unused=sorted(form.columns.unused),
+        missing=sorted(form.columns.missing),
+        images={path: _image_stamp(path) for path in images},
+    )
+
+
+def index_part(
+    reader: Format,
+    form: RecordFormat,
+    part: range,
+) -> PartIndex:
+    """Check the records of a part."""
+    index = PartIndex()
+    rows = reader.rows(part)
+    with ThreadPoolExecutor(IMAGE_THREADS) as pool:
+        while block := list(itertools.islice(rows, BLOCK_ROWS)):
+            numbers, lines, records = zip(*block, strict=True)
+            # The fast way: a block of plain text pairs is accepted as a whole, without an Example for each.
+            plain = form.plain_example(records)
+            if plain is not None:
+                index.numbers.extend(numbers)
+                index.lines.extend(lines)
+                index.count(plain, len(block))
+                continue
+            outcomes: list[Example | BadRecord] = []
+            for record in records:
+                try:
+                    if isinstance(record, BadRecord):
+                        raise record
+                    outcomes.append(form.example(record, ""))
+                except BadRecord as error:
+                    outcomes.append(error)
+            _refuse_bad_images(outcomes, index.images, pool)
+            for number, line, outcome in zip(numbers, lines, outcomes, strict=True):
+                if isinstance(outcome, BadRecord):
+                    index.counts["bad"] += 1
+                    if len(index.problems) < NUM_NAMED:
+                        index.problems.append((line, str(outcome)))
+                    continue
+                index.numbers.append(number)
+                index.lines.append(line)
+                index.count(outcome)
+                if outcome.label is not None:
+                    class_key = label_key(outcome.label)
+                    index.members.extend((class_key, outcome.query.key()))
+                if form.keeps_keys:
+                    keys = dict.fromkeys(item.key() for item in outcome.items)
+                    index.keys.extend(keys)
+                    index.num_keys.append(len(keys))
+    index.num_lines = reader.num_lines(part)
+    index.layouts = list(form.columns.layouts)
+    index.unused = form.columns.unused
+    return index
+
+
+def _refuse_bad_images(
+    outcomes: list[Example | BadRecord],
+    known: dict[str, str | None],
+    pool: ThreadPoolExecutor,
+) -> None:
+    """Replace each example with an invalid image by a `BadRecord`, in place. A file is checked once for all records."""
+
+    def problem_of(image: ImageRef) -> str | None:
+        if image.path is None:
+            return image_problem(image)
+        if image.path not in known:
+            known[image.path] = image_problem(image)
+        return known[image.path]
+
+    images: list[ImageRef] = []
+    places: list[int] = []
+    for place, outcome in enumerate(outcomes):
+        if isinstance(outcome, Example):
+            for item in outcome.items:
+                images += item.images
+                places += [place] * len(item.images)
+    for place, problem in zip(places, pool.map(problem_of, images), strict=True):
+        if problem is not None:
+            outcomes[place] = BadRecord(problem)
+
+
+def image_problem(image: ImageRef) -> str | None:
+    """Return why an image cannot be used; None if it can."""
+    try:
+        check_image(image)
+    except BadRecord as error:
+        return str(error)
+    return None
+
+
+def _file_hash(path: Path) -> bytes:
+    """Hash a file. xxHash takes a twentieth of BLAKE2's time, which is a third of the pass over long records. What it
+    tells apart are versions of the user's own files."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()
+
+
+# ---- several processes -----------------------------------------------------------
+
+
+def in_processes(
+    reader: Format,
+    form: RecordFormat,
+    parts: Sequence[range],
+    num_processes: int,
+) -> Iterator[PartIndex]:
+    """Index the parts in several processes, each with every n-th part, and yield them in order."""
+    children = []
+    with ExitStack() as stack:
+        for first in range(num_processes):
+            child = Child(
+                "from vembed.data.example_store import index_for_parent as run; run()"
+            )
+            # After an error or Ctrl-C no process begins another part.
+            stack.callback(child.close)
+            child.send((reader, form, parts[first::num_processes]))
+            children.append(child)
+        for number in range(len(parts)):
+            child = children[number % num_processes]
+            try:
+                answer = child.receive()
+            except EOFError as error:
+                exit_code = child.process.wait()
+                raise RuntimeError(
+                    f"a process of the first pass over the data ended with exit code {exit_code}"
+                ) from error
+            if isinstance(answer, UserError):
+                raise answer
+            yield answer
+
+
+def index_for_parent() -> None:
+    """Index the parts that standard input names. Runs in a child process, without torch."""
+    out = answers()
+    gc.disable()  # Python's default looks for cycles several times in each block of records, which have none
+    reader, form, parts = pickle.load(sys.stdin.buffer)
+    for part in parts:
+        answer: PartIndex | UserError
+        try:
+            answer = index_part(reader, form, part)
+        except UserError as error:
+            answer = error
+        send(out, answer)
+
+
+# ---- the index on disk -----------------------------------------------------------
+
+
+def cached_index(
+    reader: Format,
+    form: RecordFormat,
+    options: Sequence[Any],
+) -> Index:
+    """Return the index of a source: from the cache folder if its files, its images, the options and the code are the
+    same, otherwise built anew."""
+    files = reader.files()
+    paths = [str(path.absolute()) for path in files]
+    name = short_hash(_code_hash(), paths, *options)
+    path = cache_folder() / "index" / f"{name}.safetensors"
+    stamps = [stamp(file) for file in files]
+    with suppress(OSError, SafetensorError):  # missing or damaged: it is built again
+        with safe_open(path, "np") as file:
+            known_stamps, facts = json.loads(file.metadata()["facts"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        images = facts["images"].items()
+        if stamps == known_stamps and all(
+            _image_stamp(image) == known for image, known in images
+        ):
+            facts["counts"] = Counter(facts["counts"])
+            return Index(**facts, **arrays)
+    began = time.monotonic()
+    index = build_index(reader, form)
+    # A short pass is not worth a file in the cache.
+    if time.monotonic() - began < CACHE_AFTER_SECONDS:
+        return index
+    facts = {}
+    arrays = {}
+    for name, value in vars(index).items():
+        if isinstance(value, np.ndarray):
+            arrays[name] = value
+        else:
+            facts[name] = value
+    with (
+        # Without room on the disk it is built again the next time.
+        suppress(OSError, SafetensorError),
+        written_aside(path) as partial,
+    ):
+        save_file(arrays, partial, {"facts": json.dumps([stamps, facts])})
+    return index
+
+
+@functools.cache
+def _code_hash() -> str:
+    """Return a hash of the code that reads records: an index is good for the code that made it."""
+    folder = Path(__file__).parent
+    digest = hashlib.blake2b(digest_size=12)
+    for path in sorted([*folder.glob("*.py"), *folder.glob("formats/*.py")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _image_stamp(path: str) -> list[int] | None:
+    try:
+        return stamp(Path(path))
+    except (OSError, ValueError):  # missing file or an address
+        return None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 
-from vembed.errors import UserError
+from vembed.errors import UserError, printable
 
 Kind = Literal["query", "document"]
 
@@ -28,6 +30,13 @@ def has_lone_surrogate(text: str) -> bool:
     return False
 
 
+LONGEST_NAME = 64
+"""Characters of a text beyond which one that begins as an image in base64 does is no path."""
+_HTTP = ("http://", "https://")
+_ENCODED = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""Beginnings of images in base64: a data URI, PNG, JPEG, GIF and WebP."""
+
+
 @dataclass(frozen=True, slots=True)
 class ImageRef:
     """Reference to one image: a path (resolved against image_root), an address, or its encoded bytes."""
@@ -36,6 +45,11 @@ class ImageRef:
     data: bytes | None = None
     where: str = field(default="", compare=False)
     """File and line of a record with the image, for messages."""
+
+    @property
+    def is_address(self) -> bool:
+        """True if the image is to be fetched."""
+        return self.path is not None and self.path.startswith(_HTTP)
 
     def identity(self) -> bytes:
         """Return bytes that identify the image, without decoding it."""
@@ -157,6 +171,55 @@ class ReadAs:
 
 class BadRecord(UserError):  # noqa: N818 - it names the record, not an error of ours
     """An invalid record, with the reason. The caller that reads the file adds file and line."""
+
+
+class ImageRoot:
+    """Base folder of relative image paths, which must not lead out of it. Absolute paths are used unchanged."""
+
+    def __init__(self, folder: str, *, allow_urls: bool) -> None:
+        self.folder = os.path.normpath(Path(folder).absolute())
+        self.allow_urls = allow_urls
+        self._real = os.path.realpath(folder)
+        self._inside: dict[str, bool] = {}
+
+    def reference(self, path: str) -> ImageRef:
+        """Return the reference for a path or address in a record. Opens nothing."""
+        name = printable(path, 200)
+        if "\0" in path or not path.strip():
+            raise BadRecord("an image path is empty or has a NUL character in it")
+        if path.startswith(_ENCODED) and len(path) > LONGEST_NAME:
+            raise BadRecord(
+                f"{printable(path)} is an image in base64, and a path is expected: decode it into a file, or into bytes in "
+                "Parquet"
+            )
+        if "://" in path:
+            if not path.startswith(_HTTP):
+                raise BadRecord(f"image address {name} is neither a path nor http(s)")
+            if not self.allow_urls:
+                raise BadRecord(
+                    f"image {name} is an address, and none is fetched unless allow_image_urls: true"
+                )
+            return ImageRef(path=path)
+        if path.startswith("/"):
+            return ImageRef(path=os.path.normpath(path))
+        whole = os.path.normpath(f"{self.folder}/{path}")
+        # Folders are resolved once; only the last component is checked for every path.
+        parent = whole.rpartition("/")[0]
+        if parent not in self._inside:
+            is_in_both = _is_in(os.path.realpath(parent), self._real)
+            self._inside[parent] = _is_in(parent, self.folder) and is_in_both
+        is_inside = self._inside[parent]
+        if is_inside and Path(whole).is_symlink():
+            is_inside = _is_in(os.path.realpath(whole), self._real)
+        if not is_inside:
+            raise BadRecord(
+                f"image path {name} leads out of image_root ({self.folder}): set image_root, or write the whole path"
+            )
+        return ImageRef(path=whole)
+
+
+def _is_in(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
 
 
 # ---- equal contents ------------------------------------------------------------

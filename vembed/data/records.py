@@ -20,13 +20,12 @@ from vembed.data.examples import (
     BadRecord,
     Example,
     ImageRef,
+    ImageRoot,
     Item,
     has_lone_surrogate,
 )
-from vembed.data.images.files import ImageRoot
-from vembed.errors import UserError, listed, printable
+from vembed.errors import UserError, listed, nearest, printable
 from vembed.losses.table import LOSSES
-from vembed.names import nearest
 
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
@@ -50,10 +49,12 @@ class RecordFormat:
         numbers_in_text: bool = False,
         bounded_scores: bool = False,
         gets_negatives: bool = False,
+        keeps_keys: bool = False,
     ) -> None:
         """`losses`: refuse records that one of these cannot use. `gets_negatives`: records without a negative get some
         before they are used (mining). `numbers_in_text`: accept numbers as text (CSV).
-        `bounded_scores`: refuse scores that no cosine can have."""
+        `bounded_scores`: refuse scores that no cosine can have. `keeps_keys`: the first pass keeps the content keys of
+        all examples, for the detection of duplicates."""
         self._images = images
         self._query_is_path = mode in ("i2t", "i2i")
         self._document_is_path = mode in ("t2i", "i2i", "m2i")
@@ -62,20 +63,14 @@ class RecordFormat:
         self.max_negatives = max_negatives
         self._numbers_in_text = numbers_in_text
         self._gets_negatives = gets_negatives
+        self.keeps_keys = keeps_keys
         self._null = "empty" if numbers_in_text else "null"  # a cell without a text
         self._bounded_scores = bounded_scores
-
-    @property
-    def takes_matches(self) -> bool:
-        """True if pairs without scores are taken for matches: by a loss, or by an evaluation."""
-        return not self.losses or any(
-            LOSSES[loss].records == "matches" for loss in self.losses
-        )
 
     def plain_example(self, records: Sequence[Any]) -> Example | None:
         """Return the example of the first record, if all are pairs of good texts in the same columns, so that `example`
         accepts either all or none; None if that cannot be said of all together."""
-        if self._query_is_path or self._document_is_path:
+        if self._query_is_path or self._document_is_path or self.keeps_keys:
             return None
         if set(map(type, records)) != {dict} or len(set(map(tuple, records))) > 1:
             return None
@@ -212,7 +207,7 @@ class RecordFormat:
         if isinstance(value, str) and not is_path:
             return Item(_text(value, name), images)
         if isinstance(value, str):
-            return Item(images=(self._image(value, name), *images))
+            return Item(images=(image_ref(value, name, self._images), *images))
         if isinstance(value, bytes):
             return Item(images=(ImageRef(data=value), *images))
         if isinstance(value, dict):
@@ -237,7 +232,7 @@ class RecordFormat:
         for key in value.keys() - _ITEM_KEYS:
             self.columns.note_unused(key + INSIDE)
         if value.get("bytes") is not None or value.get("path") is not None:
-            images = (*images, self._image(value, name))
+            images = (*images, image_ref(value, name, self._images))
         for key in ("image", "images"):
             images = (*images, *self._image_list(value.get(key), name))
         text = value.get("text")
@@ -257,10 +252,7 @@ class RecordFormat:
     def _image_list(self, value: Any, name: str) -> tuple[ImageRef, ...]:
         if value == []:
             raise BadRecord(f"{name} has an empty list of images")
-        return tuple(self._image(image, name) for image in _as_list(value))
-
-    def _image(self, value: Any, name: str) -> ImageRef:
-        return image_ref(value, name, self._images)
+        return tuple(image_ref(image, name, self._images) for image in _as_list(value))
 
     def _all_scores(
         self,

@@ -21,10 +21,10 @@ from typing import Any
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
 from vembed.config.values import Task
-from vembed.data.examples import BadRecord
+from vembed.data.examples import BadRecord, ImageRoot
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import SeveralFiles, open_reader
-from vembed.data.images.files import IMAGE_PATH, ImageRoot
+from vembed.data.images.files import IMAGE_PATH
 from vembed.data.records import (
     Columns,
     Mode,
@@ -35,8 +35,7 @@ from vembed.data.records import (
     unread_parts,
 )
 from vembed.errors import UserError, printable
-from vembed.files import replace_text
-from vembed.names import is_address, is_pattern
+from vembed.files import is_address, is_pattern, replace_text
 
 NUM_RECORDS = 1000
 """Number of records to look at."""

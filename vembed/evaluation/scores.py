@@ -17,7 +17,7 @@ from torch import nn
 from vembed.config.schema import DataSection, EvaluationSection
 from vembed.data.examples import Item, Kind
 from vembed.data.features import BaseFeaturiser, Pair, PairFeaturiser
-from vembed.errors import UserError
+from vembed.errors import UserError, nearest
 from vembed.evaluation.bm25 import best_keys, build_bm25_index, scores_of_query
 from vembed.evaluation.dataset import (
     TEST_FIRST,
@@ -51,7 +51,6 @@ from vembed.inference.encoding import (
     first_dims,
 )
 from vembed.models.families.description import ModelDescription
-from vembed.names import nearest
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vembed.config.terms import Term
 from vembed.data.examples import Kind
-from vembed.data.processing import MAX_CHARACTERS_PER_TOKEN, cut_words
+from vembed.data.features import MAX_CHARACTERS_PER_TOKEN, cut_words
 from vembed.errors import RunError
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder

@@ -315,7 +315,7 @@ class LossBatch:
         if not isinstance(answers, TeacherVectors):
             raise UserError(
                 f"{needed_by} needs the teacher's vectors, and {name} gives scores of listed pairs only: "
-                "use an embedding model as teacher, or candidates: listed."
+                "name an embedding model in its place."
             )
         return answers
 

@@ -88,7 +88,8 @@ def check_losses(
             known = owner.model_fields[option]
             if (known.annotation, known.default) != (field.annotation, field.default):
                 raise TypeError(
-                    f"{where} has another default or type for `{option}` than {owner.__name__}"
+                    f"{where} has `{option}: {field.annotation} = {field.default}`, and {owner.__name__} has "
+                    f"`{option}: {known.annotation} = {known.default}`: an option that losses share has one type and default"
                 )
     options = {name: owner.model_fields[name] for name, owner in owners.items()}
     return losses, options

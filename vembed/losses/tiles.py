@@ -535,7 +535,8 @@ class RowLoss(ABC):
 
     @abstractmethod
     def grad(self, candidates: CandidateLogits) -> Tensor:
-        """Return the gradient of the total with respect to the candidates' logits. `out` may be the logits."""
+        """Return the gradient of the total with respect to the candidates' logits, written into `out`, which may be the
+        logits themselves."""
 
     @abstractmethod
     def d_positive(self) -> Tensor:

@@ -209,7 +209,10 @@ class CandidateSearch:
                 candidates = self._find(first, last)
                 if self.session.is_main:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    with replaced_file(path) as partial, partial.open("wb") as file:
+                    with (
+                        replaced_file(path, waits=True) as partial,
+                        partial.open("wb") as file,
+                    ):
                         np.savez(
                             file,
                             documents=candidates.documents,

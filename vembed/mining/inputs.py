@@ -15,16 +15,15 @@ import numpy as np
 
 from vembed.config.schema import sources_of
 from vembed.data.example_store import (
+    NUM_NAMED,
     Records,
     open_records,
     refuse_bad_records,
     refuse_bad_sources,
 )
-from vembed.data.examples import BadRecord, Example, Item, KeyIndex
-from vembed.data.first_pass import NUM_NAMED
+from vembed.data.examples import BadRecord, Example, ImageRoot, Item, KeyIndex
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import open_document_reader
-from vembed.data.images.files import ImageRoot
 from vembed.data.near_duplicates import casefolded
 from vembed.data.records import (
     Columns,

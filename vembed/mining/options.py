@@ -9,15 +9,6 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from vembed.config.layers import (
-    BLOCKS,
-    COMMAND_LINE,
-    Layer,
-    Level,
-    OptionValue,
-    known_names,
-    target_of,
-)
 from vembed.config.loading import (
     STAGES,
     TRAINING_STAGES,
@@ -25,7 +16,19 @@ from vembed.config.loading import (
     one_line_yaml,
     resolve_paths,
 )
-from vembed.config.options import Option, all_options, field_option, quoted
+from vembed.config.options import (
+    BLOCKS,
+    COMMAND_LINE,
+    Layer,
+    Level,
+    Option,
+    OptionValue,
+    all_options,
+    field_option,
+    known_names,
+    quoted,
+    target_of,
+)
 from vembed.config.parsing import read_tree, tree_of_mapping
 from vembed.config.schema import RELEVANCE, ChoiceOptions, DataSource
 from vembed.config.values import (
@@ -36,8 +39,7 @@ from vembed.config.values import (
     PositiveFloat,
     PositiveInt,
 )
-from vembed.errors import UserError
-from vembed.names import nearest
+from vembed.errors import UserError, nearest
 
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""

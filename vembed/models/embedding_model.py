@@ -183,6 +183,13 @@ class EmbeddingModel(nn.Module):
                     vectors = self.project(modality, vectors)
                     if self.head is not None:
                         vectors = self.head(vectors)
+                    width = vectors.shape[-1]
+                    if width != self.description.embedding_dim:
+                        raise UserError(
+                            f"the model gives vectors of {width} numbers for the modality {modality}, and "
+                            f"{self.description.embedding_dim} were declared: by `width` of the pooling "
+                            f"{self.description.pooling}, or `embedding_size` of the family {self.description.family}"
+                        )
                 wide = at_least_float32(vectors)
                 # A float32 tensor is returned as it is, and may be a view. FSDP takes no view as an output.
                 if wide is vectors:
@@ -209,7 +216,13 @@ class EmbeddingModel(nn.Module):
             # A family with texts of fixed length was trained without a mask.
             if mask is None or family.has_fixed_length:
                 del arguments["attention_mask"]
-            return TowerOutput(backbone(**arguments).pooler_output)
+            features = backbone(**arguments).pooler_output
+            if features is None:
+                raise UserError(
+                    f"the {modality} tower {type(backbone).__name__} gives no pooler_output, which `forwards` of the family "
+                    f"{family.name} promises with pooled_towers"
+                )
+            return TowerOutput(features)
         trained_pooling = self.pooling
         if forward == "image":
             pooling = self.description.image_pooling or pooling

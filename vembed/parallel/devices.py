@@ -19,8 +19,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from vembed.errors import UserError
-from vembed.names import nearest
+from vembed.errors import UserError, nearest
 from vembed.parallel import collectives
 from vembed.parallel.environment import RankInfo
 

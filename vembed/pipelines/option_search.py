@@ -54,6 +54,8 @@ TRIAL_OPTIONS = (
 """A trial is scored by its best evaluation, and its weights are not kept."""
 SEEDS_OF_A_TRIAL = 1_000
 """Distance between the seeds of two starts of a search, by the trials that each finds."""
+RATE_RATIO = 8
+"""Learning rates are searched up to this factor above and below that of the first trial."""
 REDUCTION = 3
 """Successive halving: of the trials that have come to an evaluation, a third goes on to three times as many."""
 MIN_TRIALS_FOR_IMPORTANCE = 4
@@ -131,9 +133,9 @@ def run_tune(
         )
     num_devices = num_visible_devices()
     num_workers = min(nproc or max(num_devices, 1), search.num_trials)
-    note = ""
-    if config.optimizer.learning_rate == "auto":
-        note = " (learning_rate: auto; the first trial tells the number)"
+    is_auto = config.optimizer.learning_rate == "auto"
+    if is_auto:
+        # Some number: what `auto` comes to is known when the model is loaded.
         config = config.changed(**{"learning_rate": 1e-4})
     # A mistake in the options is found before the first trial.
     planned = ranges(config, search.options)
@@ -141,9 +143,15 @@ def run_tune(
         where = f"{num_workers} process(es) on the CPU"
         if num_devices:
             where = f"{num_workers} GPU(s)"
+        listed = _listed(planned)
+        if is_auto and planned[0].option == "learning_rate":
+            listed = (
+                f"  learning_rate: an eighth to {RATE_RATIO:g} times that of the first trial, by ratio (auto)\n"
+                + _listed(planned[1:])
+            )
         sys.stdout.write(
             f"trials: {search.num_trials}, the first one the config as it is, on {where}, one trial each\n"
-            f"options{note}:\n{_listed(planned)}"
+            f"options:\n{listed}"
             f"stopped early: of the trials at an evaluation, two thirds (successive halving by {REDUCTION})\n"
             f"written: {search.folder}/{BEST}, importance.svg and .png, {TRIALS}, {JOURNAL}\n"
         )
@@ -167,7 +175,7 @@ def ranges(config: TrainConfig, names: Sequence[str] = ()) -> list[Range]:
     # Ranges are ratios around what the config has: three doublings of the rate; temperatures stay where a softmax is
     # neither one-hot nor flat.
     rate = rate_of(config.optimizer)
-    all_ranges = [Range("learning_rate", rate, rate / 8, rate * 8)]
+    all_ranges = [Range("learning_rate", rate, rate / RATE_RATIO, rate * RATE_RATIO)]
     objective = config.objective
     start = loss_terms(objective, config.model.model_name)[0].temperature
     if objective.losses is None and start is not None:

@@ -29,11 +29,17 @@ from vembed.config.loading import (
 )
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
-from vembed.errors import RunError, UserError
+from vembed.errors import RunError, UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
-from vembed.files import checksums_of, damage_of, read_json_object, replace_text
-from vembed.names import did_you_mean, is_hub_model, similar_path
+from vembed.files import (
+    checksums_of,
+    damage_of,
+    is_hub_model,
+    read_json_object,
+    replace_text,
+    similar_path,
+)
 from vembed.progress import duration
 from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local, of_model
 from vembed.training.trackers import require_trackers

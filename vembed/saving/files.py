@@ -18,7 +18,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vembed.data.features import pair_template
-from vembed.files import sync, sync_folder, write_json, write_weight_checksums
+from vembed.files import (
+    sole_writer,
+    sync,
+    sync_folder,
+    write_json,
+    write_weight_checksums,
+)
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
 from vembed.models.custom.own_code import save_code
@@ -159,30 +165,33 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     target = target.resolve()
     new = target.with_name(f".{target.name}.new")
     old = target.with_name(f".{target.name}.old")
-    # An earlier process was killed between the two renames below.
-    if old.exists() and not target.exists():
-        old.rename(target)
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    if new.is_dir():
+        with sole_writer(new, target):
+            shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
-    try:
-        yield new
-        write_weight_checksums(new)
-    except BaseException as error:
-        shutil.rmtree(new, ignore_errors=True)
-        error.add_note(str(target))  # errors of a full disk name no file
-        raise
-    # Before the rename: after a power cut, the name implies complete files.
-    sync_folder(new)
-    if is_link and target.is_dir():
-        _move_into(new, target)
-        return
-    # Rename, not copy: at any moment either the old or the new folder is complete under one of the two names.
-    if target.exists():
-        target.rename(old)
-    new.rename(target)
-    sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with sole_writer(new, target):
+        # An earlier process was killed between the two renames below.
+        if old.exists() and not target.exists():
+            old.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+        try:
+            yield new
+            write_weight_checksums(new)
+        except BaseException as error:
+            shutil.rmtree(new, ignore_errors=True)
+            error.add_note(str(target))  # errors of a full disk name no file
+            raise
+        # Before the rename: after a power cut, the name implies complete files.
+        sync_folder(new)
+        if is_link and target.is_dir():
+            _move_into(new, target)
+            return
+        # Rename, not copy: at any moment either the old or the new folder is complete under one of the two names.
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+        sync(target.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def _move_into(new: Path, target: Path) -> None:

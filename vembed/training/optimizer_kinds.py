@@ -73,6 +73,8 @@ class OptimizerKind(ABC):
     """Options that it reads, beside those that all optimizers share."""
     state_bytes: ClassVar[float]
     """Bytes of state per trained parameter."""
+    takes_adam_rates: ClassVar[bool] = True
+    """The rates of `learning_rate: auto`, which were measured with AdamW, are of the right size for it."""
     trains_half: ClassVar[bool] = False
     """It trains weights that are held in bfloat16 alone."""
 
@@ -211,6 +213,7 @@ class Sgd(OptimizerKind):
     name = "sgd"
     summary = "Gradient descent without momentum and without state."
     state_bytes = 0.0
+    takes_adam_rates = False
 
     @override
     def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
@@ -221,12 +224,19 @@ class Sgd(OptimizerKind):
         return optimizer, "SGD without momentum"
 
 
-_KINDS = (AdamW(), AdamW8Bit(), PagedAdamW8Bit(), Adafactor(), Sgd())
-OPTIMIZERS: dict[str, OptimizerKind] = {kind.name: kind for kind in _KINDS}
+_CLASSES: tuple[type[OptimizerKind], ...] = (
+    AdamW,
+    AdamW8Bit,
+    PagedAdamW8Bit,
+    Adafactor,
+    Sgd,
+)
 check_parts(
     "optimizer",
     OptimizerKind,
-    [type(kind) for kind in _KINDS],
-    lambda kind: (kind.name,),
-    needed=("name", "summary"),
+    _CLASSES,
+    lambda kind: (kind.name, *kind.spellings.split()),
+    needed=("name", "summary", "state_bytes"),
 )
+OPTIMIZERS: dict[str, OptimizerKind] = {kind.name: kind() for kind in _CLASSES}
+"""Name, as in the option `optim` -> its optimizer."""

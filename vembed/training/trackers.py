@@ -219,13 +219,16 @@ class Mlflow(Tracker):
         picture.unlink()
 
 
-TRACKERS: dict[str, type[Tracker]] = check_parts(
+_CLASSES: tuple[type[Tracker], ...] = (TensorBoard, Wandb, Trackio, Mlflow)
+check_parts(
     "tracker",
     Tracker,
-    (TensorBoard, Wandb, Trackio, Mlflow),
-    lambda tracker: (tracker.name,),
+    _CLASSES,
+    lambda tracker: (tracker.name, *tracker.spellings.split()),
     needed=("name", "summary", "package"),
 )
+TRACKERS: dict[str, type[Tracker]] = {tracker.name: tracker for tracker in _CLASSES}
+"""Name, as in the option `report_to` -> its tracker."""
 
 
 def require_trackers(names: Sequence[str]) -> None:

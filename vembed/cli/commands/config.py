@@ -66,8 +66,13 @@ def version() -> dict[str, str]:
 
 def options_page() -> str:
     """Return docs/options.md: every option with type, default, meaning and other names."""
-    from vembed.config.layers import ALIASES, BLOCKS, SPELLINGS, TRANSLATED
-    from vembed.config.options import all_options
+    from vembed.config.options import (
+        ALIASES,
+        BLOCKS,
+        SPELLINGS,
+        TRANSLATED,
+        all_options,
+    )
     from vembed.evaluation.report.page import render_page
 
     return render_page(

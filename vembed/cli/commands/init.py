@@ -41,13 +41,13 @@ from vembed.data_tools.starter import (
     read_sample,
     utf8_copy,
 )
-from vembed.errors import UserError
+from vembed.errors import UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
+from vembed.files import is_pattern
 from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
 from vembed.models.families.table import FAMILIES
-from vembed.names import did_you_mean, is_pattern
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""

@@ -227,12 +227,12 @@ def rerank(
             "--nproc: several processes cannot share standard input; give a file"
         )
     use.share()
-    from vembed.data.images import files
+    from vembed.data.examples import ImageRoot
     from vembed.data.records import Columns, RecordFormat
     from vembed.inference.reranker import Reranker, sorted_documents
 
     folder = Path() if lists == "-" else Path(lists).parent
-    images = files.ImageRoot(image_root or str(folder), allow_urls=False)
+    images = ImageRoot(image_root or str(folder), allow_urls=False)
     form = RecordFormat(Columns({"documents": "positive"}), images)
     with ExitStack() as stack:
         source = sys.stdin

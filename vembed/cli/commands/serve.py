@@ -48,9 +48,9 @@ def serve(
             raise UserError(
                 f"{package} is not installed: `pip install 'vembed[serve]'`"
             )
+    from vembed.files import short_name
     from vembed.inference.serve.app import serve as run_server
     from vembed.inference.serve.encoder import open_encoder
-    from vembed.names import short_name
 
     with usable_model(model) as model_path:
 

@@ -244,19 +244,23 @@ def split_by_length(
     budget: int,
     max_rows: int | None = None,
     at_least: int = 0,
+    places: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Return micro-batches of indices, longest inputs first, of at most `budget` padded tokens and `max_rows` rows.
+    `places`: only of these inputs.
 
     An input longer than the budget gets its own micro-batch. If there are fewer than `at_least` micro-batches, the
     largest are split; if there are fewer inputs than `at_least`, empty micro-batches are appended.
     """
     values = np.asarray(lengths, dtype=np.int64)
+    indices = np.arange(len(values)) if places is None else np.array(places, np.int64)
+    values = values[indices]
     order = np.argsort(-values, kind="stable")
     ends = _cut(values[order], budget, max_rows)
     if len(ends) < at_least:
         ends = _split_largest(ends, values[order], at_least)
-    indices = order.tolist()
-    parts = [indices[start:end] for start, end in pairwise([0, *ends])]
+    ordered = indices[order].tolist()
+    parts = [ordered[start:end] for start, end in pairwise([0, *ends])]
     # All ranks must run equally many forward passes: under FSDP each one is a collective.
     return parts + [[] for _ in range(at_least - len(parts))]
 
@@ -281,7 +285,9 @@ class LockstepSplit:
         self.padded_tokens = 0
         """Padded tokens of this rank before the ranks have agreed."""
         for modality, places in self.places_of.items():
-            micro_batches = self._split(places)
+            micro_batches = split_by_length(
+                self.lengths, self.budget, self.max_rows, places=places
+            )
             self.splits[modality] = micro_batches
             self.padded_tokens += padded_tokens(self.lengths, micro_batches)
         self.counts = list(map(len, self.splits.values()))
@@ -296,18 +302,16 @@ class LockstepSplit:
         ):
             if count > len(micro_batches):
                 # Split anew, and not padded with dummies: more, smaller micro-batches cost this rank less padding.
-                agreed[modality] = self._split(self.places_of[modality], count)
+                agreed[modality] = split_by_length(
+                    self.lengths,
+                    self.budget,
+                    self.max_rows,
+                    count,
+                    self.places_of[modality],
+                )
             elif micro_batches:
                 agreed[modality] = micro_batches
         return agreed
-
-    def _split(self, places: Sequence[int], at_least: int = 0) -> list[list[int]]:
-        lengths = [self.lengths[place] for place in places]
-        # From rows of `places` back to positions in `self.lengths`.
-        micro_batches = []
-        for rows in split_by_length(lengths, self.budget, self.max_rows, at_least):
-            micro_batches.append([places[row] for row in rows])
-        return micro_batches
 
 
 def padded_tokens(lengths: Lengths, micro_batches: Sequence[Sequence[int]]) -> int:

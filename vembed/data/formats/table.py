@@ -31,8 +31,16 @@ from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.records import Columns, guess_mapping
 from vembed.declarations import check_parts
 from vembed.errors import UserError, listed
-from vembed.files import cache_folder, new_copy, short_hash, stamp, written_aside
-from vembed.names import is_address, is_pattern, similar_path
+from vembed.files import (
+    cache_folder,
+    is_address,
+    is_pattern,
+    new_copy,
+    short_hash,
+    similar_path,
+    stamp,
+    written_aside,
+)
 from vembed.progress import ProgressReport
 
 log = logging.getLogger("vembed")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import http.client
 import io
-import os
 import re
 import stat
 import struct
@@ -26,12 +25,6 @@ MAX_PIXELS = 89_478_485
 MAX_IMAGE_BYTES = 256 * 2**20
 """Larger image files are refused."""
 URL_SECONDS = 30.0
-LONGEST_NAME = 64
-"""Characters of a text beyond which one that begins as an image in base64 does is no path."""
-_HTTP = ("http://", "https://")
-_ENCODED = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""Beginnings of images in base64: a data URI, PNG, JPEG, GIF and WebP."""
-
 _SUFFIXES = (
     ".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .gif .bmp .tif .tiff .avif "
     ".ppm .pgm .pbm .pnm .jp2 .j2k"
@@ -69,58 +62,13 @@ _TURNS = {
 _SIDEWAYS = [_TURNS[number] for number in (5, 6, 7, 8)]
 
 
-class ImageRoot:
-    """Base folder of relative image paths, which must not lead out of it. Absolute paths are used unchanged."""
-
-    def __init__(self, folder: str, *, allow_urls: bool) -> None:
-        self.folder = os.path.normpath(Path(folder).absolute())
-        self.allow_urls = allow_urls
-        self._real = os.path.realpath(folder)
-        self._inside: dict[str, bool] = {}
-
-    def reference(self, path: str) -> ImageRef:
-        """Return the reference for a path or address in a record. Opens nothing."""
-        name = printable(path, 200)
-        if "\0" in path or not path.strip():
-            raise BadRecord("an image path is empty or has a NUL character in it")
-        if path.startswith(_ENCODED) and len(path) > LONGEST_NAME:
-            raise BadRecord(
-                f"{printable(path)} is an image in base64, and a path is expected: decode it into a file, or into bytes in "
-                "Parquet"
-            )
-        if "://" in path:
-            if not path.startswith(_HTTP):
-                raise BadRecord(f"image address {name} is neither a path nor http(s)")
-            if not self.allow_urls:
-                raise BadRecord(
-                    f"image {name} is an address, and none is fetched unless allow_image_urls: true"
-                )
-            return ImageRef(path=path)
-        if path.startswith("/"):
-            return ImageRef(path=os.path.normpath(path))
-        whole = os.path.normpath(f"{self.folder}/{path}")
-        # Folders are resolved once; only the last component is checked for every path.
-        parent = whole.rpartition("/")[0]
-        if parent not in self._inside:
-            is_in_both = _is_in(os.path.realpath(parent), self._real)
-            self._inside[parent] = _is_in(parent, self.folder) and is_in_both
-        is_inside = self._inside[parent]
-        if is_inside and Path(whole).is_symlink():
-            is_inside = _is_in(os.path.realpath(whole), self._real)
-        if not is_inside:
-            raise BadRecord(
-                f"image path {name} leads out of image_root ({self.folder}): set image_root, or write the whole path"
-            )
-        return ImageRef(path=whole)
-
-
 def check_image(image: ImageRef) -> None:
     """Raise BadRecord for an image that cannot be decoded.
 
     The pixels are decoded, as in training: damage in the middle of a file shows only then. A PNG is verified by its
     checksums too. Addresses are not fetched.
     """
-    if _is_address(image):
+    if image.is_address:
         return
     try:
         with _opened(image) as picture:
@@ -162,10 +110,6 @@ def image_size(image: ImageRef) -> tuple[int, int]:
         return (height, width) if _turn(picture) in _SIDEWAYS else (width, height)
 
 
-def _is_in(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
-
-
 @contextmanager
 def _opened(image: ImageRef) -> Iterator[Image.Image]:
     """Open an image, if it has a size that is read. Errors, also Pillow's on broken files, become a UserError with the
@@ -174,7 +118,7 @@ def _opened(image: ImageRef) -> Iterator[Image.Image]:
     try:
         if image.path is None:
             file = io.BytesIO(image.data or b"")
-        elif _is_address(image):
+        elif image.is_address:
             file = io.BytesIO(_fetch(image.path))
         else:
             # Opening a pipe would block forever.
@@ -256,10 +200,6 @@ def _turn(picture: Image.Image) -> Image.Transpose | None:
     except _BROKEN:  # damaged metadata does not make the image invalid
         return None
     return _TURNS.get(orientation) if isinstance(orientation, int) else None
-
-
-def _is_address(image: ImageRef) -> bool:
-    return image.path is not None and image.path.startswith(_HTTP)
 
 
 def _fetch(address: str) -> bytes:

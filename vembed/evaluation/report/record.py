@@ -15,8 +15,13 @@ from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.files import read_json_object, read_state_text, read_yaml, replace_text
-from vembed.names import short_name
+from vembed.files import (
+    read_json_object,
+    read_state_text,
+    read_yaml,
+    replace_text,
+    short_name,
+)
 
 SUMMARY_FILE = "run.json"
 REPORTED_PACKAGES = (

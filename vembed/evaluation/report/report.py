@@ -36,8 +36,7 @@ from vembed.evaluation.report.record import (
     metric_name,
     read_run,
 )
-from vembed.files import replace_text
-from vembed.names import short_name
+from vembed.files import replace_text, short_name
 from vembed.progress import duration
 from vembed.saving.card import calls_of
 from vembed.saving.masking import masked, masked_option

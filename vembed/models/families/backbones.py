@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
-from vembed.errors import UserError
+from vembed.errors import UserError, did_you_mean
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.custom.own_code import trusted_class
 from vembed.models.families.family import Family
@@ -40,7 +40,6 @@ from vembed.models.families.model_files import (
     read_object,
     read_tensors,
 )
-from vembed.names import did_you_mean
 
 ENCODER_ONLY = {
     "t5": "T5EncoderModel",

@@ -556,8 +556,8 @@ def _family(reading: _Reading) -> Family:
         reason += ": its forward takes input_ids and pixel_values"
     elif "vision_config" in reading.config.to_dict():
         raise UserError(
-            f"{options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
-            f"supported: {', '.join(sorted(FAMILY_OF_TYPE))}"
+            f"{options.model_name} is of the type {kind}, a model of texts and images that vembed does not know; it knows "
+            f"{', '.join(sorted(FAMILY_OF_TYPE))} (docs/extending.md adds a family)"
         )
     elif is_decoder_only(reading.config):
         detected = FAMILIES["text_decoder"]
@@ -660,7 +660,8 @@ def _pooling(
     if refusal is not None:
         raise UserError(f"pooling: {option} on {name}: {refusal}")
     reading.reasons["pooling"] = f"pooling: {option}"
-    if problem is None and pooling != option:
+    is_from_files = bool(reading.saved or files.pooling_modes)
+    if is_from_files and problem is None and pooling != option:
         reading.reasons["pooling"] += (
             f", although {pooling} is the model's own: {reason}"
         )

@@ -28,9 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from vembed.errors import UserError
-from vembed.files import read_json, read_json_object
+from vembed.files import is_hub_model, read_json, read_json_object, similar_path
 from vembed.models.poolings.table import MODE_FLAGS, POOLINGS
-from vembed.names import is_hub_model, similar_path
 
 # ---- JSON and safetensors headers ------------------------------------------------------------------------------
 

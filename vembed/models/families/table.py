@@ -169,7 +169,7 @@ FAMILIES = check_parts(
 )
 """Family name, as in the option `model_family` -> its record."""
 FAMILY_OF_TYPE = check_parts(
-    "model family",
+    "model type of the family",
     Family,
     _RECORDS,
     lambda family: family.model_types or (),

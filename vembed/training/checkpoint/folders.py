@@ -41,13 +41,13 @@ from vembed.files import (
     add_content,
     checksums_of,
     damage_of,
+    existing,
     read_json_object,
     read_state_bytes,
     replaced_file,
     sync,
     write_durably,
 )
-from vembed.names import existing
 from vembed.parallel.environment import machine_name
 
 if TYPE_CHECKING:
@@ -711,7 +711,8 @@ DAMAGED = ".damaged"
 """Suffix of a folder that failed its checksums. It is kept until the next checkpoint is written."""
 ABANDONED = ".abandoned"
 """Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
-_NAME = re.compile(r"checkpoint-(\d+)")
+# No run takes more steps, and longer names leave no room for the suffix of a folder that is removed.
+_NAME = re.compile(r"checkpoint-(\d{1,18})")
 _FORMAT = 3
 
 

@@ -369,8 +369,11 @@ def log_setup(run: Trainer) -> None:
     processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
     epochs = data.epoch_at(data.total_steps)
     epochs_text = "1 epoch" if epochs == 1 else f"{epochs:.3g} epochs"
+    output = f"{description.embedding_dim:,d} dimensions, pooling {description.pooling}"
+    if description.scores is not None:
+        output = "reranker"
     lines = [
-        f"model: {config.model.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, "
+        f"model: {config.model.model_name}, {description.family}, {output}, "
         f"{total:,d} parameters ({share}), at most {description.max_length:,d} tokens",
         f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
         f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs_text}), "
