@@ -304,6 +304,15 @@ def test_a_clip_config_fits_the_model(start):
     assert config.objective.temperature == facts.temperature
 
 
+def test_a_local_model_says_its_family(start):
+    Image.new("RGB", (4, 4)).save("b.png")
+    write_rows("train.jsonl", [{"photo": "b.png", "words": "a cat on a mat"}])
+    config = start("train.jsonl", model=str(shared(tiny_clip)))
+    assert config.data.column_mapping == {"photo": "positive_image", "words": "query"}
+    assert "text and images" in text() or "CLIP" in text(), text()
+    assert "BERT-like" not in text()
+
+
 def test_values_from_the_size_of_the_data():
     sizes = (0, 5, 100, 1000, 10_000)
     batches = [starter.fitting_batch(size, 64) for size in sizes]

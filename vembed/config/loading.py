@@ -367,7 +367,8 @@ def expand_output_dir(
 
     `values`: the options by name. Raise ValueError for a bad template.
     """
-    template = os.path.expanduser(template)
+    if template.startswith("~"):
+        template = str(Path(template).expanduser())
     # Not str.format: other braces, format specs and attributes in a folder's name stay as they are.
     names = _PLACEHOLDER.findall(template)
     if not names:

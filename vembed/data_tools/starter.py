@@ -305,6 +305,9 @@ def _score(
     score = 2.0 * _named(column.name, role) - _named(column.name, other_role)
     share = column.mean_length / longest
     score += column.questions - share if role == "query" else share - column.questions
+    # Images are found by their captions more often than captions by images.
+    if column.has_paths and role == "positive":
+        score += 1.0
     if column.unique < FEW_VALUES:
         score -= 1.0
     if _words(column.name) & ROLE_WORDS["id"]:
@@ -476,6 +479,17 @@ def local_model(name: str) -> Path | None:
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
+
+
+def local_family(name: str, task: Task) -> str | None:
+    """Return the family of a model that is on this machine, else None."""
+    if local_model(name) is None:
+        return None
+    from vembed.models.families.description import (
+        describe,  # imported late: transformers takes seconds
+    )
+
+    return describe(ModelSection(model_name=name, task=task)).family
 
 
 def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
