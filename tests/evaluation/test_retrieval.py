@@ -8,9 +8,9 @@ import pytest
 from tests.harness import run_ranks
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
-from vembed.evaluation import retrieval
+from vembed.evaluation import scores
 from vembed.evaluation.dataset import RetrievalData
-from vembed.evaluation.retrieval import retrieval_metrics, score_rankings
+from vembed.evaluation.scores import retrieval_metrics, score_rankings
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
 
@@ -143,7 +143,7 @@ class Stop(Exception):  # noqa: N818
 
 
 def _stops_while_it_scores():
-    retrieval.DOCUMENTS_PER_SEARCH_TILE = 32
+    scores.DOCUMENTS_PER_SEARCH_TILE = 32
     micro_batches = [0]
     at = None
 

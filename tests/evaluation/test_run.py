@@ -13,8 +13,7 @@ from tests.tiny_tokenizers import WORDS
 from vembed import Embedder, UserError, evaluate
 from vembed.config.schema import TrainConfig
 from vembed.evaluation.dataset import open_eval_data
-from vembed.evaluation.retrieval import RetrievalSearch
-from vembed.evaluation.scores import evaluate_model
+from vembed.evaluation.scores import RetrievalSearch, evaluate_model
 from vembed.inference import encoding
 from vembed.parallel.session import start_session
 

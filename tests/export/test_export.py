@@ -27,11 +27,17 @@ from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
 from vembed.export import formats, onnx_format
-from vembed.export.check import NUM_TEXTS, bounded, distances, texts_to_compare
-from vembed.export.exporting import MAX_STUDENT_EXAMPLES, student_texts
+from vembed.export.exporting import (
+    MAX_STUDENT_EXAMPLES,
+    NUM_TEXTS,
+    bounded,
+    distances,
+    student_texts,
+    texts_to_compare,
+)
 from vembed.export.formats import SafetensorsFormat
 from vembed.export.onnx_format import OnnxFormat
-from vembed.inference.serve.encoder import ServedInput, open_encoder
+from vembed.inference.serve import ServedInput, open_encoder
 
 QUERY_PROMPT = "red green: "
 

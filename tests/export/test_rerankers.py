@@ -12,7 +12,7 @@ import vembed
 from tests.rerank.test_rerank import PAIRS, tiny_xlmr_reranker
 from tests.tiny import shared, tiny_qwen3, tiny_qwen3_reranker, tiny_reranker
 from vembed.cli.main import app
-from vembed.inference.serve.encoder import ServedInput, open_encoder
+from vembed.inference.serve import ServedInput, open_encoder
 
 
 def run(*words):

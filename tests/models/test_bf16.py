@@ -2,11 +2,13 @@
 any processor."""
 
 import json
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import vembed
 from tests import tiny
@@ -26,7 +28,7 @@ from vembed.models.precision import (
     Bf16LayerNorm,
     Bf16Linear,
     WeightCopies,
-    holding_copies,
+    copies_of,
     use_bf16,
 )
 from vembed.parallel import placement
@@ -52,7 +54,7 @@ def test_linear_layers():
     model = nn.Sequential(layer)
     use_bf16(model)
     leaf = values.clone().requires_grad_()
-    with holding_copies(model):
+    with copies_of(model).held():
         output = model(leaf)
         output.backward(gradient)
     assert output.dtype == leaf.grad.dtype == torch.bfloat16
@@ -115,7 +117,7 @@ def test_weights_are_converted_once_while_they_are_held(
     assert use_bf16(model) == 2
     copies = model[0].copies
     assert isinstance(copies, WeightCopies)
-    with holding_copies(model), holding_copies(model):
+    with copies_of(model).held(), copies_of(model).held():
         model(torch.randn(2, 8))
         first = copies.of(model[0].weight)
         model(torch.randn(2, 8))
@@ -315,3 +317,49 @@ def test_auto_takes_bf16_where_it_pays(
     assert actual.precision.value == value
     assert actual.precision.reason.startswith(reason)
     assert actual.copies_weights == (value == "bf16")
+
+
+class NormTwice(nn.Module):
+    """A norm that runs twice in each forward pass, behind a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = LlamaRMSNorm(8)
+
+    def forward(self, values):
+        return self.norm(self.linear(self.norm(values)))
+
+
+def test_grouped_gradients_are_those_of_autograd():
+    torch.manual_seed(0)
+    model = NormTwice()
+    use_bf16(model)
+    copies = copies_of(model)
+    batches = torch.randn(3, 4, 8)
+    gradients = {}
+    for grouping in (False, True):
+        model.zero_grad(set_to_none=True)
+        for batch in batches:
+            outputs = model(batch)
+            context = nullcontext()
+            if grouping:
+                context = copies.grouped_gradients(model.parameters())
+            with context:
+                outputs.float().square().sum().backward()
+        gradients[grouping] = [weight.grad for weight in model.parameters()]
+    for grouped, plain in zip(gradients[True], gradients[False], strict=True):
+        assert grouped.dtype == torch.float32
+        torch.testing.assert_close(grouped, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_parameters_without_a_new_gradient_keep_the_earlier_one():
+    used = nn.Parameter(torch.ones(2))
+    unused = nn.Parameter(torch.ones(2))
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    (used + unused).sum().backward()
+    with WeightCopies().grouped_gradients([used, unused, frozen]):
+        (3 * used).sum().backward()
+    assert used.grad.tolist() == [4, 4]
+    assert unused.grad.tolist() == [1, 1]
+    assert frozen.grad is None

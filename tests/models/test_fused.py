@@ -14,7 +14,7 @@ from tests.models.families import built, gradients_of, loss_of, parts_for
 from vembed.models import attention, precision
 from vembed.models.adapters import fuse_adapters
 from vembed.models.families.backbones import layers_of
-from vembed.models.precision import fuse_norms, holding_copies, use_bf16
+from vembed.models.precision import copies_of, fuse_norms, use_bf16
 from vembed.models.vision import add_at_images
 
 BF16_STEP = 2.0**-8
@@ -167,8 +167,8 @@ def test_the_first_use_on_a_gpu_copies_all_weights(monkeypatch):
     monkeypatch.setattr(precision, "_is_on_gpu", lambda values: True)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4, bias=False))
     assert use_bf16(model) == 3
-    copies = precision._copies_of(model)
-    with holding_copies(model):
+    copies = copies_of(model)
+    with copies_of(model).held():
         model[0](torch.randn(2, 8))
         assert len(copies.by_weight) == 5
         built = copies.of(model[1].weight)

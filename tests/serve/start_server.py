@@ -3,8 +3,7 @@
 import json
 import sys
 
-from vembed.inference.serve.app import RequestLimits, serve
-from vembed.inference.serve.encoder import open_encoder
+from vembed.inference.serve import RequestLimits, open_encoder, serve
 
 if __name__ == "__main__":
     serve(

@@ -26,8 +26,7 @@ from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
 from vembed.cli.main import app
 from vembed.errors import UserError
-from vembed.inference.serve.app import bound_socket
-from vembed.inference.serve.encoder import Batcher, ServedInput, open_encoder
+from vembed.inference.serve import Batcher, ServedInput, bound_socket, open_encoder
 from vembed.models.processors import load_tokenizer
 
 TEXTS = ["red", "a small bird in the garden"]

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from vembed.training.checkpoint.folders import (
 from vembed.training.trackers import require_trackers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Launch:
     """The processes of a run."""
 
@@ -45,7 +45,7 @@ class Launch:
     machine_rank: int = 0
     main_process_ip: str | None = None
     main_process_port: int | None = None
-    changes: Mapping[str, str] | None = None
+    changes: Mapping[str, str] = field(default_factory=dict)
     """Additional environment variables for the processes."""
 
     @property
@@ -115,11 +115,10 @@ def run_train(
         refuse_own_model(config.run, config.model)
         candidates(config.run)
     code = 0
-    changes = launch.changes or {}
     if rank_info is not None or launch.world_size == 1:
         from vembed.training.trainer import train_run
 
-        os.environ.update({**changes, **run_variables})
+        os.environ.update({**launch.changes, **run_variables})
         train_run(run)
     else:
         environments = rank_environments(
@@ -128,7 +127,7 @@ def run_train(
             machine_rank=launch.machine_rank,
             main_process_ip=launch.main_process_ip,
             main_process_port=launch.main_process_port,
-            env={**env, **changes},
+            env={**env, **launch.changes},
         )
         module = [sys.executable, "-m", "vembed.entrypoints.train"]
         code = run_ranks([*module, *arguments.command_line()], environments)
@@ -139,8 +138,8 @@ def run_train(
 
 def result_of(output_dir: str | Path) -> dict[str, Any]:
     """Return the result of a finished run as JSON values, from its folder."""
-    from vembed.evaluation.report.comparison import run_json
     from vembed.evaluation.report.record import read_run
+    from vembed.evaluation.report.report import run_json
 
     folder = Path(output_dir)
     facts = run_json(folder.resolve().name, read_run(folder))
@@ -235,7 +234,7 @@ def describe_run(
         files.append((names[option], path, size))
     words = ["python", "-m", "vembed.entrypoints.train"]
     command = shlex.join([*words, *arguments.shown_command_line()])
-    for name, value in (launch.changes or {}).items():
+    for name, value in launch.changes.items():
         command = f"{name}={value} {command}"
     config = config_yaml(run.config, run.origins, only_given=not arguments.shows_all)
     return render_page(

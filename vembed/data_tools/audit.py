@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -170,7 +170,9 @@ def audit(
         if running.is_main:
             facts = data_sections(config, inputs, data, validation, report)
             report["data"] = list(map(asdict, facts))
-            replace_text(page, audit_page(report))
+            title = f"Audit of {name}"
+            html = render_page("audit.html.j2", title=title, report=report)
+            replace_text(page, html)
             replace_text(json_path, json.dumps(report, indent=2) + "\n")
         for finding in findings:
             log_line(
@@ -713,28 +715,3 @@ def data_sections(
             )
         page.append(PageSection("sources and the model", table=table))
     return page
-
-
-def audit_page(report: dict[str, Any]) -> str:
-    """Return the page: first what `vembed data` prints, then the findings."""
-    ordered = sorted(
-        report["findings"],
-        key=lambda row: (get_args(Severity).index(row["severity"]), -row["share"]),
-    )
-    findings = []
-    for finding in ordered:
-        count = f"{finding['count']:,d} ({finding['share']:.1%})"
-        examples = finding["examples"]
-        columns = list(examples[0]) if examples else []
-        rows = [list(example.values()) for example in examples]
-        table = {"count": count, "columns": columns, "examples": rows}
-        findings.append(finding | table)
-    return render_page(
-        "audit.html.j2",
-        title=f"Audit of {report['name']}",
-        name=report["name"],
-        summary=report["summary"],
-        data_sections=report["data"],
-        num_errors=sum(finding["severity"] == "error" for finding in findings),
-        findings=findings,
-    )

@@ -190,7 +190,7 @@ FEW_VALUES = 0.2
 """A column with a smaller share of different values is a category, unless its name says otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ColumnFacts:
     """Figures of one column from the first records."""
 
@@ -212,7 +212,7 @@ class ColumnFacts:
         return f"{role}_image" if self.has_paths else role
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Guess:
     """A guessed assignment of the query's and the positive's columns."""
 
@@ -440,7 +440,7 @@ CHARACTERS_PER_TOKEN = 3.0
 """Cautious, for languages other than English."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFacts:
     """Facts from the files of a model, read without its weights."""
 
@@ -451,7 +451,7 @@ class ModelFacts:
     """The learned temperature of CLIP and SigLIP."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextLengths:
     """Lengths of the texts in tokens."""
 

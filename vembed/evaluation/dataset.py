@@ -558,7 +558,7 @@ class Corpus(Sequence[Item]):
         return Corpus(self._reader, self._numbers, self.lengths, self.keys, settings)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IdentifiedCorpus:
     """Documents of a file, by number and by `_id`."""
 

@@ -117,7 +117,7 @@ def write_queries(path: Path, content: dict[str, Any]) -> None:
 # ---- comparison of two evaluations ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Interval:
     """95 % interval of a mean difference."""
 
@@ -135,7 +135,7 @@ class Interval:
         return text if self.is_clear else f"{text}: {NO_DIFFERENCE}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Changed:
     """One query whose score changed."""
 

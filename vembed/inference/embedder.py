@@ -35,7 +35,7 @@ from vembed.inference.encoding import (
 )
 from vembed.models.building import load_embedder
 from vembed.models.embedding_model import HiddenStates
-from vembed.models.precision import keep_copies, never_keep_copies
+from vembed.models.precision import copies_of
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.placement import precision_of_use
 from vembed.parallel.session import Session
@@ -106,11 +106,10 @@ class Embedder:
         is_sharded = session is not None and session.fsdp is not None
         if self.precision.value == "bf16":
             model.compute_in_bf16()
-            if is_sharded:
-                never_keep_copies(model)
-            else:
-                # The weights do not change any more, so bfloat16 copies are made once and not in each forward pass.
-                keep_copies(model)
+            copies = copies_of(model)
+            copies.may_keep = not is_sharded
+            # The weights do not change any more, so bfloat16 copies are made once and not in each forward pass.
+            copies.num_holders += 1
         log.info("%s: mixed precision: %s", path_or_name, self.precision)
         self.description = model.description
         self.backbone = model.backbone

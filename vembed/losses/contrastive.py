@@ -157,7 +157,12 @@ class InfoNCE(GuidedLoss, Temperature):
         from vembed.losses.tiles import SoftmaxRows
 
         if batch.holds_scores:
-            return self._share_of_lists(batch, term)
+            # Of a reranker the candidates are the hard negatives of the row's example.
+            pairs = batch.listed_by_row()
+            logits = term.scores(batch, pairs) * term.scale(batch.embeddings)
+            # [1, n + P]. The positive pair of each row comes first, one for each group.
+            positives = pairs.log_softmax(logits)[:, : pairs.num_groups]
+            return -term.mean(positives, batch.num_rows)
         if self.mix_negatives:
             batch = with_mixtures(
                 batch, term.seed, self.mix_negatives, cosine=term.configured.cosine
@@ -182,14 +187,6 @@ class InfoNCE(GuidedLoss, Temperature):
             both_directions=self.bidirectional,
             lists_own_negatives=stretches_pairs_only,
         )
-
-    def _share_of_lists(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """Return the share of a reranker, whose candidates are the hard negatives of the row's example."""
-        pairs = batch.listed_by_row()
-        logits = term.scores(batch, pairs) * term.scale(batch.embeddings)  # [1, n + P]
-        # The positive pair of each row comes first, one for each group.
-        positives = pairs.log_softmax(logits)[:, : pairs.num_groups]
-        return -term.mean(positives, batch.num_rows)
 
 
 class Circle(GuidedLoss):

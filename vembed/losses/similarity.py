@@ -23,7 +23,7 @@ Entries = slice | Tensor
 """Entries of a table: a slice (a view, no copy) or an index tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Similarity:
     """Cosine or dot product, applied to prefixes of one or several sizes.
 
@@ -76,7 +76,7 @@ def arithmetic_dtype(embeddings: Tensor) -> torch.dtype:
     return torch.float64 if embeddings.dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowVectors:
     """The vectors of n rows of the score matrix, scaled, and the buffer of their gradient."""
 

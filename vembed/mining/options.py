@@ -121,33 +121,23 @@ class Judge(Endpoint):
 class CommandConfig(Immutable):
     """Base class of the configs of commands, which may be read from a training config."""
 
-    training_options: ClassVar[tuple[str, ...]] = ()
-    """Options that are taken from a training config."""
+    not_of_training: ClassVar[tuple[str, ...]] = ()
+    """Options that mean something else in training. All others of the same name are taken from a training config."""
 
 
-ROW_OPTIONS = (
-    "data_path",
-    "column_mapping",
-    "retrieval_mode",
-    "image_root",
-    "allow_image_urls",
-    "on_bad_record",
-)
-WEIGHT_OPTIONS = ("torch_dtype", "trust_remote_code")
-SEARCH_OPTIONS = (
-    *ROW_OPTIONS,
-    *WEIGHT_OPTIONS,
-    "model_name",
-    "query_prompt",
-    "document_prompt",
-    "max_length",
-    "seed",
-)
-"""Options that commands share with training."""
+class RecordOptions(Immutable):
+    """Options of every command that reads records; the names mean what they mean in training."""
+
+    image_root: str | None = None
+    """Folder that relative image paths start from, and must stay in. Default: the folder of the file."""
+    allow_image_urls: bool = False
+    """Load images from http(s) addresses."""
+    on_bad_record: Literal["stop", "skip"] = "stop"
+    """A record that cannot be used: stop with the first ten of them, or leave them out and count them."""
 
 
-class RowOptions(Immutable):
-    """Options of every command that reads training data; the names mean what they mean in training."""
+class RowOptions(RecordOptions):
+    """Options of every command that reads training data."""
 
     # ---- data --------------------------------------------------------------------------------------------------
     data_path: str | list[DataSource | str]
@@ -157,12 +147,6 @@ class RowOptions(Immutable):
     """Names in the files -> names that vembed reads: {question: query}."""
     retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"
     """Type of bare strings of queries and documents: texts (t) or image paths (i)."""
-    image_root: str | None = None
-    """Folder that relative image paths start from, and must stay in. Default: the folder of the file."""
-    allow_image_urls: bool = False
-    """Load images from http(s) addresses."""
-    on_bad_record: Literal["stop", "skip"] = "stop"
-    """A record that cannot be used: stop with the first ten of them, or leave them out and count them."""
     split: str | None = None
     """The qrels of a BEIR-style folder that are read. Default: train."""
 
@@ -203,10 +187,21 @@ class ModelOptions(WeightOptions):
     """Dtype of the vectors on disk; products are float32 whatever it is."""
 
 
-class MineConfig(ChoiceOptions, DataOptions, ModelOptions, CommandConfig):
+class WorkOptions(Immutable):
+    """Options of every command that keeps vectors for a second run."""
+
+    work_dir: str | None = None
+    """Folder for vectors and intermediate results, which all machines must see. Default: `output_path` with `.work`."""
+    keep_work: bool = True
+    """Keep that folder, so that a run with other choices computes no vector again. false: delete it at the end."""
+    seed: NonNegativeInt = 42
+    """Seed of all that is drawn."""
+
+
+class MineConfig(ChoiceOptions, DataOptions, ModelOptions, WorkOptions, CommandConfig):
     """One run of `vembed mine`. The text under each field is its documentation."""
 
-    training_options: ClassVar[tuple[str, ...]] = (*SEARCH_OPTIONS, "mine")
+    not_of_training = ("margin", "sampling")
 
     # ---- retrievers --------------------------------------------------------------------------------------------
     model_name: str | None = None
@@ -243,12 +238,6 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions, CommandConfig):
     """File to write, by its ending: .jsonl or .parquet."""
     scores: bool = False
     """Write the retriever's scores too: `positive_scores`, `negative_scores`."""
-    work_dir: str | None = None
-    """Folder for vectors and intermediate results, which all machines must see. Default: `output_path` with `.work`."""
-    keep_work: bool = True
-    """Keep that folder, so that a run with other choices computes no vector again. false: delete it at the end."""
-    seed: NonNegativeInt = 42
-    """Seed of sampling and of what is hidden for `threshold: auto`."""
 
     @classmethod
     def shared(cls, config: CommandConfig, **changes: Any) -> MineConfig:
@@ -300,8 +289,6 @@ DropKind = Literal[
 class JudgeConfig(RowOptions, WeightOptions, CommandConfig):
     """One run of `vembed judge`."""
 
-    training_options: ClassVar[tuple[str, ...]] = (*ROW_OPTIONS, *WEIGHT_OPTIONS)
-
     # ---- judges ------------------------------------------------------------------------------------------------
     judges: Annotated[list[Judge], Field(min_length=1)]
     """Models that read a query and a negative of its row together, the cheap one first; each a {model, kind, base_url,
@@ -316,10 +303,8 @@ class JudgeConfig(RowOptions, WeightOptions, CommandConfig):
     """Write the judgements too: `negative_judge_scores`, the probability that a negative is relevant."""
 
 
-class AuditConfig(DataOptions, ModelOptions, CommandConfig):
+class AuditConfig(DataOptions, ModelOptions, WorkOptions, CommandConfig):
     """One run of `vembed audit`."""
-
-    training_options: ClassVar[tuple[str, ...]] = (*SEARCH_OPTIONS, "val_data_path")
 
     # ---- audit -------------------------------------------------------------------------------------------------
     model_name: str | None = None
@@ -346,12 +331,6 @@ class AuditConfig(DataOptions, ModelOptions, CommandConfig):
     """The rate that the recommended threshold keeps to."""
     num_examples: NonNegativeInt = 20
     """Examples of each finding on the page."""
-    work_dir: str | None = None
-    """Folder for vectors, which all machines must see. Default: `output_path` with `.work`."""
-    keep_work: bool = True
-    """Keep that folder for a second run. false: delete it at the end."""
-    seed: NonNegativeInt = 42
-    """Seed of what is hidden for the estimate."""
 
 
 ModelFreeKind = Literal[
@@ -380,27 +359,14 @@ class Writer(Endpoint):
     """Documents that a local model reads at once."""
 
 
-class GenerateConfig(ModelOptions, CommandConfig):
+class GenerateConfig(RecordOptions, ModelOptions, WorkOptions, CommandConfig):
     """One run of `vembed generate`."""
 
-    training_options: ClassVar[tuple[str, ...]] = (
-        *WEIGHT_OPTIONS,
-        "image_root",
-        "allow_image_urls",
-        "on_bad_record",
-        "max_length",
-        "seed",
-    )
+    not_of_training = ("model_name",)
 
     # ---- documents ---------------------------------------------------------------------------------------------
     corpus_path: str | list[str]
     """Documents: a file with one document per record, a text file, a BEIR-style folder, or a list of these."""
-    image_root: str | None = None
-    """Folder that relative image paths start from, and must stay in. Default: the folder of the file."""
-    allow_image_urls: bool = False
-    """Load images from http(s) addresses."""
-    on_bad_record: Literal["stop", "skip"] = "stop"
-    """A document that cannot be used: stop with the first ten of them, or leave them out and count them."""
     max_documents: PositiveInt | None = None
     """Use only so many documents, drawn by the seed."""
 
@@ -430,12 +396,6 @@ class GenerateConfig(ModelOptions, CommandConfig):
     # ---- output ------------------------------------------------------------------------------------------------
     output_path: str
     """File to write, by its ending: .jsonl or .parquet."""
-    work_dir: str | None = None
-    """Folder for what is written and for vectors, which all machines must see. Default: `output_path` with `.work`."""
-    keep_work: bool = True
-    """Keep that folder. false: delete it at the end."""
-    seed: NonNegativeInt = 42
-    """Seed of crops, examples and sampling."""
 
     @model_validator(mode="after")
     def _check(self) -> GenerateConfig:
@@ -538,11 +498,11 @@ def load_options(
                 refuse_key(name, place)
         problems += training.problems
     for name, value in training.values.items():
-        if name not in kind.training_options or value.value is None:
+        if name in kind.not_of_training or value.value is None:
             continue
         if name in options:
             values.setdefault(name, value)
-        elif name == EPOCH_MINING:
+        elif name == EPOCH_MINING and kind is MineConfig:
             # Options of the mining between epochs are options of `vembed mine` too.
             for inner, entry in value.value.model_dump(exclude_unset=True).items():
                 if inner in options:

@@ -255,7 +255,7 @@ def real_tokens(mask: Tensor) -> Tensor:
 # ---- the function that layers call -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Packed:
     """Boundaries of the texts in a packed row: with lengths 3 and 2, starts is [0, 3, 5] and longest 3."""
 
@@ -267,7 +267,7 @@ class Packed:
     whole texts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shared:
     """Indices of causal texts with a shared prefix: a row [prefix, rest of each text], and whole texts end to end.
 
@@ -570,7 +570,7 @@ class _Rotated(torch.autograd.Function):
 # ---- pieces on CPUs ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """Consecutive texts whose scores are computed together, padded to the longest among them."""
 

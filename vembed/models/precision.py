@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -163,7 +163,9 @@ class WeightCopies:
         """Layers that compute with copies of their weights."""
         self.num_holders = 0
         self.may_keep = True
-        """False where weights are gathered for a layer alone: kept copies would be the whole model."""
+        """False for a sharded model, which gathers weights for a layer alone: kept copies would be all of it."""
+        self.waiting: dict[nn.Parameter, Tensor] | None = None
+        """bfloat16 gradients of this backward pass, which are converted together. None: each is converted at once."""
 
     def of(self, weight: Tensor) -> Tensor:
         """Return the copy of a weight."""
@@ -188,8 +190,44 @@ class WeightCopies:
         """Return the copy of a weight, through which the weight gets its gradient."""
         if weight is None:
             return None
-        copy: Tensor = _Copied.apply(weight, self.of(weight))  # type: ignore[no-untyped-call]
+        copy: Tensor = _Copied.apply(weight, self.of(weight), self)  # type: ignore[no-untyped-call]
         return copy
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Convert each weight once inside the with-block, in which weights must not change."""
+        self.num_holders += 1
+        try:
+            yield
+        finally:
+            self.num_holders -= 1
+            if not self.num_holders:
+                self.by_weight.clear()
+
+    @contextmanager
+    def grouped_gradients(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Convert and add the gradients of the backward pass inside the with-block together.
+
+        A GPU takes one kernel for many tensors, where autograd starts one for each. Inside, `.grad` of the parameters
+        is that of this backward pass alone, so they take the memory of their gradients twice.
+        """
+        earlier: dict[nn.Parameter, Tensor] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                earlier[parameter] = parameter.grad
+                parameter.grad = None
+        waiting: dict[nn.Parameter, Tensor] = {}
+        self.waiting = waiting
+        try:
+            yield
+        finally:
+            self.waiting = None
+        with torch.no_grad():
+            converted = [torch.empty_like(weight) for weight in waiting]
+            if waiting:
+                torch._foreach_copy_(converted, list(waiting.values()))
+            _add_gradients(dict(zip(waiting, converted, strict=True)))
+            _add_gradients(earlier)
 
     def _not_copied(self, but: Tensor) -> list[Tensor]:
         """Return the weights of `layers` on the device of a weight that have no copy yet, without this weight."""
@@ -201,6 +239,19 @@ class WeightCopies:
                     weights[id(weight)] = weight
         weights.pop(id(but), None)
         return list(weights.values())
+
+
+def _add_gradients(gradients: Mapping[nn.Parameter, Tensor]) -> None:
+    """Add gradients to those that the parameters have."""
+    sums: list[Tensor] = []
+    summands: list[Tensor] = []
+    for parameter, gradient in gradients.items():
+        if parameter.grad is not None:
+            sums.append(gradient)
+            summands.append(parameter.grad)
+        parameter.grad = gradient
+    if sums:
+        torch._foreach_add_(sums, summands)
 
 
 def _version_of(weight: Tensor) -> tuple[int, int, int]:
@@ -216,14 +267,20 @@ class _Copied(torch.autograd.Function):
         ctx: Any,
         weight: Tensor,
         copy: Tensor,
+        copies: WeightCopies,
     ) -> Tensor:
-        del ctx, weight
+        ctx.weight = weight
+        ctx.copies = copies
         return copy.view_as(copy)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        del ctx
-        return gradients[0].float(), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None]:
+        waiting = ctx.copies.waiting
+        # A layer that runs twice has two gradients, which autograd adds.
+        if waiting is None or ctx.weight in waiting:
+            return gradients[0].float(), None, None
+        waiting[ctx.weight] = gradients[0]
+        return None, None, None
 
 
 class Bf16Linear(nn.Linear):
@@ -402,35 +459,12 @@ def weight_in_use(layer: Any) -> Tensor:
     return layer.copies.of(weight) if isinstance(layer, Bf16Linear) else weight
 
 
-def _copies_of(model: nn.Module) -> WeightCopies:
+def copies_of(model: nn.Module) -> WeightCopies:
     """Return the copies of a model's weights, which all layers of its backbone share; new ones for other models."""
     for module in model.modules():
         if isinstance(module, Bf16Linear):
             return module.copies
     return WeightCopies()
-
-
-def never_keep_copies(model: nn.Module) -> None:
-    """Convert weights anew in each forward pass, for a model that will be sharded."""
-    _copies_of(model).may_keep = False
-
-
-def keep_copies(model: nn.Module) -> None:
-    """Keep the copies of a model's weights as long as the model. Weights that change get new ones."""
-    _copies_of(model).num_holders += 1
-
-
-@contextmanager
-def holding_copies(model: nn.Module) -> Iterator[None]:
-    """Convert each weight of a model once inside the with-block, in which weights must not change."""
-    copies = _copies_of(model)
-    copies.num_holders += 1
-    try:
-        yield
-    finally:
-        copies.num_holders -= 1
-        if not copies.num_holders:
-            copies.by_weight.clear()
 
 
 # ---- gradients of token embeddings ---------------------------------------------------

@@ -62,7 +62,7 @@ OPERATIONS_PER_SECOND = 2e14
 the run takes longer, and compiling saves even more."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """Where a model lies: on which processes and devices, whole or in shards, and in which precision it computes."""
 
@@ -115,7 +115,7 @@ class Layout:
         return can_keep and parameter_bytes <= self.unsharded_bytes_limit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Placement(Layout):
     """A resolved run on its processes and devices. The session, the step, `plan`, `doctor`, the advice on memory and
     the log read it."""

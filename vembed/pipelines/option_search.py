@@ -63,7 +63,7 @@ MIN_TRIALS_FOR_IMPORTANCE = 4
 OptionNumber = float | int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Search:
     """Options that are searched, and the folder of the search."""
 
@@ -75,7 +75,7 @@ class Search:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Range:
     """Values of one option: all between two limits, by ratio, or a few."""
 

@@ -44,7 +44,7 @@ PRODUCT = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the matrices whose product is timed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
     """Prediction of the memory of each process of a run and of its time."""
 
@@ -68,7 +68,7 @@ class Prediction:
         return f"{self.memory.total / GIB:.1f} GB of the {self.placement.memory / GIB:.1f} GB of a process"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DataSize:
     """Sizes of the training data, from the first records of each source."""
 
@@ -110,7 +110,8 @@ def place_here(
 def peak_tflops(placement: Placement, gpu: Gpu | None) -> float:
     """Return the peak of one process: that of a GPU by its data sheet, or that of a matrix product on the device."""
     if gpu is not None:
-        peak = gpu.tflops(in_half=placement.computes_in_half)
+        in_half = placement.computes_in_half
+        peak = gpu.half_tflops if in_half else gpu.single_tflops
         if peak is None:
             raise UserError("--memory names no GPU; --gpu 2xA100-80GB does")
         return peak

@@ -390,7 +390,7 @@ def _write_report(pipeline: Pipeline) -> Path:
         rows.append((step, state, ", ".join(texts), link))
     path = Path(pipeline.root) / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_page("stages.md.j2", rows=rows), encoding="utf-8")
+    replace_text(path, render_page("stages.md.j2", rows=rows))
     return path
 
 
@@ -618,7 +618,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 NOT_ESTIMATED = "not estimated"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Estimate:
     """Memory of each process and time of a step, in words."""
 

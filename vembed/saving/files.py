@@ -128,14 +128,18 @@ def save_model(
                     )
                     dtype = torch.float32
                     break
+        for part in (weights, language_state, head_state, pooling_state):
+            for name, tensor in part.items():
+                if dtype is not None and tensor.is_floating_point():
+                    part[name] = tensor.to(dtype)
         if weights:
             _write_backbone(
                 folder,
                 description,
                 backbone,
-                _stored(weights, dtype),
-                _stored(language_state, dtype),
-                _stored(head_state, dtype),
+                weights,
+                language_state,
+                head_state,
             )
         if is_own(source):
             save_code(source, folder)
@@ -147,8 +151,8 @@ def save_model(
                 folder,
                 description,
                 cast(Head | None, model.head),
-                _stored(head_state, dtype),
-                _stored(pooling_state, dtype),
+                head_state,
+                pooling_state,
             )
         write_json(folder / DESCRIPTION_FILE, description.to_dict())
         text = render_card(description, card or Card(), adapter_alone=not weights)
@@ -241,16 +245,6 @@ def _write_backbone(
             if isinstance(inner, dict) and "dtype" in inner:
                 inner["dtype"] = widest
         write_json(path, settings)
-
-
-def _stored(
-    state: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    stored = dict(state)
-    for name, tensor in state.items():
-        if dtype is not None and tensor.is_floating_point():
-            stored[name] = tensor.to(dtype)
-    return stored
 
 
 # ---- the Sentence Transformers layout: modules, their settings, prompts and modalities ---------------------------------

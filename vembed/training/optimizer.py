@@ -41,7 +41,7 @@ BASE_BATCH_SIZE = 32
 """The global batch that the learning rate is for, with `scale_learning_rate`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainedParameter:
     """A trainable parameter with its optimizer settings."""
 
@@ -265,7 +265,7 @@ class GradientScale:
             self.good_steps = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outcome:
     """Result of one optimizer step."""
 
@@ -331,13 +331,23 @@ class Update:
         return Outcome(loss, norm, is_finite, is_overflow)
 
 
+# ---- AdamW for bfloat16 weights --------------------------------------------------
+
 _BITS = 16
 """Bits that float32 has after those of bfloat16."""
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """AdamW with decoupled weight decay. Weights and moments in bfloat16 are rounded stochastically, and weights in
-    float32 among them (a loss's temperature) are kept as they are."""
+    """AdamW with decoupled weight decay, for weights in bfloat16 alone (`torch_dtype: pure_bfloat16`).
+
+    bfloat16 has 8 bits of precision: an update of less than 1/512 of a weight is lost when it is rounded to the nearest
+    value, and a usual one is of that size. Rounded up with the probability of its distance from below, the weight takes
+    the right value on average. Everything is computed in float32, and weights and moments are rounded once per step.
+    Weights in float32 among them (a loss's temperature) are kept as they are.
+
+    The draws are a function of step, parameter and shard, so that copies of a weight stay equal on all processes and a
+    resumed run rounds as the uninterrupted one.
+    """
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -63,7 +63,7 @@ from vembed.losses.batch import (
     copied_together,
 )
 from vembed.models.families.family import Modality
-from vembed.models.precision import holding_copies
+from vembed.models.precision import copies_of
 from vembed.parallel import collectives
 from vembed.parallel.devices import is_shortage, matmul_precision, seed_draws
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
@@ -72,6 +72,10 @@ from vembed.parallel.step_memory import Budget, MemoryGuard, OutOfMemory
 from vembed.teachers import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import BatchInputs, InputSource
+
+GROUPED_GRADIENT_BYTES = 2**30
+"""Gradients up to this size are added in one kernel for many tensors, and take twice their memory in a backward pass,
+which frees its graph meanwhile. Larger tensors take a GPU longer than a launch takes the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +259,14 @@ class ContrastiveStep:
         # Each rank's gradient of a loss parameter comes from its rows, and L is the sum over the rows: sum, not mean.
         replicated = model.parameters() if session.strategy == "ddp" else ()
         self.gradient_sum = collectives.GradientSum(replicated, loss.parameters())
+        self.copies = copies_of(model)
+        self._grouped: list[nn.Parameter] = []
+        """Parameters whose gradients a backward pass adds together. None under FSDP, which adds them itself, and on
+        CPUs, where an addition costs its arithmetic alone."""
+        if session.device.type == "cuda" and session.fsdp is None:
+            trained = [weight for weight in model.parameters() if weight.requires_grad]
+            if sum(weight.nbytes for weight in trained) <= GROUPED_GRADIENT_BYTES:
+                self._grouped = trained
         self._ran_out_of_memory = False
         """True from a shortage on this rank until the ranks know of it."""
 
@@ -272,7 +284,7 @@ class ContrastiveStep:
         `last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
         """
         # The weights stay the same until the optimizer step, and so do their copies in bfloat16.
-        with holding_copies(self.model):
+        with self.copies.held():
             with self.timer("data"):
                 inputs = self.source.of(rank_batch.features)
                 batch = StepBatch(rank_batch, batch_number, last, inputs)
@@ -555,7 +567,8 @@ class ContrastiveStep:
             if batch.synchronises(micro_index) and overlaps:
                 self.gradient_sum.start_early()
             if roots:
-                torch.autograd.backward(roots, gradients)
+                with self._grouping_gradients(batch, micro_index):
+                    torch.autograd.backward(roots, gradients)
         # FSDP units without a backward pass (a frozen tower, a tower without inputs) are still gathered.
         if batch.is_last and self.session.keeps_gathered:
             reshard(self.model)
@@ -590,6 +603,16 @@ class ContrastiveStep:
             all_reduce=is_last or not session.all_reduces_once,
             is_last=is_last,
         )
+
+    def _grouping_gradients(
+        self, batch: StepBatch, micro_index: int
+    ) -> AbstractContextManager[None]:
+        """Return a context in which a backward pass converts and adds gradients together, where that saves kernels."""
+        # The last backward pass hands sums to the other ranks while it runs.
+        is_shared = batch.synchronises(micro_index) and self.session.world_size > 1
+        if is_shared or not self._grouped:
+            return nullcontext()
+        return self.copies.grouped_gradients(self._grouped)
 
     def _keep_gathered(self, on: bool) -> None:
         if self.session.fsdp is not None and self.session.keeps_gathered:

@@ -25,7 +25,7 @@ from vembed.evaluation.dataset import TEST_FIRST, EvalData, open_eval_data
 from vembed.evaluation.report.plots import plot_front
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
-from vembed.files import write_json
+from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel, tower_module
@@ -570,7 +570,7 @@ def _write_result(result: EditResult, metric: str | None) -> None:
     }
     card = result.model_dir / "README.md"
     section = f"\n## Edit\n\n```json\n{json.dumps(summary, indent=2)}\n```\n"
-    card.write_text(card.read_text(encoding="utf-8") + section, encoding="utf-8")
+    replace_text(card, card.read_text(encoding="utf-8") + section)
     if result.trials:
         assert metric is not None
         points = [

@@ -21,7 +21,7 @@ from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.report.plots import plot_sweep
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
-from vembed.files import CHECKSUMS, write_json
+from vembed.files import CHECKSUMS, replace_text, write_json
 from vembed.models.families.model_files import CODES, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -331,7 +331,7 @@ class Merge:
                 write_json(folder / "config.json", {**settings, "dtype": self.dtype})
             write_json(folder / RECIPE_FILE, {**described, **asdict(recipe)})
             card = _card(described, recipe, (root / "vembed.json").is_file())
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            replace_text(folder / "README.md", card)
         return target
 
     def _write_file(

@@ -91,7 +91,7 @@ QUICK = DemoSize(num_train=160, num_val=100, batch_size=32, max_length=64)
 """About 30 seconds: every stage runs, but scores hardly change."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FunctionPair:
     """A function of the standard library: its docstring and its source."""
 

@@ -75,7 +75,7 @@ SMALLER_SETTINGS: tuple[dict[str, Any], ...] = (
 """Settings that take less memory, in the order in which they are tried."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DataSummary:
     """Findings in the data file."""
 

@@ -34,9 +34,8 @@ def report(run: str) -> dict[str, Any]:
     Args:
         run: The output_dir of a run, finished or not.
     """
-    from vembed.evaluation.report.comparison import run_json
     from vembed.evaluation.report.record import read_run
-    from vembed.evaluation.report.report import write_report
+    from vembed.evaluation.report.report import run_json, write_report
 
     path = write_report(run)
     sys.stdout.write(f"wrote {path}\n")
@@ -54,7 +53,7 @@ def compare(
         runs: Folders of runs, finished or not. The first is the baseline.
         output: The page. Default: comparison.html.
     """
-    from vembed.evaluation.report.comparison import (
+    from vembed.evaluation.report.report import (
         as_json,
         read_several,
         score_lines,

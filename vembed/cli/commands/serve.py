@@ -18,7 +18,7 @@ from vembed.cli.support import (
 from vembed.errors import UserError
 
 if TYPE_CHECKING:
-    from vembed.inference.serve.encoder import TextEncoder
+    from vembed.inference.serve import TextEncoder
 
 
 def serve(
@@ -49,8 +49,8 @@ def serve(
                 f"{package} is not installed: `pip install 'vembed[serve]'`"
             )
     from vembed.files import short_name
-    from vembed.inference.serve.app import serve as run_server
-    from vembed.inference.serve.encoder import open_encoder
+    from vembed.inference.serve import open_encoder
+    from vembed.inference.serve import serve as run_server
 
     with usable_model(model) as model_path:
 

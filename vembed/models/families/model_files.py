@@ -60,7 +60,7 @@ CODES = {
 """torch's name of a type -> that of safetensors."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stored:
     """A tensor in a file: type and shape, and the bytes of the file where it begins and ends."""
 

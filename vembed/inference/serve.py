@@ -14,14 +14,17 @@ import logging
 import reprlib
 import signal
 import socket
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import numpy as np
 import uvicorn
@@ -33,10 +36,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from vembed.data.examples import LONE_SURROGATE, has_lone_surrogate
+from vembed.data.examples import LONE_SURROGATE, Item, Kind, has_lone_surrogate
+from vembed.data.features import Features
 from vembed.errors import UserError
-from vembed.inference.encoding import first_dims
-from vembed.inference.serve.encoder import Batcher, Encoded, ServedInput, TextEncoder
+from vembed.export.exporting import EXPORT_FORMATS, OnnxReranker
+from vembed.export.onnx_format import GraphReader
+from vembed.inference.embedder import Embedder
+from vembed.inference.encoding import encode_features, first_dims
+from vembed.inference.reranker import Reranker
+from vembed.models.families.model_files import (
+    EXPORT_FILE,
+    is_reranker,
+    read_object,
+)
 
 log = logging.getLogger("vembed")
 CLOSE = {"Connection": "close"}
@@ -452,19 +464,38 @@ def request_inputs(
         raise Refusal(
             400, f"{kind_key} is {said}; give query or document, or leave it out"
         )
-    contents = _contents(values, key)
+    content: Any = values.get(key)
+    # A single text, or the token ids of one, need not be in a list.
+    is_list = isinstance(content, list) and content and type(content[0]) is not int
+    contents = content if is_list else [content]
     _check_count(key, contents, limits)
     for number, content in enumerate(contents):
         name = f"{key}[{number}]"
-        if not isinstance(content, str):
-            _check_token_ids(name, content, encoder)
-            if kind is not None:
-                raise Refusal(
-                    400,
-                    f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
-                )
-        else:
+        if isinstance(content, str):
             _check_text(name, content, limits)
+            continue
+        if not isinstance(content, list) or {*map(type, content)} != {int}:
+            raise Refusal(
+                400,
+                f"{key} must be a text, a list of texts, or lists of token ids, and has {reprlib.repr(content)}",
+            )
+        if kind is not None:
+            raise Refusal(
+                400,
+                f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
+            )
+        if encoder.vocab_size is None:
+            raise Refusal(400, f"{name}: this model takes texts, no token ids")
+        if len(content) > encoder.max_length:
+            raise Refusal(
+                400,
+                f"{name} has {len(content):,d} token ids; this model takes 1 to {encoder.max_length:,d}",
+            )
+        if min(content) < 0 or max(content) >= encoder.vocab_size:
+            raise Refusal(
+                400,
+                f"{name} has token ids from {min(content)} to {max(content)}; this model's own are 0 to {encoder.vocab_size - 1}",
+            )
     return [ServedInput(content, kind) for content in contents]
 
 
@@ -516,25 +547,6 @@ def _check_text(
         raise Refusal(400, f"{name} {LONE_SURROGATE}: cut texts between characters")
 
 
-def _check_token_ids(
-    name: str,
-    ids: list[int],
-    encoder: TextEncoder,
-) -> None:
-    if encoder.vocab_size is None:
-        raise Refusal(400, f"{name}: this model takes texts, no token ids")
-    if not 1 <= len(ids) <= encoder.max_length:
-        raise Refusal(
-            400,
-            f"{name} has {len(ids):,d} token ids; this model takes 1 to {encoder.max_length:,d}",
-        )
-    if min(ids) < 0 or max(ids) >= encoder.vocab_size:
-        raise Refusal(
-            400,
-            f"{name} has token ids from {min(ids)} to {max(ids)}; this model's own are 0 to {encoder.vocab_size - 1}",
-        )
-
-
 def openai_answer(
     values: Values,
     encoded: Encoded,
@@ -567,28 +579,6 @@ def openai_answer(
         "model": str(values.get("model") or model_name),
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-
-
-def _contents(values: Values, key: str) -> list[str | list[int]]:
-    """Return texts or lists of token ids. A single one need not be in a list."""
-    content: Any = values.get(key)
-    if isinstance(content, str) or _is_token_ids(content):
-        return [content]
-    if isinstance(content, list) and content:
-        if all(isinstance(entry, str) for entry in content):
-            return content
-        if all(_is_token_ids(entry) for entry in content):
-            return content
-    raise Refusal(
-        400,
-        f"{key} must be a text, a list of texts, or lists of token ids, and is {reprlib.repr(content)}",
-    )
-
-
-def _is_token_ids(content: object) -> bool:
-    if not isinstance(content, list) or not content:
-        return False
-    return all(type(number) is int for number in content)
 
 
 # ---- uvicorn around the application, with limits on connections and an orderly end -------------------------------------
@@ -741,3 +731,266 @@ def bound_socket(host: str, port: int) -> socket.socket:
             f"--host {host} --port {port} cannot be listened on ({error}); give others"
         ) from error
     return listener
+
+
+# ---- what the server asks: an Embedder, a Reranker or an export in its own runtime, and the Batcher that asks it ---
+
+
+SERVED_RUNTIMES = ("onnx", "openvino")
+"""Formats of exports that the server runs in their own runtime."""
+MAX_BATCH_INPUTS = 512
+"""Inputs of several requests that are encoded together. A longer request is encoded alone."""
+
+Encoded = tuple[np.ndarray, int]
+"""[n, d] float32 embeddings or [n, 1] scores of a request, and the number of its tokens."""
+
+
+@dataclass(frozen=True)
+class ServedInput:
+    """One input of a request: a text, or the token ids of one."""
+
+    content: str | list[int]
+    kind: Kind | None = None
+    """Whose prompt is put before the text. None: no prompt."""
+    query: str | None = None
+    """Query that a reranker reads with the text, a document."""
+
+
+class TextEncoder(Protocol):
+    """A model that the server asks, from one thread."""
+
+    max_length: int
+    """Tokens of the longest input. Longer texts are truncated."""
+    vocab_size: int | None
+    """Token ids are below this number. None: the model takes texts only."""
+    gives_scores: bool
+    """True: a reranker. Its inputs have queries."""
+
+    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+        """Return [n, d] float32 embeddings, or [n, 1] scores, and the number of tokens of each input."""
+        ...
+
+
+class ModelEncoder:
+    """A model in this process."""
+
+    gives_scores = False
+
+    def __init__(self, embedder: Embedder) -> None:
+        self.embedder = embedder
+        description = embedder.description
+        if "text" not in description.modalities:
+            raise UserError(
+                f"{description.source} embeds images only, and the server's protocols send texts"
+            )
+        self.max_length = description.max_length
+        self.fixed_length = (
+            description.max_length if description.traits.has_fixed_length else None
+        )
+        self.prompts: dict[Kind | None, str] = {
+            None: "",
+            "query": description.query_prompt,
+            "document": description.document_prompt,
+        }
+        # The ids of a conversation would have to bring its template along.
+        texts = embedder.featuriser.texts
+        self.vocab_size: int | None = None
+        if texts is not None and not description.traits.reads_chats:
+            self.vocab_size = texts.vocab_size
+
+    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+        """See TextEncoder."""
+        featuriser = self.embedder.featuriser
+        items: list[tuple[Item, Kind]] = []
+        for served in inputs:
+            if isinstance(served.content, str):
+                item = Item(text=served.content, prompt=self.prompts[served.kind])
+                items.append((item, "document"))
+        tokenized = iter(featuriser.features(items))
+        features = []
+        for served in inputs:
+            if isinstance(served.content, str):
+                features.append(next(tokenized))
+                continue
+            token_ids = np.array(served.content, np.int32)
+            length = self.fixed_length or len(token_ids)
+            features.append(Features("text", length, 0, 0, token_ids=token_ids))
+        embeddings = encode_features(
+            self.embedder.model, featuriser, features, self.embedder.device
+        )
+        num_tokens = []
+        for feature in features:
+            ids = feature.token_ids
+            num_tokens.append(0 if ids is None else len(ids))
+        finished = self.embedder.finish(embeddings, self.embedder.truncate_dim, None)
+        return finished, num_tokens
+
+
+class PairScorer:
+    """A reranker in this process, or its export to ONNX."""
+
+    gives_scores = True
+    vocab_size: int | None = None
+
+    def __init__(self, reranker: Reranker | OnnxReranker) -> None:
+        self.reranker = reranker
+        self.max_length = reranker.description.max_length
+
+    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+        """See TextEncoder."""
+        pairs = []
+        for served in inputs:
+            pairs.append((Item(text=served.query), Item(text=str(served.content))))
+        features = self.reranker.featuriser.features(pairs)
+        scores = self.reranker.scores_of(features)
+        return scores, [feature.length for feature in features]
+
+
+class ExportEncoder:
+    """An export to ONNX or OpenVINO, in that runtime."""
+
+    gives_scores = False
+
+    def __init__(self, folder: Path, format_name: str) -> None:
+        export_format = EXPORT_FORMATS[format_name]  # type: ignore[index]
+        missing = export_format.missing()
+        if missing is not None:
+            raise UserError(f"{folder}: {missing}")
+        self.reader = cast(GraphReader, export_format.reader(folder))
+        self.max_length = self.reader.texts.max_length
+        self.vocab_size: int | None = len(self.reader.texts.tokenizer)
+
+    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+        """See TextEncoder."""
+        rows = [
+            self.reader.token_ids(served.content, served.kind)
+            if isinstance(served.content, str)
+            else served.content
+            for served in inputs
+        ]
+        return self.reader.encode_ids(rows), [len(row) for row in rows]
+
+
+def open_encoder(
+    model: str,
+    *,
+    device: str | None = None,
+    truncate_dim: int | None = None,
+    trust_remote_code: bool = False,
+) -> TextEncoder:
+    """Return the encoder of a model, a run, or a folder that `vembed export` wrote."""
+    folder = Path(model).expanduser()
+    facts = read_object(folder / EXPORT_FILE) or {}
+    format_name = str(facts.get("format"))
+    if format_name not in SERVED_RUNTIMES:
+        if is_reranker(model):
+            if truncate_dim is not None:
+                raise UserError(
+                    f"--truncate-dim {truncate_dim}: {model} is a reranker and gives scores; leave it out"
+                )
+            reranker = Reranker(
+                model, device=device, trust_remote_code=trust_remote_code
+            )
+            return PairScorer(reranker)
+        embedder = Embedder(
+            model,
+            device=device,
+            truncate_dim=truncate_dim,
+            trust_remote_code=trust_remote_code,
+        )
+        return ModelEncoder(embedder)
+    if truncate_dim is not None or device not in (None, "cpu"):
+        raise UserError(
+            f"{model} is an export to {format_name}: it runs on the CPU at its own size"
+        )
+    if is_reranker(model):
+        return PairScorer(OnnxReranker(folder))
+    return ExportEncoder(folder, format_name)
+
+
+@dataclass(frozen=True)
+class _Request:
+    inputs: Sequence[ServedInput]
+    result: Future[Encoded] = field(default_factory=Future)
+
+
+class Batcher:
+    """A thread that encodes requests in the order of their arrival."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self.encoder = encoder
+        self.counts: Counter[str] = Counter()
+        """Batches, inputs and tokens that the model has computed."""
+        self._waiting: deque[_Request] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._work, name="vembed-serve", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, inputs: Sequence[ServedInput]) -> Future[Encoded]:
+        """Queue a request. A future that is cancelled before its turn is not computed."""
+        request = _Request(inputs)
+        with self._changed:
+            self._waiting.append(request)
+            self._changed.notify()
+        return request.result
+
+    def close(self) -> None:
+        """Cancel what waits and end the thread."""
+        with self._changed:
+            self._closed = True
+            for request in self._waiting:
+                request.result.cancel()
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of requests whose turn has not come."""
+        return len(self._waiting)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                batch = self._next_batch()
+            if batch:
+                self._encode(batch)
+
+    def _next_batch(self) -> list[_Request]:
+        batch: list[_Request] = []
+        num_inputs = 0
+        while self._waiting:
+            num_inputs += len(self._waiting[0].inputs)
+            if batch and num_inputs > MAX_BATCH_INPUTS:
+                break
+            request = self._waiting.popleft()
+            if request.result.set_running_or_notify_cancel():
+                batch.append(request)
+        return batch
+
+    def _encode(self, batch: list[_Request]) -> None:
+        inputs = [served for request in batch for served in request.inputs]
+        try:
+            embeddings, num_tokens = self.encoder.encode(inputs)
+        except Exception as error:
+            if len(batch) > 1:
+                # The fault is in one of the requests: the others get their answers.
+                for request in batch:
+                    self._encode([request])
+            else:
+                batch[0].result.set_exception(error)
+            return
+        self.counts["batches"] += 1
+        self.counts["inputs"] += len(inputs)
+        self.counts["tokens"] += sum(num_tokens)
+        start = 0
+        for request in batch:
+            stop = start + len(request.inputs)
+            answer = embeddings[start:stop], sum(num_tokens[start:stop])
+            request.result.set_result(answer)
+            start = stop

@@ -1,1 +1,0 @@
-"""A server of embeddings with the OpenAI protocol and that of TEI, on uvicorn and Starlette."""
