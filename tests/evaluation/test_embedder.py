@@ -122,7 +122,9 @@ def test_what_is_no_input_is_named(value, message):
 def test_an_input_that_is_none_is_named_by_its_place(folder):
     model = Embedder(folder, device="cpu")
     for encode in (model.encode, model.hidden_states):
-        with pytest.raises(UserError, match=r"inputs\[2\]: an input is of type NoneType"):
+        with pytest.raises(
+            UserError, match=r"inputs\[2\]: an input is of type NoneType"
+        ):
             encode(["a", "b", None])
 
 
