@@ -197,7 +197,8 @@ class HeldOut:
                 for item in (*example.positives, *example.negatives):
                     documents.setdefault((source, item.key()), item)
         step = max(1, -(-len(documents) // MAX_SEARCHED_DOCUMENTS))
-        return [(key[0], item) for key, item in list(documents.items())[::step]]
+        sampled = list(documents.items())[::step]
+        return [(source, item) for (source, _), item in sampled]
 
     def notes(self) -> list[str]:
         """Return what the score on these data has to be read with."""

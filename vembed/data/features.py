@@ -691,7 +691,9 @@ class ChatProcessing(TextProcessing):
         # grid [images, (time, height, width)] counts patches; the model merges merge_size**2 of them into one token.
         grid = pixels["image_grid_thw"]
         merge_size = self._pixels.merge_size
-        if int(grid.prod(dim=1).sum()) != int(is_image.sum()) * merge_size**2:
+        num_patches = int(grid.prod(dim=1).sum())
+        num_tokens = int(is_image.sum())
+        if num_patches != num_tokens * merge_size**2:
             names = ", ".join(map(image_name, images[:4]))
             raise UserError(
                 f"an image changed its size since its header was read, one of: {names}"

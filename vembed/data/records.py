@@ -72,7 +72,10 @@ class RecordFormat:
         accepts either all or none; None if that cannot be said of all together."""
         if self._query_is_path or self._document_is_path or self.keeps_keys:
             return None
-        if set(map(type, records)) != {dict} or len(set(map(tuple, records))) > 1:
+        if set(map(type, records)) != {dict}:
+            return None
+        layouts = set(map(tuple, records))  # the names of each record, in their order
+        if len(layouts) > 1:
             return None
         layout = self.columns.layout(tuple(records[0]))
         texts = {layout.query, layout.positive, *layout.negatives}

@@ -83,7 +83,9 @@ class _Places:
         places_N = np.full(len(keys), -1)
         if len(self._keys) and len(keys):
             keys_N = np.array(keys, self._keys.dtype)
-            at = np.searchsorted(self._keys, keys_N).clip(max=len(self._keys) - 1)
+            # searchsorted gives their number for a key above all.
+            at = np.searchsorted(self._keys, keys_N)
+            at = at.clip(max=len(self._keys) - 1)
             places_N = np.where(self._keys[at] == keys_N, self._places[at], -1)
         pairs = zip(keys, places_N.tolist(), strict=True)
         return [self._recent.get(key, place) for key, place in pairs]

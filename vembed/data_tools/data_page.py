@@ -216,7 +216,9 @@ def _source_column(
     if not examples:
         return (name, f"{size:,d}", "", "", "", "", "")
     queries = [example.query for example in examples]
-    documents = [item for example in examples for item in example.positives]
+    documents: list[Item] = []
+    for example in examples:
+        documents += example.positives
     num_negatives = sum(len(example.negatives) for example in examples)
     repeated = []
     characters = []

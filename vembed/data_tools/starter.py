@@ -62,7 +62,10 @@ class FileSample:
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of all columns, in order."""
-        return tuple(dict.fromkeys(name for record in self.records for name in record))
+        names: dict[str, None] = {}  # as a set that keeps the order
+        for record in self.records:
+            names |= dict.fromkeys(record)
+        return tuple(names)
 
 
 def read_sample(path: Path) -> FileSample:
@@ -103,7 +106,9 @@ def _num_records(reader: Format) -> tuple[int, bool]:
         return sum(1 for _ in reader.rows()), False
     rows = list(itertools.islice(reader.rows(), NUM_RECORDS))
     seen_bytes = max(rows[-1][0] - reader.start, 1)
-    return round((len(rows) - 1) * (reader.stop - reader.start) / seen_bytes), True
+    # The last row that was read begins after `seen_bytes`, so these bytes hold all rows but that one.
+    all_bytes = reader.stop - reader.start
+    return round((len(rows) - 1) * all_bytes / seen_bytes), True
 
 
 def field_texts(value: Any) -> list[str | None]:
@@ -230,9 +235,11 @@ def guess(
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
     candidates = []
-    names = list(dict.fromkeys(name for record in records for name in record))
-    skipped = {*taken_columns, *negative_columns(names)}
-    for name in names:
+    record_names: dict[str, None] = {}  # as a set that keeps the order
+    for record in records:
+        record_names |= dict.fromkeys(record)
+    skipped = {*taken_columns, *negative_columns(record_names)}
+    for name in record_names:
         column = _facts(name, [record.get(name) for record in records])
         if name not in skipped and column.is_text:
             candidates.append(column)

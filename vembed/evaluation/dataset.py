@@ -572,7 +572,8 @@ class IdentifiedCorpus:
 
     def find(self, identity: str) -> int | None:
         """Return the index of a document; None: there is none of this name."""
-        record = int(self.identities.find(np.array([_hash(identity)]))[0])
+        hashes = np.array([_hash(identity)])
+        record = int(self.identities.find(hashes)[0])
         return None if record < 0 else int(self.document_of[record])
 
 

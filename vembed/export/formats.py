@@ -605,8 +605,8 @@ def distil(
 def embed(table_VD: Tensor, texts: Sequence[Tensor]) -> Tensor:
     """Return [n, d] means of the tokens' vectors."""
     # embedding_bag takes the offsets at which texts begin: the sums of the lengths before each.
-    lengths = torch.tensor([0, *(len(text) for text in texts[:-1])])
-    offsets = lengths.cumsum(0)
+    lengths = [len(text) for text in texts]
+    offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     return F.embedding_bag(torch.cat(list(texts)), table_VD, offsets, mode="mean")
 
 

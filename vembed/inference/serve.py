@@ -974,7 +974,9 @@ class Batcher:
         return batch
 
     def _encode(self, batch: list[_Request]) -> None:
-        inputs = [served for request in batch for served in request.inputs]
+        inputs: list[ServedInput] = []
+        for request in batch:
+            inputs += request.inputs
         try:
             embeddings, num_tokens = self.encoder.encode(inputs)
         except Exception as error:

@@ -99,6 +99,7 @@ class GuidedLoss(CandidateLoss):
         guide = None
         if term.guide is not None:
             vectors = batch.teacher_vectors(term.guide, "guide")
+            # "5%" leaves out c with g(q,c) > g(q,p) - 0.05 |g(q,p)|, and 0.05 those with g(q,c) > g(q,p) - 0.05.
             if isinstance(self.guide_margin, str):
                 share_of_score = float(self.guide_margin.rstrip("%")) / 100
                 guide = Guide(vectors, share_of_score, True)
@@ -306,4 +307,5 @@ class Triplet(Loss):
         pairs = batch.listed_by_row()
         margins = pairs.margins(term.scores(batch, pairs))  # [K, P]
         margin = 0.2 if self.margin is None else self.margin
+        # M counts the triplets of all ranks, so the ranks' shares add up to L.
         return term.mean((margin - margins).relu(), pairs.num_negative_pairs)

@@ -176,8 +176,11 @@ class PrefixTable:
         # A coordinate is part of every size that is large enough: a suffix sum over sizes, [K, P].
         d_parts = _running_sums(d_products.flip(0)).flip(0)
         for part, d_part in zip(self.similarity.parts, d_parts, strict=True):
-            _add(self.dx[:, part], 0, left, self.x[right, part] * d_part[:, None])
-            _add(self.dx[:, part], 0, right, self.x[left, part] * d_part[:, None])
+            # d(x_l . x_r) / d x_l = x_r, and the other way round.
+            factor = d_part[:, None]
+            d_prefix = self.dx[:, part]
+            _add(d_prefix, 0, left, self.x[right, part] * factor)
+            _add(d_prefix, 0, right, self.x[left, part] * factor)
 
     # ---- Tiles: n rows against t columns ---------------------------------------------
 

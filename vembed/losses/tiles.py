@@ -430,7 +430,8 @@ class _ScorePass:
         rows = tile.row_vectors.entries
         scratch = self._scratch(0, tile.logits[0])
         if self.guide is not None and block.guide_ceilings is not None:
-            torch.mm(self.guide.at(rows), self.guide.at(tile.columns).T, out=scratch)
+            columns = self.guide.at(tile.columns)
+            torch.mm(self.guide.at(rows), columns.T, out=scratch)
             excluded.append(scratch > block.guide_ceilings[:, None])
         if self.teacher is not None and tile.target is not None:
             columns = self.teacher.at(tile.columns)
@@ -554,7 +555,9 @@ def _add_to_rows(
     row: Tensor | None,
 ) -> Tensor:
     """Return the sums of rows [n] plus the values of a tile [n, t], or of single logits [P]."""
-    return sums + values.sum(1) if row is None else sums.index_add(0, row, values)
+    if row is None:
+        return sums + values.sum(1)
+    return sums.index_add(0, row, values)
 
 
 class OnlineSum:

@@ -115,7 +115,9 @@ class ClaimFinder:
         end = np.searchsorted(self._positives.queries, query_N + 1)
         count = end - begin
         position = np.repeat(np.arange(len(query_N)), count)
-        offset = np.arange(len(position)) - np.repeat(np.cumsum(count) - count, count)
+        # For each query: how many pairs the queries before it have, where its range begins.
+        before = np.cumsum(count) - count
+        offset = np.arange(len(position)) - np.repeat(before, count)
         pairs = Pairs(row_N[position], np.repeat(begin, count) + offset)
         best = np.full(len(query_N), -np.inf)
         np.maximum.at(best, position, self._sums.pair_scores(vectors, pairs))

@@ -141,7 +141,8 @@ class Rows:
         """The table of a row, and its number there."""
         # right: a row at an end belongs to the next table, and empty tables are passed over.
         source = int(np.searchsorted(self._ends, row, side="right"))
-        return self.tables[source], row - (int(self._ends[source - 1]) if source else 0)
+        first = int(self._ends[source - 1]) if source else 0
+        return self.tables[source], row - first
 
     def record(self, row: int) -> dict[str, Any]:
         """A row as it stands in its file."""

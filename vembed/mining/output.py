@@ -46,14 +46,15 @@ class RowMaker:
         self._config = config
         self._chosen = chosen
         self._relabelled = relabelled
-        self.num_negatives = self.num_short = self.num_dropped = self.num_rows = 0
+        self.num_negatives = 0
+        self.num_short = 0
+        self.num_dropped = 0
+        self.num_rows = 0
         self._pairs = NO_PAIRS
         if config.scores:
-            added = [
-                (query, document)
-                for query, query_documents in relabelled.items()
-                for document in query_documents
-            ]
+            added = []
+            for query, query_documents in relabelled.items():
+                added += [(query, document) for document in query_documents]
             table = np.array(added, np.int64).reshape(-1, 2)
             new = Pairs.of(table[:, 0], table[:, 1])
             # Every document that a row may hold in the output, so that each gets its score.
@@ -207,12 +208,13 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     remaining = iter(rows)
     try:
         while group := list(islice(remaining, ROWS_PER_GROUP)):
-            names = dict.fromkeys(name for row in group for name in row)
-            tables.append(
-                pa.table(
-                    {name: pa.array([row.get(name) for row in group]) for name in names}
-                )
-            )
+            names: dict[str, None] = {}  # as a set that keeps the order
+            for row in group:
+                names |= dict.fromkeys(row)
+            columns = {}
+            for name in names:
+                columns[name] = pa.array([row.get(name) for row in group])
+            tables.append(pa.table(columns))
         table = pa.concat_tables(tables[1:] or tables, promote_options="permissive")
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         first = str(error).splitlines()[0]

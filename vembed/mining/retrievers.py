@@ -421,7 +421,8 @@ def fuse(
     # Stable: of equal ones the lower number first.
     best = np.argsort(-total, axis=1, kind="stable")[:, :k]
     chosen = np.take_along_axis(documents, best, axis=1)
-    return np.where(np.take_along_axis(total, best, axis=1) > -np.inf, chosen, -1)
+    has_score = np.take_along_axis(total, best, axis=1) > -np.inf
+    return np.where(has_score, chosen, -1)
 
 
 SMALLEST_BLOCK = 128

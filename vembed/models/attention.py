@@ -198,9 +198,10 @@ def use_flash3(config: Mapping[str, Any], device: torch.device) -> str | None:
     if "activate_flash_attention_impl" not in vars(torch.nn.attention):
         return "this torch cannot use it"
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    if any(part.get(name) for part in parts for name in _DROPOUTS):
+    for part in parts:
         # It takes the place of torch's kernel for all calls, and refuses those with dropout.
-        return "it has no attention dropout, and the model has"
+        if any(part.get(name) for name in _DROPOUTS):
+            return "it has no attention dropout, and the model has"
     if not uses_flash3():
         torch.nn.attention.activate_flash_attention_impl("FA3")
     return None
@@ -593,7 +594,8 @@ class Piece:
 
     def unpad(self, padded: Tensor) -> Tensor:
         """Undo `pad`: map [texts, heads, longest, size] to [tokens, heads, size]."""
-        tokens = padded.transpose(1, 2).reshape(-1, padded.shape[1], padded.shape[3])
+        _, num_heads, _, size = padded.shape
+        tokens = padded.transpose(1, 2).reshape(-1, num_heads, size)
         return tokens if self.slots is None else tokens.index_select(0, self.slots)
 
     def put(self, result: Tensor, padded: Tensor) -> None:
@@ -768,7 +770,9 @@ class _DroppedAttention(torch.autograd.Function):
                 torch.bmm(dropped.transpose(1, 2), gradient),
             )
             for result, grad in zip(results, grads, strict=True):
-                piece.put(result, grad.view(*padded.shape[:2], *grad.shape[1:]))
+                # [texts * heads, longest, size] -> [texts, heads, longest, size]
+                by_head = grad.view(*padded.shape[:2], *grad.shape[1:])
+                piece.put(result, by_head)
         return *results, None, None, None
 
 

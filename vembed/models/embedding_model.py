@@ -342,7 +342,8 @@ class EmbeddingModel(nn.Module):
         }
         for key in learned.keys() & state.keys():
             # CLIP's are scalars, SigLIP's have the shape [1].
-            state[key] = learned[key].to(state[key].dtype).expand_as(state[key]).clone()
+            like = state[key]
+            state[key] = learned[key].to(like.dtype).expand_as(like).clone()
 
     # ---- the MRL projection ----------------------------------------------------------------------------------------
 
@@ -401,7 +402,8 @@ def run_packed(
         tokens = input_ids.flatten()[index]
         positions = (mask.cumsum(dim=1) - 1).flatten()[index]
         # Where each text begins in the row: cumulative lengths with a leading 0.
-        starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
+        ends = mask.sum(dim=1).cumsum(dim=0)
+        starts = functional.pad(ends, (1, 0))
     # RoBERTa and models derived from it count positions from the padding token's id + 1.
     if backbone.config.model_type in POSITIONS_AFTER_PADDING:
         positions = positions + backbone.config.pad_token_id + 1
@@ -697,11 +699,11 @@ def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
         for name, parameter in backbone.named_parameters()
         if parameter.requires_grad
     ]
-    return [
-        tower
-        for tower, prefix in family.towers.items()
-        if not any(name.startswith(prefix) for name in trained)
-    ]
+    frozen = []
+    for tower, prefix in family.towers.items():
+        if not any(name.startswith(prefix) for name in trained):
+            frozen.append(tower)
+    return frozen
 
 
 def tower_module(
@@ -767,11 +769,13 @@ def names_frozen_by(
             names = {name for name in every if name.startswith(prefix)}
         elif part == "embeddings":
             # Embeddings inside of layers (of relative positions) belong to their layer.
-            inside = tuple(prefix for stack in layers.values() for prefix in stack)
+            inside: list[str] = []
+            for stack in layers.values():
+                inside += stack
             names = {
                 name
                 for name in every
-                if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside)
+                if _INPUT_EMBEDDINGS.search(name) and not name.startswith(tuple(inside))
             }
         elif kind.endswith("first_n_layers"):
             tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
@@ -785,8 +789,10 @@ def names_frozen_by(
                     f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
                     f"TOWER.first_n_layers=N; the number of layers: {', '.join(numbers)}"
                 )
-            first = tuple(prefix for stack in stacks for prefix in stack[: int(count)])
-            names = {name for name in every if name.startswith(first)}
+            first: list[str] = []
+            for stack in stacks:
+                first += stack[: int(count)]
+            names = {name for name in every if name.startswith(tuple(first))}
         else:
             beginning = part.removeprefix("backbone.")
             names = {name for name in every if name.startswith(beginning)}

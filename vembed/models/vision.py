@@ -57,10 +57,11 @@ def token_positions(
     images = iter((grid // torch.tensor([1, merge_size, merge_size])).tolist())
     positions = np.zeros((3, *is_image.shape), dtype=np.int64)
     for row, kinds in enumerate(is_image.numpy()):
-        places = (
-            np.arange(len(kinds)) if mask is None else np.flatnonzero(mask[row].numpy())
-        )
-        start = done = 0
+        places = np.arange(len(kinds))
+        if mask is not None:
+            places = np.flatnonzero(mask[row].numpy())
+        start = 0
+        done = 0
         for kind, run in groupby(kinds[places].tolist()):
             count = len(list(run))
             columns = places[done : done + count]

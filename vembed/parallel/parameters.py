@@ -397,7 +397,9 @@ class AllReduceBatchStatistics(_Base):
         # One collective for count, sums and sums of squares, in float64: a difference of squares cancels digits.
         wide = values_NC.double()
         count = wide.new_tensor([wide.numel() / wide.shape[1]])
-        parts = torch.cat((count, wide.sum(others), wide.square().sum(others)))
+        sums = wide.sum(others)
+        square_sums = wide.square().sum(others)
+        parts = torch.cat((count, sums, square_sums))
         total: Tensor = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
         channels = wide.shape[1]
         count = total[:1].detach()

@@ -277,7 +277,9 @@ def write_layout(
         pooling_type = POOLING_MODULE + pooling.name
         if pooling.modes:
             pooling_type = MODULE + "Pooling"
-            known = {mode for other in POOLINGS.values() for mode in other.modes}
+            known: set[str] = set()
+            for other in POOLINGS.values():
+                known.update(other.modes)
             for mode, flag in MODE_FLAGS.items():
                 if mode in known:
                     settings[flag] = mode in pooling.modes

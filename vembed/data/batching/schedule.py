@@ -46,7 +46,8 @@ def random_bits(
     *stream: int,
 ) -> np.ndarray:
     """Return uint64 values [size] of a stream. numpy guarantees raw bits across its versions."""
-    return np.random.Philox(np.random.SeedSequence([seed, *stream])).random_raw(size)
+    sequence = np.random.SeedSequence([seed, *stream])
+    return np.random.Philox(sequence).random_raw(size)
 
 
 def shuffled(
@@ -300,7 +301,8 @@ class BatchSchedule:
         """Interleave the streams at random. Each keeps its order, so that a second pass does not precede the first."""
         if len(drawn) == 1:
             return drawn[0]
-        source_of = np.repeat(np.arange(len(drawn)), [len(stream) for stream in drawn])
+        lengths = [len(stream) for stream in drawn]
+        source_of = np.repeat(np.arange(len(drawn)), lengths)
         # Group 0 leaves its number out: the order of a single group does not depend on grouping.
         purpose = (_MIX, epoch) if group == 0 else (_MIX, epoch, group)
         source_of = source_of[shuffled(self.seed, len(source_of), *purpose)]
@@ -360,7 +362,9 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     owners = owners[order]
     # A content that an example holds twice counts once.
     once = np.ones(len(values), dtype=bool)
-    once[1:] = (values[1:] != values[:-1]) | (owners[1:] != owners[:-1])
+    is_new_value = values[1:] != values[:-1]
+    is_new_owner = owners[1:] != owners[:-1]
+    once[1:] = is_new_value | is_new_owner
     values = values[once]
     owners = owners[once]
     _, number, frequency = np.unique(values, return_inverse=True, return_counts=True)
@@ -381,7 +385,8 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     # Example -> the numbers of its repeated contents, in the order of placing.
     keys = {}
     for place in placing:
-        keys[int(bound[place])] = number[first[place] : ends[place]].tolist()
+        numbers = number[first[place] : ends[place]]
+        keys[int(bound[place])] = numbers.tolist()
     is_free = np.ones(len(counts), dtype=bool)
     is_free[bound] = False
     _, group_sizes = np.unique(group, return_counts=True)
@@ -639,7 +644,8 @@ class ClassBatches:
         stream = (_POSITIVES, self._source, epoch, step)
         bits = random_bits(self._seed, len(examples), *stream)
         # Further by 1 to size - 1 places, in a circle: any other member, never the example itself.
-        shift = 1 + (bits % (size - 1).astype(np.uint64)).astype(np.int64)
+        others_of_class = (size - 1).astype(np.uint64)
+        shift = 1 + (bits % others_of_class).astype(np.int64)
         position = start + (self._position[examples] - start + shift) % size
         others: np.ndarray = self._order[position]
         return others
@@ -677,5 +683,7 @@ def _shares(
         is_full |= over
     room = most - shares  # what rounding down has left
     missing = total - int(shares.sum())
-    added: np.ndarray = shares + np.clip(missing - (np.cumsum(room) - room), 0, room)
+    # The first classes fill their room, until nothing is missing. What classes before each take: the sum of their room.
+    taken_before = np.cumsum(room) - room
+    added: np.ndarray = shares + np.clip(missing - taken_before, 0, room)
     return added

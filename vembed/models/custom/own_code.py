@@ -340,7 +340,10 @@ def settings_of(code: type[nn.Module], arguments: Mapping[str, Any]) -> dict[str
     }
     keys = {"max_positions": "max_position_embeddings", "image_size": "image_size"}
     for name, key in keys.items():
-        value = vars(module).get(name, vars(code).get(name, arguments.get(name)))
+        # Of the module, else of its class, else of its constructor's arguments.
+        value = arguments.get(name)
+        value = vars(code).get(name, value)
+        value = vars(module).get(name, value)
         if isinstance(value, int):
             values[key] = value
     return values

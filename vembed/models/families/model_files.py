@@ -138,7 +138,8 @@ def check_whole_weights(folder: Path) -> None:
 
 def check_no_pickles(folder: Path) -> None:
     """Raise UserError if another library might read pickled weights anywhere in the folder."""
-    for inner in (folder, *sorted(path for path in folder.rglob("*") if path.is_dir())):
+    subfolders = [path for path in folder.rglob("*") if path.is_dir()]
+    for inner in (folder, *sorted(subfolders)):
         check_weight_files(inner)
         pickled = sorted(path for path in inner.iterdir() if path.suffix in PICKLED)
         if pickled and not list(inner.glob("*" + WEIGHTS_ENDING)):
