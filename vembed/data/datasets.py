@@ -81,9 +81,7 @@ def open_sets(
         if source.val_data_path is not None:
             data = open_eval_data(options, source.val_data_path, objective)
             free_name = f"{name} {len(by_task) + 1}" if name in by_task else name
-            by_task[free_name] = data.read_as(
-                ReadAs(source.query_prompt, source.document_prompt, source.max_length)
-            )
+            by_task[free_name] = data.read_as(ReadAs.of(source))
     if options.val_split is not None:
         names = store.names
         parts = hold_out(store, options.val_split, seed)
