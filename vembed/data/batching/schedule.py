@@ -139,8 +139,8 @@ class BatchSchedule:
                 continue
             if num_sources > 1 and not homogeneous:
                 raise UserError(
-                    "data_path: a source with a label needs batches of its own beside others: set homogeneous_batches: "
-                    "true"
+                    "data_path: one of several sources has labels, and its examples cannot share a batch with those of the others: "
+                    "set homogeneous_batches: true"
                 )
             self._classes[source] = ClassBatches(
                 self._names[source],

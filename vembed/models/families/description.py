@@ -165,7 +165,7 @@ class ModelDescription:
             raise UserError(f"{path}: {first_problem(error)}") from error
         if saved.family not in FAMILIES:
             raise UserError(
-                f"{path}: family {saved.family!r} is none of {', '.join(FAMILIES)}"
+                f"{path}: family {saved.family!r} is not one of {', '.join(FAMILIES)}"
             )
         folders: dict[str, Any] = {}
         for name in ("source", "image_source"):

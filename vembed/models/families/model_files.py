@@ -131,8 +131,8 @@ def check_whole_weights(folder: Path) -> None:
         )
     if (folder / ADAPTER_CONFIG).is_file():
         raise UserError(
-            f"{folder / ADAPTER_CONFIG} stands beside whole weights, so that it is open which of them are meant: move "
-            "the adapter's files, or the weights, into a folder of their own"
+            f"{folder / ADAPTER_CONFIG} and whole weights are in one folder, so it is unclear which of them to load: "
+            "move the adapter's files, or the weights, to another folder"
         )
 
 
