@@ -264,6 +264,9 @@ def test_paths_that_lead_nowhere(tmp_path):
     assert "circle.jsonl cannot be read" in refused(tmp_path / "circle.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is not a regular file" in refused(tmp_path / "pipe.jsonl")
+    (tmp_path / "memory.jsonl").symlink_to("/proc/self/mem")
+    assert "memory.jsonl is a file of the kernel" in refused(tmp_path / "memory.jsonl")
+    (tmp_path / "memory.jsonl").unlink()
     (tmp_path / "more.csv").write_text("query,positive\na,b\n")
     said = "not saved by `datasets`; it holds circle.jsonl, more.csv, pipe.jsonl, train.jsonl"
     assert said in refused(tmp_path), "files of several kinds are not one source"

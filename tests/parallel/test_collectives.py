@@ -1,5 +1,7 @@
 """Every collective on 1, 2 and 3 ranks: uneven and empty parts, missing gradients, objects, counts."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +90,26 @@ def test_each_collective(counts):
         assert result["counts"] == (
             {"all_gather_rows": 2, "all_gather_ints": 1} if size > 1 else {}
         )
+
+
+def everything_in_older_torch(counts):
+    """The same with the functions that torch had before 2.13, which later versions warn of."""
+    warnings.simplefilter("ignore")
+    collectives._all_gather = dist.all_gather_into_tensor
+    collectives._reduce_scatter = dist.reduce_scatter_tensor
+    return everything(counts)
+
+
+def test_older_torch_has_other_names_for_the_same():
+    newer = run_ranks(everything, 3, [3, 0, 1])
+    older = run_ranks(everything_in_older_torch, 3, [3, 0, 1])
+    for of_rank, of_older in zip(newer, older, strict=True):
+        assert of_rank.keys() == of_older.keys()
+        for name, value in of_rank.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, of_older[name]), name
+            else:
+                assert value == of_older[name], name
 
 
 def averaged_gradients(average):

@@ -403,10 +403,7 @@ def open_beir_file(path: Path) -> Format:
     reader = open_document_reader(path)
     columns = reader.columns or ()
     # A table may have other columns too, such as vectors. They are not read.
-    read = []
-    for name in columns:
-        if name in _FIELDS or judgement_column([name]):
-            read.append(name)
+    read = [name for name in columns if name in _FIELDS or judgement_column([name])]
     if read:
         reader.select(read)
     return reader

@@ -479,26 +479,7 @@ class StaticFormat(ExportFormat):
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in Sentence Transformers."""
-        return StaticReader(folder)
-
-
-class StaticReader:
-    """A static model in Sentence Transformers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.runtime = f"sentence-transformers {version('sentence-transformers')}"
-        self.model = open_in_sentence_transformers(folder)
-
-    def token_ids(self, text: str, kind: Kind | None) -> list[int]:  # noqa: ARG002 - a student has no prompts
-        """Return the token ids of a text."""
-        encoding = self.model.tokenizer.encode(text, add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        return ids
-
-    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:  # noqa: ARG002 - a student has no prompts
-        """Return [n, d] embeddings."""
-        vectors: np.ndarray = self.model.encode(texts, show_progress_bar=False)
-        return vectors.astype(np.float32)
+        return SentenceTransformersReader(folder)
 
 
 def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import numpy as np
 
 from vembed.config.schema import DataSection, EpochMining
 from vembed.data.example_store import ExampleStore
-from vembed.data.examples import Example, Item, Kind
+from vembed.data.examples import Example
 from vembed.evaluation.bm25 import check_bm25
 from vembed.files import short_hash
 from vembed.mining.candidates import (
@@ -44,7 +44,7 @@ from vembed.mining.options import (
     load_options,
 )
 from vembed.mining.output import RowMaker, check_output, write_rows
-from vembed.mining.retrievers import DenseRetriever
+from vembed.mining.retrievers import DenseRetriever, EncodeItems
 from vembed.parallel.session import Session
 from vembed.progress import duration
 
@@ -164,10 +164,6 @@ def work_folder(config: MineConfig | GenerateConfig) -> Path:
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
 
 
-EncodeUnits = Callable[[Sequence[tuple[Item, Kind]]], np.ndarray]
-"""[n, d] vectors of this rank's items, whose dot product is the similarity. Collective: all ranks call it, also those without items."""
-
-
 class _ExampleTable:
     """Examples in the form of a table of `vembed mine`."""
 
@@ -237,7 +233,7 @@ class ExampleMiner:
 
     def mine(
         self,
-        encode: EncodeUnits,
+        encode: EncodeItems,
         folder: Path,
         epoch: int,
     ) -> Mined:
@@ -253,18 +249,8 @@ class ExampleMiner:
         self._clear(folder)
         dense = DenseRetriever(folder, "run", self.documents, known, session)
 
-        def encode_queries(numbers: np.ndarray) -> np.ndarray:
-            return encode(
-                [(known.item(number), "query") for number in numbers.tolist()]
-            )
-
-        def encode_documents(numbers: np.ndarray) -> np.ndarray:
-            items = map(self.documents.item, numbers.tolist())
-            return encode([(item, "document") for item in items])
-
         # Ranks run together, as those of sharded weights must.
-        dense.queries.encode(encode_queries, together=True)
-        dense.documents.encode(encode_documents, together=True)
+        dense.encode(encode, together=True)
         excluded = known.excluded(with_negatives=True)
         search = CandidateSearch(
             options,

@@ -282,9 +282,8 @@ class DenseRetriever:
         """`identity`: of the model that encodes."""
         self.identity = identity
         self._folder = folder
-        self._num_candidates = documents.num_candidates
-        self._document_keys = documents.exact
-        self._query_keys = known.exact
+        self._corpus = documents
+        self._known = known
         self._session = session
         self._dtype = dtype
         self.documents = self._open("document", documents.exact)
@@ -293,6 +292,26 @@ class DenseRetriever:
     def _open(self, name: str, keys: np.ndarray) -> VectorStore:
         folder = self._folder / name
         return VectorStore(folder, self.identity, keys, self._dtype, self._session)
+
+    def encode(
+        self,
+        encode: EncodeItems,
+        title: str | None = None,
+        *,
+        together: bool = False,
+    ) -> None:
+        """Compute the vectors that are not there yet. `title`, `together`: as in `VectorStore.encode`."""
+
+        def encode_queries(numbers: np.ndarray) -> np.ndarray:
+            return encode(list(map(self._known.item, numbers.tolist())), "query")
+
+        def encode_documents(numbers: np.ndarray) -> np.ndarray:
+            return encode(list(map(self._corpus.item, numbers.tolist())), "document")
+
+        self.num_encoded = self.queries.encode(encode_queries, title, together=together)
+        self.num_encoded += self.documents.encode(
+            encode_documents, title, together=together
+        )
 
     def search(
         self,
@@ -303,7 +322,8 @@ class DenseRetriever:
     ) -> Ranking:
         """[Q, k] best candidates for queries first .. last - 1 and their scores. `excluded` counts from `first`."""
         queries = self.queries.take(np.arange(first, last))
-        return self.documents.search(queries, self._num_candidates, k, excluded)
+        num_candidates = self._corpus.num_candidates
+        return self.documents.search(queries, num_candidates, k, excluded)
 
     def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
         """The score of each pair, whose queries count from `first`."""
@@ -315,8 +335,8 @@ class DenseRetriever:
 
     def sums_of(self, pairs: Pairs) -> VectorStore:
         """Return the sums of the vectors of query and document of each pair, without normalising."""
-        queries = self._query_keys[pairs.queries]
-        documents = self._document_keys[pairs.documents]
+        queries = self._known.exact[pairs.queries]
+        documents = self._corpus.exact[pairs.documents]
         sums = self._open("sum", np.stack([queries, documents], axis=1))
 
         def add(numbers: np.ndarray) -> np.ndarray:
@@ -336,8 +356,6 @@ def open_dense(
     session: Session,
 ) -> DenseRetriever:
     """Encode what is not on disk yet with the model of a retriever. Collective."""
-    documents = inputs.documents
-    known = inputs.known
     # The same precision on all ranks.
     if retriever.library == "sentence_transformers":
         precision: Decision[Precision] = Decision(
@@ -367,7 +385,12 @@ def open_dense(
         precision.value,
     )
     dense = DenseRetriever(
-        folder / "vectors", identity, documents, known, session, options.vector_dtype
+        folder / "vectors",
+        identity,
+        inputs.documents,
+        inputs.known,
+        session,
+        options.vector_dtype,
     )
     dense.summary = f"{retriever.model}: vectors are computed in {dtype} ({precision.reason}) and stored as {options.vector_dtype}"
 
@@ -376,15 +399,10 @@ def open_dense(
     def encoder() -> EncodeItems:
         return load_encoder(retriever, options, session.device, precision.value)
 
-    def encode_queries(numbers: np.ndarray) -> np.ndarray:
-        return encoder()(list(map(known.item, numbers.tolist())), "query")
+    def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
+        return encoder()(items, kind)
 
-    def encode_documents(numbers: np.ndarray) -> np.ndarray:
-        return encoder()(list(map(documents.item, numbers.tolist())), "document")
-
-    title = f"{retriever.model}: encoding"
-    dense.num_encoded = dense.queries.encode(encode_queries, f"{title} queries")
-    dense.num_encoded += dense.documents.encode(encode_documents, f"{title} documents")
+    dense.encode(encode, f"{retriever.model}: encoding")
     return dense
 
 

@@ -482,9 +482,7 @@ def merged_pieces(
         )
     elif recipe.method == "ties":
         assert base is not None
-        thresholds = []
-        for read in models:
-            thresholds.append(_threshold(read, base, size, recipe.density))
+        thresholds = [_threshold(read, base, size, recipe.density) for read in models]
     for start in range(0, size, PIECE):
         stop = min(start + PIECE, size)
         below = base(start, stop) if base is not None and recipe.needs_base else None

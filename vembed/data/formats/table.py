@@ -253,6 +253,9 @@ def _readers(path: str, role: Role) -> list[Format]:
     if not stat.S_ISREG(status.st_mode):
         # A pipe, for example, blocks and can be read only once.
         raise UserError(f"{path} is not a regular file")
+    if status.st_size == 0 and Path("/proc") in file.resolve().parents:
+        # Files of the kernel have no size, whatever is read from them.
+        raise UserError(f"{path} is a file of the kernel, not a regular file")
     if status.st_size == 0:
         raise UserError(f"{path} is empty")
     try:
