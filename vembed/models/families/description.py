@@ -781,7 +781,8 @@ def _prompt(
     # A model whose files name any prompts is taken at its word; the table is for those published without.
     if files.prompts:
         return ""
-    last = reading.options.model_name.rstrip("/").rsplit("/", 1)[-1].lower()
+    _, _, last = reading.options.model_name.rstrip("/").rpartition("/")
+    last = last.lower()
     for pattern, query, document, series in PUBLISHED:
         if re.fullmatch(pattern, last):
             reading.reasons[key] = (
