@@ -75,9 +75,10 @@ class ContentKeys:
     values: np.ndarray
     starts: np.ndarray
 
-    def of(self, index: int) -> np.ndarray:
-        """Return the keys of one example."""
-        return self.values[self.starts[index] : self.starts[index + 1]]
+    @classmethod
+    def counted(cls, values: np.ndarray, counts: np.ndarray) -> ContentKeys:
+        """Return the keys of examples, of which example i has the next counts[i]."""
+        return cls(values, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
     def of_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of several examples, one after the other, and how many each has."""
@@ -225,15 +226,7 @@ class BatchSchedule:
                     names.append(name)
             parts.append(f"of {size:,d}: {', '.join(names)}")
         if self.smallest_batch < min(self._batch_sizes):
-            small = []
-            for sources in self._members:
-                num_drawn = sum(self._num_drawn[source] for source in sources)
-                names = [self._names[source] for source in sources]
-                subject = f"{' and '.join(names)} has" if is_split else "there are"
-                if num_drawn < self._batch_sizes[sources[0]]:
-                    small.append(f"{subject} {num_drawn:,d}")
-            reason = f", since {' and '.join(small)} in all" if small else ""
-            parts.append(f"the smallest batch has {self.smallest_batch:,d}{reason}")
+            parts.append(f"the smallest batch has {self.smallest_batch:,d}")
         for source, classes in self._classes.items():
             line = f"{self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
             if classes.num_alone:
