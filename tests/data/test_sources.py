@@ -3,6 +3,7 @@
 import csv
 import os
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -219,7 +220,7 @@ def test_keys_know_equal_content(tmp_path):
     )
     keys = both.all_keys()
     assert both.sizes == (1, 1) or sum(both.sizes) == 3
-    assert [keys.of(i).tolist() for i in range(len(both))] == [
+    assert [keys.of_all(np.array([i]))[0].tolist() for i in range(len(both))] == [
         list(dict.fromkeys(item.key() for item in both[i].items))
         for i in range(len(both))
     ]

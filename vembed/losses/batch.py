@@ -51,7 +51,7 @@ def copied_together(
     return copies
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TeacherVectors:
     """A teacher's vectors of the inputs of one global batch.
 
@@ -82,7 +82,7 @@ class TeacherVectors:
         return scores
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TeacherScores:
     """Scores of a reranker or of the data, for every positive pair and hard negative."""
 
@@ -101,7 +101,7 @@ Teaching = TeacherVectors | TeacherScores
 """Answers of one teacher for one batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossBatch:
     """One global batch as input of a loss: U distinct embeddings, R rows, H hard negatives.
 
@@ -361,7 +361,7 @@ class EmbeddingLoss(nn.Module):
         return [module for module in others if isinstance(module, EmbeddingLoss)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ListedPairs:
     """n positive pairs of rows, then P pairs of a row's query and a hard negative."""
 
@@ -388,13 +388,12 @@ class ListedPairs:
         num_rows = len(self.rows)
         is_positive = is_selected[:num_rows]
         is_negative = is_selected[num_rows:]
-        return ListedPairs(
+        return replace(
+            self,
             rows=self.rows[is_positive],
             negative_rows=self.negative_rows[is_negative],
             negatives=self.negatives[is_negative],
             groups=self.groups[is_selected],
-            num_groups=self.num_groups,
-            num_negative_pairs=self.num_negative_pairs,
         )
 
     def margins(self, scores: Tensor) -> Tensor:
@@ -450,7 +449,7 @@ def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 # ---- Mixed negatives ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mixtures:
     """The hard negatives of each mixture, and their weights."""
 

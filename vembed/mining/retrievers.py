@@ -125,7 +125,8 @@ class LexicalRetriever:
             if query % self._session.world_size == self._session.rank:
                 begin, end = np.searchsorted(pairs.queries, [query, query + 1])
                 scores = self._scores(first + query)
-                result[begin:end] = scores[torch.from_numpy(pairs.documents[begin:end])]
+                documents = torch.from_numpy(pairs.documents[begin:end])
+                result[begin:end] = scores[documents]
         return collectives.sum_tensor(result).numpy()
 
     def _scores(self, query: int) -> torch.Tensor:
@@ -422,12 +423,14 @@ def fuse(
     documents = np.concatenate([documents for documents, _ in rankings], axis=1)
     order = np.argsort(documents, axis=1, kind="stable")
     documents = np.take_along_axis(documents, order, axis=1)
-    gain = np.take_along_axis(np.concatenate(gains, axis=1), order, axis=1)
+    gain = np.concatenate(gains, axis=1)
+    gain = np.take_along_axis(gain, order, axis=1)
     # Equal documents are neighbours now: the first of them gets the sum of all.
     is_first = np.ones(documents.shape, bool)
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     group = np.cumsum(is_first.ravel()) - 1
-    total = np.bincount(group, gain.ravel())[group].reshape(documents.shape)
+    sums = np.bincount(group, gain.ravel())
+    total = sums[group].reshape(documents.shape)
     total[~is_first | (documents < 0)] = -np.inf
     # Stable: of equal ones the lower number first.
     best = np.argsort(-total, axis=1, kind="stable")[:, :k]
@@ -504,7 +507,8 @@ class VectorStore:
         with ProgressReport(title or "", active=is_shown) as progress:
             for numbers in todo:
                 vectors = compute(numbers)
-                broken = int((~np.isfinite(vectors).all(axis=1)).sum())
+                is_finite = np.isfinite(vectors).all(axis=1)
+                broken = int((~is_finite).sum())
                 if broken:
                     raise UserError(
                         f"the model gives vectors that are not numbers for {broken:,d} of {len(vectors):,d} inputs: its "

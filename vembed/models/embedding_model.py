@@ -528,7 +528,9 @@ def padding_mask(inputs: Inputs) -> Tensor | None:
     The mask is inspected on CPUs only: on a GPU this would force a synchronisation. Collation may omit a mask of ones.
     """
     mask = inputs.get("attention_mask")
-    if mask is None or (mask.device.type == "cpu" and bool(mask.all())):
+    if mask is None:
+        return None
+    if mask.device.type == "cpu" and bool(mask.all()):
         return None
     return mask
 
@@ -760,23 +762,24 @@ def names_frozen_by(
     frozen: set[str] = set()
     for part in parts:
         kind, _, count = part.rpartition("=")
+        beginnings: list[str]
         if part in get_args(Tower):
             prefix = family.towers.get(cast(Tower, part))
             if prefix is None:
                 raise UserError(
                     f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
                 )
-            names = {name for name in every if name.startswith(prefix)}
+            beginnings = [prefix]
         elif part == "embeddings":
             # Embeddings inside of layers (of relative positions) belong to their layer.
             inside: list[str] = []
             for stack in layers.values():
                 inside += stack
-            names = {
+            beginnings = [
                 name
                 for name in every
                 if _INPUT_EMBEDDINGS.search(name) and not name.startswith(tuple(inside))
-            }
+            ]
         elif kind.endswith("first_n_layers"):
             tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
             stacks = [
@@ -789,19 +792,19 @@ def names_frozen_by(
                     f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
                     f"TOWER.first_n_layers=N; the number of layers: {', '.join(numbers)}"
                 )
-            first: list[str] = []
+            beginnings = []
             for stack in stacks:
-                first += stack[: int(count)]
-            names = {name for name in every if name.startswith(tuple(first))}
+                beginnings += stack[: int(count)]
         else:
             beginning = part.removeprefix("backbone.")
-            names = {name for name in every if name.startswith(beginning)}
-            if not names:
+            beginnings = [beginning]
+            if not any(name.startswith(beginning) for name in every):
                 near = difflib.get_close_matches(beginning, every, n=1, cutoff=0.0)[0]
                 raise UserError(
                     f"freeze: no parameter's name begins with {part}; the nearest is {near} "
                     "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
                 )
+        names = {name for name in every if name.startswith(tuple(beginnings))}
         log.info("freeze: %s, %d tensors", part, len(names))
         frozen |= names
     return frozen

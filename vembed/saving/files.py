@@ -92,7 +92,8 @@ def save_model(
     refuse_unclaimed("the model", state)
     has_lora = has_adapters(backbone)
     more_than_adapters = None
-    if not description.traits.has_untouched_adapters:
+    family = description.traits
+    if family.has_scale_and_bias or family.has_two_models:
         more_than_adapters = "adapters alone would lose its projections, scale and bias"
     elif description.bidirectional_attention:
         more_than_adapters = (

@@ -621,10 +621,12 @@ def decide_intervals(
         has_validation=config.data.has_validation,
         is_length_given=is_length_given,
     )
-    intervals = run_intervals(config.evaluation, config.run, config.logging, size)
-    values = intervals.options()
-    for name, reason in intervals.reasons.items():
-        value = "none" if values[name] is None else str(values[name]).lower()
+    intervals, reasons = run_intervals(
+        config.evaluation, config.run, config.logging, size
+    )
+    for name, reason in reasons.items():
+        interval = getattr(intervals, name)
+        value = "none" if interval is None else str(interval).lower()
         log.info(f"{name}: {value} (auto; {reason})")
     return intervals
 

@@ -286,7 +286,7 @@ class Trainer:
         self.intervals = decide_intervals(
             config, data, components.model, is_length_given=is_length_given
         )
-        decided = self.intervals.options()
+        decided = asdict(self.intervals)
         if config.optimizer.max_steps is None:
             decided["epochs"] = data.epochs
         # A run with these options repeats this one.

@@ -75,9 +75,10 @@ class ContentKeys:
     values: np.ndarray
     starts: np.ndarray
 
-    def of(self, index: int) -> np.ndarray:
-        """Return the keys of one example."""
-        return self.values[self.starts[index] : self.starts[index + 1]]
+    @classmethod
+    def counted(cls, values: np.ndarray, counts: np.ndarray) -> ContentKeys:
+        """Return the keys of examples, of which example i has the next counts[i]."""
+        return cls(values, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
     def of_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of several examples, one after the other, and how many each has."""
@@ -139,8 +140,8 @@ class BatchSchedule:
                 continue
             if num_sources > 1 and not homogeneous:
                 raise UserError(
-                    "data_path: a source with a label needs batches of its own beside others: set homogeneous_batches: "
-                    "true"
+                    "data_path: one of several sources has labels, and its examples cannot share a batch with those of the others: "
+                    "set homogeneous_batches: true"
                 )
             self._classes[source] = ClassBatches(
                 self._names[source],
@@ -225,15 +226,7 @@ class BatchSchedule:
                     names.append(name)
             parts.append(f"of {size:,d}: {', '.join(names)}")
         if self.smallest_batch < min(self._batch_sizes):
-            small = []
-            for sources in self._members:
-                num_drawn = sum(self._num_drawn[source] for source in sources)
-                names = [self._names[source] for source in sources]
-                subject = f"{' and '.join(names)} has" if is_split else "there are"
-                if num_drawn < self._batch_sizes[sources[0]]:
-                    small.append(f"{subject} {num_drawn:,d}")
-            reason = f", since {' and '.join(small)} in all" if small else ""
-            parts.append(f"the smallest batch has {self.smallest_batch:,d}{reason}")
+            parts.append(f"the smallest batch has {self.smallest_batch:,d}")
         for source, classes in self._classes.items():
             line = f"{self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
             if classes.num_alone:
@@ -289,7 +282,8 @@ class BatchSchedule:
         # Pass n of a source covers its draws n * size to (n + 1) * size - 1, counted over all epochs.
         for number in range(begin // size, (end - 1) // size + 1):
             order = shuffled(self.seed, size, _PASS, source, number)
-            parts.append(order[max(0, begin - number * size) : end - number * size])
+            first_draw = number * size
+            parts.append(order[max(0, begin - first_draw) : end - first_draw])
         return np.concatenate(parts) + int(self._first[source])
 
     def _mix(
@@ -505,7 +499,8 @@ class _Arrangement:
         holders = [self.holders[key] for key in self.keys[example]]
         if any(len(held) == num_batches for held in holders):
             return False
-        for other in range(batch + 1, batch + 1 + min(SWAPS, num_batches - 1)):
+        num_others = min(SWAPS, num_batches - 1)
+        for other in range(batch + 1, batch + 1 + num_others):
             source = other % num_batches
             if any(source in held for held in holders):
                 continue
@@ -628,7 +623,8 @@ class ClassBatches:
         # A class takes consecutive slots, no more than there are batches, and slot s is in batch s % num_batches: so it
         # is never twice in a batch.
         table = np.concatenate(drawn).reshape(self.size, self.num_batches).T
-        batches: np.ndarray = table[self._shuffled(self.num_batches, _OFFSET, epoch, 1)]
+        order = self._shuffled(self.num_batches, _OFFSET, epoch, 1)
+        batches: np.ndarray = table[order]
         return batches
 
     def positives(

@@ -80,6 +80,7 @@ from vembed.training.checkpoint.folders import (
     PARTIAL,
     STATE,
     Difference,
+    FinishedRun,
     NothingLeft,
     candidates,
     checkpoint_name,
@@ -237,10 +238,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Raise UserError if steps would be added to it without a checkpoint.
         """
 
-        def adds_nothing() -> bool:
+        def unchanged_run() -> FinishedRun | None:
             finished = finished_run(self.output)
             if finished is None or finished.step >= total_steps:
-                return finished is not None
+                return finished
             if point is None:
                 raise UserError(
                     f"output_dir: {self.output} holds {finished} without a checkpoint, so {total_steps:,d} steps "
@@ -249,11 +250,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                     "overwrite: true); save_steps keeps checkpoints"
                 )
             # A checkpoint of exactly the last step means that the run was stopped before it wrote its model.
-            return point.step > total_steps
+            return finished if point.step > total_steps else None
 
-        if self.run.resume is not False and self._on_main(adds_nothing):
-            finished = finished_run(self.output)
-            assert finished is not None
+        if self.run.resume is False:
+            return
+        finished = self._on_main(unchanged_run)
+        if finished is not None:
             raise NothingLeft(finished, total_steps)
 
     def begin(self, point: ResumePoint | None) -> None:
