@@ -360,7 +360,8 @@ def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> lis
             validation.setdefault(content, items)
     shared: dict[tuple[str, int], None] = {}
     # Every n-th example of a large store, from all of its sources.
-    for index in range(0, len(train), -(-len(train) // MAX_COMPARED_EXAMPLES)):
+    step = max(1, -(-len(train) // MAX_COMPARED_EXAMPLES))  # rounded up
+    for index in range(0, len(train), step):
         example = train[index]
         for positive in example.positives:
             for content in _contents(example.query, positive):

@@ -242,7 +242,8 @@ class RecordFormat:
         title = value.get("title")
         if type(text) is str and type(title) is str:
             text = f"{title} {text}".strip()  # as in a BEIR-style corpus
-        if images and (text is None or (isinstance(text, str) and not text.strip())):
+        is_blank = isinstance(text, str) and not text.strip()
+        if images and (text is None or is_blank):
             return Item(images=images)
         if text is None:
             raise BadRecord(
@@ -815,7 +816,8 @@ def quoted_column(name: str) -> str:
 
 def normalised_name(name: str) -> str:
     """Return a column's name as the tables of names write it."""
-    return "_".join(name.strip(" \"'").lower().replace("-", " ").split())
+    words = name.strip(" \"'").lower().replace("-", " ").split()
+    return "_".join(words)
 
 
 # ---- conversations ---------------------------------------------------------------
