@@ -497,6 +497,21 @@ def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypat
     assert started[0][2:] == ["vembed", "eval", *words.split()]
 
 
+def test_mining_reads_the_data_of_the_config_with_its_columns(place):
+    rows = []
+    for row in rows_of("train.jsonl"):
+        rows.append({"frage": row["query"], "antwort": row["positive"]})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    Path("deutsch.jsonl").write_text(lines)
+    stages = [{"name": "negatives", "mine": {"num_negatives": 2}}, {"name": "last"}]
+    mapping = {"frage": "query", "antwort": "positive"}
+    written(stages, data_path="deutsch.jsonl", column_mapping=mapping)
+    assert train() == 0
+    mined = rows_of("output/negatives/mined.jsonl")
+    assert [row["frage"] for row in mined] == [row["frage"] for row in rows]
+    assert states() == {"negatives": "done", "last": "done"}
+
+
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
     monkeypatch.setattr("vembed.cli.run_train.run_ranks", None)  # all in this process
     records = rows_of("train.jsonl")

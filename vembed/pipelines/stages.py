@@ -125,7 +125,7 @@ class _Stage:
         self.folder = pipeline.folder(step.name)
         self.before = pipeline.before(step.name)
         self.all_arguments = arguments
-        self.options = located(step.options, arguments.config)
+        self.options = located(_with_shared_data(pipeline, step), arguments.config)
         """Of a step between; its paths may stand beside the config file."""
         self.arguments = replace(
             arguments,
@@ -475,6 +475,20 @@ def named_paths(value: Any) -> list[str]:
         if isinstance(path, str):
             paths.append(path)
     return paths
+
+
+def _with_shared_data(pipeline: Pipeline, step: Step) -> Mapping[str, Any]:
+    """Return the options of a step. `mine` reads the data of the whole config unless it names its own."""
+    shared = pipeline.shared.values
+    if step.kind != "mine" or "data_path" not in shared:
+        return step.options
+    path = shared["data_path"].value
+    options = dict(step.options)
+    # The names of the columns belong to these data.
+    if isinstance(path, str) and options.setdefault("data_path", path) == path:
+        if "column_mapping" in shared:
+            options.setdefault("column_mapping", shared["column_mapping"].value)
+    return options
 
 
 def check_options(
