@@ -426,8 +426,9 @@ def rounded_to_bfloat16(value: Tensor, bits: Tensor) -> Tensor:
     mask = (1 << _BITS) - 1
     # Adding up to 65,535 to the bits below carries into the kept ones as often as their value says. Infinities and NaN
     # have no bits below, or keep one that says what they are.
-    carried = torch.where(torch.isfinite(value), whole + (bits & mask), whole) & ~mask
-    return carried.view(torch.float32).to(torch.bfloat16)
+    carried = torch.where(torch.isfinite(value), whole + (bits & mask), whole)
+    cut = carried & ~mask
+    return cut.view(torch.float32).to(torch.bfloat16)
 
 
 def _shard_of(parameter: Tensor) -> int:
