@@ -432,7 +432,8 @@ class OnnxReranker:
             batch = [features[number] for number in numbers]
             return padded_inputs(self.featuriser, batch)
 
-        logits = self.graph.run([feature.length for feature in features], batch_of)
+        lengths = [feature.length for feature in features]
+        logits: np.ndarray = self.graph.run(lengths, batch_of)
         if logits.shape[1] == 1:
             return logits
         # As vembed.models.heads has it for two labels.
