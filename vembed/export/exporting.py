@@ -437,7 +437,8 @@ class OnnxReranker:
         if logits.shape[1] == 1:
             return logits
         # As vembed.models.heads has it for two labels.
-        return logits[:, 1:] - logits[:, :1]
+        difference: np.ndarray = logits[:, 1:] - logits[:, :1]
+        return difference
 
 
 def padded_inputs(
