@@ -334,6 +334,7 @@ class Trainer:
             sample,
             components.optimizer,
         )
+        self.stream.micro_batch_tokens = budget.micro_batch_tokens
         self.contrastive_step = ContrastiveStep(
             components.model,
             components.loss,
@@ -434,9 +435,9 @@ class Trainer:
                 ran_out_of_memory = True
             if ran_out_of_memory:
                 # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
-                self.contrastive_step.budget = self.memory_guard.smaller(
-                    self.contrastive_step.budget
-                )
+                budget = self.memory_guard.smaller(self.contrastive_step.budget)
+                self.contrastive_step.budget = budget
+                self.stream.micro_batch_tokens = budget.micro_batch_tokens
                 self.components.model.zero_grad(set_to_none=True)
                 self.components.loss.zero_grad(set_to_none=True)
                 continue

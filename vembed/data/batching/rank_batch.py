@@ -10,7 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -56,6 +56,16 @@ class RankBatch:
     """[H] the query and the document of each hard negative."""
     source: int
     """Number of the source that the first example of the global batch comes from."""
+    splits: dict[int, LockstepSplit] = field(default_factory=dict, repr=False)
+    """Micro-batches of the features by their token budget, as far as they were asked for."""
+
+    def split(self, modalities: Sequence[Modality], budget: int) -> LockstepSplit:
+        """Return the micro-batches of the features of these modalities. The stream asks first, beside the step."""
+        if budget not in self.splits:
+            lengths = [feature.length for feature in self.features]
+            indices = indices_by_modality(self.features, modalities)
+            self.splits[budget] = LockstepSplit(lengths, indices, budget)
+        return self.splits[budget]
 
     @property
     def useful_tokens(self) -> int:
@@ -163,6 +173,8 @@ class RankBatchStream:
     in_batch_negatives: int = 0
     """Positives of other examples of the global batch that each example gets as further negatives."""
     encodes_copies: bool = False
+    micro_batch_tokens: int | None = None
+    """Token budget of the step, by which batches are split ahead; None: they are not."""
 
     def rank_batch(self, batch_number: int) -> RankBatch:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
@@ -194,13 +206,16 @@ class RankBatchStream:
                 )
             examples.append(example)
         source = self.batch_schedule.source_of(int(indices[0]))
-        return make_rank_batch(
+        batch = make_rank_batch(
             examples,
             rows.start,
             self.featuriser,
             source,
             encodes_copies=self.encodes_copies,
         )
+        if self.micro_batch_tokens is not None:
+            batch.split(self.featuriser.modalities, self.micro_batch_tokens)
+        return batch
 
     def sample(self, num_batches: int = 4) -> list[Features]:
         """Return the features of the first batches, for the measurement of memory."""
