@@ -251,8 +251,8 @@ def test_a_million_examples():
 @pytest.mark.parametrize(
     ("sizes", "expected", "said"),
     [
-        ([7], [7], "smallest batch has 7, since there are 7 in all"),
-        ([100, 7], [7] + 10 * [10], "source 2 has 7"),
+        ([7], [7], "smallest batch has 7"),
+        ([100, 7], [7] + 10 * [10], "smallest batch has 7"),
         ([103], 10 * [10], "3 of 103"),
     ],
 )

@@ -58,7 +58,7 @@ def test_no_query_and_no_near_duplicate_is_on_both_sides(tmp_path, rows):
     ]
     assert train.fingerprint != store.fingerprint
     items = (train[0].query, train[0].positives[0])
-    assert train.all_keys().of(0).tolist() == [item.key() for item in items]
+    assert train.all_keys().values[:2].tolist() == [item.key() for item in items]
 
 
 def test_a_split_that_leaves_nothing_is_refused(tmp_path):

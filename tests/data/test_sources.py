@@ -3,6 +3,7 @@
 import csv
 import os
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -219,7 +220,7 @@ def test_keys_know_equal_content(tmp_path):
     )
     keys = both.all_keys()
     assert both.sizes == (1, 1) or sum(both.sizes) == 3
-    assert [keys.of(i).tolist() for i in range(len(both))] == [
+    assert [keys.of_all(np.array([i]))[0].tolist() for i in range(len(both))] == [
         list(dict.fromkeys(item.key() for item in both[i].items))
         for i in range(len(both))
     ]
@@ -264,6 +265,9 @@ def test_paths_that_lead_nowhere(tmp_path):
     assert "circle.jsonl cannot be read" in refused(tmp_path / "circle.jsonl")
     os.mkfifo(tmp_path / "pipe.jsonl")
     assert "is not a regular file" in refused(tmp_path / "pipe.jsonl")
+    (tmp_path / "memory.jsonl").symlink_to("/proc/self/mem")
+    assert "memory.jsonl is a file of the kernel" in refused(tmp_path / "memory.jsonl")
+    (tmp_path / "memory.jsonl").unlink()
     (tmp_path / "more.csv").write_text("query,positive\na,b\n")
     said = "not saved by `datasets`; it holds circle.jsonl, more.csv, pipe.jsonl, train.jsonl"
     assert said in refused(tmp_path), "files of several kinds are not one source"

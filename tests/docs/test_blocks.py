@@ -22,7 +22,6 @@ from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import (
     chosen_pipeline,
     load_config,
-    read_pipeline,
     resolve_run,
 )
 from vembed.errors import UserError
@@ -131,7 +130,7 @@ def test_configs_load(block, tmp_path):
         }
         load_options(next(kind for name, kind in kinds.items() if name in values), path)
         return
-    pipeline = read_pipeline(values) if isinstance(values, dict) else None
+    pipeline = chosen_pipeline(values) if isinstance(values, dict) else None
     stages = (
         [None]
         if pipeline is None

@@ -16,6 +16,8 @@ def test_the_cells_run(tmp_path, monkeypatch, capsys):
         (ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8")
     )
     assert notebook["nbformat"] == 4
+    identities = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(identities)) == len(identities)
     names = {"__name__": "__main__"}
     for cell in notebook["cells"]:
         assert not cell.get("outputs"), "saved without outputs"
@@ -24,3 +26,5 @@ def test_the_cells_run(tmp_path, monkeypatch, capsys):
     assert names["result"].metrics["ndcg@10"] > 0
     assert names["bits"].nbytes * 32 == names["documents"].nbytes
     assert "bytes as float32" in capsys.readouterr().out
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["examples", "output"]

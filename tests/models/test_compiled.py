@@ -17,6 +17,7 @@ from tests.models.families import config_for, gradients_of, loss_of, parts_for
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
+from vembed.errors import UserError
 from vembed.models import attention, precision
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.devices import GPUS
@@ -167,6 +168,29 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
         assert len(forwards) == len(layers)
         assert all(forward.is_on for forward in forwards)
         assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_fsdp2_that_cannot_go_on_after_a_failed_pass_ends_the_run(monkeypatch):
+    """As that of torch before 2.13."""
+    from torch._dynamo.exc import Unsupported
+
+    monkeypatch.setattr(setup, "CAN_RESET_FSDP2", False)
+    monkeypatch.setattr(setup, "FSDPModule", torch.nn.Module)
+    monkeypatch.setattr(setup, "set_gradient_sync", lambda *_, **__: None)
+
+    def fail(*_, **__):
+        raise Unsupported("no such operation")
+
+    config = config_for(tiny.tiny_bert, mixed_precision="no")
+    with start_session(config) as session:
+        model = model_of(config)
+        layers = layers_of(model.backbone)
+        precision.compile_layers(layers, "eager")
+        for forward in precision.compiled_forwards(layers):
+            forward.compiled = fail
+        inputs = parts_for(model.description)
+        with pytest.raises(UserError, match="torch_compile: false, or install torch"):
+            setup.compiled_difference(model, layers, inputs, session)
 
 
 def test_what_the_run_does_after_the_check(monkeypatch, caplog):

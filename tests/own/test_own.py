@@ -411,6 +411,10 @@ def test_a_class_without_a_file_is_refused(place):
         vembed.train(
             {**options(place, "none", model_class=Bag), "tokenizer_name": None}
         )
+    with pytest.raises(vembed.UserError, match=r"tokenizer_name: .*nowhere"):
+        vembed.train(
+            {**options(place, "none", model_class=Bag), "tokenizer_name": "./nowhere"}
+        )
     with pytest.raises(vembed.UserError, match=r"is not a class of torch\.nn\.Module"):
         vembed.train(
             options(place, "wrong", model_class=f"{ROOT / 'tests/own/bag.py'}:Tensor")

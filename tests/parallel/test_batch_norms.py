@@ -1,13 +1,19 @@
 """Batch norms over two processes against one: shared by sync_batchnorm, and a warning where they are not."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
 from torch import nn
 
+import vembed
 from tests.harness import run_ranks
 from tests.measure import gradient_errors
 from tests.parallel.steps import config_of, listen
-from tests.tiny import shared, tiny_bert
+from tests.tiny import shared, tiny_bert, tiny_resnet
 from vembed.parallel import collectives
 from vembed.parallel.parameters import share_batch_norms
 from vembed.parallel.session import start_session
@@ -64,7 +70,7 @@ def on_ranks(folder, sync):
     ) as session:
         model = session.prepare(small_network())
         loss = step(model, INPUTS[:5] if session.rank == 0 else INPUTS[5:])
-        collectives.all_reduce_gradients(model.parameters(), average=False)
+        collectives.GradientSum((), model.parameters()).finish()
         return found_in(model, collectives.sum_scalars([loss])[0]), [
             line for line in lines if "batch norms" in line
         ]
@@ -87,6 +93,52 @@ def test_shared_batch_norms_are_those_of_one_process():
             ["sync_batchnorm: 3 batch norms share their statistics among processes"],
             [],
         )
+
+
+def test_an_image_that_repeats_across_ranks_counts_as_often_as_it_occurs(tmp_path):
+    """A network with batch norms trained on two processes and on one, where the images 0 and 1 are on both ranks."""
+    for number in range(6):
+        draw = np.random.default_rng(number)
+        pixels = draw.integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    rows = []
+    for query, positive in ((0, 1), (0, 2), (3, 1), (4, 5), (4, 1), (0, 5)):
+        image = {"image": f"{query}.png"}
+        rows.append({"query": image, "positive": {"image": f"{positive}.png"}})
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        "model_name": str(shared(tiny_resnet)),
+        "data_path": str(data),
+        "global_batch_size": 6,
+        "max_steps": 2,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "use_gradient_cache": False,
+        "sync_batchnorm": True,
+        "report_to": "none",
+    }
+    weights = []
+    for world_size in (1, 2):
+        folder = tmp_path / str(world_size)
+        config = {**options, "output_dir": str(folder)}
+        if world_size == 2:
+            config["strategy"] = "ddp"
+        run_ranks(train_here, world_size, config, process_group=False)
+        weights.append(load_file(folder / "final" / "model.safetensors"))
+    (one_process, two_processes) = weights
+    means = [name for name in one_process if name.endswith("running_mean")]
+    assert means
+    start = load_file(shared(tiny_resnet) / "model.safetensors")
+    for name, value in one_process.items():
+        torch.testing.assert_close(
+            two_processes[name], value, rtol=1e-4, atol=1e-5, msg=name
+        )
+    assert (one_process[means[0]] - start[means[0]]).abs().max() > 1e-3
+
+
+def train_here(config):
+    vembed.train(config)
 
 
 def test_batch_norms_that_are_not_shared_are_said_to_break_parity():

@@ -1,5 +1,7 @@
 """Every collective on 1, 2 and 3 ranks: uneven and empty parts, missing gradients, objects, counts."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,6 +92,26 @@ def test_each_collective(counts):
         )
 
 
+def everything_in_older_torch(counts):
+    """The same with the functions that torch had before 2.13, which later versions warn of."""
+    warnings.simplefilter("ignore")
+    collectives._all_gather = dist.all_gather_into_tensor
+    collectives._reduce_scatter = dist.reduce_scatter_tensor
+    return everything(counts)
+
+
+def test_older_torch_has_other_names_for_the_same():
+    newer = run_ranks(everything, 3, [3, 0, 1])
+    older = run_ranks(everything_in_older_torch, 3, [3, 0, 1])
+    for of_rank, of_older in zip(newer, older, strict=True):
+        assert of_rank.keys() == of_older.keys()
+        for name, value in of_rank.items():
+            if isinstance(value, torch.Tensor):
+                assert torch.equal(value, of_older[name]), name
+            else:
+                assert value == of_older[name], name
+
+
 def averaged_gradients(average):
     rank = collectives.rank()
     collectives.BUCKET_BYTES = 64  # several messages
@@ -107,7 +129,8 @@ def averaged_gradients(average):
         (6,), 1 / 256 if rank else 1.0, dtype=torch.bfloat16
     )
     collectives.calls.clear()
-    collectives.all_reduce_gradients(parameters, average=average)
+    sides = (parameters, ()) if average else ((), parameters)
+    collectives.GradientSum(*sides).finish()
     return [parameter.grad for parameter in parameters], dict(collectives.calls)
 
 
@@ -174,7 +197,7 @@ def gradients_without_group():
     dist.destroy_process_group()
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
-    collectives.all_reduce_gradients([parameter])
+    collectives.GradientSum([parameter]).finish()
     collectives.barrier()
     return parameter.grad
 

@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_bert_st
 from tests.weights.variants import pairs
 from vembed.cli.main import run_process
-from vembed.config.loading import read_pipeline
+from vembed.config.loading import chosen_pipeline
 from vembed.errors import UserError
 
 COMMON = {
@@ -83,7 +83,7 @@ def starts(folder, names):
 
 
 def test_steps_of_a_list_and_where_each_starts():
-    pipeline = read_pipeline(
+    pipeline = chosen_pipeline(
         {
             "output_dir": "out",
             "stages": [
@@ -129,7 +129,7 @@ def test_steps_of_a_list_and_where_each_starts():
 )
 def test_mistakes_in_the_list(stages, message):
     with pytest.raises(UserError, match=message):
-        read_pipeline({"stages": stages})
+        chosen_pipeline({"stages": stages})
 
 
 EVALUATE = {"data": "val.jsonl"}

@@ -81,6 +81,26 @@ def test_text_to_npy(texts, folder, capsys):
     assert not (folder / "out.npy.part").exists()
 
 
+@pytest.mark.parametrize("stages", ["", "stages: [{name: a}, {name: b}]\n"])
+def test_a_training_config_stands_for_the_model_of_its_run(texts, folder, stages):
+    config = folder / "cfg.yaml"
+    config.write_text(
+        f"model_name: some/model\ndata_path: t.jsonl\noutput_dir: runs/one\n{stages}"
+    )
+    run = folder / "runs" / "one"
+    if stages:
+        run /= "b"
+    with pytest.raises(UserError, match=f"cfg.yaml has not been trained.*{run.name}"):
+        vectors_of(texts, model="cfg.yaml")
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("")
+    with pytest.raises(UserError, match="is a run that has not finished"):
+        vectors_of(texts, model="cfg.yaml")
+    shutil.copytree(BERT, run / "final")
+    vectors = vectors_of(texts, model="cfg.yaml")
+    np.testing.assert_allclose(vectors, expected(), atol=1e-6)
+
+
 def test_kind_and_cut(texts):
     model = str(shared(tiny_qwen3_st))
     for options in (

@@ -186,13 +186,12 @@ def test_intervals_suit_the_size_of_the_run(options, size, actual):
         is_length_given=config.optimizer.gives_length(),
         **size,
     )
-    intervals = run_intervals(config.evaluation, config.run, config.logging, facts)
-    values = intervals.options()
+    intervals, _ = run_intervals(config.evaluation, config.run, config.logging, facts)
     assert (
-        values["eval_steps"],
-        values["save_steps"],
-        values["load_best_model_at_end"],
-        values["patience"],
+        intervals.eval_steps,
+        intervals.save_steps,
+        intervals.load_best_model_at_end,
+        intervals.patience,
     ) == actual
 
 

@@ -134,9 +134,9 @@ class ClassTrial:
     def packed(self) -> str | None:
         """Compare texts of three lengths in one row with each of them alone."""
         texts = [self._inputs("text", 1, length) for length in (4, 7, 5)]
-        row = {
-            name: torch.cat([text[name] for text in texts], dim=1) for name in texts[0]
-        }
+        row = {}
+        for name in texts[0]:
+            row[name] = torch.cat([text[name] for text in texts], dim=1)
         row[PACKED] = torch.tensor([0, 4, 11, 16], dtype=torch.int32)
         expected = torch.cat([self._states(text) for text in texts], dim=1)
         states = self._run(self.model, row).last_hidden_state

@@ -246,7 +246,9 @@ class EncodeInput:
 
     def check_kept(self, rows: Sequence[EncodeRow]) -> None:
         """Raise UserError if a column to be kept is in none of the first records."""
-        names = {name: None for row in rows for name in row.fields}
+        names: dict[str, None] = {}  # as a set that keeps the order
+        for row in rows:
+            names |= dict.fromkeys(row.fields)
         for name in self.keep:
             if rows and name not in names:
                 has = f"it has {listed(names)}" if names else "text has no columns"
@@ -275,7 +277,9 @@ def _raw_row(line: int, record: Any) -> RawRow:
 
 def broken_images(rows: Sequence[EncodeRow]) -> list[tuple[int, str]]:
     """Return the rows whose images cannot be read, with the reason. The images are decoded."""
-    images = [(row.number, image) for row in rows for image in row.item.images]
+    images = []
+    for row in rows:
+        images += [(row.number, image) for image in row.item.images]
     problems = []
     with ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check") as pool:
         reasons = pool.map(image_problem, [image for _, image in images])

@@ -74,12 +74,13 @@ def _run(session: Session) -> None:
         _compare(output.detach(), whole(inputs)[0].detach(), "embeddings")
         _pass(rank, "* forward: embeddings equal those of the whole model")
     with check("backward", rank):
-        # Times world_size: FSDP and all_reduce_gradients average over ranks, and the whole model sums over all inputs.
+        # Times world_size: FSDP and GradientSum average over ranks, and the whole model sums over all inputs.
         (output.square().sum() * world_size).backward()
         if session.strategy != "fsdp":
-            collectives.all_reduce_gradients(model.parameters())
+            collectives.GradientSum(model.parameters()).finish()
         for other in range(world_size):
-            whole(_inputs(other, session.device))[0].square().sum().backward()
+            (output_of_whole,) = whole(_inputs(other, session.device))
+            output_of_whole.square().sum().backward()
         ours = parameters.global_grad_norm(model)
         theirs = parameters.global_grad_norm(whole)
         _compare(ours, theirs, "gradient norms")
@@ -95,7 +96,7 @@ def _run(session: Session) -> None:
         # pass.
         model(inputs)[0].backward(2 * world_size * cached)
         if session.strategy != "fsdp":
-            collectives.all_reduce_gradients(model.parameters())
+            collectives.GradientSum(model.parameters()).finish()
         ours = parameters.global_grad_norm(model)
         _compare(ours, theirs, "gradient norms with Gradient Cache")
         _pass(rank, "* gradient cache: two forward passes give the same gradient")
@@ -225,7 +226,10 @@ def check(name: str, rank: int) -> Iterator[None]:
 def _inputs(
     rank: int, device: torch.device | str = "cpu"
 ) -> list[tuple[str, dict[str, Tensor]]]:
-    ids = (torch.arange(3 * (5 + rank)) * 37 % 512).view(3, 5 + rank).to(device)
+    # [3, 5 + rank] token ids: ranks have texts of different lengths.
+    length = 5 + rank
+    ids = torch.arange(3 * length) * 37 % 512
+    ids = ids.view(3, length).to(device)
     return [("text", {"input_ids": ids, "attention_mask": torch.ones_like(ids)})]
 
 

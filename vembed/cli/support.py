@@ -45,7 +45,8 @@ TrustRemoteCode = Annotated[
 AnyModel = Annotated[
     str,
     Argument(
-        metavar="MODEL", help="A model folder, a Hub name, a run or a checkpoint."
+        metavar="MODEL",
+        help="A model folder, a Hub name, a run or its config, or a checkpoint.",
     ),
 ]
 ColumnMapping = Annotated[
@@ -125,6 +126,8 @@ MODE: ContextVar[Literal["command", "check", "process"]] = ContextVar(
 )
 """check: a command ends where its work would begin. process: a launcher has started this process."""
 STANDARD_OUTPUT = "-"
+CONFIG_FILES = (".yaml", ".yml", ".toml")
+"""Endings of configs that stand for their run. A .json is likelier to be a file of a model."""
 LINE = "=" * 50
 
 
@@ -333,9 +336,14 @@ def share(nproc: int, **machines: Any) -> None:
 
 @contextmanager
 def usable_model(name: str) -> Iterator[str]:
-    """Yield a model that can be loaded: `name` itself, or a temporary model made from a checkpoint."""
+    """Yield a model that can be loaded: `name` itself, the run of a training config, or a temporary model made from a
+    checkpoint."""
     from vembed.weights.sources import is_checkpoint, whole_model
 
+    path = Path(name).expanduser()
+    if path.suffix in CONFIG_FILES and path.is_file():
+        yield str(_folder_of_run(name))
+        return
     if not is_checkpoint(Path(name).expanduser()):
         yield name
         return
@@ -347,6 +355,26 @@ def usable_model(name: str) -> Iterator[str]:
         )
     with tempfile.TemporaryDirectory(prefix="vembed-checkpoint-") as folder:
         yield str(whole_model(name, Path(folder) / "model"))
+
+
+def _folder_of_run(config: str) -> Path:
+    """Return the folder of the run, or of the last of several stages, that a config describes. Raise UserError if there
+    is none."""
+    from vembed.config.loading import chosen_pipeline, load_config
+
+    pipeline = chosen_pipeline(config, ())
+    if pipeline is None:
+        folder = Path(load_config(config).run.output_dir)
+    else:
+        folder = Path(pipeline.root)
+        for step in pipeline.steps:
+            if step.kind == "train":
+                folder = pipeline.folder(step.name)
+    if not folder.is_dir():
+        raise UserError(
+            f"{config} has not been trained: its run would be in {folder}; give a model, or first `vembed train {config}`"
+        )
+    return folder
 
 
 def numbers(

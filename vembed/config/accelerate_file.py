@@ -18,7 +18,7 @@ from vembed.config.options import (
     target_of,
     yaml_word,
 )
-from vembed.config.parsing import Node, read_tree
+from vembed.config.parsing import read_tree
 from vembed.errors import UserError, nearest
 from vembed.files import existing
 
@@ -103,14 +103,29 @@ def find_accelerate_file(name: str) -> Path:
     )
 
 
-def read_accelerate_file(name: str) -> AccelerateFile:
+def read_accelerate_file(file_name: str) -> AccelerateFile:
     """Read a preset or a file. Unknown keys are errors, also inside fsdp_config, where Accelerate ignores them."""
-    path = find_accelerate_file(name)
+    path = find_accelerate_file(file_name)
     source = str(path)
     if path.parent == PRESETS_FOLDER:
         source = f"configs/{path.name}"
     notes: list[str] = []
-    keys = _known_keys(read_tree(path), source, notes)
+    keys = dict(read_tree(path).value)
+    if "compute_device" in keys:
+        device = keys.pop("compute_device")
+        notes.append(
+            f"compute_device: {device.plain()} in {source} has no effect, and `accelerate launch` refuses the file "
+            "because of it: remove the line (the processes take the GPUs that they see)"
+        )
+    for key, node in keys.items():
+        if key not in TOP_KEYS:
+            near = nearest(key, TOP_KEYS)
+            hint = f", did you mean {near!r}?" if near else ""
+            if key.startswith("fsdp_") and target_of(key):
+                hint = ", it belongs under fsdp_config"
+            raise UserError(f"{source}, line {node.line}: unknown key {key!r}{hint}")
+        if key in IGNORED and node.plain():
+            notes.append(f"{key} in {source}{UNUSED}")
     value = {key: node.plain() for key, node in keys.items()}
     distribution = DISTRIBUTIONS.get(str(value.get("distributed_type")).upper())
     if distribution is None:
@@ -123,7 +138,23 @@ def read_accelerate_file(name: str) -> AccelerateFile:
         if value.get(key) is not None:
             layer.take([key], keys[key], f"{source}, line {keys[key].line}")
     if value.get("fsdp_config"):
-        options_of_fsdp = _fsdp_keys(keys["fsdp_config"], source, notes)
+        block = keys["fsdp_config"]
+        if not isinstance(block.value, dict):
+            raise UserError(
+                f"{source}, line {block.line}: fsdp_config must hold keys with values"
+            )
+        options_of_fsdp = {}
+        for key, node in block.value.items():
+            name = key.removeprefix("fsdp_")
+            word = yaml_word(node.plain())
+            if name in LAUNCHER_ONLY:
+                notes.append(f"{key} in {source}{UNUSED}")
+            elif name in FIXED_IN_FSDP:
+                if word != yaml_word(FIXED_IN_FSDP[name]):
+                    reason = target_of(key, "fsdp")
+                    notes.append(f"{key}: {word} in {source} has no effect: {reason}")
+            elif node.plain() is not None:
+                options_of_fsdp[key] = node
         layer.take_all(options_of_fsdp, block="fsdp_config")
     if layer.problems:
         raise UserError(layer.problems[0])
@@ -230,52 +261,3 @@ def _not_counted(setting: str) -> str:
         f"{setting} is what Accelerate writes where nobody has answered, so it does not count here; the training "
         "config can say it"
     )
-
-
-def _known_keys(
-    tree: Node,
-    source: str,
-    notes: list[str],
-) -> dict[str, Node]:
-    keys = dict(tree.value)
-    if "compute_device" in keys:
-        device = keys.pop("compute_device")
-        notes.append(
-            f"compute_device: {device.plain()} in {source} has no effect, and `accelerate launch` refuses the file "
-            "because of it: remove the line (the processes take the GPUs that they see)"
-        )
-    for key, node in keys.items():
-        if key not in TOP_KEYS:
-            near = nearest(key, TOP_KEYS)
-            hint = f", did you mean {near!r}?" if near else ""
-            if key.startswith("fsdp_") and target_of(key):
-                hint = ", it belongs under fsdp_config"
-            raise UserError(f"{source}, line {node.line}: unknown key {key!r}{hint}")
-        if key in IGNORED and node.plain():
-            notes.append(f"{key} in {source}{UNUSED}")
-    return keys
-
-
-def _fsdp_keys(
-    block: Node,
-    source: str,
-    notes: list[str],
-) -> dict[str, Node]:
-    """Return the keys of fsdp_config that are options."""
-    if not isinstance(block.value, dict):
-        raise UserError(
-            f"{source}, line {block.line}: fsdp_config must hold keys with values"
-        )
-    keys = {}
-    for key, node in block.value.items():
-        name = key.removeprefix("fsdp_")
-        word = yaml_word(node.plain())
-        if name in LAUNCHER_ONLY:
-            notes.append(f"{key} in {source}{UNUSED}")
-        elif name in FIXED_IN_FSDP:
-            if word != yaml_word(FIXED_IN_FSDP[name]):
-                reason = target_of(key, "fsdp")
-                notes.append(f"{key}: {word} in {source} has no effect: {reason}")
-        elif node.plain() is not None:
-            keys[key] = node
-    return keys

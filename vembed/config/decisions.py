@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from vembed.config.accelerate_file import AccelerateFile
@@ -610,14 +610,6 @@ class RunIntervals:
     """Evaluations without a better score after which the run ends; None: it does not."""
     load_best_model_at_end: bool
     """True if `final/` holds the best evaluated checkpoint."""
-    reasons: dict[str, str]
-    """Option -> the reason for its value, for those that were left to `auto`."""
-
-    def options(self) -> dict[str, Any]:
-        """Return the values under the names of their options."""
-        values = asdict(self)
-        del values["reasons"]
-        return values
 
 
 def run_intervals(
@@ -625,8 +617,9 @@ def run_intervals(
     run: RunSection,
     logging: LoggingSection,
     size: RunSize,
-) -> RunIntervals:
-    """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run."""
+) -> tuple[RunIntervals, dict[str, str]]:
+    """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run, with the reason
+    by option."""
     reasons: dict[str, str] = {}
     steps = size.total_steps
     needs_checkpoints = bool(evaluation.guards) or run.load_best_model_at_end is True
@@ -690,9 +683,10 @@ def run_intervals(
                 reasons["patience"] = (
                     "the run ends early where so many evaluations in a row find nothing better"
                 )
-    return RunIntervals(
-        eval_steps, save_steps, logging_steps, patience, keeps_best, reasons
+    intervals = RunIntervals(
+        eval_steps, save_steps, logging_steps, patience, keeps_best
     )
+    return intervals, reasons
 
 
 def _auto_eval_steps(

@@ -363,10 +363,12 @@ def expand_output_dir(
     values: Mapping[str, Any],
     env: Mapping[str, str] = os.environ,
 ) -> str:
-    """Return the folder that a template such as runs/{model}-{time} names: the same on every rank.
+    """Return the folder that a template such as ~/runs/{model}-{time} names: the same on every rank.
 
     `values`: the options by name. Raise ValueError for a bad template.
     """
+    if template.startswith("~"):
+        template = str(Path(template).expanduser())
     # Not str.format: other braces, format specs and attributes in a folder's name stay as they are.
     names = _PLACEHOLDER.findall(template)
     if not names:
@@ -552,26 +554,19 @@ def values_by_option(overrides: Sequence[str]) -> dict[str, str]:
 
 def chosen_pipeline(
     source: str | Path | Mapping[str, Any],
-    overrides: Sequence[str],
+    overrides: Sequence[str] = (),
     stage: str | None = None,
 ) -> Pipeline | None:
     """Return the steps to run; None where it is one training: no stages, or one of them by name."""
     options = values_by_option(overrides)
-    pipeline = read_pipeline(source, options.get("output_dir"))
+    tree, file_name = source_tree(source)
+    pipeline = _pipeline_of(tree.value, file_name, options.get("output_dir"))
     name = stage or options.get("stage")
     if pipeline is None or name is None:
         return pipeline
     # A name that no step has counts as a training, which refuses it with the names that there are.
     kinds = [step.kind for step in pipeline.steps if step.name == name]
     return None if kinds in ([], ["train"]) else pipeline
-
-
-def read_pipeline(
-    source: str | Path | Mapping[str, Any], root: str | None = None
-) -> Pipeline | None:
-    """Return the steps of a config file or dict; None where it has no stages. `root`: instead of its output_dir."""
-    tree, name = source_tree(source)
-    return _pipeline_of(tree.value, name, root)
 
 
 def _pipeline_of(

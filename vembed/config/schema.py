@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from vembed.config.values import (
+    Auto,
     CodeName,
     Dtype,
     FiniteFloat,
@@ -23,9 +24,9 @@ from vembed.config.values import (
     NamesFiles,
     NonNegativeFloat,
     NonNegativeInt,
-    Number,
     PositiveFloat,
     PositiveInt,
+    ProperFraction,
     Task,
 )
 from vembed.errors import UserError
@@ -156,7 +157,7 @@ class Teacher(Immutable):
     yes_no is the logit of yes less that of no."""
     instruction: str = RELEVANCE
     """Definition of relevance, for yes_no."""
-    sharded: Literal["auto"] | bool = "auto"
+    sharded: Auto | bool = "auto"
     """Each of several processes holds a shard of the teacher. `auto`: where the model is sharded, or a copy of the
     teacher takes more than four fifths of a process's memory."""
 
@@ -240,12 +241,12 @@ class ChoiceOptions(Immutable):
     """Keep only candidates with at most this score."""
     min_score: FiniteFloat | None = None
     """Keep only candidates with at least this score."""
-    threshold: Literal["auto"] | None = None
+    threshold: Auto | None = None
     """`auto`: hide a part of the known positives, see at which threshold too many of them would become negatives, and
     use that threshold instead of `relative_margin`. The log says the threshold and the estimated rate."""
-    max_false_negative_rate: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.05
+    max_false_negative_rate: ProperFraction = 0.05
     """With `threshold: auto`: the estimated share of negatives that are in truth relevant stays at or below this."""
-    prefer_claimed: Literal["auto"] | bool = "auto"
+    prefer_claimed: Auto | bool = "auto"
     """Take first those candidates that another query claims: with its known positive it is nearer to them than this
     query with its own, so few of them are relevant here. `auto`: where `relative_margin`, `margin`, `max_score` and
     `threshold` are left out; claimed candidates may then score up to 5 % above the positive, and the default margin
@@ -322,7 +323,7 @@ class ModelSection(Section, title="model"):
     reranker_head: Literal["auto", "label", "answer"] = "auto"
     """task: rerank: the layer that gives the score. `label`: a classifier with one label. `answer`: the logit of `yes`
     minus that of `no`, of a decoder's language-model head. `auto`: `answer` for a causal language model."""
-    model_family: Literal["auto"] | FamilyName = "auto"
+    model_family: Auto | FamilyName = "auto"
     """Kind of model. `auto`: from the model's config and files. The log gives the reason."""
     model_revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""
@@ -353,16 +354,14 @@ class ModelSection(Section, title="model"):
     are float32 in any case. `no` gives the same numbers on CPUs with and without these instructions."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernel. `auto`: flash-attn where it is installed and the GPU allows, otherwise sdpa."""
-    padding_free: Literal["auto"] | bool = "auto"
+    padding_free: Auto | bool = "auto"
     """Concatenate the texts of a micro-batch instead of padding them. `auto`: where model and kernel support it.
     `true`: the run stops with the reason where they do not."""
     bidirectional_attention: bool = False
     """Decoder-only models: every token attends to every other token (no causal mask)."""
     max_length: PositiveInt | None = None
     """Maximum length of a text in tokens. Longer texts are truncated. Default: the model's own limit, at most 512."""
-    pooling: Literal["auto"] | PoolingName = Field(
-        default="auto", description=pooling_text()
-    )
+    pooling: Auto | PoolingName = Field(default="auto", description=pooling_text())
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own. An empty string means none."""
     document_prompt: str | None = None
@@ -371,7 +370,7 @@ class ModelSection(Section, title="model"):
     """Vision-language models: smallest image area in pixels. Smaller images are enlarged. Default: the model's own."""
     max_pixels: PositiveInt | None = None
     """Vision-language models: largest image area in pixels. Larger images are reduced. Default: the model's own."""
-    torch_compile: Literal["auto"] | bool = "auto"
+    torch_compile: Auto | bool = "auto"
     """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, where
     compiled and plain layers give the same embeddings at the start. The log says so. On CPUs only if asked for. Has no
     effect with gradient checkpointing where texts are packed (`padding_free`)."""
@@ -383,7 +382,7 @@ class ModelSection(Section, title="model"):
 class MatryoshkaSection(Section, title="Matryoshka sizes"):
     """Matryoshka sizes of the embedding."""
 
-    mrl_dims: Literal["auto"] | list[PositiveInt] | None = None
+    mrl_dims: Auto | list[PositiveInt] | None = None
     """Sizes to train (Matryoshka): the loss is a weighted sum over them, each the first dimensions. `auto`: the
     embedding's size, halved repeatedly down to 64. Alias: `use_mrl: true` for `auto`."""
     mrl_weights: list[PositiveFloat] | None = None
@@ -433,9 +432,7 @@ class DataSection(Section, title="data"):
     (`s3://...`), a Hub name, or a list with weights."""
     val_data_path: Annotated[str | None, NamesFiles("data")] = None
     """Validation data: as `data_path`, or a BEIR-style folder (corpus, queries and qrels, in JSON Lines or Parquet)."""
-    val_split: (
-        Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number] | None
-    ) = None
+    val_split: ProperFraction | None = None
     """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. Examples with equal
     or nearly equal queries or documents go to one side. Which side depends on the seed and the texts alone. All
     documents of the data are searched."""
@@ -470,7 +467,7 @@ class DataSection(Section, title="data"):
     mine: EpochMining | None = None
     """Hard negatives mined by the run's own model between epochs, after those of the data: {every_epochs: 1,
     num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
-    num_workers: Literal["auto"] | NonNegativeInt = "auto"
+    num_workers: Auto | NonNegativeInt = "auto"
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none. Beside a
     GPU a single one is a process."""
 
@@ -549,10 +546,10 @@ class BatchSection(Section, title="batch"):
     gradient_accumulation_steps: PositiveInt = 1
     """Batches per optimizer step. Each has its own negatives: for a larger contrastive batch raise `batch_size`,
     whose memory is bounded by `micro_batch_tokens`."""
-    micro_batch_tokens: Literal["auto"] | PositiveInt = "auto"
+    micro_batch_tokens: Auto | PositiveInt = "auto"
     """Padded tokens (and image patches) per micro-batch, in evaluations too. Affects memory and speed, not the
     result."""
-    use_gradient_cache: Literal["auto"] | bool = "auto"
+    use_gradient_cache: Auto | bool = "auto"
     """Gradient Cache: run every micro-batch twice instead of keeping its autograd graph, so that the memory of one
     micro-batch is enough. `auto`: only for micro-batches whose graphs do not fit in memory. The gradient is the
     same."""
@@ -579,12 +576,12 @@ class BatchSection(Section, title="batch"):
 class OptimizerSection(Section, title="optimizer"):
     """Optimizer, learning rate and length of the run."""
 
-    epochs: Literal["auto"] | PositiveFloat = "auto"
+    epochs: Auto | PositiveFloat = "auto"
     """Passes over the data. May be a fraction. `max_steps` takes precedence. `auto`: one over many examples, up to six
     over few, four times as many from initial weights, CLIP and SigLIP up to 48. The log gives the number."""
     max_steps: PositiveInt | None = None
     """Optimizer steps. Default: from `epochs`."""
-    learning_rate: Literal["auto"] | PositiveFloat = "auto"
+    learning_rate: Auto | PositiveFloat = "auto"
     """Peak learning rate. It does not depend on the number of processes. `auto`: by what is trained (all weights of an
     encoder or a decoder by width and steps, adapters by alpha, a head alone, initial weights, CLIP). The log gives the
     reason."""
@@ -610,7 +607,7 @@ class OptimizerSection(Section, title="optimizer"):
     """Decay of the learning rate after the warm-up. constant: no decay."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Maximum global gradient norm. Larger gradients are scaled down to it. 0: no clipping."""
-    ema: Annotated[float, Field(gt=0.0, lt=1.0), Number] | None = None
+    ema: ProperFraction | None = None
     """Decay of an exponential moving average of the weights, such as 0.999. Evaluations and `final/` use the average.
     The decay is lower during the first steps. Not under FSDP1."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -631,7 +628,7 @@ class ParallelSection(Section, title="parallel"):
     accelerate_config: str | None = None
     """Accelerate YAML or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Options of the training
     config override it, and values that `accelerate launch` sets do too."""
-    num_processes: Literal["auto"] | PositiveInt = "auto"
+    num_processes: Auto | PositiveInt = "auto"
     """Processes per machine that `vembed train` starts (alias: `devices`). `auto`: one per GPU, 1 without."""
     num_machines: PositiveInt = 1
     """Number of machines (alias: `num_nodes`)."""
@@ -677,10 +674,10 @@ class ParallelSection(Section, title="parallel"):
 class EvaluationSection(Section, title="evaluation"):
     """Evaluations during a run, and what they decide."""
 
-    eval_steps: Literal["auto"] | PositiveInt | None = "auto"
+    eval_steps: Auto | PositiveInt | None = "auto"
     """Steps between evaluations. `auto`, with validation data: ten or more in a run, fewer where they would take over a
     tenth of it, none in a very short run. null: only before and after training."""
-    patience: Literal["auto"] | PositiveInt | None = "auto"
+    patience: Auto | PositiveInt | None = "auto"
     """End the run after so many evaluations in a row, past the warm-up, without a better score. `auto`: 4 where
     `epochs` and `max_steps` are left out too. null: never."""
     eval_before: bool = True
@@ -717,7 +714,7 @@ class EvaluationSection(Section, title="evaluation"):
 class LoggingSection(Section, title="logging"):
     """Logs, trackers, reports and publishing."""
 
-    logging_steps: Literal["auto"] | PositiveInt = "auto"
+    logging_steps: Auto | PositiveInt = "auto"
     """Steps between log lines and lines of metrics.jsonl. `auto`: about 100 lines in a run, at most 50 steps apart."""
     report_to: list[TrackerName] = Field(default=["tensorboard"])
     """Trackers. `none` for no tracker."""
@@ -754,12 +751,12 @@ class RunSection(Section, title="run"):
     (the start), as in runs/{model}-{time}."""
     overwrite: bool = False
     """Replace the earlier run in `output_dir`. Without it, a folder with checkpoints or a finished run is refused."""
-    save_steps: Literal["auto"] | PositiveInt | None = "auto"
+    save_steps: Auto | PositiveInt | None = "auto"
     """Steps between checkpoints. `auto`: at each evaluation. Without validation data about ten in a run of 200 steps or
     more, none in a very short run, or where one takes over 20 GB. null: none before the end."""
     save_total_limit: PositiveInt | None = 3
     """Number of checkpoints to keep. The best and the newest are never deleted."""
-    load_best_model_at_end: Literal["auto"] | bool = "auto"
+    load_best_model_at_end: Auto | bool = "auto"
     """`final/` holds the best evaluated checkpoint instead of the last weights. It needs eval_steps and save_steps.
     `auto`: with validation data, where every checkpoint is evaluated."""
     async_save: bool = False

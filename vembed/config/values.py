@@ -21,9 +21,11 @@ NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), Number]
 NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False), Number]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Number]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
+ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False), Number]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Auto = Literal["auto"]
 Task = Literal["embed", "rerank"]
 
 

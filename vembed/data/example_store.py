@@ -93,7 +93,7 @@ _PLACE = "<image>"
 class Records:
     """The good records of one source, by number."""
 
-    name: str
+    entry: DataSource
     reader: Format
     form: RecordFormat
     index: Index
@@ -104,6 +104,11 @@ class Records:
 
     def __len__(self) -> int:
         return len(self.index)
+
+    @property
+    def name(self) -> str:
+        """Name of the source in logs."""
+        return self.entry.name or self.entry.path
 
     def where(self, number: int) -> str:
         """Return the name of a record for messages."""
@@ -133,22 +138,18 @@ class Records:
 
 @dataclass(frozen=True)
 class _Source(Records):
-    entry: DataSource
-    size: int
-    """Number of examples in use, the first ones of the index."""
-    read_as: ReadAs
     reads_scores: bool
     """True if a loss of the source reads scores of the data."""
 
     @cached_property
-    def labels(self) -> np.ndarray | None:
-        """Hash of the class of each example in use, in labelled data."""
-        return None if self.index.labels is None else self.index.labels[: self.size]
+    def read_as(self) -> ReadAs:
+        return ReadAs.of(self.entry)
 
     @cached_property
     def mates(self) -> np.ndarray | None:
         """The next example of the class of each, in labelled data."""
-        return None if self.labels is None else next_of_class(self.labels)
+        labels = self.index.labels
+        return None if labels is None else next_of_class(labels)
 
     def example(self, number: int, mate: int | None = None) -> Example:
         """Return an example. That of labelled data has another one of its class as positive: `mate`, or the next."""
@@ -168,17 +169,18 @@ class _Source(Records):
                 if counts[f"{kind}_{side}"] > 0:
                     side_kinds.append(kind)
             kinds.append("+".join(side_kinds))
-        parts = [f"{self.name}: {self.size:,d} examples", " to ".join(kinds)]
-        if self.size < len(self):
-            parts.append(f"the first of {len(self):,d}")
-        if self.index.num_bad:
-            parts.append(f"{self.index.num_bad:,d} bad records left out")
+        parts = [f"{self.name}: {len(self):,d} examples", " to ".join(kinds)]
+        if len(self) < num_counted:
+            parts.append(f"the first of {num_counted:,d}")
+        if counts["bad"]:
+            parts.append(f"{counts['bad']:,d} bad records left out")
         if counts["positives"] > num_counted:
             parts.append(f"{counts['positives'] / num_counted:.1f} positives each")
         if counts["negatives"]:
             parts.append(f"{counts['negatives'] / num_counted:.1f} negatives each")
-        if self.labels is not None:
-            num_classes = len(np.unique(self.labels[self.labels >= 0]))
+        labels = self.index.labels
+        if labels is not None:
+            num_classes = len(np.unique(labels[labels >= 0]))
             parts.append(f"labelled with {num_classes:,d} classes")
         if counts["scored"] == num_counted:
             parts.append("scored")
@@ -195,52 +197,49 @@ class _Source(Records):
         """Return what is probably not meant: columns and scores that are not read, contents that are taken for plain
         texts, and records that were left out."""
         index = self.index
-        numbers = range(min(NUM_INSPECTED, self.size))
+        counts = index.counts
+        numbers = range(min(NUM_INSPECTED, len(self)))
         examples = [self.example(number) for number in numbers]
-        score_columns = [self._score_column(number) for number in numbers]
-        score_column = next(filter(None, score_columns), "score")
+        score_column = None
+        for number in numbers:
+            record = self.record(number)
+            name: str | None = LABEL
+            if not is_conversation(record):
+                name = self.form.columns.layout(tuple(record)).score
+            if name is not None and record.get(name) is not None:
+                score_column = name
+                break
         losses = self.form.losses
         # Pairs without scores are taken for matches: by a loss, or by an evaluation.
         takes_matches = not losses or any(
             LOSSES[loss].records == "matches" for loss in losses
         )
-        is_scored = index.counts["scored"] > 0
         sentences: list[str | None] = []
-        if self.labels is None and losses:
+        if index.labels is None and losses:
             sentences += unread_parts(index.unused)
-        if self.labels is None and takes_matches:
-            if not is_scored:
+        if index.labels is None and takes_matches:
+            if not counts["scored"]:
                 sentences.append(unread_judgement(index.unused))
             elif losses and not self.reads_scores:
                 way_out = "loss: cosent if it says how well a pair matches"
-                if index.counts["negatives"]:
+                if counts["negatives"]:
                     way_out = "loss: kl and teacher: scores if it is a teacher's"
                 sentences.append(
-                    f"{score_column} is not read by loss: {' and '.join(losses)}, and every pair is taken "
+                    f"{score_column or 'score'} is not read by loss: {' and '.join(losses)}, and every pair is taken "
                     f"for a match: set {way_out}, or leave out the pairs that do not match"
                 )
-        if is_scored and self.reads_scores and score_column == LABEL:
+        if self.reads_scores and score_column == LABEL:
             scores: set[float] = set()
             for example in examples:
                 scores.update(example.scores or ())
             sentences.append(classes_as_scores(scores))
-        if index.num_bad:
+        if counts["bad"]:
             sentences.append(
-                f"{index.num_bad:,d} of {len(index) + index.num_bad:,d} records cannot be used and are left out "
+                f"{counts['bad']:,d} of {counts['records'] + counts['bad']:,d} records cannot be used and are left out "
                 "(on_bad_record: skip); the log names the first"
             )
         sentences += taken_for_texts(examples, index.unused)
         return [sentence for sentence in sentences if sentence is not None]
-
-    def _score_column(self, number: int) -> str | None:
-        """Return the column with the score of an example."""
-        record = self.record(number)
-        name: str | None = LABEL
-        if not is_conversation(record):
-            name = self.form.columns.layout(tuple(record)).score
-        if name is None or record.get(name) is None:
-            return None
-        return name
 
 
 def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> list[str]:
@@ -289,15 +288,15 @@ class ExampleStore:
 
     def __init__(self, sources: Sequence[_Source], fingerprint: str) -> None:
         self._sources = tuple(sources)
-        self._ends = list(itertools.accumulate(source.size for source in sources))
+        self._ends = list(itertools.accumulate(map(len, sources)))
         self.fingerprint = fingerprint
         """Hash of the examples and of the options they are read with. Independent of file paths and image files."""
         self.names = tuple(source.name for source in sources)
-        self.sizes = tuple(source.size for source in sources)
+        self.sizes = tuple(map(len, sources))
         self.weights = tuple(source.entry.weight for source in sources)
-        self.num_skipped = sum(source.index.num_bad for source in sources)
+        self.num_skipped = sum(source.index.counts["bad"] for source in sources)
         """Number of bad records that were skipped."""
-        self.labels = [source.labels for source in sources]
+        self.labels = [source.index.labels for source in sources]
         """Hash of the class of each example, by source; None for sources without labels."""
 
     def __len__(self) -> int:
@@ -334,28 +333,20 @@ class ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
         sources = []
         for source, end in zip(self._sources, self._ends, strict=True):
-            is_kept_here = is_kept[end - source.size : end]
-            size = int(is_kept_here.sum())
-            if not size:
+            numbers = np.flatnonzero(is_kept[end - len(source) : end])
+            if not len(numbers):
                 raise UserError(
                     f"{note} takes all examples of {source.name}; lower it, or give val_data_path"
                 )
-            index = source.index.subset(is_kept_here)
-            sources.append(replace(source, index=index, size=size))
+            index = source.index.subset(numbers)
+            sources.append(replace(source, index=index))
         return ExampleStore(sources, short_hash(self.fingerprint, note))
 
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
-        values = []
-        counts = []
-        for source in self._sources:
-            # A source limited by max_train_examples has more keys than examples in use.
-            in_use = np.arange(source.size)
-            source_values, source_counts = source.index.content_keys().of_all(in_use)
-            values.append(source_values)
-            counts.append(source_counts)
-        starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-        return ContentKeys(np.concatenate(values), starts)
+        values = [source.index.keys for source in self._sources]
+        counts = [source.index.num_keys for source in self._sources]
+        return ContentKeys.counted(np.concatenate(values), np.concatenate(counts))
 
     def changed_files(self) -> list[str]:
         """Return a sentence for each file of the data that was changed, replaced or deleted since it was opened."""
@@ -399,7 +390,7 @@ class ExampleStore:
             raise IndexError(f"example {index} of {len(self)}")
         number = self.source_of(index)
         source = self._sources[number]
-        return source, index - self._ends[number] + source.size
+        return source, index - self._ends[number] + len(source)
 
 
 def open_examples(
@@ -446,15 +437,7 @@ def open_examples(
             texts_alone=takes_texts,
             **requirements,
         )
-        read_as = ReadAs(entry.query_prompt, entry.document_prompt, entry.max_length)
-        source = _Source(
-            **vars(records),
-            entry=entry,
-            size=len(records),
-            read_as=read_as,
-            reads_scores=reads_scores(terms),
-        )
-        sources.append(source)
+        sources.append(_Source(**vars(records), reads_scores=reads_scores(terms)))
     refuse_bad_sources(
         sources,
         on_bad_record=data.on_bad_record,
@@ -494,7 +477,9 @@ def open_examples(
         first = end * limit // total
         end += len(source)
         size = max(1, end * limit // total - first)
-        sources[number] = replace(source, size=size)
+        if size < len(source):
+            index = source.index.subset(np.arange(size))
+            sources[number] = replace(source, index=index)
         entry = source.entry
         identity: list[Any] = [entry.column_mapping, entry.max_negatives]
         identity += [*astuple(source.read_as), source.index.fingerprint]
@@ -545,7 +530,7 @@ def open_records(
         raise UserError(
             f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
         )
-    return Records(entry.name or entry.path, reader, form, index, images.folder, files)
+    return Records(entry, reader, form, index, images.folder, files)
 
 
 def refuse_bad_sources(
@@ -607,6 +592,10 @@ class Index:
 
     numbers: np.ndarray
     lines: np.ndarray
+    keys: np.ndarray
+    """Content keys of all records, one behind the other, where they are kept to find duplicates."""
+    num_keys: np.ndarray
+    """Number of keys of each record."""
     counts: Counter[str]
     """Statistics of the good records: records, positives, negatives, scored (records with scores), text_queries,
     image_queries, text_documents and image_documents. A query with text and image counts in both. And bad: the bad
@@ -623,10 +612,6 @@ class Index:
     labels: np.ndarray | None = None
     """Hash of the class of each record, in labelled data. Negative: a record whose text or image its class has already,
     as a class of its own, since two equal inputs are no pair to learn from."""
-    keys: np.ndarray | None = None
-    """Content keys of all records, one behind the other, where they are needed to find duplicates."""
-    num_keys: np.ndarray | None = None
-    """Number of keys of each record."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -636,19 +621,12 @@ class Index:
         """Number of bad records."""
         return self.counts["bad"]
 
-    def content_keys(self) -> ContentKeys:
-        """Return the keys of the contents."""
-        assert self.keys is not None
-        assert self.num_keys is not None
-        starts = np.concatenate([[0], np.cumsum(self.num_keys)])
-        return ContentKeys(self.keys, starts.astype(np.int64))
-
-    def subset(self, is_kept: np.ndarray) -> Index:
-        """Return the index of the first records for which `is_kept` is true, with the statistics of all."""
-        chosen = np.flatnonzero(is_kept)
-        keys = num_keys = None
-        if self.keys is not None:
-            keys, num_keys = self.content_keys().of_all(chosen)
+    def subset(self, chosen: np.ndarray) -> Index:
+        """Return the index of some records by their numbers, with the statistics of all."""
+        keys = self.keys
+        num_keys = self.num_keys
+        if len(num_keys):
+            keys, num_keys = ContentKeys.counted(keys, num_keys).of_all(chosen)
         return replace(
             self,
             numbers=self.numbers[chosen],
@@ -719,7 +697,9 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         checked = []
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
-            form.columns.note(result.layouts, result.unused)
+            for columns in result.layouts:
+                form.columns.layout(columns)
+            form.columns.unused |= result.unused
             num_done += len(part)
             progress(num_done, whole)
         fingerprint = xxhash.xxh3_128_hexdigest(b"".join(digests))
@@ -761,8 +741,8 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         numbers=numbers,
         lines=np.concatenate(lines),
         labels=labels,
-        keys=joined("keys") if form.keeps_keys else None,
-        num_keys=joined("num_keys") if form.keeps_keys else None,
+        keys=joined("keys"),
+        num_keys=joined("num_keys"),
         counts=counts,
         fingerprint=fingerprint,
         problems=problems[:NUM_NAMED],
@@ -962,7 +942,8 @@ def _code_hash() -> str:
     """Return a hash of the code that reads records: an index is good for the code that made it."""
     folder = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=12)
-    for path in sorted([*folder.glob("*.py"), *folder.glob("formats/*.py")]):
+    sources = [*folder.glob("*.py"), *folder.glob("formats/*.py")]
+    for path in sorted(sources):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

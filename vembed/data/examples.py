@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -53,9 +53,9 @@ class ImageRef:
 
     def identity(self) -> bytes:
         """Return bytes that identify the image, without decoding it."""
-        return (
-            self.data if self.data is not None else b"path:" + str(self.path).encode()
-        )
+        if self.data is not None:
+            return self.data
+        return b"path:" + str(self.path).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +118,23 @@ class Example:
         """Return the example with its file and line on its images."""
         if not self.where or not any(item.images for item in self.items):
             return self
+
+        def named(item: Item) -> Item:
+            return item.read_from(self.where)
+
+        return self.with_items(named, named)
+
+    def with_items(
+        self,
+        query: Callable[[Item], Item],
+        document: Callable[[Item], Item],
+    ) -> Example:
+        """Return the example with other items, each made of the one in its place."""
         return replace(
             self,
-            query=self.query.read_from(self.where),
-            positives=tuple(item.read_from(self.where) for item in self.positives),
-            negatives=tuple(item.read_from(self.where) for item in self.negatives),
+            query=query(self.query),
+            positives=tuple(map(document, self.positives)),
+            negatives=tuple(map(document, self.negatives)),
         )
 
 
@@ -142,16 +154,16 @@ class ReadAs:
     document_prompt: str | None = None
     max_length: int | None = None
 
+    @classmethod
+    def of(cls, source: Any) -> ReadAs:
+        """Return the settings of an entry of `data_path`."""
+        return cls(source.query_prompt, source.document_prompt, source.max_length)
+
     def apply(self, example: Example) -> Example:
         """Return the example with these settings on its items. A prompt that a record gives itself stays."""
         if self == ReadAs():
             return example
-        return replace(
-            example,
-            query=self.query(example.query),
-            positives=tuple(map(self.document, example.positives)),
-            negatives=tuple(map(self.document, example.negatives)),
-        )
+        return example.with_items(self.query, self.document)
 
     def query(self, item: Item) -> Item:
         """Return a query with these settings."""

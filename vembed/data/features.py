@@ -195,9 +195,7 @@ class Featuriser(BaseFeaturiser):
             else:
                 missing.setdefault(self._modality(item), {})[address] = item
         for modality, items_of_modality in missing.items():
-            computed = self._make(modality, items_of_modality)
-            known.update(computed)
-            self._keep(computed)
+            known |= self._make(modality, items_of_modality)
         return [known[address] for address in addresses]
 
     def _modality(self, item: Item) -> Modality:
@@ -243,7 +241,7 @@ class Featuriser(BaseFeaturiser):
             rows = self.texts.encode(prompts, texts, limits)
         computed = {}
         for (address, item), row in zip(items.items(), rows, strict=True):
-            computed[address] = Features(
+            features = Features(
                 modality,
                 length=fixed or (0 if row is None else len(row)),
                 key=input_key(modality, row, item.images),
@@ -251,19 +249,14 @@ class Featuriser(BaseFeaturiser):
                 token_ids=row,
                 images=item.images,
             )
+            computed[address] = features
+            # Without tokens they are cheap to make again, and may hold the bytes of the image file. No lock: a race may
+            # count or compute an entry twice, which does not change a result.
+            if row is not None and self._cache_bytes_left > 0:
+                image_bytes = sum(len(image.data or b"") for image in item.images)
+                self._cache_bytes_left -= _ENTRY_BYTES + row.nbytes + image_bytes
+                self._cache[address] = features
         return computed
-
-    def _keep(self, computed: Mapping[Address, Features]) -> None:
-        # No lock: a race may count or compute an entry twice, which does not change a result.
-        for address, features in computed.items():
-            if features.token_ids is None:
-                continue  # cheap to make again, and may hold the bytes of the image file
-            image_bytes = sum(len(image.data or b"") for image in features.images)
-            size = _ENTRY_BYTES + features.token_ids.nbytes + image_bytes
-            self._cache_bytes_left -= size
-            if self._cache_bytes_left < 0:
-                return
-            self._cache[address] = features
 
 
 def input_key(
@@ -548,7 +541,8 @@ class TextProcessing:
         for number, ids in enumerate(self.tokenize(rendered)):
             text = texts[number]
             whole = rendered[number]
-            if len(beginnings[number]) < len(text) and len(ids) <= self._max_length:
+            is_cut = len(beginnings[number]) < len(text)
+            if is_cut and len(ids) <= self._max_length:
                 whole = self._render(prompts[number], text)
                 (ids,) = self.tokenize([whole])  # noqa: PLW2901
             row = self._cut(whole, ids, limits[number])
@@ -604,7 +598,7 @@ class TextProcessing:
         if self._template_bos and rendered.startswith(self._template_bos):
             before = []  # the template has already added them
             after = []
-        longest = self._longest(limit)
+        longest = min(limit or self._max_length, self._max_length)
         room = longest - len(before) - len(after)
         if room < 1:
             raise UserError(
@@ -615,14 +609,12 @@ class TextProcessing:
             ids = ids[len(ids) - room :] if self._cut_left else ids[:room]
         return [*before, *ids, *after]
 
-    def _longest(self, limit: int | None) -> int:
-        return min(limit or self._max_length, self._max_length)
-
     def _count_unknown(self, rows: Sequence[np.ndarray]) -> None:
         """Warn once if more than a tenth of the tokens of the first texts are unknown to the tokenizer."""
         special = {*self.tokenizer.all_special_ids} - {self._unknown}
         ids = np.concatenate(rows)
-        self._num_tokens += int((~np.isin(ids, list(special))).sum())
+        is_special = np.isin(ids, list(special))
+        self._num_tokens += int((~is_special).sum())
         self._num_unknown += int((ids == self._unknown).sum())
         share = self._num_unknown / max(self._num_tokens, 1)
         if self._num_tokens >= LEAST_SAMPLE_TOKENS and share > UNKNOWN_SHARE:
@@ -660,7 +652,7 @@ class ChatProcessing(TextProcessing):
         rows = super().encode(prompts, texts, limits)
         for prompt, row, limit in zip(prompts, rows, limits, strict=True):
             self._refuse_placeholders(row.tolist(), 0)
-            if len(row) >= self._longest(limit):
+            if len(row) >= min(limit or self._max_length, self._max_length):
                 tail = self._tail(prompt)
                 keep = min(len(tail), len(row))
                 row[len(row) - keep :] = tail[len(tail) - keep :]
@@ -695,7 +687,9 @@ class ChatProcessing(TextProcessing):
         # grid [images, (time, height, width)] counts patches; the model merges merge_size**2 of them into one token.
         grid = pixels["image_grid_thw"]
         merge_size = self._pixels.merge_size
-        if int(grid.prod(dim=1).sum()) != int(is_image.sum()) * merge_size**2:
+        num_patches = int(grid.prod(dim=1).sum())
+        num_tokens = int(is_image.sum())
+        if num_patches != num_tokens * merge_size**2:
             names = ", ".join(map(image_name, images[:4]))
             raise UserError(
                 f"an image changed its size since its header was read, one of: {names}"

@@ -61,7 +61,9 @@ def normal_text(text: str) -> str:
     if not text.isascii():
         plain = unicodedata.normalize("NFKC", text)
         word, _ = _word_patterns()
-    return " ".join(word.findall(plain.casefold())) or " ".join(plain.split())
+    words = word.findall(plain.casefold())
+    # A text without any word, of punctuation alone, is compared as it is.
+    return " ".join(words) or " ".join(plain.split())
 
 
 @functools.cache

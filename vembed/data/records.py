@@ -72,7 +72,10 @@ class RecordFormat:
         accepts either all or none; None if that cannot be said of all together."""
         if self._query_is_path or self._document_is_path or self.keeps_keys:
             return None
-        if set(map(type, records)) != {dict} or len(set(map(tuple, records))) > 1:
+        if set(map(type, records)) != {dict}:
+            return None
+        layouts = set(map(tuple, records))  # the names of each record, in their order
+        if len(layouts) > 1:
             return None
         layout = self.columns.layout(tuple(records[0]))
         texts = {layout.query, layout.positive, *layout.negatives}
@@ -239,7 +242,8 @@ class RecordFormat:
         title = value.get("title")
         if type(text) is str and type(title) is str:
             text = f"{title} {text}".strip()  # as in a BEIR-style corpus
-        if images and (text is None or (isinstance(text, str) and not text.strip())):
+        is_blank = isinstance(text, str) and not text.strip()
+        if images and (text is None or is_blank):
             return Item(images=images)
         if text is None:
             raise BadRecord(
@@ -602,12 +606,6 @@ class Columns:
         self.missing = set(self._mapping)
         """Names in column_mapping that no record has."""
 
-    def note(self, layouts: Iterable[tuple[str, ...]], unused: Iterable[str]) -> None:
-        """Take in what another process has seen of the same source."""
-        for columns in layouts:
-            self.layout(columns)
-        self.unused.update(unused)
-
     def check(self, columns: Iterable[str]) -> None:
         """Raise UserError if a table's header lacks a required column, or has two of one name."""
         counts = Counter(columns)
@@ -644,14 +642,9 @@ class Columns:
 
     def layout(self, columns: tuple[str, ...]) -> RecordLayout:
         """Return the layout of a record with these columns (cached)."""
-        return self.layouts.get(columns) or self._find(columns)
-
-    def note_unused(self, name: str) -> None:
-        """Record a name that is not read."""
-        if len(self.unused) < _LAYOUTS_KEPT:
-            self.unused.add(printable(name))
-
-    def _find(self, columns: tuple[str, ...]) -> RecordLayout:
+        known = self.layouts.get(columns)
+        if known is not None:
+            return known
         names_of: dict[str, list[str]] = {role: [] for role in COLUMNS}
         free = []
         for name in columns:
@@ -682,11 +675,11 @@ class Columns:
         elif labels and (text or queries or images) and not self._texts_alone:
             # A record that has a class and is no pair.
             label = labels[0]
-            names_of = {role: [] for role in names_of} | {
-                "query": text or names_of["query"],
-                "query_image": names_of["query_image"] or images,
-                "query_prompt": names_of["query_prompt"],
-            }
+            names_of["query"] = text or names_of["query"]
+            names_of["query_image"] = names_of["query_image"] or images
+            for role in names_of:
+                if not role.startswith("query"):
+                    names_of[role] = []
         if self._texts_alone:
             if not queries:
                 names_of["query"] = text
@@ -694,18 +687,16 @@ class Columns:
                 names_of["positive"] = names_of["query"]
                 names_of["positive_image"] = names_of["query_image"]
         negatives = tuple(names_of["negative"])
-        single: dict[str, Any] = {}
-        for role, role_names in names_of.items():
-            if role != "negative":
-                single[role] = role_names[0] if role_names else None
+        problem = None if label is not None else _problem(names_of, columns)
+        del names_of["negative"]
+        single = {role: next(iter(names), None) for role, names in names_of.items()}
         named = dict.fromkeys([*single.values(), label, *negatives])
         read = tuple(name for name in named if name is not None)
-        problem = None if label is not None else _problem(names_of, columns)
         layout = RecordLayout(
             **single,
             negatives=negatives,
             label=label,
-            are_sentences=are_sentences and names_of["query"] == ["sentence1"],
+            are_sentences=are_sentences and single["query"] == "sentence1",
             problem=problem,
             read=read,
         )
@@ -719,6 +710,11 @@ class Columns:
         if len(self.layouts) < _LAYOUTS_KEPT:
             self.layouts[columns] = layout
         return layout
+
+    def note_unused(self, name: str) -> None:
+        """Record a name that is not read."""
+        if len(self.unused) < _LAYOUTS_KEPT:
+            self.unused.add(printable(name))
 
 
 def is_negative_name(name: str) -> bool:
@@ -820,7 +816,8 @@ def quoted_column(name: str) -> str:
 
 def normalised_name(name: str) -> str:
     """Return a column's name as the tables of names write it."""
-    return "_".join(name.strip(" \"'").lower().replace("-", " ").split())
+    words = name.strip(" \"'").lower().replace("-", " ").split()
+    return "_".join(words)
 
 
 # ---- conversations ---------------------------------------------------------------
@@ -919,7 +916,10 @@ JUDGEMENTS = (
 """Words in likely names of columns that say which pairs match. None of them is read beside a query and a positive."""
 _NO_JUDGEMENTS = "id ids text name names url date"
 """Words in names of columns that only tell something about a judgement."""
-_NEGATIVES = "neg negs negative negatives rejected"
+_NEGATIVES = (
+    "neg negs negative negatives rejected wrong incorrect distractor distractors "
+    "falsch falsche negativ"
+)
 """Words in likely names of columns with negatives."""
 _NO_NEGATIVES = "id ids name names url date is num count score scores"
 PROMPT_COLUMNS = "prompt instruction query_instruction instruct"
@@ -956,10 +956,15 @@ def classes_as_scores(values: Collection[float]) -> str | None:
     )
 
 
+def negative_columns(names: Iterable[str]) -> list[str]:
+    """Return the columns that probably hold negatives."""
+    return _named(names, _NEGATIVES, _NO_NEGATIVES)
+
+
 def unread_parts(unused: Iterable[str]) -> list[str]:
     """Return what is wrong where columns that are not read probably hold negatives or prompts."""
     sentences = []
-    names = _named(unused, _NEGATIVES, _NO_NEGATIVES)
+    names = negative_columns(unused)
     if names:
         entries = ", ".join(f"{quoted_column(name)}: negative" for name in names)
         sentences.append(

@@ -83,7 +83,9 @@ class _Places:
         places_N = np.full(len(keys), -1)
         if len(self._keys) and len(keys):
             keys_N = np.array(keys, self._keys.dtype)
-            at = np.searchsorted(self._keys, keys_N).clip(max=len(self._keys) - 1)
+            # searchsorted gives their number for a key above all.
+            at = np.searchsorted(self._keys, keys_N)
+            at = at.clip(max=len(self._keys) - 1)
             places_N = np.where(self._keys[at] == keys_N, self._places[at], -1)
         pairs = zip(keys, places_N.tolist(), strict=True)
         return [self._recent.get(key, place) for key, place in pairs]
@@ -221,7 +223,10 @@ class RowStore:
 
     def _open(self, path: Path) -> None:
         try:
-            width, itemsize = map(int, path.stem.rpartition("-")[2].split("x"))
+            _, _, size = path.stem.rpartition(
+                "-"
+            )  # NAME-384x2: numbers of a row, and bytes of each
+            width, itemsize = map(int, size.split("x"))
             record = _record_of(width, itemsize)
             keys = open_regular(path.with_name(f"{path.name}{KEYS_SUFFIX}"))
             self._files.append(_File(path, keys, open_regular(path), record))
@@ -321,7 +326,8 @@ def size_of_all(folder: Path) -> tuple[int, int]:
     sizes: dict[Path, int] = {}
     for path in folder.glob(f"*/*{SUFFIX}"):
         with suppress(OSError):  # deleted by another process
-            sizes[path.parent] = sizes.get(path.parent, 0) + path.stat().st_size
+            folder_size = sizes.get(path.parent, 0)
+            sizes[path.parent] = folder_size + path.stat().st_size
     return len(sizes), sum(sizes.values())
 
 
@@ -331,6 +337,7 @@ def lasting_identity(image: ImageRef) -> bytes:
         return b"data:" + hashlib.blake2b(image.data).digest()
     path = Path(str(image.path))
     try:
-        return repr((str(path.absolute()), stamp(path))).encode()
+        identity = (str(path.absolute()), stamp(path))
+        return repr(identity).encode()
     except (OSError, ValueError):  # an address
         return repr(image.path).encode()

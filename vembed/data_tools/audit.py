@@ -19,7 +19,7 @@ import numpy as np
 from vembed.config.schema import ModelSection
 from vembed.data.datasets import overlap_warnings
 from vembed.data.example_store import Records
-from vembed.data.examples import Example, Item
+from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.near_duplicates import (
     NearIndex,
     image_digest,
@@ -428,7 +428,10 @@ class Checks:
         # Each file is read once.
         digest_of = functools.cache(image_digest)
         for row, example in enumerate(self.data.examples):
-            for image in (image for item in example.positives for image in item.images):
+            images: list[ImageRef] = []
+            for item in example.positives:
+                images += item.images
+            for image in images:
                 digest = digest_of(image)
                 rows[digest].add(row)
                 # An image inside the data has no name.

@@ -440,7 +440,9 @@ def title_body(record: dict[str, Any]) -> list[GeneratedPair]:
     text = record.get("text")
     if not isinstance(title, str) or not isinstance(text, str) or not title.strip():
         return []
-    return [(title.strip(), text.strip())] if _is_long(text, MIN_DOCUMENT_WORDS) else []
+    if not _is_long(text, MIN_DOCUMENT_WORDS):
+        return []
+    return [(title.strip(), text.strip())]
 
 
 def heading_section(text: str) -> list[GeneratedPair]:
@@ -494,7 +496,8 @@ def crop(text: str, random: np.random.Generator) -> list[GeneratedPair]:
         size = int(random.integers(CROP_WORDS[0], longest + 1))
         start = int(random.integers(0, len(words) - size + 1))
         spans.append(" ".join(words[start : start + size]))
-    return [(spans[0], spans[1])] if spans[0] != spans[1] else []
+    query, document = spans
+    return [(query, document)] if query != document else []
 
 
 def pairs_of(

@@ -30,6 +30,7 @@ from vembed.data.records import (
     Mode,
     RecordFormat,
     classes_as_scores,
+    negative_columns,
     unread_judgement,
     unread_parts,
 )
@@ -61,7 +62,10 @@ class FileSample:
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of all columns, in order."""
-        return tuple(dict.fromkeys(name for record in self.records for name in record))
+        names: dict[str, None] = {}  # as a set that keeps the order
+        for record in self.records:
+            names |= dict.fromkeys(record)
+        return tuple(names)
 
 
 def read_sample(path: Path) -> FileSample:
@@ -102,7 +106,9 @@ def _num_records(reader: Format) -> tuple[int, bool]:
         return sum(1 for _ in reader.rows()), False
     rows = list(itertools.islice(reader.rows(), NUM_RECORDS))
     seen_bytes = max(rows[-1][0] - reader.start, 1)
-    return round((len(rows) - 1) * (reader.stop - reader.start) / seen_bytes), True
+    # The last row that was read begins after `seen_bytes`, so these bytes hold all rows but that one.
+    all_bytes = reader.stop - reader.start
+    return round((len(rows) - 1) * all_bytes / seen_bytes), True
 
 
 def field_texts(value: Any) -> list[str | None]:
@@ -229,9 +235,13 @@ def guess(
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
     candidates = []
-    for name in dict.fromkeys(name for record in records for name in record):
+    record_names: dict[str, None] = {}  # as a set that keeps the order
+    for record in records:
+        record_names |= dict.fromkeys(record)
+    skipped = {*taken_columns, *negative_columns(record_names)}
+    for name in record_names:
         column = _facts(name, [record.get(name) for record in records])
-        if name not in taken_columns and column.is_text:
+        if name not in skipped and column.is_text:
             candidates.append(column)
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
     mapping = {}
@@ -255,13 +265,13 @@ def guess(
         reasons[best.name] = ", ".join(why)
         open_columns.remove(best)
         unassigned.remove(role)
-    names = [column.name for column in candidates if column.name in mapping]
+    guessed = [column.name for column in candidates if column.name in mapping]
 
     def best_score(column: ColumnFacts) -> float:
         return max(_score(column, role, longest) for role in ("query", "positive"))
 
     candidates.sort(key=best_score, reverse=True)
-    in_file_order = {name: mapping[name] for name in names}
+    in_file_order = {name: mapping[name] for name in guessed}
     return Guess(in_file_order, reasons, tuple(candidates))
 
 
@@ -302,6 +312,9 @@ def _score(
     score = 2.0 * _named(column.name, role) - _named(column.name, other_role)
     share = column.mean_length / longest
     score += column.questions - share if role == "query" else share - column.questions
+    # Images are found by their captions more often than captions by images.
+    if column.has_paths and role == "positive":
+        score += 1.0
     if column.unique < FEW_VALUES:
         score -= 1.0
     if _words(column.name) & ROLE_WORDS["id"]:
@@ -473,6 +486,17 @@ def local_model(name: str) -> Path | None:
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
+
+
+def local_family(name: str, task: Task) -> str | None:
+    """Return the family of a model that is on this machine, else None."""
+    if local_model(name) is None:
+        return None
+    from vembed.models.families.description import (
+        describe,  # imported late: transformers takes seconds
+    )
+
+    return describe(ModelSection(model_name=name, task=task)).family
 
 
 def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:

@@ -98,6 +98,7 @@ def evaluate(
         )
         splits = (split,) if split else TEST_FIRST
         data = open_eval_data(options, str(data), splits=splits, task=task)
+    # One rank prints for all.
     if show_progress and (session is None or session.is_main):
         Console(stderr=True).print(
             data.summary(), markup=False, highlight=False, soft_wrap=True
@@ -206,6 +207,7 @@ def evaluate_model(
         first = encode(data.first, "query")
         second = encode(data.second, "document")
         return similarity_metrics(first, second, data.scores, sizes, normalize)
+    # [Q, full] on every rank. Documents come in chunks and are searched as they come, so the corpus may be large.
     queries = encode(data.queries, "query")
     search = RetrievalSearch(
         queries,
@@ -258,6 +260,7 @@ def similarity_metrics(
     for prefix, dim in sizes.items():
         first = first_dims(first_ND, dim, normalize).astype(np.float64)
         second = first_dims(second_ND, dim, normalize).astype(np.float64)
+        # The diagonal of first @ second.T, without the other products.
         similarities = np.einsum("nd,nd->n", first, second)
         for name, value in correlations(similarities, scores).items():
             metrics[prefix + name] = value
@@ -346,6 +349,7 @@ def _evaluate_reranker(
 
     def score(pairs: Sequence[Pair]) -> np.ndarray:
         """Return the scores [n] of this rank's pairs. Collective."""
+        # All ranks leave together: a rank without pairs goes on while another one has some.
         longest = len(pairs)
         if world_size > 1:
             longest = collectives.max_ints([longest])[0]
@@ -377,6 +381,7 @@ def _evaluate_reranker(
 
     # ---- the first stage, once for all evaluations of these data
     stage = f"{evaluation.first_stage} {evaluation.rerank_top_k}"
+    # The first stage does not change while the reranker trains.
     if stage not in data.first_stages:
         data.first_stages[stage] = _first_stage(data, evaluation, session)
     candidates = data.first_stages[stage]
@@ -397,6 +402,7 @@ def _evaluate_reranker(
                 for document in candidates[dealt[row]].tolist():
                     if document >= 0:
                         pairs.append((query, data.documents[document]))
+            # The scores of all these queries in one array. `start`: where those of the next query begin.
             scores = torch.from_numpy(score(pairs))
             start = 0
             for row in rows:
@@ -442,6 +448,7 @@ def _first_stage(
         rankings = np.full((num_queries, k), -1, np.int64)
         for row, query in enumerate(data.queries):
             scores = scores_of_query(index, query.text, num_documents)
+            # The pairs are sorted by query, so those of a query are one slice.
             left_out = excluded.documents[bounds[row] : bounds[row + 1]]
             rankings[row] = documents_of(best_keys(scores, k, left_out)).numpy()
         return rankings
@@ -726,9 +733,10 @@ def compressed_scores(
         documents = first_dims(documents_ND, dim, normalize)
         # int8 as a search engine reads it: the middle of each of the 256 levels, as floats [N, dim].
         ranges = ranges_of(documents)
-        steps = np.where(ranges[1] > ranges[0], (ranges[1] - ranges[0]) / 255, 1)
+        low, high = ranges
+        steps = np.where(high > low, (high - low) / 255, 1)
         levels = quantized(documents, "uint8", ranges).astype(np.float32)
-        restored = (ranges[0] + (levels + 0.5) * steps).astype(np.float32)
+        restored = (low + (levels + 0.5) * steps).astype(np.float32)
         # Bits as a search engine reads them: 0 and below are -1.
         signs = np.where(documents > 0, 1, -1).astype(np.float32)
         query_signs = np.where(queries > 0, 1, -1).astype(np.float32)

@@ -220,7 +220,8 @@ class _QueryTile:
         column = torch.arange(len(query), device=keys.device) - starts[query]
         table = keys.new_full((self.num_queries, int(counts.max())), NOTHING)
         table[query, column] = keys[order]
-        self.best = torch.cat([self.best, table], dim=1).topk(self.k, dim=1).values
+        candidates = torch.cat([self.best, table], dim=1)
+        self.best = candidates.topk(self.k, dim=1).values
         # The lowest key is NOTHING where there are fewer than k, and then the threshold stays.
         self.threshold = torch.maximum(self.threshold, scores_of(self.best[:, -1]))
         self.has_threshold = True

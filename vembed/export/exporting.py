@@ -7,7 +7,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,12 +43,10 @@ from vembed.export.formats import (
 from vembed.export.onnx_format import (
     ONNX_FILE,
     OnnxFormat,
+    OnnxGraph,
     OnnxImages,
     OpenvinoFormat,
-    batches_of,
     made_images,
-    open_graph,
-    run_batches,
     write_graph,
 )
 from vembed.files import replace_text, write_json
@@ -423,28 +420,21 @@ class OnnxReranker:
     """A reranker exported to ONNX, in onnxruntime. It uses the exported files alone."""
 
     def __init__(self, folder: Path) -> None:
-        self.runtime = f"onnxruntime {version('onnxruntime')}"
         values = read_object(folder / DESCRIPTION_FILE) or {}
         self.description = ModelDescription.from_dict(values, folder)
         self.featuriser = PairFeaturiser(self.description)
-        self.session: Any = open_graph(folder / ONNX_FILE)
-        self.names = [graph_input.name for graph_input in self.session.get_inputs()]
+        self.graph = OnnxGraph(folder / ONNX_FILE)
 
     def scores_of(self, features: Sequence[Features]) -> np.ndarray:
         """Return [n, 1] float32 scores of tokenized pairs."""
-        batches = batches_of([feature.length for feature in features])
-        inputs = []
-        for numbers in batches:
-            padded = padded_inputs(
-                self.featuriser, [features[number] for number in numbers]
-            )
-            inputs.append({name: padded[name].numpy() for name in self.names})
-        logits = np.concatenate(run_batches(self.session, inputs))
-        scores = np.empty((len(features), 1), np.float32)
+
+        def batch_of(numbers: list[int]) -> Mapping[str, Any]:
+            batch = [features[number] for number in numbers]
+            return padded_inputs(self.featuriser, batch)
+
+        logits = self.graph.run([feature.length for feature in features], batch_of)
         # As vembed.models.heads has it for two labels.
-        difference = logits[:, 1:] - logits[:, :1]
-        scores[np.concatenate(batches)] = difference if logits.shape[1] > 1 else logits
-        return scores
+        return logits[:, 1:] - logits[:, :1] if logits.shape[1] > 1 else logits
 
 
 def padded_inputs(
@@ -519,11 +509,11 @@ def export_reranker(
     if not check:
         return description, None
     exported = OnnxReranker(folder)
-    log(f"scoring the same pairs with the export in {exported.runtime}")
+    log(f"scoring the same pairs with the export in {exported.graph.runtime}")
     scores = exported.scores_of(features)[:, 0]
     largest = float(np.abs(scores - expected[:, 0]).max())
     result = ScoreCheck(
-        runtime=exported.runtime,
+        runtime=exported.graph.runtime,
         num_pairs=len(features),
         largest_difference=largest / max(float(np.abs(expected).max()), 1.0),
         rank_correlation=float(spearmanr(expected[:, 0], scores).statistic),
@@ -642,24 +632,15 @@ OPENAI_ROUTE = "/v1/embeddings"
 TEI_ROUTE = "/embed"
 
 
-@dataclass(frozen=True)
-class ServerEndpoint:
-    """A running server of embeddings."""
-
-    url: str
-    """Address of the route."""
-    model: str
-    """Name that an OpenAI-compatible server knows the model by."""
-
-    def embed(self, texts: list[str]) -> np.ndarray:
-        """Return [n, d] embeddings."""
-        if not self.url.endswith("embeddings"):
-            return np.array(post(self.url, {"inputs": texts}), np.float32)
-        values = {"model": self.model, "input": texts, "encoding_format": "float"}
-        answer = post(self.url, values)
-        # OpenAI's format does not promise the order of the inputs.
-        rows = sorted(answer["data"], key=lambda row: int(row["index"]))
-        return np.array([row["embedding"] for row in rows], np.float32)
+def served_embeddings(url: str, model: str, texts: list[str]) -> np.ndarray:
+    """Return [n, d] embeddings of a running server. `url`: of the route. `model`: the name of the model there."""
+    if not url.endswith("embeddings"):
+        return np.array(post(url, {"inputs": texts}), np.float32)
+    values = {"model": model, "input": texts, "encoding_format": "float"}
+    answer = post(url, values)
+    # OpenAI's format does not promise the order of the inputs.
+    rows = sorted(answer["data"], key=lambda row: int(row["index"]))
+    return np.array([row["embedding"] for row in rows], np.float32)
 
 
 def post(url: str, values: dict[str, Any]) -> Any:
@@ -692,22 +673,21 @@ def check_address(url: str, model: str) -> None:
     raise UserError(f"{url} is no address; give it as http://localhost:8080")
 
 
-def find_endpoint(url: str, model: str) -> ServerEndpoint:
+def find_route(url: str, model: str) -> str:
     """Return the route of a server: the URL itself if it names one, otherwise the first that answers."""
     check_address(url, model)
     url = url.rstrip("/")
     if url.endswith(("/embeddings", TEI_ROUTE)):
-        return ServerEndpoint(url, model)
+        return url
     # A route that the server lacks answers 404: each is tried with one short text.
     problems = []
     for route in (url.removesuffix("/v1") + OPENAI_ROUTE, url + TEI_ROUTE):
-        endpoint = ServerEndpoint(route, model)
         try:
-            endpoint.embed(["a"])
+            served_embeddings(route, model, ["a"])
         except UserError as error:
             problems.append(str(error))
         else:
-            return endpoint
+            return route
     raise UserError("; ".join(problems))
 
 
@@ -724,47 +704,46 @@ def compare_server(
 
     The prompts are sent as a part of each text: servers add none by themselves.
     """
-    endpoint = find_endpoint(url, served_name or model)
+    name = served_name or model
+    route = find_route(url, name)
     embedder = Embedder(
         model, device="cpu", torch_dtype="float32", mixed_precision="no"
     )
     description = embedder.description
     texts = texts_to_compare(evaluation_data(model, data), description.max_length)
-    batches: list[tuple[Kind, str, list[str]]] = []
-    # One kind in each batch: the model encodes a batch under one prompt.
+    expected_ND = encode_all(embedder.encode, texts)
     prompts: dict[Kind, str] = {
         "query": description.query_prompt,
         "document": description.document_prompt,
     }
-    for kind, prompt in prompts.items():
-        of_kind = [text for text, text_kind in texts if text_kind == kind]
-        for start in range(0, len(of_kind), TEXTS_PER_REQUEST):
-            batches.append((kind, prompt, of_kind[start : start + TEXTS_PER_REQUEST]))
     largest = 0.0
     worst_text = ""
-    for number, (kind, prompt, batch) in enumerate(batches, start=1):
-        served = endpoint.embed([prompt + text for text in batch])
-        expected = embedder.encode(batch, kind)
+    starts = range(0, len(texts), TEXTS_PER_REQUEST)
+    for number, start in enumerate(starts, start=1):
+        batch = texts[start : start + TEXTS_PER_REQUEST]
+        expected = expected_ND[start : start + TEXTS_PER_REQUEST]
+        prompted = [prompts[kind] + text for text, kind in batch]
+        served = served_embeddings(route, name, prompted)
         if served.shape != expected.shape:
             raise RunError(
-                f"{endpoint.url} differs from {model}: embeddings of {list(served.shape)} for {list(expected.shape)}"
+                f"{route} differs from {model}: embeddings of {list(served.shape)} for {list(expected.shape)}"
             )
         batch_distances = distances(expected, served)
         worst = int(batch_distances.argmax())
         distance = float(batch_distances[worst])
         log(
-            f"batch {number} of {len(batches)}: {len(batch)} texts ({kind}), cosine distance {distance:.2g}"
+            f"batch {number} of {len(starts)}: {len(batch)} texts, cosine distance {distance:.2g}"
         )
         if distance > largest:
             largest = distance
-            worst_text = batch[worst]
+            worst_text, _ = batch[worst]
     compared = f"largest cosine distance {largest:.2g} (tolerance {tolerance:.2g})"
     if largest > tolerance:
         raise RunError(
-            f"{endpoint.url} differs from {model}: {compared}, for the text {worst_text[:60]!r}; "
+            f"{route} differs from {model}: {compared}, for the text {worst_text[:60]!r}; "
             "compare its pooling, its maximum length and its tokenizer with the model's"
         )
-    log(f"{endpoint.url} equals {model}: {compared}")
+    log(f"{route} equals {model}: {compared}")
     return largest
 
 

@@ -479,26 +479,7 @@ class StaticFormat(ExportFormat):
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in Sentence Transformers."""
-        return StaticReader(folder)
-
-
-class StaticReader:
-    """A static model in Sentence Transformers."""
-
-    def __init__(self, folder: Path) -> None:
-        self.runtime = f"sentence-transformers {version('sentence-transformers')}"
-        self.model = open_in_sentence_transformers(folder)
-
-    def token_ids(self, text: str, kind: Kind | None) -> list[int]:  # noqa: ARG002 - a student has no prompts
-        """Return the token ids of a text."""
-        encoding = self.model.tokenizer.encode(text, add_special_tokens=False)
-        ids: list[int] = encoding.ids
-        return ids
-
-    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:  # noqa: ARG002 - a student has no prompts
-        """Return [n, d] embeddings."""
-        vectors: np.ndarray = self.model.encode(texts, show_progress_bar=False)
-        return vectors.astype(np.float32)
+        return SentenceTransformersReader(folder)
 
 
 def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tensor:
@@ -605,8 +586,8 @@ def distil(
 def embed(table_VD: Tensor, texts: Sequence[Tensor]) -> Tensor:
     """Return [n, d] means of the tokens' vectors."""
     # embedding_bag takes the offsets at which texts begin: the sums of the lengths before each.
-    lengths = torch.tensor([0, *(len(text) for text in texts[:-1])])
-    offsets = lengths.cumsum(0)
+    lengths = [len(text) for text in texts]
+    offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     return F.embedding_bag(torch.cat(list(texts)), table_VD, offsets, mode="mean")
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -229,31 +228,63 @@ def write_graph(
             logging.getLogger(name).setLevel(level)
 
 
-def open_graph(path: Path) -> Any:
-    """Return a graph in onnxruntime on the CPU."""
-    import onnxruntime
+class OnnxGraph:
+    """A graph in onnxruntime on the CPU."""
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    # Waiting threads would take the cores from those of run_batches.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    return onnxruntime.InferenceSession(
-        path,
-        options,
-        providers=["CPUExecutionProvider"],
-        # Its kernel took 9 times as long as an addition and a LayerNormalization, which it replaces (1.31).
-        disabled_optimizers=["SkipLayerNormFusion"],
-    )
+    def __init__(self, path: Path) -> None:
+        import onnxruntime
+
+        self.runtime = f"onnxruntime {onnxruntime.__version__}"
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        # Waiting threads would take the cores from those of `run`.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        self._session: Any = onnxruntime.InferenceSession(
+            path,
+            options,
+            providers=["CPUExecutionProvider"],
+            # Its kernel took 9 times as long as an addition and a LayerNormalization, which it replaces (1.31).
+            disabled_optimizers=["SkipLayerNormFusion"],
+        )
+        self.shapes = {entry.name: entry.shape for entry in self._session.get_inputs()}
+        """Shape of each input."""
+
+    def run(
+        self,
+        lengths: Sequence[int],
+        batch_of: Callable[[list[int]], Mapping[str, Any]],
+    ) -> np.ndarray:
+        """Return the float32 outputs of some rows in their order. `lengths`: in tokens. `batch_of`: gives the inputs of rows
+        by their numbers.
+
+        Rows of similar length share a batch, because padding costs time. As many batches are computed at a time as
+        there are threads: a single one shares its operators among them, which is slower where these are small.
+        """
+        batches = batches_of(lengths)
+        inputs = []
+        for numbers in batches:
+            batch = batch_of(numbers)
+            inputs.append({name: np.asarray(batch[name]) for name in self.shapes})
+        num_threads = torch.get_num_threads()
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="vembed-onnx") as pool:
+            results = pool.map(lambda batch: self._session.run(None, batch)[0], inputs)
+            outputs = np.concatenate(list(results))
+        rows = np.empty(outputs.shape, np.float32)
+        rows[np.concatenate(batches)] = outputs
+        return rows
 
 
-def run_batches(
-    session: Any, batches: Sequence[Mapping[str, np.ndarray]]
-) -> list[np.ndarray]:
-    """Return the output of each batch. As many are computed at a time as there are threads: a single one shares its
-    operators among them, which is slower where these are small."""
-    num_threads = torch.get_num_threads()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="vembed-onnx") as pool:
-        return list(pool.map(lambda batch: session.run(None, batch)[0], batches))
+def batches_of(lengths: Sequence[int]) -> list[list[int]]:
+    """Return the rows of each batch, the longest first: BATCH_TOKENS padded tokens, or a single longer row."""
+    batches: list[list[int]] = []
+    longest = 0
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if batches and longest * (len(batches[-1]) + 1) <= BATCH_TOKENS:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+            longest = lengths[row]
+    return batches
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------------
@@ -369,39 +400,21 @@ class OnnxReader(GraphReader):
                 f"{folder} has no {ONNX_FILE}: this model embeds images only"
             )
         super().__init__(folder)
-        self.runtime = f"onnxruntime {version('onnxruntime')}"
-        self.session: Any = open_graph(folder / ONNX_FILE)
-        inputs = self.session.get_inputs()
-        self.names = [graph_input.name for graph_input in inputs]
-        length = inputs[0].shape[1]
+        self.graph = OnnxGraph(folder / ONNX_FILE)
+        self.runtime = self.graph.runtime
+        length = self.graph.shapes["input_ids"][1]
         self.fixed_length = length if isinstance(length, int) else None
         """Tokens of every text, for a model with texts of fixed length."""
 
     def encode_ids(self, rows: Sequence[list[int]]) -> np.ndarray:
-        """Return [n, d] embeddings. Texts of similar length share a batch, because padding costs time."""
-        batches = batches_of([self.fixed_length or len(row) for row in rows])
-        inputs = []
-        for numbers in batches:
+        """Return [n, d] embeddings."""
+
+        def batch_of(numbers: list[int]) -> Mapping[str, Any]:
             batch = [rows[number] for number in numbers]
-            padded = self.texts.padded(batch, self.fixed_length)
-            inputs.append({name: padded[name] for name in self.names})
-        outputs = np.concatenate(run_batches(self.session, inputs))
-        embeddings = np.empty(outputs.shape, np.float32)
-        embeddings[np.concatenate(batches)] = outputs
-        return embeddings
+            return self.texts.padded(batch, self.fixed_length)
 
-
-def batches_of(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the rows of each batch, the longest texts first: BATCH_TOKENS padded tokens, or a single longer text."""
-    batches: list[list[int]] = []
-    longest = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if batches and longest * (len(batches[-1]) + 1) <= BATCH_TOKENS:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-            longest = lengths[row]
-    return batches
+        lengths = [self.fixed_length or len(row) for row in rows]
+        return self.graph.run(lengths, batch_of)
 
 
 class OpenvinoFormat(ExportFormat):
@@ -489,17 +502,19 @@ class OnnxImages:
     """The images of an ONNX export in onnxruntime, with the image processor of its folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.runtime = f"onnxruntime {version('onnxruntime')}"
         tower = folder / IMAGE_TOWER_FOLDER
         source = tower if tower.is_dir() else folder
         self.processor: Any = AutoImageProcessor.from_pretrained(source)
-        self.session: Any = open_graph(folder / IMAGE_FILE)
+        self.graph = OnnxGraph(folder / IMAGE_FILE)
+        self.runtime = self.graph.runtime
 
     def encode(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Return [n, d] embeddings of images in RGB."""
-        batches = []
-        for image in images:
-            pixels = self.processor(images=[image], return_tensors="pt")[PIXELS]
-            batches.append({PIXELS: pixels.numpy().astype(np.float32)})
-        embeddings = run_batches(self.session, batches)
-        return np.concatenate(embeddings).astype(np.float32)
+
+        def batch_of(numbers: list[int]) -> Mapping[str, Any]:
+            batch = [images[number] for number in numbers]
+            pixels = self.processor(images=batch, return_tensors="pt")[PIXELS]
+            return {PIXELS: pixels.float()}
+
+        # One at a time.
+        return self.graph.run([BATCH_TOKENS] * len(images), batch_of)

@@ -280,7 +280,9 @@ EmbeddingPrecision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
 def ranges_of(vectors_ND: np.ndarray) -> np.ndarray:
     """Return [2, d] float32, the lowest and highest value of each coordinate."""
-    return np.stack([vectors_ND.min(axis=0), vectors_ND.max(axis=0)]).astype(np.float32)
+    low = vectors_ND.min(axis=0)
+    high = vectors_ND.max(axis=0)
+    return np.stack([low, high]).astype(np.float32)
 
 
 def read_ranges(path: str, dim: int) -> np.ndarray:
@@ -306,7 +308,8 @@ def checked_ranges(
             f"{name} has the shape {list(ranges.shape)}, and [2, {dim}] is needed: the lowest and the highest value of "
             "each coordinate, as `vembed encode --precision int8` writes them beside the vectors"
         )
-    if not np.isfinite(ranges).all() or (ranges[0] > ranges[1]).any():
+    low, high = ranges
+    if not np.isfinite(ranges).all() or (low > high).any():
         raise UserError(
             f"{name} has a lowest value above the highest one, or a value that is not finite"
         )

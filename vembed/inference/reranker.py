@@ -71,6 +71,7 @@ class Reranker:
             trust_remote_code=trust_remote_code,
         )
         description = describe(options, for_inference=True)
+        # The template of a decoder that answers has its instruction where an embedding model has the query's prompt.
         if description.scores == "answer" and instruction is not None:
             description = replace(description, query_prompt=instruction)
         self.role = role or description.name
@@ -83,12 +84,14 @@ class Reranker:
             meta=session is not None and session.builds_empty,
             for_inference=True,
         )
+        # A head that is in no file has random weights, and its scores would mean nothing.
         if getattr(built.head, "is_new", False):
             raise UserError(
                 f"{self.role} has no layer that gives a score: an embedding model is no reranker; train one with task: "
                 "rerank"
             )
         self.model: nn.Module = built.eval().requires_grad_(False)
+        # Without shards every rank computes with a whole model, and nothing has to be prepared.
         if session is not None and session.fsdp is not None:
             self.model = session.prepare(built, description.layer_classes).eval()
         self.description = description
@@ -99,6 +102,7 @@ class Reranker:
         With `world_size` > 1 it is collective: ranks pass pairs of their own, and all run
         equally many forward passes, as sharded models need.
         """
+        # With several ranks one without pairs goes on: the forward passes of the others gather its shards.
         if not pairs and world_size == 1:
             return np.empty((0, 1), np.float32)
         return self.scores_of(self.featuriser.features(pairs), world_size)
@@ -121,6 +125,7 @@ class Reranker:
             scores = self.score(items)[:, 0]
             return scores
         world_size = self.session.world_size
+        # Pair i is scored on rank i % world_size, and every rank gets all scores back in the order of the pairs.
         dealt = self.score(items[self.session.rank :: world_size], world_size)
         rows = torch.from_numpy(dealt).to(self.device)
         scores = collectives.all_gather_dealt(rows, len(items))[:, 0].cpu().numpy()
@@ -145,6 +150,7 @@ def sorted_documents(
 ) -> list[dict[str, Any]]:
     """Return {"index", "score", "text"} of the documents, best first."""
     ranking = []
+    # Of equal scores the earlier document comes first.
     for index in np.argsort(-scores, kind="stable")[:top_k].tolist():
         row = {"index": index, "score": float(scores[index])}
         if isinstance(documents[index], str):
@@ -174,5 +180,6 @@ def read_weights(
 
 def add_padding_token(tokenizer: Any) -> None:
     """Give a tokenizer without a padding token its end-of-text token for padding."""
+    # Padding is masked, so it does not matter which token stands there.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token

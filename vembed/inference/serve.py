@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 import uvicorn
@@ -469,12 +470,14 @@ def request_inputs(
     is_list = isinstance(content, list) and content and type(content[0]) is not int
     contents = content if is_list else [content]
     _check_count(key, contents, limits)
+    are_texts = isinstance(contents[0], str)
     for number, content in enumerate(contents):
         name = f"{key}[{number}]"
-        if isinstance(content, str):
+        if are_texts and isinstance(content, str):
             _check_text(name, content, limits)
             continue
-        if not isinstance(content, list) or {*map(type, content)} != {int}:
+        are_ids = isinstance(content, list) and {*map(type, content)} == {int}
+        if are_texts or not are_ids:
             raise Refusal(
                 400,
                 f"{key} must be a text, a list of texts, or lists of token ids, and has {reprlib.repr(content)}",
@@ -756,25 +759,23 @@ class ServedInput:
     """Query that a reranker reads with the text, a document."""
 
 
-class TextEncoder(Protocol):
+class TextEncoder(ABC):
     """A model that the server asks, from one thread."""
 
     max_length: int
     """Tokens of the longest input. Longer texts are truncated."""
-    vocab_size: int | None
+    vocab_size: int | None = None
     """Token ids are below this number. None: the model takes texts only."""
-    gives_scores: bool
+    gives_scores = False
     """True: a reranker. Its inputs have queries."""
 
+    @abstractmethod
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
         """Return [n, d] float32 embeddings, or [n, 1] scores, and the number of tokens of each input."""
-        ...
 
 
-class ModelEncoder:
+class ModelEncoder(TextEncoder):
     """A model in this process."""
-
-    gives_scores = False
 
     def __init__(self, embedder: Embedder) -> None:
         self.embedder = embedder
@@ -784,9 +785,7 @@ class ModelEncoder:
                 f"{description.source} embeds images only, and the server's protocols send texts"
             )
         self.max_length = description.max_length
-        self.fixed_length = (
-            description.max_length if description.traits.has_fixed_length else None
-        )
+        self.has_fixed_length = description.traits.has_fixed_length
         self.prompts: dict[Kind | None, str] = {
             None: "",
             "query": description.query_prompt,
@@ -794,7 +793,6 @@ class ModelEncoder:
         }
         # The ids of a conversation would have to bring its template along.
         texts = embedder.featuriser.texts
-        self.vocab_size: int | None = None
         if texts is not None and not description.traits.reads_chats:
             self.vocab_size = texts.vocab_size
 
@@ -813,7 +811,7 @@ class ModelEncoder:
                 features.append(next(tokenized))
                 continue
             token_ids = np.array(served.content, np.int32)
-            length = self.fixed_length or len(token_ids)
+            length = self.max_length if self.has_fixed_length else len(token_ids)
             features.append(Features("text", length, 0, 0, token_ids=token_ids))
         embeddings = encode_features(
             self.embedder.model, featuriser, features, self.embedder.device
@@ -826,11 +824,10 @@ class ModelEncoder:
         return finished, num_tokens
 
 
-class PairScorer:
+class PairScorer(TextEncoder):
     """A reranker in this process, or its export to ONNX."""
 
     gives_scores = True
-    vocab_size: int | None = None
 
     def __init__(self, reranker: Reranker | OnnxReranker) -> None:
         self.reranker = reranker
@@ -846,10 +843,8 @@ class PairScorer:
         return scores, [feature.length for feature in features]
 
 
-class ExportEncoder:
+class ExportEncoder(TextEncoder):
     """An export to ONNX or OpenVINO, in that runtime."""
-
-    gives_scores = False
 
     def __init__(self, folder: Path, format_name: str) -> None:
         export_format = EXPORT_FORMATS[format_name]  # type: ignore[index]
@@ -858,7 +853,7 @@ class ExportEncoder:
             raise UserError(f"{folder}: {missing}")
         self.reader = cast(GraphReader, export_format.reader(folder))
         self.max_length = self.reader.texts.max_length
-        self.vocab_size: int | None = len(self.reader.texts.tokenizer)
+        self.vocab_size = len(self.reader.texts.tokenizer)
 
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
         """See TextEncoder."""
@@ -974,7 +969,9 @@ class Batcher:
         return batch
 
     def _encode(self, batch: list[_Request]) -> None:
-        inputs = [served for request in batch for served in request.inputs]
+        inputs: list[ServedInput] = []
+        for request in batch:
+            inputs += request.inputs
         try:
             embeddings, num_tokens = self.encoder.encode(inputs)
         except Exception as error:

@@ -51,7 +51,7 @@ def copied_together(
     return copies
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TeacherVectors:
     """A teacher's vectors of the inputs of one global batch.
 
@@ -82,7 +82,7 @@ class TeacherVectors:
         return scores
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TeacherScores:
     """Scores of a reranker or of the data, for every positive pair and hard negative."""
 
@@ -101,7 +101,7 @@ Teaching = TeacherVectors | TeacherScores
 """Answers of one teacher for one batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossBatch:
     """One global batch as input of a loss: U distinct embeddings, R rows, H hard negatives.
 
@@ -193,7 +193,8 @@ class LossBatch:
         # positive of its example.
         order = torch.argsort(example, stable=True)
         first = size.cumsum(0) - size
-        slot = torch.arange(order.numel(), device=order.device) - first[example[order]]
+        place = torch.arange(order.numel(), device=order.device)
+        slot = place - first[example[order]]
         width = int(size.max()) if size.numel() else 0
         positives = positive.new_full((size.numel(), width), NO_KEY_ROW)
         positives[example[order], slot] = positive[order]
@@ -217,7 +218,8 @@ class LossBatch:
         row_keys = row_keys[rows][row]  # [P, S]
         negative_keys = negative_keys[negative]
         # [P, S, 1 or 2]: every key of the row against every key of the negative.
-        differs = (row_keys[:, :, None] != negative_keys[:, None]).flatten(1).all(1)
+        differs_by_key = row_keys[:, :, None] != negative_keys[:, None]
+        differs = differs_by_key.flatten(1).all(1)
         return row[differs], negative[differs]
 
     def listed_by_row(self) -> ListedPairs:
@@ -359,7 +361,7 @@ class EmbeddingLoss(nn.Module):
         return [module for module in others if isinstance(module, EmbeddingLoss)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ListedPairs:
     """n positive pairs of rows, then P pairs of a row's query and a hard negative."""
 
@@ -386,13 +388,12 @@ class ListedPairs:
         num_rows = len(self.rows)
         is_positive = is_selected[:num_rows]
         is_negative = is_selected[num_rows:]
-        return ListedPairs(
+        return replace(
+            self,
             rows=self.rows[is_positive],
             negative_rows=self.negative_rows[is_negative],
             negatives=self.negatives[is_negative],
             groups=self.groups[is_selected],
-            num_groups=self.num_groups,
-            num_negative_pairs=self.num_negative_pairs,
         )
 
     def margins(self, scores: Tensor) -> Tensor:
@@ -448,7 +449,7 @@ def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 # ---- Mixed negatives ---------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mixtures:
     """The hard negatives of each mixture, and their weights."""
 
@@ -479,11 +480,15 @@ def draw_mixtures(
     start = start[has_two, None]
     # A table for the whole batch, with a row for each place of an example in it.
     num_examples = int(example.max()) + 1 if example.numel() else 0
-    draw = torch.Generator().manual_seed((seed * 0x9E3779B9 + batch.number) % 2**63)
+    batch_seed = (seed * 0x9E3779B9 + batch.number) % 2**63
+    draw = torch.Generator().manual_seed(batch_seed)
     table = torch.rand(num_examples, count, 5, generator=draw, dtype=torch.float64)
     uniform = table[example]  # [examples, count, 5]
-    left = torch.minimum((uniform[:, :, 0] * size).long(), size - 1)
-    right = torch.minimum((uniform[:, :, 1] * (size - 1)).long(), size - 2)
+    # [examples, count] j of m numbers, and k of m - 1. The minimum: a product may be rounded up to m.
+    left = (uniform[:, :, 0] * size).long()
+    left = torch.minimum(left, size - 1)
+    right = (uniform[:, :, 1] * (size - 1)).long()
+    right = torch.minimum(right, size - 2)
     # k is drawn from m - 1 numbers and steps over j, so that j != k and every pair is equally likely.
     right = right + (right >= left)
     # The middle one of three uniform numbers has the distribution Beta(2, 2).
@@ -538,6 +543,7 @@ def with_mixtures(
                 vectors=torch.cat((vectors, mixtures)),
                 negative=torch.cat((teacher.negative, len(vectors) + numbers)),
             )
+    parts_of_mixtures = torch.stack((left, right), dim=1)
     return replace(
         batch,
         embeddings=torch.cat((embeddings, mixed)),
@@ -545,7 +551,7 @@ def with_mixtures(
         content=torch.cat((batch.content, batch.content[left])),
         negative=torch.cat((batch.negative, len(embeddings) + numbers)),
         negative_example=torch.cat((batch.negative_example, drawn.example)),
-        negative_parts=torch.cat((twice, torch.stack((left, right), dim=1))),
+        negative_parts=torch.cat((twice, parts_of_mixtures)),
         teachers=teachers,
         host_indices=None,  # they lack the mixtures
     )

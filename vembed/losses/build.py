@@ -240,7 +240,7 @@ def _loss_of_terms(
     start: StartValues,
     teacher_dims: Mapping[str, int],
 ) -> EmbeddingLoss:
-    """Return the loss of one source: one term, or the weighted sum of several."""
+    """Return the loss of one source: one term, or the weighted sum of several. Log the temperatures."""
     losses = []
     names = [term.loss.name for term in terms]
     labels = []
@@ -251,36 +251,28 @@ def _loss_of_terms(
         labels.append(f"{name}_{number}" if is_repeated else name)
     for term in terms:
         teacher_dim = teacher_dims.get(str(term.teacher))
-        term_start = replace(_term_start(term, start), teacher_dim=teacher_dim)
+        term_start = replace(start, teacher_dim=teacher_dim)
+        value = term.temperature
+        source = term.temperature_source
+        label = "temperature" if term.is_alone else f"temperature of {term.loss.name}"
+        if value is not None and term.loss.learns_temperature():
+            reason = "default"
+            if source == "given":
+                # It comes before that of the model.
+                term_start = replace(term_start, scale=None)
+                reason = "as given"
+                if start.scale is not None:
+                    reason += f", not at {1 / start.scale:.3g}, with which this model was trained"
+            elif start.scale is not None:
+                value = 1 / start.scale
+                reason = "with which this model was trained"
+            log.info(f"{label}: learned, starting at {value:.3g} ({reason})")
+        elif value is not None and source not in ("given", "default"):
+            log.info(f"{label}: {value:.3g} ({source})")
         losses.append(TermLoss(term, similarity, term_start))
     if len(terms) == 1 and terms[0].is_alone:
         return losses[0]
     return WeightedLosses(labels, [term.weight for term in terms], losses)
-
-
-def _term_start(term: Term, start: StartValues) -> StartValues:
-    """Return the values that a term's parameters start from, and log its temperature.
-
-    A temperature that the config gives comes before that of the model.
-    """
-    if term.temperature is None:
-        return start
-    label = "temperature" if term.is_alone else f"temperature of {term.loss.name}"
-    is_given = term.temperature_source == "given"
-    if not term.loss.learns_temperature():
-        if term.temperature_source not in ("given", "default"):
-            log.info(f"{label}: {term.temperature:.3g} ({term.temperature_source})")
-        return start
-    value = term.temperature
-    reason = "as given" if is_given else "default"
-    if start.scale is not None and is_given:
-        trained = f"{1 / start.scale:.3g}, with which this model was trained"
-        reason = f"as given, not at {trained}"
-    elif start.scale is not None:
-        value = 1 / start.scale
-        reason = "with which this model was trained"
-    log.info(f"{label}: learned, starting at {value:.3g} ({reason})")
-    return replace(start, scale=None) if is_given else start
 
 
 # ---- The loss of stored embeddings ------------------------------------------------------

@@ -53,7 +53,7 @@ FORWARD = 0
 REVERSE = 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExclusionMask:
     """Scores that do not count: those whose row and column have an equal key."""
 
@@ -75,7 +75,7 @@ class ExclusionMask:
             yield mask
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ColumnGroup:
     """Scores of all rows of this rank against the columns of a range of entries.
 
@@ -90,7 +90,7 @@ class ColumnGroup:
     direction: int = FORWARD
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExplicitPairs:
     """P single scores: rows against hard negatives of their own example."""
 
@@ -104,7 +104,7 @@ class ExplicitPairs:
     """[P] entry of the hard negative."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LossCandidates:
     """The table of N entries, and all scores of this rank's share of the loss."""
 

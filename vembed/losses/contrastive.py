@@ -99,6 +99,7 @@ class GuidedLoss(CandidateLoss):
         guide = None
         if term.guide is not None:
             vectors = batch.teacher_vectors(term.guide, "guide")
+            # "5%" leaves out c with g(q,c) > g(q,p) - 0.05 |g(q,p)|, and 0.05 those with g(q,c) > g(q,p) - 0.05.
             if isinstance(self.guide_margin, str):
                 share_of_score = float(self.guide_margin.rstrip("%")) / 100
                 guide = Guide(vectors, share_of_score, True)
@@ -157,7 +158,12 @@ class InfoNCE(GuidedLoss, Temperature):
         from vembed.losses.tiles import SoftmaxRows
 
         if batch.holds_scores:
-            return self._share_of_lists(batch, term)
+            # Of a reranker the candidates are the hard negatives of the row's example.
+            pairs = batch.listed_by_row()
+            logits = term.scores(batch, pairs) * term.scale(batch.embeddings)
+            # [1, n + P]. The positive pair of each row comes first, one for each group.
+            positives = pairs.log_softmax(logits)[:, : pairs.num_groups]
+            return -term.mean(positives, batch.num_rows)
         if self.mix_negatives:
             batch = with_mixtures(
                 batch, term.seed, self.mix_negatives, cosine=term.configured.cosine
@@ -182,14 +188,6 @@ class InfoNCE(GuidedLoss, Temperature):
             both_directions=self.bidirectional,
             lists_own_negatives=stretches_pairs_only,
         )
-
-    def _share_of_lists(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """Return the share of a reranker, whose candidates are the hard negatives of the row's example."""
-        pairs = batch.listed_by_row()
-        logits = term.scores(batch, pairs) * term.scale(batch.embeddings)  # [1, n + P]
-        # The positive pair of each row comes first, one for each group.
-        positives = pairs.log_softmax(logits)[:, : pairs.num_groups]
-        return -term.mean(positives, batch.num_rows)
 
 
 class Circle(GuidedLoss):
@@ -309,4 +307,5 @@ class Triplet(Loss):
         pairs = batch.listed_by_row()
         margins = pairs.margins(term.scores(batch, pairs))  # [K, P]
         margin = 0.2 if self.margin is None else self.margin
+        # M counts the triplets of all ranks, so the ranks' shares add up to L.
         return term.mean((margin - margins).relu(), pairs.num_negative_pairs)

@@ -44,7 +44,7 @@ of the data. teacher: a teacher's scores. vectors: a teacher's vectors. start_mo
 vectors of the model before training."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StartValues:
     """What learned parameters of a loss may start from."""
 

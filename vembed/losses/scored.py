@@ -63,7 +63,8 @@ class CoSENT(Temperature):
         from vembed.losses.similarity import length_of
 
         scores = self.pair_scores(batch, term.similarity(batch.embeddings))
-        labels, order = torch.sort(batch.required_scores(self.name).to(scores.device))
+        labels = batch.required_scores(self.name).to(scores.device)
+        labels, order = torch.sort(labels)
         logits = scores[:, order] * term.scale(batch.embeddings)  # [K, N]
         # Number of rows with a strictly lower label: ties compare with nothing.
         num_lower = torch.searchsorted(labels, labels)
@@ -124,7 +125,8 @@ class Angle(CoSENT):
             rows = torch.cat((turned, prefixes[batch.positive]))
             left, right = torch.arange(len(rows), device=rows.device).chunk(2)
             cosine = Similarity.at((dim,), (1.0,), cosine=True)
-            scores.append(pair_scores(rows, left, right, cosine).abs() * math.sqrt(2))
+            angles = pair_scores(rows, left, right, cosine).abs()
+            scores.append(angles * math.sqrt(2))
         return torch.cat(scores)
 
 
@@ -194,12 +196,14 @@ class ListedLoss(TeacherLoss):
             labels = batch.embeddings.new_zeros(len(lists.groups))
             labels[: len(lists.rows)] = 1.0
             return batch.as_scores(labels)
-        return self.targets(batch, term, lists, may_lack=True)[0].nan_to_num(nan=0.0)
+        targets = self.targets(batch, term, lists, may_lack=True)
+        return targets[0].nan_to_num(nan=0.0)
 
     def num_ordered(self, batch: LossBatch, term: TermLoss) -> int:
         """Return the number of ordered pairs of documents on all ranks, the divisor of a mean over them."""
         lists = batch.listed_by_example(of_rank=False)
-        return lists.ordered(self.labels(batch, term, lists))[0].numel()
+        above, _ = lists.ordered(self.labels(batch, term, lists))
+        return above.numel()
 
 
 class SoftmaxLoss(ListedLoss, Temperature):
@@ -297,8 +301,8 @@ class ScoreMSE(SoftmaxLoss):
         targets = self.targets(batch, term, pairs)
         student, teacher = self.log_softmaxes(batch, term, pairs, targets)
         size = pairs.groups.bincount(minlength=pairs.num_groups).to(student.dtype)
-        errors = (teacher.exp() - student.exp()).square() / size[pairs.groups]
-        return term.mean(errors, batch.num_rows)
+        errors = (teacher.exp() - student.exp()).square()
+        return term.mean(errors / size[pairs.groups], batch.num_rows)
 
 
 class MarginMSE(ListedLoss):
@@ -437,7 +441,8 @@ class Lambda(ListedLoss):
         close = 1.0 / (1.0 + distance).log2() - 1.0 / (2.0 + distance).log2()
         discount = 1.0 / (1.0 + ranks).log2()
         far = (discount[:, above] - discount[:, below]).abs()
-        weight = (gain[above] - gain[below]).abs() * (CLOSE_WEIGHT * close + far)
+        gain_difference = (gain[above] - gain[below]).abs()
+        weight = gain_difference * (CLOSE_WEIGHT * close + far)
         # Above 50, log(1 + exp(x)) is x to float64's precision.
         differences = scores[:, below] - scores[:, above]
         losses = weight * F.softplus(differences, threshold=50.0) / math.log(2.0)
@@ -480,5 +485,6 @@ def _ranks_in_lists(scores: Tensor, lists: ListedPairs) -> Tensor:
     order = by_score[torch.sort(lists.groups[by_score], stable=True).indices]
     ranks = torch.empty_like(scores)
     counted = torch.arange(len(order), device=order.device)
-    ranks[order] = (counted - starts[lists.groups[order]] + 1).to(ranks.dtype)
+    start = starts[lists.groups[order]]
+    ranks[order] = (counted - start + 1).to(ranks.dtype)
     return ranks

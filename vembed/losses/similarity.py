@@ -23,7 +23,7 @@ Entries = slice | Tensor
 """Entries of a table: a slice (a view, no copy) or an index tensor."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Similarity:
     """Cosine or dot product, applied to prefixes of one or several sizes.
 
@@ -76,7 +76,7 @@ def arithmetic_dtype(embeddings: Tensor) -> torch.dtype:
     return torch.float64 if embeddings.dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowVectors:
     """The vectors of n rows of the score matrix, scaled, and the buffer of their gradient."""
 
@@ -176,8 +176,11 @@ class PrefixTable:
         # A coordinate is part of every size that is large enough: a suffix sum over sizes, [K, P].
         d_parts = _running_sums(d_products.flip(0)).flip(0)
         for part, d_part in zip(self.similarity.parts, d_parts, strict=True):
-            _add(self.dx[:, part], 0, left, self.x[right, part] * d_part[:, None])
-            _add(self.dx[:, part], 0, right, self.x[left, part] * d_part[:, None])
+            # d(x_l . x_r) / d x_l = x_r, and the other way round.
+            factor = d_part[:, None]
+            d_prefix = self.dx[:, part]
+            _add(d_prefix, 0, left, self.x[right, part] * factor)
+            _add(d_prefix, 0, right, self.x[left, part] * factor)
 
     # ---- Tiles: n rows against t columns ---------------------------------------------
 

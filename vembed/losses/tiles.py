@@ -63,7 +63,7 @@ TIE_TOLERANCE = 64
 """A score that exceeds a ceiling by at most this many rounding errors counts as equal to it, and is not left out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Tiling:
     """Numbers of rows and columns that are scored at once. They change memory and speed, not the result."""
 
@@ -89,7 +89,7 @@ class Tiling:
         return cls(rows, max(16, columns))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Guide:
     """A teacher that says which candidates are too good to be negatives."""
 
@@ -100,7 +100,7 @@ class Guide:
     """The margin is a fraction of the positive's score."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scoring:
     """Definition of a loss over scores: candidates, similarity, row loss and options."""
 
@@ -170,7 +170,7 @@ class _TeacherTable:
         return (self.at(left) * self.at(right)).sum(1)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Tile:
     """n rows against t columns of a column group."""
 
@@ -184,7 +184,7 @@ class _Tile:
     """[n, t] the teacher's scores."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _ScoredPairs:
     """P single pairs of a row block: its positives, or explicit pairs."""
 
@@ -198,7 +198,7 @@ class _ScoredPairs:
     """Of explicit pairs: what the row losses of each size read of them, logits [P]."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _RowBlock:
     """n rows of this rank, with the state of their losses."""
 
@@ -430,7 +430,8 @@ class _ScorePass:
         rows = tile.row_vectors.entries
         scratch = self._scratch(0, tile.logits[0])
         if self.guide is not None and block.guide_ceilings is not None:
-            torch.mm(self.guide.at(rows), self.guide.at(tile.columns).T, out=scratch)
+            columns = self.guide.at(tile.columns)
+            torch.mm(self.guide.at(rows), columns.T, out=scratch)
             excluded.append(scratch > block.guide_ceilings[:, None])
         if self.teacher is not None and tile.target is not None:
             columns = self.teacher.at(tile.columns)
@@ -486,7 +487,7 @@ def is_excluded(logits: Tensor) -> Tensor:
     return logits <= EXCLUDED * 1e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RowStart:
     """What the losses of n rows begin with."""
 
@@ -500,7 +501,7 @@ class RowStart:
     """[n] a teacher's scores of the positives."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CandidateLogits:
     """Logits of candidates of n rows: those of a tile, or single ones."""
 
@@ -554,7 +555,9 @@ def _add_to_rows(
     row: Tensor | None,
 ) -> Tensor:
     """Return the sums of rows [n] plus the values of a tile [n, t], or of single logits [P]."""
-    return sums + values.sum(1) if row is None else sums.index_add(0, row, values)
+    if row is None:
+        return sums + values.sum(1)
+    return sums.index_add(0, row, values)
 
 
 class OnlineSum:

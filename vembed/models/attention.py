@@ -198,9 +198,10 @@ def use_flash3(config: Mapping[str, Any], device: torch.device) -> str | None:
     if "activate_flash_attention_impl" not in vars(torch.nn.attention):
         return "this torch cannot use it"
     parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    if any(part.get(name) for part in parts for name in _DROPOUTS):
+    for part in parts:
         # It takes the place of torch's kernel for all calls, and refuses those with dropout.
-        return "it has no attention dropout, and the model has"
+        if any(part.get(name) for name in _DROPOUTS):
+            return "it has no attention dropout, and the model has"
     if not uses_flash3():
         torch.nn.attention.activate_flash_attention_impl("FA3")
     return None
@@ -255,7 +256,7 @@ def real_tokens(mask: Tensor) -> Tensor:
 # ---- the function that layers call -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Packed:
     """Boundaries of the texts in a packed row: with lengths 3 and 2, starts is [0, 3, 5] and longest 3."""
 
@@ -267,7 +268,7 @@ class Packed:
     whole texts."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shared:
     """Indices of causal texts with a shared prefix: a row [prefix, rest of each text], and whole texts end to end.
 
@@ -570,7 +571,7 @@ class _Rotated(torch.autograd.Function):
 # ---- pieces on CPUs ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """Consecutive texts whose scores are computed together, padded to the longest among them."""
 
@@ -593,7 +594,8 @@ class Piece:
 
     def unpad(self, padded: Tensor) -> Tensor:
         """Undo `pad`: map [texts, heads, longest, size] to [tokens, heads, size]."""
-        tokens = padded.transpose(1, 2).reshape(-1, padded.shape[1], padded.shape[3])
+        _, num_heads, _, size = padded.shape
+        tokens = padded.transpose(1, 2).reshape(-1, num_heads, size)
         return tokens if self.slots is None else tokens.index_select(0, self.slots)
 
     def put(self, result: Tensor, padded: Tensor) -> None:
@@ -768,7 +770,9 @@ class _DroppedAttention(torch.autograd.Function):
                 torch.bmm(dropped.transpose(1, 2), gradient),
             )
             for result, grad in zip(results, grads, strict=True):
-                piece.put(result, grad.view(*padded.shape[:2], *grad.shape[1:]))
+                # [texts * heads, longest, size] -> [texts, heads, longest, size]
+                by_head = grad.view(*padded.shape[:2], *grad.shape[1:])
+                piece.put(result, by_head)
         return *results, None, None, None
 
 
@@ -810,7 +814,8 @@ class CpuDropout(nn.Dropout):
 
     def forward(self, values: Tensor) -> Tensor:
         """Apply dropout as nn.Dropout does, with other draws."""
-        if not self.training or self.p in (0.0, 1.0) or values.device.type != "cpu":
+        draws_nothing = not self.training or self.p in (0.0, 1.0)
+        if draws_nothing or values.device.type != "cpu":
             return super().forward(values)
         dropped: Tensor = _Dropped.apply(values, self.p)  # type: ignore[no-untyped-call]
         return dropped

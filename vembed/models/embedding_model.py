@@ -342,7 +342,8 @@ class EmbeddingModel(nn.Module):
         }
         for key in learned.keys() & state.keys():
             # CLIP's are scalars, SigLIP's have the shape [1].
-            state[key] = learned[key].to(state[key].dtype).expand_as(state[key]).clone()
+            like = state[key]
+            state[key] = learned[key].to(like.dtype).expand_as(like).clone()
 
     # ---- the MRL projection ----------------------------------------------------------------------------------------
 
@@ -401,7 +402,8 @@ def run_packed(
         tokens = input_ids.flatten()[index]
         positions = (mask.cumsum(dim=1) - 1).flatten()[index]
         # Where each text begins in the row: cumulative lengths with a leading 0.
-        starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
+        ends = mask.sum(dim=1).cumsum(dim=0)
+        starts = functional.pad(ends, (1, 0))
     # RoBERTa and models derived from it count positions from the padding token's id + 1.
     if backbone.config.model_type in POSITIONS_AFTER_PADDING:
         positions = positions + backbone.config.pad_token_id + 1
@@ -526,7 +528,9 @@ def padding_mask(inputs: Inputs) -> Tensor | None:
     The mask is inspected on CPUs only: on a GPU this would force a synchronisation. Collation may omit a mask of ones.
     """
     mask = inputs.get("attention_mask")
-    if mask is None or (mask.device.type == "cpu" and bool(mask.all())):
+    if mask is None:
+        return None
+    if mask.device.type == "cpu" and bool(mask.all()):
         return None
     return mask
 
@@ -697,11 +701,11 @@ def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
         for name, parameter in backbone.named_parameters()
         if parameter.requires_grad
     ]
-    return [
-        tower
-        for tower, prefix in family.towers.items()
-        if not any(name.startswith(prefix) for name in trained)
-    ]
+    frozen = []
+    for tower, prefix in family.towers.items():
+        if not any(name.startswith(prefix) for name in trained):
+            frozen.append(tower)
+    return frozen
 
 
 def tower_module(
@@ -758,21 +762,24 @@ def names_frozen_by(
     frozen: set[str] = set()
     for part in parts:
         kind, _, count = part.rpartition("=")
+        beginnings: list[str]
         if part in get_args(Tower):
             prefix = family.towers.get(cast(Tower, part))
             if prefix is None:
                 raise UserError(
                     f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
                 )
-            names = {name for name in every if name.startswith(prefix)}
+            beginnings = [prefix]
         elif part == "embeddings":
             # Embeddings inside of layers (of relative positions) belong to their layer.
-            inside = tuple(prefix for stack in layers.values() for prefix in stack)
-            names = {
+            inside: list[str] = []
+            for stack in layers.values():
+                inside += stack
+            beginnings = [
                 name
                 for name in every
-                if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside)
-            }
+                if _INPUT_EMBEDDINGS.search(name) and not name.startswith(tuple(inside))
+            ]
         elif kind.endswith("first_n_layers"):
             tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
             stacks = [
@@ -785,17 +792,19 @@ def names_frozen_by(
                     f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
                     f"TOWER.first_n_layers=N; the number of layers: {', '.join(numbers)}"
                 )
-            first = tuple(prefix for stack in stacks for prefix in stack[: int(count)])
-            names = {name for name in every if name.startswith(first)}
+            beginnings = []
+            for stack in stacks:
+                beginnings += stack[: int(count)]
         else:
             beginning = part.removeprefix("backbone.")
-            names = {name for name in every if name.startswith(beginning)}
-            if not names:
+            beginnings = [beginning]
+            if not any(name.startswith(beginning) for name in every):
                 near = difflib.get_close_matches(beginning, every, n=1, cutoff=0.0)[0]
                 raise UserError(
                     f"freeze: no parameter's name begins with {part}; the nearest is {near} "
                     "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
                 )
+        names = {name for name in every if name.startswith(tuple(beginnings))}
         log.info("freeze: %s, %d tensors", part, len(names))
         frozen |= names
     return frozen

@@ -223,12 +223,14 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+# ---- GPUs by name: memory and peak arithmetic of the vendors' data sheets --------
+
 VISIBLE_SHARE = 0.97
 """Share of a GPU's nominal memory that a process sees: the driver and error correction keep the rest."""
 FULL_NAME = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?(\S.*)", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gpu:
     """One model of GPU."""
 
@@ -244,10 +246,6 @@ class Gpu:
     def memory(self) -> int:
         """Return the bytes that a process can use."""
         return int(self.gigabytes * VISIBLE_SHARE * GIB)
-
-    def tflops(self, *, in_half: bool) -> float | None:
-        """Return the peak for a precision of the arithmetic."""
-        return self.half_tflops if in_half else self.single_tflops
 
 
 GPUS = (
@@ -275,7 +273,7 @@ GPUS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hardware:
     """The GPUs of each machine that a plan is made for."""
 

@@ -19,7 +19,7 @@ GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of which either all or none must be set."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankInfo:
     """Rank and world size of a process, over all machines and on its own machine."""
 

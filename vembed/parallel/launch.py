@@ -161,9 +161,18 @@ class _Ranks:
                     report = files.enter_context(tempfile.TemporaryFile())
                     self.hang_reports[rank] = report
                     path = f"/proc/{os.getpid()}/fd/{report.fileno()}"
-                    variables = {**environment, HANG_REPORT: path}
-                    self.processes[rank] = _start(
-                        self.command, variables, not self.processes
+                    on_linux = sys.platform == "linux"
+                    # The first process writes to the terminal directly.
+                    output = subprocess.PIPE if self.processes else None
+                    self.processes[rank] = subprocess.Popen(
+                        self.command,
+                        env={**environment, HANG_REPORT: path},
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        # Ctrl-C reaches it only through the launcher.
+                        start_new_session=True,
+                        preexec_fn=_die_with_parent(os.getpid()) if on_linux else None,  # noqa: PLW1509 - see above
                     )
                 for number, process in self.processes.items():
                     if process.stdout is not None and process.stderr is not None:
@@ -345,25 +354,6 @@ class _Pump(threading.Thread):
         with suppress(OSError, ValueError):
             self.target.write(text)
             self.target.flush()
-
-
-def _start(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    is_first: bool,
-) -> subprocess.Popen[bytes]:
-    """Start one process in its own session, so that Ctrl-C reaches it only through the launcher. The first process
-    writes to the terminal directly."""
-    output = None if is_first else subprocess.PIPE
-    return subprocess.Popen(
-        list(command),
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-        preexec_fn=_die_with_parent(os.getpid()) if sys.platform == "linux" else None,  # noqa: PLW1509 - see _Ranks
-    )
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:

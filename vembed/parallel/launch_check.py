@@ -60,20 +60,6 @@ _kept: dict[int, Store] = {}
 the next one before rank 0 has left this one, and a store that was about to close would answer them."""
 
 
-def _require_loopback() -> None:
-    """Raise UserError if this machine does not reach itself: torch would try again for the whole time limit."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        try:
-            socket.create_connection(address, timeout=ATTEMPT_SECONDS).close()
-        except OSError as error:
-            problem = error.strerror or error
-            raise UserError(
-                f"This machine cannot reach itself at 127.0.0.1 ({problem}), and the processes of a run meet there: turn "
-                "on the loopback interface (`ip link set lo up`), or start one process (--nproc 1)"
-            ) from error
-
-
 class LaunchCheck:
     """This process among those that come together, within a time limit."""
 
@@ -127,7 +113,17 @@ class LaunchCheck:
         return self._keep_store() if self.ranks.rank == 0 else self._join_store()
 
     def _keep_store(self) -> Store:
-        _require_loopback()
+        # torch would try again for the whole time limit.
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            address = server.getsockname()
+            try:
+                socket.create_connection(address, timeout=ATTEMPT_SECONDS).close()
+            except OSError as error:
+                problem = error.strerror or error
+                raise UserError(
+                    f"This machine cannot reach itself at 127.0.0.1 ({problem}), and the processes of a run meet there: "
+                    "turn on the loopback interface (`ip link set lo up`), or start one process (--nproc 1)"
+                ) from error
         try:
             # Through loopback: the server listens on all interfaces. Whether others reach it, they will say.
             _kept[self.port] = TCPStore(
@@ -286,20 +282,17 @@ class LaunchCheck:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all ranks."""
-    digest = sources_digest(Path(vembed.__file__).parent)
-    versions = {"vembed's version": f"{vembed.__version__} (sources {digest})"}
-    for name in COMPARED_PACKAGES:
-        versions[f"{name}'s version"] = metadata.version(name)
-    return versions
-
-
-def sources_digest(folder: Path) -> str:
-    """Return a digest of a package's source files: checkouts of different days have one version number."""
+    # Checkouts of different days have one version number: their sources differ.
     digest = hashlib.blake2b(digest_size=4)
+    folder = Path(vembed.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder).as_posix()
         digest.update(name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    version = f"{vembed.__version__} (sources {digest.hexdigest()})"
+    versions = {"vembed's version": version}
+    for name in COMPARED_PACKAGES:
+        versions[f"{name}'s version"] = metadata.version(name)
+    return versions
 
 
 def require_equal(
@@ -384,6 +377,8 @@ def _host(ranks: RankInfo | None) -> str:
     return f"machine {ranks.rank // ranks.local_world_size}, {name}"
 
 
+# ---- heartbeats -----------------------------------------------------------------
+
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 15.0
 """Time without progress from which a rank looks whom it waits for."""
@@ -395,7 +390,7 @@ MAX_NAMED_RANKS = 3
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Beat:
     """State of a rank, as the others see it."""
 
@@ -414,7 +409,7 @@ class Beat:
         return f"{step}at {self.place}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HangReport:
     """The ranks that hang, in one sentence."""
 
@@ -423,7 +418,13 @@ class HangReport:
 
 
 class Heartbeats:
-    """Heartbeats of this rank, and what it knows of the others."""
+    """Heartbeats of this rank, and what it knows of the others.
+
+    Every few seconds each rank writes into the store its step, the number of its collectives, and where the thread of its
+    run is. A rank that stands still reads those of all, and names the ranks that it waits for: one that writes nothing
+    any more (halted, or its machine is gone), or one that is outside of all collectives while others wait (in a loop, or
+    slow).
+    """
 
     def __init__(self, ranks: RankInfo, store: Store) -> None:
         """Begin. All ranks do so."""
@@ -441,7 +442,7 @@ class Heartbeats:
         # A connection of its own: a thread that waits for an answer would block the others that use the store.
         own_store = store.clone()  # type: ignore[attr-defined]
         own_store.set_timeout(timedelta(seconds=SILENT_SECONDS))
-        own_store.set(_key(ranks.rank), json.dumps([0, asdict(self._beat)]))
+        own_store.set(f"heartbeat-{ranks.rank}", json.dumps([0, asdict(self._beat)]))
         threading.Thread(
             target=self._watch, args=[own_store], name="vembed-heartbeat", daemon=True
         ).start()
@@ -486,7 +487,7 @@ class Heartbeats:
         """Write this rank's records, and log what it waits for. Runs in a thread of its own."""
         rank = self._ranks.rank
         host = socket.gethostname()
-        keys = [_key(other) for other in range(self._ranks.world_size)]
+        keys = [f"heartbeat-{other}" for other in range(self._ranks.world_size)]
         last_changes: dict[int, tuple[bytes, float]] = {}
         number = 0
         next_line = FIRST_LINE_SECONDS
@@ -506,7 +507,7 @@ class Heartbeats:
             values: list[bytes] = []
             # Of the store: rank 0 has ended, or does not answer in time.
             with suppress(RuntimeError):
-                store.set(_key(rank), json.dumps([number, asdict(beat)]))
+                store.set(f"heartbeat-{rank}", json.dumps([number, asdict(beat)]))
                 # Only those that stand still read: many ranks share one store.
                 if waited >= STILL_SECONDS:
                     values = store.multi_get(keys)
@@ -577,10 +578,6 @@ def find_hanging_ranks(
     more = f"; and {num_more} more ranks" if num_more else ""
     text = f"{_waiting(rank, beat, waited)} {'; and for '.join(sentences)}{more}"
     return HangReport(tuple(hanging), text)
-
-
-def _key(rank: int) -> str:
-    return f"heartbeat-{rank}"
 
 
 def _waiting(

@@ -149,7 +149,7 @@ def set_gradient_sync(
     `all_reduce`: HYBRID_SHARD of FSDP2 also sums between the copies of the model; otherwise only inside each copy,
     where the sums of several micro-batches add up to the next all-reduce. `is_last`: the next backward pass is the last
     one before the optimizer step. FSDP2 waits for its reductions only then. No-op for a model that is not sharded:
-    `collectives.all_reduce_gradients` averages its gradients.
+    `collectives.GradientSum` averages its gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
@@ -411,7 +411,9 @@ class AllReduceBatchStatistics(_Base):
         # One collective for count, sums and sums of squares, in float64: a difference of squares cancels digits.
         wide = values_NC.double()
         count = wide.new_tensor([wide.numel() / wide.shape[1]])
-        parts = torch.cat((count, wide.sum(others), wide.square().sum(others)))
+        sums = wide.sum(others)
+        square_sums = wide.square().sum(others)
+        parts = torch.cat((count, sums, square_sums))
         total: Tensor = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
         channels = wide.shape[1]
         count = total[:1].detach()

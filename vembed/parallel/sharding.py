@@ -445,7 +445,9 @@ def choose_units(
                 f"fsdp_min_num_params: {len(layers) - len(units):,d} layers have less than {fsdp.min_layer_params:,d} "
                 "parameters and are no units of their own"
             )
-        inside = {inner for unit in units for inner in unit.modules()}
+        inside: set[nn.Module] = set()
+        for unit in units:
+            inside.update(unit.modules())
         for embedding in embedding_units(model):
             if embedding not in inside:
                 units.append(embedding)

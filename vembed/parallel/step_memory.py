@@ -67,7 +67,7 @@ SHORT_TEXT_TOKENS = 128
 # ---- the estimate ------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelSize:
     """Sizes of the model that a config trains, as one whole copy."""
 
@@ -93,7 +93,7 @@ class ModelSize:
         return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Memory:
     """Bytes that one process needs, by use."""
 
@@ -119,7 +119,7 @@ class Memory:
         return self.states + self.gathered + self.copies + self.activations + self.loss
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Demand:
     """Bytes that one process needs in a step, estimated from the model's shapes or measured on the model."""
 
@@ -372,7 +372,7 @@ def quiet() -> Iterator[None]:
 # ---- the budget --------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Budget:
     """Limits of one forward pass, and of the graphs kept until their backward pass."""
 

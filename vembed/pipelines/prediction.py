@@ -110,7 +110,8 @@ def place_here(
 def peak_tflops(placement: Placement, gpu: Gpu | None) -> float:
     """Return the peak of one process: that of a GPU by its data sheet, or that of a matrix product on the device."""
     if gpu is not None:
-        peak = gpu.tflops(in_half=placement.computes_in_half)
+        in_half = placement.computes_in_half
+        peak = gpu.half_tflops if in_half else gpu.single_tflops
         if peak is None:
             raise UserError("--memory names no GPU; --gpu 2xA100-80GB does")
         return peak

@@ -12,11 +12,11 @@ from typing import Any
 import yaml
 from huggingface_hub import metadata_load
 
+from vembed.errors import is_secret, masked
 from vembed.evaluation.report.page import render_page
 from vembed.files import short_name
 from vembed.models.custom.own_code import own_class
 from vembed.models.families.description import ModelDescription
-from vembed.saving.masking import is_secret, masked
 
 _NOT_SHOWN = {
     "output_dir",

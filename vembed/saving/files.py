@@ -92,7 +92,8 @@ def save_model(
     refuse_unclaimed("the model", state)
     has_lora = has_adapters(backbone)
     more_than_adapters = None
-    if not description.traits.has_untouched_adapters:
+    family = description.traits
+    if family.has_scale_and_bias or family.has_two_models:
         more_than_adapters = "adapters alone would lose its projections, scale and bias"
     elif description.bidirectional_attention:
         more_than_adapters = (
@@ -128,14 +129,18 @@ def save_model(
                     )
                     dtype = torch.float32
                     break
+        for part in (weights, language_state, head_state, pooling_state):
+            for name, tensor in part.items():
+                if dtype is not None and tensor.is_floating_point():
+                    part[name] = tensor.to(dtype)
         if weights:
             _write_backbone(
                 folder,
                 description,
                 backbone,
-                _stored(weights, dtype),
-                _stored(language_state, dtype),
-                _stored(head_state, dtype),
+                weights,
+                language_state,
+                head_state,
             )
         if is_own(source):
             save_code(source, folder)
@@ -147,8 +152,8 @@ def save_model(
                 folder,
                 description,
                 cast(Head | None, model.head),
-                _stored(head_state, dtype),
-                _stored(pooling_state, dtype),
+                head_state,
+                pooling_state,
             )
         write_json(folder / DESCRIPTION_FILE, description.to_dict())
         text = render_card(description, card or Card(), adapter_alone=not weights)
@@ -243,16 +248,6 @@ def _write_backbone(
         write_json(path, settings)
 
 
-def _stored(
-    state: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> dict[str, Tensor]:
-    stored = dict(state)
-    for name, tensor in state.items():
-        if dtype is not None and tensor.is_floating_point():
-            stored[name] = tensor.to(dtype)
-    return stored
-
-
 # ---- the Sentence Transformers layout: modules, their settings, prompts and modalities ---------------------------------
 
 
@@ -283,7 +278,9 @@ def write_layout(
         pooling_type = POOLING_MODULE + pooling.name
         if pooling.modes:
             pooling_type = MODULE + "Pooling"
-            known = {mode for other in POOLINGS.values() for mode in other.modes}
+            known: set[str] = set()
+            for other in POOLINGS.values():
+                known.update(other.modes)
             for mode, flag in MODE_FLAGS.items():
                 if mode in known:
                     settings[flag] = mode in pooling.modes

@@ -12,7 +12,7 @@ from typing import Any
 
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.page import render_page
-from vembed.evaluation.report.record import RunRecord, read_run
+from vembed.evaluation.report.record import read_run
 
 CARD = "README.md"
 DATA_FILE = "training_data.md"
@@ -67,8 +67,15 @@ def publication(model: str, *, report: bool = True) -> Files:
     run = folder.parent
     if (run / "config.yaml").is_file():
         record = read_run(run)
-        files[DATA_FILE] = data_description(record).encode()
         hidden = local_folders(record.config)
+        # How the data were read. The page shows no text of the data.
+        settings = record.changed_settings()
+        rows = []
+        for name in DATA_OPTIONS:
+            if settings.get(name) is not None:
+                rows.append((name, str(settings[name])))
+        text = render_page("training_data.md.j2", summary=record.summary, settings=rows)
+        files[DATA_FILE] = without(text, hidden).encode()
         for name in REPORTS if report else ():
             if (run / name).is_file():
                 text = (run / name).read_text(encoding="utf-8", errors="replace")
@@ -91,18 +98,6 @@ def model_files(folder: Path) -> Files:
             )
         files[name] = path
     return files
-
-
-def data_description(record: RunRecord) -> str:
-    """Return a page about the training data: sources with counts, how they were read, validation data, warnings. It
-    shows no text of the data and no folder of this machine."""
-    settings = record.changed_settings()
-    rows = []
-    for name in DATA_OPTIONS:
-        if settings.get(name) is not None:
-            rows.append((name, str(settings[name])))
-    text = render_page("training_data.md.j2", summary=record.summary, settings=rows)
-    return without(text, local_folders(record.config))
 
 
 def local_folders(config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ WHOLE_MODEL = "model"
 """Folder of the whole model inside a checkpoint, for fsdp_state_dict_type: FULL_STATE_DICT."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelWriter:
     """Writes the model of a run, gathered on rank 0, in the layout of Sentence Transformers."""
 

@@ -144,8 +144,8 @@ class BatchInputs:
         self._cached, self.missing = source.towers.look_up(features)
         self._tables: dict[Modality, Tensor] = {}
         self._keeps_images = False
-        self._images: list[Tensor | None] = []
-        """Features of the images of each micro-batch, from the first feeding on."""
+        self._images: list[Any] = []
+        """Features of the images of each micro-batch, from the first feeding on; None for one of texts alone."""
         self._tokens: dict[int, ModelInputs] = {}
         """Texts of micro-batches that will be fed again, on the device."""
 
@@ -190,27 +190,19 @@ class BatchInputs:
                 if part[0] in towers.modalities:
                     inputs.append(towers.inputs(part, self._tables))
             if self._keeps_images:
+                chats = [part for part in inputs if part[0] == "multimodal"]
                 if micro_index == len(self._images):  # the first feeding
-                    self._images.append(self._encode_images(inputs))
-                self._substitute(inputs, self._images[micro_index])
+                    features = None
+                    if chats:
+                        # Without a graph: for the trained language model behind it the features are constants.
+                        with torch.no_grad():
+                            (features,) = self.source.model(chats, images_only=True)
+                    self._images.append(features)
+                # Features stand in the place of pixels.
+                for _, tensors in chats:
+                    tensors[IMAGE_FEATURES] = self._images[micro_index]
+                    tensors.pop("pixel_values", None)
             yield inputs
-
-    def _encode_images(self, inputs: ModelInputs) -> Tensor | None:
-        """Return the image tower's features for a micro-batch; None for one of texts alone."""
-        parts = [part for part in inputs if part[0] == "multimodal"]
-        if not parts:
-            return None
-        # Without a graph: for the trained language model behind it the features are constants.
-        with torch.no_grad():
-            (features,) = self.source.model(parts, images_only=True)
-        return features  # type: ignore[no-any-return]
-
-    def _substitute(self, inputs: ModelInputs, features: Tensor | None) -> None:
-        """Put features in the place of pixels."""
-        for modality, tensors in inputs:
-            if modality == "multimodal" and features is not None:
-                tensors[IMAGE_FEATURES] = features
-                tensors.pop("pixel_values", None)
 
 
 class FrozenTowers:

@@ -42,7 +42,7 @@ BASE_BATCH_SIZE = 32
 """The global batch that the learning rate is for, with `scale_learning_rate`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainedParameter:
     """A trainable parameter with its optimizer settings."""
 
@@ -266,7 +266,7 @@ class GradientScale:
             self.good_steps = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outcome:
     """Result of one optimizer step."""
 
@@ -338,13 +338,23 @@ class Update:
         return Outcome(loss, norm, is_finite, is_overflow)
 
 
+# ---- AdamW for bfloat16 weights --------------------------------------------------
+
 _BITS = 16
 """Bits that float32 has after those of bfloat16."""
 
 
 class RoundedAdamW(torch.optim.Optimizer):
-    """AdamW with decoupled weight decay. Weights and moments in bfloat16 are rounded stochastically, and weights in
-    float32 among them (a loss's temperature) are kept as they are."""
+    """AdamW with decoupled weight decay, for weights in bfloat16 alone (`torch_dtype: pure_bfloat16`).
+
+    bfloat16 has 8 bits of precision: an update of less than 1/512 of a weight is lost when it is rounded to the nearest
+    value, and a usual one is of that size. Rounded up with the probability of its distance from below, the weight takes
+    the right value on average. Everything is computed in float32, and weights and moments are rounded once per step.
+    Weights in float32 among them (a loss's temperature) are kept as they are.
+
+    The draws are a function of step, parameter and shard, so that copies of a weight stay equal on all processes and a
+    resumed run rounds as the uninterrupted one.
+    """
 
     def __init__(
         self,
@@ -395,7 +405,8 @@ class RoundedAdamW(torch.optim.Optimizer):
         mean = first.float().lerp_(gradient, 1 - beta1)
         square = second.float().mul_(beta2)
         square.addcmul_(gradient, gradient, value=1 - beta2)
-        divisor = square.sqrt().div_(math.sqrt(1 - beta2**step)).add_(group["eps"])
+        divisor = square.sqrt().div_(math.sqrt(1 - beta2**step))
+        divisor.add_(group["eps"])
         new = weight.float().mul_(1 - learning_rate * group["weight_decay"])
         new.addcdiv_(mean, divisor, value=-learning_rate / (1 - beta1**step))
         pairs = ((weight, new), (first, mean), (second, square))

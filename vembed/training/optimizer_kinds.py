@@ -29,7 +29,7 @@ ADAM_OPTIONS = frozenset({"adam_betas", "adam_epsilon"})
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OptimizerInputs:
     """The weights that an optimizer gets on this rank, and the options of the run."""
 

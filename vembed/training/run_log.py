@@ -16,10 +16,9 @@ from typing import Any, Self, TextIO, cast
 from rich.console import Console
 
 from vembed.config.schema import LoggingSection
-from vembed.errors import UserError
+from vembed.errors import UserError, masked
 from vembed.evaluation.report.record import scores_line
 from vembed.files import require_regular
-from vembed.saving.masking import masked
 
 log = logging.getLogger("vembed")
 

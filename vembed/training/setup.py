@@ -144,7 +144,7 @@ class RunData(Sets):
         return step * self.batches_per_step / self.batch_schedule.batches_per_epoch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainingComponents:
     """Model, loss and optimizer, and what feeds them."""
 
@@ -162,6 +162,7 @@ class TrainingComponents:
 
 def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
+    options = config.data
     # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
     turn_of_rank = 0 if session.is_main else 1 + min(session.local_rank, 1)
     for turn in range(3):
@@ -169,7 +170,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         if turn == turn_of_rank:
             try:
                 sets = open_sets(
-                    config.data,
+                    options,
                     config.objective,
                     model_name=config.model.model_name,
                     seed=config.run.seed,
@@ -183,11 +184,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
 
     store = sets.examples
     is_reranker = config.model.task == "rerank"
-    if (
-        is_reranker
-        and not config.data.in_batch_negatives
-        and not store.has_comparisons()
-    ):
+    if is_reranker and not options.in_batch_negatives and not store.has_comparisons():
         raise UserError(
             "task: rerank compares the documents of one query, and every record has one alone: find negatives with "
             "`vembed mine`, or take those of other queries with in_batch_negatives: 7"
@@ -209,11 +206,11 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         config.run.seed,
         weights=store.weights,
         names=store.names,
-        homogeneous=bool(config.data.homogeneous_batches),
-        tasks=task_numbers(config.data),
-        batch_sizes=source_batch_sizes(config.data, config.batch, size),
-        sampling=parse_sampling(config.data.sampling),
-        keys=store.all_keys() if config.data.no_duplicates else None,
+        homogeneous=bool(options.homogeneous_batches),
+        tasks=task_numbers(options),
+        batch_sizes=source_batch_sizes(options, config.batch, size),
+        sampling=parse_sampling(options.sampling),
+        keys=store.all_keys() if options.no_duplicates else None,
         labels=store.labels,
     )
     log.info(batch_schedule.summary())
@@ -298,18 +295,20 @@ def build_components(
 
     Return them with the config in which learning rates and temperature are decided.
     """
+    model_options = config.model
+    objective = config.objective
     # Before the model: the teachers' weights are no longer in memory when the model's are read.
     teachers = None
-    if needed_teachers(config.objective, config.data, config.model):
-        teachers = Teachers(config.objective, config.data, config.model, session)
+    if needed_teachers(objective, config.data, model_options):
+        teachers = Teachers(objective, config.data, model_options, session)
         teachers.prepare(data.examples)
     # The same start on every rank; the step seeds each forward pass anew.
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
     description = describe(
-        config.model,
+        model_options,
         config.matryoshka,
-        similarity=config.objective.similarity,
+        similarity=objective.similarity,
         use_qlora=config.adapters.use_qlora,
     )
     log.info(f"model: {description.summary()}")
@@ -321,7 +320,7 @@ def build_components(
     if data.evaluation is not None:
         check_metric(
             config.evaluation,
-            config.objective.quantize_embeddings,
+            objective.quantize_embeddings,
             data.evaluation,
             description,
         )
@@ -334,7 +333,7 @@ def build_components(
         ),
         decoders=max(num_cores() // session.local_world_size, 1),
     )
-    asks_to_compile = config.model.torch_compile != "auto"
+    asks_to_compile = model_options.torch_compile != "auto"
     may_compile = asks_to_compile or session.device.type == "cuda"
     first_features: list[Features] = []
     if may_compile:
@@ -356,9 +355,9 @@ def build_components(
     placement = session.placement
     embedder = build_model(
         description,
-        config.model,
+        model_options,
         config.adapters,
-        objective=config.objective,
+        objective=objective,
         seed=config.run.seed,
         device=session.model_device,
         computes_on=session.device,
@@ -409,11 +408,11 @@ def build_components(
         embedder, model, loss, optimizer, featuriser, source, teachers
     )
     temperature = run_temperature(
-        config.objective,
+        objective,
         config.data,
-        config.model.model_name,
+        model_options.model_name,
         None if scale is None else 1 / scale,
-        is_reranker=config.model.task == "rerank",
+        is_reranker=model_options.task == "rerank",
     )
     return components, config.changed(temperature=temperature)
 
@@ -624,10 +623,12 @@ def decide_intervals(
         has_validation=config.data.has_validation,
         is_length_given=is_length_given,
     )
-    intervals = run_intervals(config.evaluation, config.run, config.logging, size)
-    values = intervals.options()
-    for name, reason in intervals.reasons.items():
-        value = "none" if values[name] is None else str(values[name]).lower()
+    intervals, reasons = run_intervals(
+        config.evaluation, config.run, config.logging, size
+    )
+    for name, reason in reasons.items():
+        interval = getattr(intervals, name)
+        value = "none" if interval is None else str(interval).lower()
         log.info(f"{name}: {value} (auto; {reason})")
     return intervals
 

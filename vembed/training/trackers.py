@@ -30,7 +30,7 @@ REPORT = "report"
 REPORT_PICTURE = "report/picture"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrackedRun:
     """What a tracker is told of a run at its start."""
 
@@ -50,7 +50,7 @@ class TrackedRun:
         return self.name or self.output.resolve().name
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrackedReport:
     """The report of a finished run."""
 

@@ -286,7 +286,7 @@ class Trainer:
         self.intervals = decide_intervals(
             config, data, components.model, is_length_given=is_length_given
         )
-        decided = self.intervals.options()
+        decided = asdict(self.intervals)
         if config.optimizer.max_steps is None:
             decided["epochs"] = data.epochs
         # A run with these options repeats this one.
@@ -406,6 +406,8 @@ class Trainer:
         """
         state = self.state
         interrupts = self.interrupts
+        components = self.components
+        contrastive_step = self.contrastive_step
         num_batches = self.data.batches_per_step
         step_batches: list[RankBatch] = []
         while state.step < self.data.total_steps and not interrupts.end_agreed:
@@ -414,14 +416,14 @@ class Trainer:
             # After a shortage of memory the step is repeated with the batches that it has already.
             if not step_batches:
                 self._before_step()
-                with self.contrastive_step.timer("data"):
+                with contrastive_step.timer("data"):
                     step_batches = [next(self.batches) for _ in range(num_batches)]
             report = StepReport(state.step + 1, self.data.epoch_at(state.step + 1))
             ran_out_of_memory = False
             try:
                 for index, rank_batch in enumerate(step_batches):
                     # Gradients add up over the batches of a step. Each has the weight 1 / num_batches: L is the mean.
-                    result = self.contrastive_step.accumulate(
+                    result = contrastive_step.accumulate(
                         rank_batch,
                         state.step * num_batches + index,
                         weight=1 / num_batches,
@@ -429,20 +431,31 @@ class Trainer:
                         scale=state.scale.value,
                     )
                     report.add(rank_batch, result)
-                with self.contrastive_step.timer("wait"):
-                    loss = self.contrastive_step.synchronise(report.loss_share)
+                with contrastive_step.timer("wait"):
+                    loss = contrastive_step.synchronise(report.loss_share)
             except OutOfMemory:
                 ran_out_of_memory = True
             if ran_out_of_memory:
                 # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
-                budget = self.memory_guard.smaller(self.contrastive_step.budget)
-                self.contrastive_step.budget = budget
+                budget = self.memory_guard.smaller(contrastive_step.budget)
+                contrastive_step.budget = budget
                 self.stream.micro_batch_tokens = budget.micro_batch_tokens
-                self.components.model.zero_grad(set_to_none=True)
-                self.components.loss.zero_grad(set_to_none=True)
+                components.model.zero_grad(set_to_none=True)
+                components.loss.zero_grad(set_to_none=True)
                 continue
             step_batches = []
-            self._update_weights(report, loss)
+            with contrastive_step.timer("optimizer"):
+                rate = self.schedule.set(components.optimizer, state.step)
+                report.learning_rate = rate
+                report.outcome = self.update.apply(loss)
+            state.step += 1
+            if report.outcome.applied:
+                state.skipped_in_a_row = 0
+            else:
+                state.num_skipped += 1
+                if not report.outcome.is_overflow:
+                    state.skipped_in_a_row += 1
+            state.seconds = self.clock.seconds()
             if self.hooks.on_step(report):
                 interrupts.end_requested = True
             # The ranks decide together, once per step, so that all stop after the same one. After `on_step`, whose wish
@@ -634,22 +647,6 @@ class Trainer:
                 hook.on_epoch(epoch)
         for hook in self.hooks:
             hook.before_step(self.state.step + 1)
-
-    def _update_weights(self, report: StepReport, loss: float) -> None:
-        """Take the optimizer step and count it. Collective."""
-        state = self.state
-        components = self.components
-        with self.contrastive_step.timer("optimizer"):
-            report.learning_rate = self.schedule.set(components.optimizer, state.step)
-            report.outcome = self.update.apply(loss)
-        state.step += 1
-        if report.outcome.applied:
-            state.skipped_in_a_row = 0
-        else:
-            state.num_skipped += 1
-            if not report.outcome.is_overflow:
-                state.skipped_in_a_row += 1
-        state.seconds = self.clock.seconds()
 
     def _checkpoint_is_due(self) -> bool:
         """Return whether this step gets a checkpoint.

@@ -169,7 +169,7 @@ def merge(
         scratch.mkdir(parents=True)
     collectives.barrier()
     try:
-        # Adapters and checkpoints become whole models first.
+        # Adapters and checkpoints become whole models first. One rank writes, and the others wait for the files.
         folders = [scratch / f"model-{number}" for number in range(len(names))]
         if is_main:
             for name, folder in zip(names, folders, strict=True):
@@ -482,9 +482,7 @@ def merged_pieces(
         )
     elif recipe.method == "ties":
         assert base is not None
-        thresholds = []
-        for read in models:
-            thresholds.append(_threshold(read, base, size, recipe.density))
+        thresholds = [_threshold(read, base, size, recipe.density) for read in models]
     for start in range(0, size, PIECE):
         stop = min(start + PIECE, size)
         below = base(start, stop) if base is not None and recipe.needs_base else None
@@ -521,19 +519,22 @@ def slerp_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float]:
     """
     coefficients = torch.zeros(len(weights), dtype=torch.float64)
     coefficients[0] = 1.0
+    # Model k joins the arc of those before it at w_k / (w_1 + ... + w_k), as a mean that grows model by model.
     total = weights[0]
     for number in range(1, len(weights)):
         total += weights[number]
         # The first models may all have no weight: then the next one stands alone.
         second = weights[number] / total if total else 1.0
         first = 1 - second
-        # Lengths of the tensor so far and of the next model's, and the angle between them.
+        # Lengths of the tensor so far and of the next model's, and the angle between them. With the coefficients c
+        # and the gram matrix G the length is sqrt(c' G c), so no tensor has to be read again.
         first_norm = math.sqrt(max(float(coefficients @ gram @ coefficients), 0.0))
         second_norm = math.sqrt(max(float(gram[number, number]), 0.0))
         if first_norm > 0 and second_norm > 0:
             product = float(coefficients @ gram[:, number])
             cosine = product / (first_norm * second_norm)
             angle = math.acos(min(max(cosine, -1.0), 1.0))
+            # sin(f a) / sin(a) and sin(s a) / sin(a). For a -> 0 they tend to f and s, which stay as they are.
             if math.sin(angle) > MIN_SINE:
                 first = math.sin(first * angle) / math.sin(angle)
                 second = math.sin(second * angle) / math.sin(angle)
@@ -556,6 +557,7 @@ def _gram(
             assert base is not None
             below = base(start, stop)
             values = [value.sub_(below) for value in values]
+        # [n, piece] @ [piece, n]: the scalar products of a piece, which add up over the pieces.
         stacked = torch.stack(values)
         products += stacked @ stacked.T
     return products

@@ -119,7 +119,8 @@ class TensorWriter:
     def write(self, piece: Tensor) -> None:
         """Append elements, which have the dtype of the tensor that they belong to."""
         self._left -= piece.numel()
-        self._file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        flat = piece.contiguous().reshape(-1)
+        self._file.write(flat.view(torch.uint8).numpy().data)
 
     def __enter__(self) -> Self:
         return self

@@ -229,9 +229,9 @@ def split_by_module(
     modules. Texts that occur twice, apart from case and punctuation, are left out of the validation pairs."""
     from vembed.data.near_duplicates import normal_text
 
-    counts = Counter(
-        normal_text(text) for pair in pairs for text in (pair.query, pair.positive)
-    )
+    counts: Counter[str] = Counter()
+    for pair in pairs:
+        counts.update((normal_text(pair.query), normal_text(pair.positive)))
     packages: dict[str, list[FunctionPair]] = {}
     for pair in pairs:
         packages.setdefault(pair.module.split(".")[0], []).append(pair)

@@ -117,12 +117,16 @@ def score_tables(scores: dict[str, float]) -> list[Table]:
         size = prefix.removeprefix("dim").removesuffix("/") or "whole"
         rows.append([size, *(f"{scores[prefix + key]:.4f}" for key in columns)])
     tables = [number_table(("size", *names), rows)]
-    cuts = sorted({int(key.split("@")[1]) for key in whole if "@" in key})
+    cuts = set()
+    for key in whole:
+        _, has_cut, cut = key.partition("@")
+        if has_cut:
+            cuts.add(int(cut))
     if len(cuts) > 1:
         rows = []
-        for cut in cuts:
-            keys = [f"{key.split('@')[0]}@{cut}" for key in columns]
-            rows.append([str(cut), *(f"{scores[key]:.4f}" for key in keys)])
+        for cut_off in sorted(cuts):
+            keys = [f"{key.split('@')[0]}@{cut_off}" for key in columns]
+            rows.append([str(cut_off), *(f"{scores[key]:.4f}" for key in keys)])
         header = ["cut-off", *(name.split("@")[0] for name in names)]
         tables.append(number_table(header, rows, title=" "))
     return tables

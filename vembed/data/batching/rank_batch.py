@@ -259,7 +259,8 @@ def _cut(
         return []
     most_rows = np.maximum(1, budget // ordered)
     left = num_items - np.arange(num_items)  # not beyond the last input
-    most = np.minimum(np.minimum(most_rows, left), max_rows or num_items).tolist()
+    most_rows = np.minimum(most_rows, left)
+    most = np.minimum(most_rows, max_rows or num_items).tolist()
     widths = ordered.tolist()
     # The fixed cost of a micro-batch in tokens, for kernel launches and FSDP's all-gathers.
     price = min(budget, widths[0] * (max_rows or budget)) // PRICE_DIVISOR
@@ -269,9 +270,11 @@ def _cut(
     ends = [0] * num_items
     for i in range(num_items - 1, -1, -1):
         # costs[r - 1]: r rows in this micro-batch, and the cheapest solution for the inputs after them.
-        costs = rows[: most[i]] * widths[i] + cheapest[i + 1 : i + 1 + most[i]]
+        limit = most[i]
+        after = cheapest[i + 1 : i + 1 + limit]
+        costs = rows[:limit] * widths[i] + after
         # Searched from the end: of equal costs, the most rows.
-        num_rows = most[i] - int(costs[::-1].argmin())
+        num_rows = limit - int(costs[::-1].argmin())
         cheapest[i] = costs[num_rows - 1] + price
         ends[i] = i + num_rows
     chosen_ends = [ends[0]]
@@ -303,7 +306,8 @@ def _split_largest(
         cuts.add(cut)
         for first, last in ((start, cut), (cut, end)):
             if last - first > 1:
-                heapq.heappush(heap, (-(last - first) * widths[first], first, last))
+                cost = (last - first) * widths[first]
+                heapq.heappush(heap, (-cost, first, last))
     return sorted(cuts)
 
 

@@ -47,7 +47,8 @@ def random_bits(
     *stream: int,
 ) -> np.ndarray:
     """Return uint64 values [size] of a stream. numpy guarantees raw bits across its versions."""
-    return np.random.Philox(np.random.SeedSequence([seed, *stream])).random_raw(size)
+    sequence = np.random.SeedSequence([seed, *stream])
+    return np.random.Philox(sequence).random_raw(size)
 
 
 def shuffled(
@@ -75,9 +76,10 @@ class ContentKeys:
     values: np.ndarray
     starts: np.ndarray
 
-    def of(self, index: int) -> np.ndarray:
-        """Return the keys of one example."""
-        return self.values[self.starts[index] : self.starts[index + 1]]
+    @classmethod
+    def counted(cls, values: np.ndarray, counts: np.ndarray) -> ContentKeys:
+        """Return the keys of examples, of which example i has the next counts[i]."""
+        return cls(values, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
     def of_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of several examples, one after the other, and how many each has."""
@@ -139,8 +141,8 @@ class BatchSchedule:
                 continue
             if num_sources > 1 and not homogeneous:
                 raise UserError(
-                    "data_path: a source with a label needs batches of its own beside others: set homogeneous_batches: "
-                    "true"
+                    "data_path: one of several sources has labels, and its examples cannot share a batch with those of the others: "
+                    "set homogeneous_batches: true"
                 )
             self._classes[source] = ClassBatches(
                 self._names[source],
@@ -233,15 +235,7 @@ class BatchSchedule:
                     names.append(name)
             parts.append(f"of {size:,d}: {', '.join(names)}")
         if self.smallest_batch < min(self._batch_sizes):
-            small = []
-            for sources in self._members:
-                num_drawn = sum(self._num_drawn[source] for source in sources)
-                names = [self._names[source] for source in sources]
-                subject = f"{' and '.join(names)} has" if is_split else "there are"
-                if num_drawn < self._batch_sizes[sources[0]]:
-                    small.append(f"{subject} {num_drawn:,d}")
-            reason = f", since {' and '.join(small)} in all" if small else ""
-            parts.append(f"the smallest batch has {self.smallest_batch:,d}{reason}")
+            parts.append(f"the smallest batch has {self.smallest_batch:,d}")
         for source, classes in self._classes.items():
             line = f"{self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
             if classes.num_alone:
@@ -297,7 +291,8 @@ class BatchSchedule:
         # Pass n of a source covers its draws n * size to (n + 1) * size - 1, counted over all epochs.
         for number in range(begin // size, (end - 1) // size + 1):
             order = shuffled(self.seed, size, _PASS, source, number)
-            parts.append(order[max(0, begin - number * size) : end - number * size])
+            first_draw = number * size
+            parts.append(order[max(0, begin - first_draw) : end - first_draw])
         return np.concatenate(parts) + int(self._first[source])
 
     def _mix(
@@ -309,7 +304,8 @@ class BatchSchedule:
         """Interleave the streams at random. Each keeps its order, so that a second pass does not precede the first."""
         if len(drawn) == 1:
             return drawn[0]
-        source_of = np.repeat(np.arange(len(drawn)), [len(stream) for stream in drawn])
+        lengths = [len(stream) for stream in drawn]
+        source_of = np.repeat(np.arange(len(drawn)), lengths)
         # Group 0 leaves its number out: the order of a single group does not depend on grouping.
         purpose = (_MIX, epoch) if group == 0 else (_MIX, epoch, group)
         source_of = source_of[shuffled(self.seed, len(source_of), *purpose)]
@@ -369,7 +365,9 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     owners = owners[order]
     # A content that an example holds twice counts once.
     once = np.ones(len(values), dtype=bool)
-    once[1:] = (values[1:] != values[:-1]) | (owners[1:] != owners[:-1])
+    is_new_value = values[1:] != values[:-1]
+    is_new_owner = owners[1:] != owners[:-1]
+    once[1:] = is_new_value | is_new_owner
     values = values[once]
     owners = owners[once]
     _, number, frequency = np.unique(values, return_inverse=True, return_counts=True)
@@ -390,7 +388,8 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     # Example -> the numbers of its repeated contents, in the order of placing.
     keys = {}
     for place in placing:
-        keys[int(bound[place])] = number[first[place] : ends[place]].tolist()
+        numbers = number[first[place] : ends[place]]
+        keys[int(bound[place])] = numbers.tolist()
     is_free = np.ones(len(counts), dtype=bool)
     is_free[bound] = False
     _, group_sizes = np.unique(group, return_counts=True)
@@ -509,7 +508,8 @@ class _Arrangement:
         holders = [self.holders[key] for key in self.keys[example]]
         if any(len(held) == num_batches for held in holders):
             return False
-        for other in range(batch + 1, batch + 1 + min(SWAPS, num_batches - 1)):
+        num_others = min(SWAPS, num_batches - 1)
+        for other in range(batch + 1, batch + 1 + num_others):
             source = other % num_batches
             if any(source in held for held in holders):
                 continue
@@ -632,7 +632,8 @@ class ClassBatches:
         # A class takes consecutive slots, no more than there are batches, and slot s is in batch s % num_batches: so it
         # is never twice in a batch.
         table = np.concatenate(drawn).reshape(self.size, self.num_batches).T
-        batches: np.ndarray = table[self._shuffled(self.num_batches, _OFFSET, epoch, 1)]
+        order = self._shuffled(self.num_batches, _OFFSET, epoch, 1)
+        batches: np.ndarray = table[order]
         return batches
 
     def positives(
@@ -648,7 +649,8 @@ class ClassBatches:
         stream = (_POSITIVES, self._source, epoch, step)
         bits = random_bits(self._seed, len(examples), *stream)
         # Further by 1 to size - 1 places, in a circle: any other member, never the example itself.
-        shift = 1 + (bits % (size - 1).astype(np.uint64)).astype(np.int64)
+        others_of_class = (size - 1).astype(np.uint64)
+        shift = 1 + (bits % others_of_class).astype(np.int64)
         position = start + (self._position[examples] - start + shift) % size
         others: np.ndarray = self._order[position]
         return others
@@ -686,5 +688,7 @@ def _shares(
         is_full |= over
     room = most - shares  # what rounding down has left
     missing = total - int(shares.sum())
-    added: np.ndarray = shares + np.clip(missing - (np.cumsum(room) - room), 0, room)
+    # The first classes fill their room, until nothing is missing. What classes before each take: the sum of their room.
+    taken_before = np.cumsum(room) - room
+    added: np.ndarray = shares + np.clip(missing - taken_before, 0, room)
     return added

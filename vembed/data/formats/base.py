@@ -143,7 +143,8 @@ class ArrowRows(Format):
 
     def read(self, number: int) -> Any:
         """Return one record again."""
-        return python_rows(self.table().slice(number, 1).to_batches()[0])[0]
+        batches = self.table().slice(number, 1).to_batches()
+        return python_rows(batches[0])[0]
 
     def num_records(self) -> int:
         """Return the number of rows."""

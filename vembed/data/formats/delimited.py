@@ -191,7 +191,8 @@ def delimiter_of(header: str, expected: str) -> str:
 
     def num_fields(delimiter: str) -> int:
         try:
-            return len(next(csv.reader([header], delimiter=delimiter, strict=True), []))
+            reader = csv.reader([header], delimiter=delimiter, strict=True)
+            return len(next(reader, []))
         except csv.Error:
             return 0
 

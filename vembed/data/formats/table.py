@@ -253,6 +253,9 @@ def _readers(path: str, role: Role) -> list[Format]:
     if not stat.S_ISREG(status.st_mode):
         # A pipe, for example, blocks and can be read only once.
         raise UserError(f"{path} is not a regular file")
+    if status.st_size == 0 and Path("/proc") in file.resolve().parents:
+        # Files of the kernel have no size, whatever is read from them.
+        raise UserError(f"{path} is a file of the kernel, not a regular file")
     if status.st_size == 0:
         raise UserError(f"{path} is empty")
     try:
@@ -276,7 +279,7 @@ def _open_folder(folder: Path, role: Role) -> list[Format]:
     names = listed(path.name for path in paths)
     if any(path.suffix.lower() in IMAGE_SUFFIXES for path in paths):
         raise UserError(
-            f"{folder} holds images and nothing that says what they show: write pairs with their paths into a file, or "
+            f"{folder} has images, and no texts or classes for them: write pairs with their paths into a file, or "
             f"put the images of each class into a folder of its own ({folder}/cat/1.jpg)"
         )
     raise UserError(
@@ -348,7 +351,9 @@ def files_of_pattern(path: str) -> list[Path]:
     first = 0
     while not is_pattern(parts[first]):
         first += 1
-    paths = sorted(Path(*parts[:first]).glob("/".join(parts[first:])))
+    folder = Path(*parts[:first])
+    pattern = "/".join(parts[first:])
+    paths = sorted(folder.glob(pattern))
     files = [path for path in paths if path.is_file() and path.stat().st_size]
     if not files:
         raise UserError(f"{path} names no file (looked from {Path.cwd()})")

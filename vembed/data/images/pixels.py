@@ -159,7 +159,8 @@ class Pixels:
     @cached_property
     def num_patches(self) -> int:
         """Positions that an image tower computes for one image of any size."""
-        wide, high = (self.alone(blank_image(*size)) for size in ((64, 48), (48, 64)))
+        wide = self.alone(blank_image(64, 48))
+        high = self.alone(blank_image(48, 64))
         shape = wide[PIXELS_KEY].shape
         if shape != high[PIXELS_KEY].shape:
             raise UserError(
@@ -169,7 +170,9 @@ class Pixels:
         if "spatial_shapes" in wide:  # already patches, padded to a fixed number
             return int(shape[1])
         # One class token and the patch grid.
-        return 1 + (shape[-2] // self._patch_size) * (shape[-1] // self._patch_size)
+        rows = shape[-2] // self._patch_size
+        columns = shape[-1] // self._patch_size
+        return 1 + rows * columns
 
     def num_vision_tokens(
         self,

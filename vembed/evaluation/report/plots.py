@@ -405,7 +405,10 @@ def _plot(
     from zero. `ticks_x`: places at the horizontal axis and their names, in place of round numbers. `notes`: x, y, text,
     colour of texts beside points, and whether they stand above.
     """
-    points = [point for line in lines for piece in line.pieces() for point in piece]
+    points = []
+    for line in lines:
+        for piece in line.pieces():
+            points += piece
     xs, ys = zip(*points or [(0.0, 0.0)], strict=True)
     is_over_steps = x_label is None
     # Texts beside points need space at the edges.

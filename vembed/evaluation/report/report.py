@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from vembed.config.schema import TrainConfig
-from vembed.errors import UserError
+from vembed.errors import UserError, masked, masked_option
 from vembed.evaluation.query_results import (
     NO_DIFFERENCE,
     Changed,
@@ -44,7 +44,6 @@ from vembed.evaluation.report.record import (
 from vembed.files import replace_text, short_name
 from vembed.progress import duration
 from vembed.saving.card import calls_of
-from vembed.saving.masking import masked, masked_option
 
 MEANINGS = {
     "ndcg": "how well the first {k} results are ordered; 1 if all relevant documents come first.",
@@ -243,11 +242,7 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
         "Mixed precision": summary.precision,
         "Finished": summary.finished[:16].replace("T", " "),
     }
-    rows = []
-    for name, value in named.items():
-        if value:
-            rows.append((name, masked(value)))
-    return rows
+    return [(name, masked(value)) for name, value in named.items() if value]
 
 
 def short_paths(text: str) -> str:
@@ -544,14 +539,9 @@ class SeveralRuns:
     def best(self) -> ComparedRun | None:
         """The run with the highest deciding metric."""
         scores = self.comparable(self.metric)
-        best = None
-        for run in self.runs:
-            if run.name not in scores:
-                continue
-            # Of equal scores the first run counts.
-            if best is None or scores[run.name] > scores[best.name]:
-                best = run
-        return best
+        compared_runs = [run for run in self.runs if run.name in scores]
+        # Of equal scores the first run counts.
+        return max(compared_runs, key=lambda run: scores[run.name], default=None)
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options that differ, with the value of each run."""
@@ -856,11 +846,7 @@ def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
         package_versions = [by_package.get(package, "") for by_package in versions]
         if len(set(package_versions) - {""}) > 1:
             rows[f"{package} version"] = package_versions
-    known_rows = []
-    for name, values in rows.items():
-        if any(values):
-            known_rows.append((name, values))
-    return known_rows
+    return [(name, values) for name, values in rows.items() if any(values)]
 
 
 def _count(number: int | None) -> str:

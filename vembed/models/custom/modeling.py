@@ -230,11 +230,9 @@ def tied_names(module: nn.Module) -> list[str]:
 
 def load_weights(model: nn.Module, folder: Path) -> dict[str, list[str]]:
     """Fill a model from a folder's files; return names that are missing and names that are not used."""
-    state = {
-        name: tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
+    state = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state.update(load_file(path))
     result = model.load_state_dict(state, strict=False)
     tied = set(tied_names(model))
     return {

@@ -46,7 +46,7 @@ from vembed.models.families.model_files import is_own
 if TYPE_CHECKING:
     from vembed.config.schema import ModelSection
 
-_trusted: dict[str, type[OwnModel]] = {}
+TRUSTED: dict[str, type[OwnModel]] = {}
 """Folder -> model class of the user's file that a config of this process names for it. A folder that is not here brings
 its own code, which runs with trust_remote_code alone."""
 CODE = "modeling_vembed_own.py"
@@ -123,18 +123,6 @@ def checked_class(value: Any, named: str) -> type[nn.Module]:
     return value
 
 
-def _name_of(value: type[nn.Module]) -> str:
-    """Return `file.py:Class` of a class. Raise UserError for a class without a file, which no saved model could
-    carry."""
-    file = inspect.getsourcefile(value) if value.__module__ != "builtins" else None
-    if file is None or not Path(file).is_file() or "." in value.__qualname__:
-        raise UserError(
-            f"model_class: {value.__qualname__} is not a class at the top of a Python file, and the saved model must "
-            "carry that file: put it into one"
-        )
-    return f"{Path(file).resolve()}:{value.__qualname__}"
-
-
 def _import_name(name: str, option: str) -> ModuleType:
     try:
         return importlib.import_module(name)
@@ -183,11 +171,6 @@ def _import_file(path: Path, option: str) -> ModuleType:
 
 
 # ---- the folder of a model -------------------------------------------------------------------------------------------
-
-
-def trusted_class(folder: str) -> type[OwnModel] | None:
-    """Return the model class for a folder whose class a config has named; None if none has."""
-    return _trusted.get(folder)
 
 
 def own_class(folder: Path) -> str | None:
@@ -261,9 +244,9 @@ def own_folder(
 
 def _trust(folder: Path, code: type[nn.Module]) -> None:
     """Let this process build the model of a folder with the class that its config names."""
-    known = _trusted.get(str(folder))
+    known = TRUSTED.get(str(folder))
     if known is None or known.backbone_class is not code:
-        _trusted[str(folder)] = OwnModel.of(code)
+        TRUSTED[str(folder)] = OwnModel.of(code)
 
 
 def store_weights(module: nn.Module) -> str:
@@ -288,7 +271,7 @@ def store_weights(module: nn.Module) -> str:
 
 def save_code(source: Path, folder: Path) -> None:
     """Write the code of the own model that was built from `source`: the user's file, or the code that came with it."""
-    trusted = trusted_class(str(source))
+    trusted = TRUSTED.get(str(source))
     if trusted is not None and source.parent != _cache().resolve():
         assert trusted.backbone_class is not None
         _write_code(folder, trusted.backbone_class)
@@ -357,7 +340,10 @@ def settings_of(code: type[nn.Module], arguments: Mapping[str, Any]) -> dict[str
     }
     keys = {"max_positions": "max_position_embeddings", "image_size": "image_size"}
     for name, key in keys.items():
-        value = vars(module).get(name, vars(code).get(name, arguments.get(name)))
+        # Of the module, else of its class, else of its constructor's arguments.
+        value = arguments.get(name)
+        value = vars(code).get(name, value)
+        value = vars(module).get(name, value)
         if isinstance(value, int):
             values[key] = value
     return values
@@ -422,7 +408,14 @@ def as_options(
             values[key] = value
     if trained is not None:
         kind = trained if isinstance(trained, type) else type(trained)
-        values["model_class"] = _name_of(checked_class(kind, kind.__qualname__))
+        checked_class(kind, kind.__qualname__)
+        file = inspect.getsourcefile(kind) if kind.__module__ != "builtins" else None
+        if file is None or not Path(file).is_file() or "." in kind.__qualname__:
+            raise UserError(
+                f"model_class: {kind.__qualname__} is not a class at the top of a Python file, and the saved model must "
+                "carry that file: put it into one"
+            )
+        values["model_class"] = f"{Path(file).resolve()}:{kind.__qualname__}"
     if isinstance(trained, nn.Module):
         values["model_name"] = store_weights(trained)
     return values

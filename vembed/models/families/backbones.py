@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError, did_you_mean
 from vembed.models.custom.modeling import OwnConfig
-from vembed.models.custom.own_code import trusted_class
+from vembed.models.custom.own_code import TRUSTED
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
@@ -89,7 +89,7 @@ def read_config(
     if (read_object(path) or {}).get("model_type") == OwnConfig.model_type:
         custom: OwnConfig = OwnConfig.from_pretrained(folder)
         custom.name_or_path = str(folder)
-        if trusted_class(str(folder)) is None and not trust_remote_code:
+        if str(folder) not in TRUSTED and not trust_remote_code:
             raise UserError(
                 f"{folder} needs Python code of its own ({custom.class_name}), and trust_remote_code is false; set "
                 "trust_remote_code: true if you trust this code, or give model_class your own copy of it"
@@ -162,7 +162,7 @@ def model_class(
     kind = str(config.model_type)
     chosen: Any = None
     if isinstance(config, OwnConfig):
-        chosen = trusted_class(str(config.name_or_path))
+        chosen = TRUSTED.get(str(config.name_or_path))
     elif kind in ENCODER_ONLY:
         chosen = getattr(transformers, ENCODER_ONLY[kind])
     values = config.to_dict()
@@ -210,9 +210,8 @@ def is_decoder_only(config: PretrainedConfig) -> bool:
         )
     values = config.to_dict()
     # Names of classes, and names of AutoClasses with code in the folder.
-    names = " ".join(
-        [*(values.get("architectures") or ()), *values.get("auto_map", ())]
-    )
+    architectures = values.get("architectures") or ()
+    names = " ".join([*architectures, *values.get("auto_map", ())])
     return "ForCausalLM" in names and "ForMaskedLM" not in names
 
 

@@ -118,8 +118,3 @@ class Family:
     def reads_chats(self) -> bool:
         """True for language models with images inside their token sequence, which need a chat template."""
         return "multimodal" in self.forwards
-
-    @property
-    def has_untouched_adapters(self) -> bool:
-        """True if a run with adapters trains nothing else, so that the adapter alone is the whole result."""
-        return not (self.has_scale_and_bias or self.has_two_models)

@@ -137,7 +137,8 @@ class Last(Pooling):
         if mask is None:
             return hidden[:, -1]
         # The first real token of the flipped mask is the last one.
-        return _take(hidden, mask.shape[1] - 1 - mask.int().flip(1).argmax(dim=1))
+        num_behind = mask.int().flip(1).argmax(dim=1)
+        return _take(hidden, mask.shape[1] - 1 - num_behind)
 
     def reference(self, tokens: Tensor) -> Tensor:
         return tokens[-1]
@@ -154,6 +155,7 @@ class WeightedMean(Pooling):
     def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             mask = hidden.new_ones(hidden.shape[:2]).long()
+        # The sum up to a token is its place among the real tokens, also behind padding. Times the mask: padding counts 0.
         return _weighted(hidden, (mask.cumsum(dim=1) * mask).to(hidden.dtype))
 
     def reference(self, tokens: Tensor) -> Tensor:
@@ -178,6 +180,7 @@ class Max(Pooling):
 
 
 def _take(hidden: Tensor, position: Tensor) -> Tensor:
+    # [n] -> [n, 1, hidden_dim]: gather wants an index for every coordinate.
     index = position[:, None, None].expand(-1, 1, hidden.shape[-1])
     return hidden.gather(1, index).squeeze(1)
 
@@ -185,4 +188,5 @@ def _take(hidden: Tensor, position: Tensor) -> Tensor:
 def _weighted(hidden: Tensor, weight: Tensor) -> Tensor:
     # Not a matrix product: on GPUs that is computed in TF32, forward and backward, with
     # the mantissa of float16.
-    return (hidden * weight.unsqueeze(-1)).sum(dim=1) / weight.sum(dim=1, keepdim=True)
+    total = (hidden * weight.unsqueeze(-1)).sum(dim=1)
+    return total / weight.sum(dim=1, keepdim=True)

@@ -80,6 +80,7 @@ from vembed.training.checkpoint.folders import (
     PARTIAL,
     STATE,
     Difference,
+    FinishedRun,
     NothingLeft,
     candidates,
     checkpoint_name,
@@ -100,7 +101,7 @@ NO_CHECKPOINT: dict[str, dict[str, Any]] = {
 """Keys of the loop's state that name a checkpoint for `final/`, and what the state is without it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ResumePoint:
     """The checkpoint that a run resumes from."""
 
@@ -237,10 +238,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Raise UserError if steps would be added to it without a checkpoint.
         """
 
-        def adds_nothing() -> bool:
+        def unchanged_run() -> FinishedRun | None:
             finished = finished_run(self.output)
             if finished is None or finished.step >= total_steps:
-                return finished is not None
+                return finished
             if point is None:
                 raise UserError(
                     f"output_dir: {self.output} holds {finished} without a checkpoint, so {total_steps:,d} steps "
@@ -249,11 +250,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                     "overwrite: true); save_steps keeps checkpoints"
                 )
             # A checkpoint of exactly the last step means that the run was stopped before it wrote its model.
-            return point.step > total_steps
+            return finished if point.step > total_steps else None
 
-        if self.run.resume is not False and self._on_main(adds_nothing):
-            finished = finished_run(self.output)
-            assert finished is not None
+        if self.run.resume is False:
+            return
+        finished = self._on_main(unchanged_run)
+        if finished is not None:
             raise NothingLeft(finished, total_steps)
 
     def begin(self, point: ResumePoint | None) -> None:
@@ -266,24 +268,25 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if not self.session.is_main:
             collectives.barrier()
             return
-        for path in sorted(self.output.glob(f"checkpoint-*{PARTIAL}")):
+        output = self.output
+        for path in sorted(output.glob(f"checkpoint-*{PARTIAL}")):
             if path.is_dir():
                 shutil.rmtree(path)
                 log.info(
                     f"removed {path.name} (incomplete, left by an earlier process)"
                 )
-        checkpoints = list_checkpoints(self.output)
+        checkpoints = list_checkpoints(output)
         if self.run.overwrite and point is None:
             # `final/` stays until the new model replaces it.
             for _, path in checkpoints:
                 folders.remove(path)
-            if checkpoints or finished_run(self.output) is not None:
+            if checkpoints or finished_run(output) is not None:
                 log.info(
-                    f"overwrite: the earlier run in {self.output} is replaced ({len(checkpoints)} checkpoints removed)"
+                    f"overwrite: the earlier run in {output} is replaced ({len(checkpoints)} checkpoints removed)"
                 )
             # Without summary and report the folder no longer counts as finished.
             for name in (SUMMARY_FILE, "report.html", "report.md"):
-                (self.output / name).unlink(missing_ok=True)
+                (output / name).unlink(missing_ok=True)
             checkpoints = []
         # Checkpoints later than the chosen one must not be taken for the resumed run's. All steps here are later than a
         # checkpoint of another folder.
@@ -299,7 +302,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 path.rename(renamed)
                 log.info(f"renamed {path} to {renamed.name}")
         if point is None:
-            trim_metrics(self.output, -1)
+            trim_metrics(output, -1)
         else:
             loop = point.state["loop"]
             if self._may_go_back:
@@ -309,12 +312,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                     self._take_over(step, point)
             is_scored = loop["scored_step"] == loop["step"]
             metrics = {}
-            if point.path.resolve().parent == self.output.resolve():
+            if point.path.resolve().parent == output.resolve():
                 metrics = loop["hooks"].get("metrics", {})
             num_bytes = metrics.get("bytes", 0)
-            trim_metrics(
-                self.output, loop["step"], is_scored=is_scored, num_bytes=num_bytes
-            )
+            trim_metrics(output, loop["step"], is_scored=is_scored, num_bytes=num_bytes)
         collectives.barrier()
 
     def load(self, point: ResumePoint, trained: Trained) -> dict[str, Any]:
@@ -613,6 +614,11 @@ def _reason(error: BaseException) -> str:
     return str(error)
 
 
+# ---- tensors: weights and optimizer state by names that any strategy can read, and their storage --------------------
+#
+# torch's default storage pickles its metadata. Its storage for safetensors does not: each process writes its pieces of the
+# tensors to files of its own, and their headers say where each piece begins in its tensor.
+
 _OPTIMIZER = "optimizer."
 _HOOKS = "hooks."
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -715,7 +721,7 @@ def _quieten_torch() -> None:
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trained:
     """What is trained, and so belongs in a checkpoint."""
 

@@ -264,7 +264,7 @@ def _has_ended(owner: dict[str, Any]) -> bool:
 # ---- finished runs -----------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FinishedRun:
     """A run that has written its model and its summary."""
 
@@ -454,7 +454,7 @@ def precision_before(run: RunSection) -> Precision | None:
 # ---- settings ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Difference:
     """A setting that differs from the checkpoint's."""
 

@@ -297,6 +297,9 @@ class QueryRecord(Hook):
         return pictures
 
 
+# ---- the average of the weights (`ema`) ------------------------------------------
+
+
 class WeightAverage(Hook):
     """The average of the trained weights. Each rank averages what it holds: its copy or its shards."""
 
@@ -389,6 +392,8 @@ def put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:
                     averages[f"{WeightAverage.name}.{unwrapped_name(name)}"]
                 )
 
+
+# ---- models on the Hub (`push_to_hub`): each best one in the background, final/ at the end ----
 
 HUB_FOLDER = ".hub"
 """Folder inside output_dir with the model that is being pushed."""

@@ -141,14 +141,14 @@ class EpochMiner(Hook):
     def tensors(self) -> Mapping[str, Tensor]:
         return {"negatives": self._numbers}
 
-    def _encode(self, items: Sequence[tuple[Item, Kind]]) -> np.ndarray:
+    def _encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
         run = self._run
         towers = run.components.source.towers
         featuriser = run.components.featuriser
         vectors = encode_features(
             run.components.model,
             featuriser,
-            featuriser.features(items),
+            featuriser.features([(item, kind) for item in items]),
             run.session.device,
             world_size=run.session.world_size,
             check_interrupt=run.interrupts.check,
