@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -262,37 +263,29 @@ def files_identity(model: str) -> list[list[object]]:
     return identity
 
 
+@dataclass
 class DenseRetriever:
     """Vectors of queries and documents on disk. Methods are collective."""
 
-    identity = ""
-    summary = ""
+    folder: Path
+    identity: str
+    """Of the model that encodes."""
+    corpus: Documents
+    known: KnownPositives
+    session: Session
+    dtype: str = "float32"
+    summary: str = ""
     """One line for the log."""
-    num_encoded = 0
+    num_encoded: int = 0
     """Vectors that were computed now, and not found on disk."""
 
-    def __init__(
-        self,
-        folder: Path,
-        identity: str,
-        documents: Documents,
-        known: KnownPositives,
-        session: Session,
-        dtype: str = "float32",
-    ) -> None:
-        """`identity`: of the model that encodes."""
-        self.identity = identity
-        self._folder = folder
-        self._corpus = documents
-        self._known = known
-        self._session = session
-        self._dtype = dtype
-        self.documents = self._open("document", documents.exact)
-        self.queries = self._open("query", known.exact)
+    def __post_init__(self) -> None:
+        self.documents = self._open("document", self.corpus.exact)
+        self.queries = self._open("query", self.known.exact)
 
     def _open(self, name: str, keys: np.ndarray) -> VectorStore:
-        folder = self._folder / name
-        return VectorStore(folder, self.identity, keys, self._dtype, self._session)
+        folder = self.folder / name
+        return VectorStore(folder, self.identity, keys, self.dtype, self.session)
 
     def encode(
         self,
@@ -304,10 +297,10 @@ class DenseRetriever:
         """Compute the vectors that are not there yet. `title`, `together`: as in `VectorStore.encode`."""
 
         def encode_queries(numbers: np.ndarray) -> np.ndarray:
-            return encode(list(map(self._known.item, numbers.tolist())), "query")
+            return encode(list(map(self.known.item, numbers.tolist())), "query")
 
         def encode_documents(numbers: np.ndarray) -> np.ndarray:
-            return encode(list(map(self._corpus.item, numbers.tolist())), "document")
+            return encode(list(map(self.corpus.item, numbers.tolist())), "document")
 
         self.num_encoded = self.queries.encode(encode_queries, title, together=together)
         self.num_encoded += self.documents.encode(
@@ -323,7 +316,7 @@ class DenseRetriever:
     ) -> Ranking:
         """[Q, k] best candidates for queries first .. last - 1 and their scores. `excluded` counts from `first`."""
         queries = self.queries.take(np.arange(first, last))
-        num_candidates = self._corpus.num_candidates
+        num_candidates = self.corpus.num_candidates
         return self.documents.search(queries, num_candidates, k, excluded)
 
     def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
@@ -336,8 +329,8 @@ class DenseRetriever:
 
     def sums_of(self, pairs: Pairs) -> VectorStore:
         """Return the sums of the vectors of query and document of each pair, without normalising."""
-        queries = self._known.exact[pairs.queries]
-        documents = self._corpus.exact[pairs.documents]
+        queries = self.known.exact[pairs.queries]
+        documents = self.corpus.exact[pairs.documents]
         sums = self._open("sum", np.stack([queries, documents], axis=1))
 
         def add(numbers: np.ndarray) -> np.ndarray:
