@@ -161,7 +161,7 @@ def sharded_step(config, options=None, *, dtype=torch.float64, edit=None):
             (share_of_loss(outputs) * session.world_size).backward()
         collectives.calls.clear()
         if session.strategy == "ddp":
-            collectives.all_reduce_gradients(model.parameters())
+            collectives.GradientSum(model.parameters()).finish()
         norm = float(parameters.global_grad_norm(model))
         optimizer = torch.optim.SGD(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -202,9 +202,9 @@ def sharded_step(config, options=None, *, dtype=torch.float64, edit=None):
                     }
                 ),
                 "with_gradient": sorted(
-                    parameters.unwrapped_name(n)
-                    for n, p in model.named_parameters()
-                    if p.grad is not None
+                    parameters.unwrapped_name(name)
+                    for name, parameter in model.named_parameters()
+                    if parameter.grad is not None
                 ),
                 "kind": type(model).__name__,
             },

@@ -468,7 +468,8 @@ class DataSection(Section, title="data"):
     """Hard negatives mined by the run's own model between epochs, after those of the data: {every_epochs: 1,
     num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
     num_workers: Auto | NonNegativeInt = "auto"
-    """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none."""
+    """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none. Beside a
+    GPU a single one is a process."""
 
     @property
     def has_validation(self) -> bool:
@@ -820,12 +821,10 @@ class TrainConfig(Immutable):
 
     def changed(self, **options: Any) -> TrainConfig:
         """Return a config with other values of some options. They are not validated."""
-        updates: dict[str, dict[str, Any]] = {}
-        for name, value in options.items():
-            updates.setdefault(section_of(name), {})[name] = value
         sections = dict(self)
-        for name, update in updates.items():
-            sections[name] = sections[name].model_copy(update=update)
+        for name, value in options.items():
+            section = section_of(name)
+            sections[section] = sections[section].model_copy(update={name: value})
         return TrainConfig(**sections)
 
 

@@ -52,7 +52,6 @@ from vembed.data.batching.rank_batch import (
     MicroBatch,
     ModelInputs,
     RankBatch,
-    indices_by_modality,
     row_index,
 )
 from vembed.data.features import PairFeaturiser
@@ -78,7 +77,7 @@ GROUPED_GRADIENT_BYTES = 2**30
 which frees its graph meanwhile. Larger tensors take a GPU longer than a launch takes the host."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Counts:
     """What the ranks tell each other of a global batch. Each list has one entry per rank."""
 
@@ -172,7 +171,7 @@ class HostCopy:
         return self._copy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchResult:
     """Result of one global batch, besides gradients."""
 
@@ -334,11 +333,10 @@ class ContrastiveStep:
         rank_batch = batch.rank_batch
         budget = self.budget
         features = rank_batch.features
-        lengths = [feature.length for feature in features]
         modalities = self.source.feeder.featuriser.modalities
-        inputs_by_modality = indices_by_modality(features, modalities)
         limit = budget.micro_batch_tokens
-        trained_split = LockstepSplit(lengths, inputs_by_modality, limit)
+        trained_split = rank_batch.split(modalities, limit)
+        lengths = trained_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
         # A rank without negatives lacks no scores of them.
@@ -640,7 +638,7 @@ class ContrastiveStep:
 # ---- columns of a global batch -----------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Column:
     """A rank's part of one column of the global batch: int64 or float64, [n]."""
 
