@@ -485,7 +485,9 @@ def _with_shared_data(pipeline: Pipeline, step: Step) -> Mapping[str, Any]:
     path = shared["data_path"].value
     options = dict(step.options)
     # The names of the columns belong to these data.
-    if isinstance(path, str) and options.setdefault("data_path", path) == path:
+    reads_shared = options.get("data_path", path) == path
+    if isinstance(path, str) and reads_shared:
+        options["data_path"] = path
         if "column_mapping" in shared:
             options.setdefault("column_mapping", shared["column_mapping"].value)
     return options
