@@ -467,7 +467,8 @@ def open_examples(
         raise UserError(
             f"column_mapping names {listed(names)}, which no record of any source has{max(hints)}"
         )
-    # Rounded cumulative ends of each source's share, so that the sizes add up to the limit.
+    # Rounded cumulative ends of each source's share, so that the sizes add up to the limit. Each source keeps one record
+    # at least, so that many small ones may exceed it.
     limit = data.max_train_examples if is_training else None
     total = sum(map(len, sources))
     limit = total if limit is None else min(limit, total)
