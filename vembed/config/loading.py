@@ -239,7 +239,7 @@ def _override_stage(
 
 
 def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
-    """Merge the layers, from the weakest to the strongest. A note tells of each value that is overridden.
+    """Merge the layers, from the weakest to the strongest. Adds a note for each overridden value.
 
     A new value takes the place of the option itself, and of the option of the same meaning (REPLACES).
     """
@@ -431,8 +431,8 @@ class Step:
     layer: Layer
     """What a training stage gives."""
     options: dict[str, Any]
-    """What it gives, by option. Of a step between under the names of its command, which may mean other things:
-    `output_path` of a mining is a file."""
+    """What it gives, by option. For a step that is no training, by the names of its command's options, which may
+    mean other things: `output_path` of a mining is a file."""
     task: str
     """Task of the model that it trains, or starts from."""
     model_step: Step | None

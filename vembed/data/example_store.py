@@ -379,7 +379,7 @@ class ExampleStore:
         return lines
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each source that is probably not meant as it is read."""
+        """Return a warning for each source that looks misread."""
         sentences = []
         for source in self._sources:
             sentences += [f"{source.name}: {point}" for point in source.weak_points()]
@@ -599,8 +599,8 @@ class Index:
     """Number of keys of each record."""
     counts: Counter[str]
     """Statistics of the good records: records, positives, negatives, scored (records with scores), text_queries,
-    image_queries, text_documents and image_documents. A query with text and image counts in both. And bad: the bad
-    records."""
+    image_queries, text_documents and image_documents. A query with text and image counts in both. `bad` counts
+    the bad records."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
     problems: list[str]

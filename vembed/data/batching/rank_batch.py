@@ -73,7 +73,7 @@ def make_rank_batch(
 ) -> RankBatch:
     """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch.
 
-    `encodes_copies`: equal inputs stay as many as they are.
+    `encodes_copies`: keep duplicates.
     """
     units: list[Any] = []
     row_items: list[tuple[Item, Item]] = []
@@ -184,7 +184,7 @@ class RankBatchStream:
         for position in range(rows.start, rows.stop):
             example = example_at(position)
             if self.in_batch_negatives:
-                # The examples behind it in the batch, and behind the last one those from the first on.
+                # The examples after it in the batch, wrapping around at the end.
                 others = map(
                     example_at,
                     (*range(position + 1, len(indices)), *range(position)),
