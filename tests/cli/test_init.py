@@ -255,6 +255,24 @@ def test_texts_that_are_not_english_get_a_model_of_many_languages(vembed, start,
     assert not is_english(["как дела"])
 
 
+def test_a_wrong_answer_is_not_guessed_as_the_positive(start):
+    rows = []
+    for n in range(9):
+        row = {"customer_said": f"question {n}?", "agent_said": f"a long answer {n}"}
+        rows.append({**row, "wrong_reply": f"another long reply {n + 1}"})
+    write_rows("train.jsonl", rows)
+    config = start("train.jsonl")
+    mapping = {"customer_said": "query", "agent_said": "positive"}
+    assert config.data.column_mapping == mapping
+    assert "wrong_reply: negative" in text()
+
+
+def test_a_model_that_is_a_file_is_refused_in_a_dry_run(vembed, start, faq):
+    start(faq)
+    done = vembed("train vembed.yaml --dry-run --model-name", str(faq))
+    assert done.code == 2 and "is a file" in done.err
+
+
 def test_a_terminal_is_asked():
     rows = []
     for n in range(9):
@@ -284,6 +302,15 @@ def test_a_clip_config_fits_the_model(start):
     assert facts is not None and facts.temperature is not None
     assert (config.model.max_length or 1000) <= facts.max_length
     assert config.objective.temperature == facts.temperature
+
+
+def test_a_local_model_says_its_family(start):
+    Image.new("RGB", (4, 4)).save("b.png")
+    write_rows("train.jsonl", [{"photo": "b.png", "words": "a cat on a mat"}])
+    config = start("train.jsonl", model=str(shared(tiny_clip)))
+    assert config.data.column_mapping == {"photo": "positive_image", "words": "query"}
+    assert "text and images" in text() or "CLIP" in text(), text()
+    assert "BERT-like" not in text()
 
 
 def test_values_from_the_size_of_the_data():

@@ -291,11 +291,11 @@ def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
     assert isinstance(data.documents, Corpus)
     expected = [Item(text=document["text"].strip()) for document in documents]
     assert list(data.documents) == expected
-    assert list(data.documents[98:]) == expected[98:]
+    assert list(data.documents)[98:] == expected[98:]
     assert data.documents.keys.tolist() == [entry.key() for entry in expected]
     assert data.documents.lengths.tolist() == [len(item.text) for item in expected]
     assert data.relevance == ({3: 1, 70: 1, 99: 1},)
-    assert data.documents._numbers.nbytes + data.documents.keys.nbytes <= 28 * len(
+    assert data.documents.numbers.nbytes + data.documents.keys.nbytes <= 28 * len(
         documents
     )
     read_as = data.read_as(ReadAs(document_prompt="passage: ", max_length=8))

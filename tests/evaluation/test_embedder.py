@@ -107,9 +107,9 @@ def test_images_become_items():
         ({"txt": "a"}, "'txt'"),
         ({}, "text, image and images"),
         ({"text": None}, "neither text nor image"),
-        ({"text": 3}, "is a int"),
-        ({"image": 3}, "an image is a int"),
-        (3, "an input is a int"),
+        ({"text": 3}, "is of type int"),
+        ({"image": 3}, "an image is of type int"),
+        (3, "an input is of type int"),
         ("a \ud800", "a lone surrogate"),
         ({"text": "\udfff"}, "a lone surrogate"),
     ],
@@ -122,7 +122,9 @@ def test_what_is_no_input_is_named(value, message):
 def test_an_input_that_is_none_is_named_by_its_place(folder):
     model = Embedder(folder, device="cpu")
     for encode in (model.encode, model.hidden_states):
-        with pytest.raises(UserError, match=r"inputs\[2\]: an input is a NoneType"):
+        with pytest.raises(
+            UserError, match=r"inputs\[2\]: an input is of type NoneType"
+        ):
             encode(["a", "b", None])
 
 

@@ -102,5 +102,5 @@ def test_other_ways_to_a_pickle_are_closed_too(tmp_path):
     (folder / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "../elsewhere", "r": 1})
     )
-    with pytest.raises(UserError, match="stands beside whole weights"):
+    with pytest.raises(UserError, match=r"adapter_config\.json"):
         vembed.Embedder(folder)

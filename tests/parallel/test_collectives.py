@@ -129,7 +129,8 @@ def averaged_gradients(average):
         (6,), 1 / 256 if rank else 1.0, dtype=torch.bfloat16
     )
     collectives.calls.clear()
-    collectives.all_reduce_gradients(parameters, average=average)
+    sides = (parameters, ()) if average else ((), parameters)
+    collectives.GradientSum(*sides).finish()
     return [parameter.grad for parameter in parameters], dict(collectives.calls)
 
 
@@ -196,7 +197,7 @@ def gradients_without_group():
     dist.destroy_process_group()
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
-    collectives.all_reduce_gradients([parameter])
+    collectives.GradientSum([parameter]).finish()
     collectives.barrier()
     return parameter.grad
 

@@ -10,6 +10,7 @@ import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.parallel.steps import (
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
-from vembed.parallel import collectives, launch_check, session
+from vembed.parallel import collectives, launch_check, placement, session
 from vembed.parallel.environment import RankInfo, interface_to, read_rank_info
 from vembed.parallel.launch import free_port
 from vembed.parallel.placement import choose_precision, place
@@ -106,7 +107,9 @@ LARGE = ModelSize(
 
 def placed(size, num_ranks=2, memory=80 * GIB, **options):
     run = resolve_run(config_of("unused", **options), env={})
-    return place(run, RankInfo(0, num_ranks, 0, num_ranks), CPU, memory, lambda _: size)
+    ranks = RankInfo(0, num_ranks, 0, num_ranks)
+    with mock.patch.object(placement, "measure", lambda _: size):
+        return place(run, ranks, CPU, memory)
 
 
 @pytest.mark.promise("B33", "C02")

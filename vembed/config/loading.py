@@ -370,10 +370,12 @@ def expand_output_dir(
     values: Mapping[str, Any],
     env: Mapping[str, str] = os.environ,
 ) -> str:
-    """Return the folder that a template such as runs/{model}-{time} names: the same on every rank.
+    """Return the folder that a template such as ~/runs/{model}-{time} names: the same on every rank.
 
     `values`: the options by name. Raise ValueError for a bad template.
     """
+    if template.startswith("~"):
+        template = str(Path(template).expanduser())
     # Not str.format: other braces, format specs and attributes in a folder's name stay as they are.
     names = _PLACEHOLDER.findall(template)
     if not names:

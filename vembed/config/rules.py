@@ -233,7 +233,7 @@ def _loss_rules(config: TrainConfig, terms: Sequence[Term]) -> Iterator[str]:
                 "model"
             )
         if term.guide == SCORES:
-            yield f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model"
+            yield f"guide: {SCORES} scores only the pairs that are listed for it: give guide an embedding model"
 
 
 def _source_rules(data: DataSection, batch: BatchSection) -> Iterator[str]:
@@ -283,7 +283,7 @@ def _task_rules(options: Mapping[str, Any], terms: Sequence[Term]) -> Iterator[s
         return
     for name, reason in EMBEDDER_OPTIONS.items():
         if name in changed:
-            yield f"{name}: {options[name]} does not go with task: rerank, because {reason}: leave it out"
+            yield f"{name}: {options[name]} does not work with task: rerank, because {reason}: leave it out"
     known = [name for name, loss in LOSSES.items() if loss.reads_lists]
     for term in terms:
         loss = term.loss

@@ -157,6 +157,8 @@ NUM_PREVIEWS = 3
 SHOWN_CHARACTERS = 70
 MIN_CHOICE = 2
 """Groups of queries and documents are used if those that can be held out have so many times the examples wanted."""
+MUCH_LARGER = 1.5
+"""A split that holds out so many times the examples wanted is explained."""
 
 
 FIRST_DOCUMENT = 2**63
@@ -176,6 +178,8 @@ class HeldOut:
     """Different positives of the examples that are held out; 0 for texts with labels."""
     num_trained_documents: int
     """Those of them that are positives of training examples too."""
+    num_wanted: int
+    """Examples that the share asks for."""
 
     @cached_property
     def documents(self) -> Sequence[tuple[int, Item]]:
@@ -205,6 +209,11 @@ class HeldOut:
         if not self.by_documents:
             notes.append(
                 "queries alone are held out, because most examples are connected by documents that they share"
+            )
+        if len(self.examples) >= MUCH_LARGER * self.num_wanted:
+            notes.append(
+                f"{len(self.examples):,d} examples are held out and not {self.num_wanted:,d}, because nearly equal "
+                "queries stay together (val_data_path names other validation data)"
             )
         return notes
 
@@ -247,7 +256,14 @@ def hold_out(
     is_held_pair = is_held[groups.pair_examples]
     documents = np.unique(groups.pair_documents[is_held_pair])
     trained = np.intersect1d(documents, groups.pair_documents[~is_held_pair])
-    return HeldOut(train, held, by_documents, len(documents), len(trained))
+    return HeldOut(
+        train,
+        held,
+        by_documents,
+        len(documents),
+        len(trained),
+        num_held_out,
+    )
 
 
 @dataclass(frozen=True)
@@ -344,7 +360,8 @@ def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> lis
             validation.setdefault(content, items)
     shared: dict[tuple[str, int], None] = {}
     # Every n-th example of a large store, from all of its sources.
-    for index in range(0, len(train), -(-len(train) // MAX_COMPARED_EXAMPLES)):
+    step = max(1, -(-len(train) // MAX_COMPARED_EXAMPLES))  # rounded up
+    for index in range(0, len(train), step):
         example = train[index]
         for positive in example.positives:
             for content in _contents(example.query, positive):

@@ -943,7 +943,8 @@ def _code_hash() -> str:
     """Return a hash of the code that reads records: an index is good for the code that made it."""
     folder = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=12)
-    for path in sorted([*folder.glob("*.py"), *folder.glob("formats/*.py")]):
+    sources = [*folder.glob("*.py"), *folder.glob("formats/*.py")]
+    for path in sorted(sources):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -53,9 +53,9 @@ class ImageRef:
 
     def identity(self) -> bytes:
         """Return bytes that identify the image, without decoding it."""
-        return (
-            self.data if self.data is not None else b"path:" + str(self.path).encode()
-        )
+        if self.data is not None:
+            return self.data
+        return b"path:" + str(self.path).encode()
 
 
 @dataclass(frozen=True, slots=True)

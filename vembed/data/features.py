@@ -537,7 +537,8 @@ class TextProcessing:
         for number, ids in enumerate(self.tokenize(rendered)):
             text = texts[number]
             whole = rendered[number]
-            if len(beginnings[number]) < len(text) and len(ids) <= self._max_length:
+            is_cut = len(beginnings[number]) < len(text)
+            if is_cut and len(ids) <= self._max_length:
                 whole = self._render(prompts[number], text)
                 (ids,) = self.tokenize([whole])  # noqa: PLW2901
             row = self._cut(whole, ids, limits[number])
@@ -608,7 +609,8 @@ class TextProcessing:
         """Warn once if more than a tenth of the tokens of the first texts are unknown to the tokenizer."""
         special = {*self.tokenizer.all_special_ids} - {self._unknown}
         ids = np.concatenate(rows)
-        self._num_tokens += int((~np.isin(ids, list(special))).sum())
+        is_special = np.isin(ids, list(special))
+        self._num_tokens += int((~is_special).sum())
         self._num_unknown += int((ids == self._unknown).sum())
         share = self._num_unknown / max(self._num_tokens, 1)
         if self._num_tokens >= LEAST_SAMPLE_TOKENS and share > UNKNOWN_SHARE:

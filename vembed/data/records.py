@@ -242,7 +242,8 @@ class RecordFormat:
         title = value.get("title")
         if type(text) is str and type(title) is str:
             text = f"{title} {text}".strip()  # as in a BEIR-style corpus
-        if images and (text is None or (isinstance(text, str) and not text.strip())):
+        is_blank = isinstance(text, str) and not text.strip()
+        if images and (text is None or is_blank):
             return Item(images=images)
         if text is None:
             raise BadRecord(
@@ -815,7 +816,8 @@ def quoted_column(name: str) -> str:
 
 def normalised_name(name: str) -> str:
     """Return a column's name as the tables of names write it."""
-    return "_".join(name.strip(" \"'").lower().replace("-", " ").split())
+    words = name.strip(" \"'").lower().replace("-", " ").split()
+    return "_".join(words)
 
 
 # ---- conversations ---------------------------------------------------------------
@@ -914,7 +916,10 @@ JUDGEMENTS = (
 """Words in likely names of columns that say which pairs match. None of them is read beside a query and a positive."""
 _NO_JUDGEMENTS = "id ids text name names url date"
 """Words in names of columns that only tell something about a judgement."""
-_NEGATIVES = "neg negs negative negatives rejected"
+_NEGATIVES = (
+    "neg negs negative negatives rejected wrong incorrect distractor distractors "
+    "falsch falsche negativ"
+)
 """Words in likely names of columns with negatives."""
 _NO_NEGATIVES = "id ids name names url date is num count score scores"
 PROMPT_COLUMNS = "prompt instruction query_instruction instruct"
@@ -951,10 +956,15 @@ def classes_as_scores(values: Collection[float]) -> str | None:
     )
 
 
+def negative_columns(names: Iterable[str]) -> list[str]:
+    """Return the columns that probably hold negatives."""
+    return _named(names, _NEGATIVES, _NO_NEGATIVES)
+
+
 def unread_parts(unused: Iterable[str]) -> list[str]:
     """Return what is wrong where columns that are not read probably hold negatives or prompts."""
     sentences = []
-    names = _named(unused, _NEGATIVES, _NO_NEGATIVES)
+    names = negative_columns(unused)
     if names:
         entries = ", ".join(f"{quoted_column(name)}: negative" for name in names)
         sentences.append(

@@ -223,7 +223,10 @@ class RowStore:
 
     def _open(self, path: Path) -> None:
         try:
-            width, itemsize = map(int, path.stem.rpartition("-")[2].split("x"))
+            _, _, size = path.stem.rpartition(
+                "-"
+            )  # NAME-384x2: numbers of a row, and bytes of each
+            width, itemsize = map(int, size.split("x"))
             record = _record_of(width, itemsize)
             keys = open_regular(path.with_name(f"{path.name}{KEYS_SUFFIX}"))
             self._files.append(_File(path, keys, open_regular(path), record))
@@ -323,7 +326,8 @@ def size_of_all(folder: Path) -> tuple[int, int]:
     sizes: dict[Path, int] = {}
     for path in folder.glob(f"*/*{SUFFIX}"):
         with suppress(OSError):  # deleted by another process
-            sizes[path.parent] = sizes.get(path.parent, 0) + path.stat().st_size
+            folder_size = sizes.get(path.parent, 0)
+            sizes[path.parent] = folder_size + path.stat().st_size
     return len(sizes), sum(sizes.values())
 
 
@@ -333,6 +337,7 @@ def lasting_identity(image: ImageRef) -> bytes:
         return b"data:" + hashlib.blake2b(image.data).digest()
     path = Path(str(image.path))
     try:
-        return repr((str(path.absolute()), stamp(path))).encode()
+        identity = (str(path.absolute()), stamp(path))
+        return repr(identity).encode()
     except (OSError, ValueError):  # an address
         return repr(image.path).encode()

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -139,7 +140,9 @@ def sections(
     featuriser = None
     if model is not None:
         reason = f"{model.model_name} is not on this machine yet"
-        if local_model(model.model_name) is not None:
+        # Of a file `describe` says that it is no model.
+        is_file = Path(model.model_name).expanduser().is_file()
+        if is_file or local_model(model.model_name) is not None:
             # These import torch, which takes seconds.
             from vembed.data.features import build_featuriser
             from vembed.models.families.description import describe

@@ -30,6 +30,7 @@ from vembed.data.records import (
     Mode,
     RecordFormat,
     classes_as_scores,
+    negative_columns,
     unread_judgement,
     unread_parts,
 )
@@ -237,9 +238,10 @@ def guess(
     record_names: dict[str, None] = {}  # as a set that keeps the order
     for record in records:
         record_names |= dict.fromkeys(record)
+    skipped = {*taken_columns, *negative_columns(record_names)}
     for name in record_names:
         column = _facts(name, [record.get(name) for record in records])
-        if name not in taken_columns and column.is_text:
+        if name not in skipped and column.is_text:
             candidates.append(column)
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
     mapping = {}
@@ -263,13 +265,13 @@ def guess(
         reasons[best.name] = ", ".join(why)
         open_columns.remove(best)
         unassigned.remove(role)
-    names = [column.name for column in candidates if column.name in mapping]
+    guessed = [column.name for column in candidates if column.name in mapping]
 
     def best_score(column: ColumnFacts) -> float:
         return max(_score(column, role, longest) for role in ("query", "positive"))
 
     candidates.sort(key=best_score, reverse=True)
-    in_file_order = {name: mapping[name] for name in names}
+    in_file_order = {name: mapping[name] for name in guessed}
     return Guess(in_file_order, reasons, tuple(candidates))
 
 
@@ -310,6 +312,9 @@ def _score(
     score = 2.0 * _named(column.name, role) - _named(column.name, other_role)
     share = column.mean_length / longest
     score += column.questions - share if role == "query" else share - column.questions
+    # Images are found by their captions more often than captions by images.
+    if column.has_paths and role == "positive":
+        score += 1.0
     if column.unique < FEW_VALUES:
         score -= 1.0
     if _words(column.name) & ROLE_WORDS["id"]:
@@ -481,6 +486,17 @@ def local_model(name: str) -> Path | None:
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
+
+
+def local_family(name: str, task: Task) -> str | None:
+    """Return the family of a model that is on this machine, else None."""
+    if local_model(name) is None:
+        return None
+    from vembed.models.families.description import (
+        describe,  # imported late: transformers takes seconds
+    )
+
+    return describe(ModelSection(model_name=name, task=task)).family
 
 
 def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:

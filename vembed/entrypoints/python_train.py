@@ -50,7 +50,7 @@ def train(
         source = as_options(_stored(config), model)
     elif model is not None:
         raise UserError(
-            "model= goes with a config that is a dict; in a file, model_class names the class"
+            "model= needs a config that is a dict. For a config file, set model_class to the class"
         )
     callbacks = []
     if on_step is not None or on_evaluation is not None:

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, overload
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class RetrievalData:
         queries = tuple(map(settings.query, self.queries))
         documents: Sequence[Item]
         if isinstance(self.documents, Corpus):
-            documents = self.documents.read_as(settings)
+            documents = replace(self.documents, settings=settings)
         else:
             documents = tuple(map(settings.document, self.documents))
         return replace(self, queries=queries, documents=documents)
@@ -505,54 +505,32 @@ def _judgement_of_record(record: object) -> tuple[str, str, int] | str:
     return str(query), str(document), int(score)
 
 
+@dataclass(frozen=True, eq=False)
 class Corpus(Sequence[Item]):
-    """Documents that are read when they are asked for; 20 bytes are held for each."""
+    """Documents that are read when they are asked for, by number; 20 bytes are held for each."""
 
-    def __init__(
-        self,
-        reader: Format,
-        numbers: np.ndarray,
-        lengths: np.ndarray,
-        keys: np.ndarray,
-        settings: ReadAs | None = None,
-    ) -> None:
-        self._reader = reader
-        self._numbers = numbers
-        """Numbers of the records, int64 [n]."""
-        self.lengths = lengths
-        """Lengths of the texts in characters, int32 [n]."""
-        self.keys = keys
-        """Keys of the contents, int64 [n]."""
-        self._settings = settings or ReadAs()
+    reader: Format
+    numbers: np.ndarray
+    """Numbers of the records, int64 [n]."""
+    lengths: np.ndarray
+    """Lengths of the texts in characters, int32 [n]."""
+    keys: np.ndarray
+    """Keys of the contents, int64 [n]."""
+    settings: ReadAs
+    """Prompt and length of a source."""
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    @overload
-    def __getitem__(self, index: int) -> Item: ...
-    @overload
-    def __getitem__(self, index: slice) -> Corpus: ...
-    def __getitem__(self, index: int | slice) -> Item | Corpus:
-        if isinstance(index, slice):
-            return Corpus(
-                self._reader,
-                self._numbers[index],
-                self.lengths[index],
-                self.keys[index],
-                self._settings,
-            )
-        record = self._reader.read(int(self._numbers[index]))
+    def __getitem__(self, index: int) -> Item:  # type: ignore[override]
+        record = self.reader.read(int(self.numbers[index]))
         item = Item(text=document_text(record)) if isinstance(record, dict) else Item()
         # The text was checked at opening and is read again only now; its key tells whether it is still the same.
         if item.key() != self.keys[index]:
             raise UserError(
-                f"{self._reader.name} has changed since it was opened: start again"
+                f"{self.reader.name} has changed since it was opened: start again"
             )
-        return self._settings.document(item)
-
-    def read_as(self, settings: ReadAs) -> Corpus:
-        """Return the documents with the prompt and the length of a source."""
-        return Corpus(self._reader, self._numbers, self.lengths, self.keys, settings)
+        return self.settings.document(item)
 
 
 @dataclass(frozen=True)
@@ -614,7 +592,7 @@ def read_beir_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
         numbers = numbers[is_first]
         lengths = lengths[is_first]
         keys = keys[is_first]
-    documents = Corpus(reader, numbers, lengths, keys)
+    documents = Corpus(reader, numbers, lengths, keys, ReadAs())
     return IdentifiedCorpus(documents, num_joined, KeyIndex(hashes), document_of)
 
 

@@ -371,7 +371,7 @@ def to_item(input_: Input) -> Item:
         input_ = {"image": input_}
     if not isinstance(input_, Mapping):
         raise UserError(
-            f"an input is a {type(input_).__name__}; vembed encodes texts, images and {{text, image}} records"
+            f"an input is of type {type(input_).__name__}; vembed encodes texts, images and {{text, image}} records"
         )
     if not input_ or set(input_) - {"text", "image", "images"}:
         raise UserError(
@@ -388,7 +388,7 @@ def to_item(input_: Input) -> Item:
     if text is not None:
         if not isinstance(text, str):
             raise UserError(
-                f"the text of an input is a {type(text).__name__}: {text!r}"
+                f"the text of an input is of type {type(text).__name__}: {text!r}"
             )
         if has_lone_surrogate(text):
             raise UserError(f"an input {LONE_SURROGATE}")
@@ -408,5 +408,5 @@ def _image_ref(image: Any) -> ImageRef:
         )
         return ImageRef(data=encoded.getvalue())
     raise UserError(
-        f"an image is a {type(image).__name__}; give a path, the bytes of an image file or a PIL image"
+        f"an image is of type {type(image).__name__}; give a path, the bytes of an image file or a PIL image"
     )

@@ -520,7 +520,8 @@ class Chooser:
             return columns
         random = np.random.default_rng([self.seed, candidates.first + query])
         # Drawn for all columns and then selected: a candidate's draw does not depend on which others are allowed.
-        draws = random.uniform(size=(candidates.documents.shape[1],))[columns]
+        num_columns = candidates.documents.shape[1]
+        draws = random.uniform(size=(num_columns,))[columns]
         if self.options.sampling == "random":
             return columns[np.argsort(draws, kind="stable")]
         # Gumbel's trick: the order of score / temperature + noise is that of draws without replacement.
@@ -644,7 +645,8 @@ def calibrate(
         # Any of those that are left is as likely as any other: the expected share.
         num_kept = is_allowed.sum(axis=1)
         per_query = np.minimum(num_kept, number)
-        shares = (is_allowed & is_hidden_QK).sum(axis=1) / np.maximum(num_kept, 1)
+        num_hidden = (is_allowed & is_hidden_QK).sum(axis=1)
+        shares = num_hidden / np.maximum(num_kept, 1)
         return float((shares * per_query) @ weights_Q / max(per_query.sum(), 1))
 
     # The other limits of the config stay; the margin is what is looked for.
@@ -658,7 +660,9 @@ def calibrate(
     rates = np.array([rate_of(limit) for limit in limits])
     reaches = rates <= options.max_false_negative_rate
     # From the loosest to the strictest: the first that keeps to the rate leaves the hardest negatives.
-    best = int(np.argmax(reaches) if reaches.any() else np.argmin(rates))
+    best = int(np.argmin(rates))
+    if reaches.any():
+        best = int(np.argmax(reaches))
     return Calibration(
         limits[best],
         float(rates[best]),

@@ -76,7 +76,8 @@ class ChatClient:
         key = os.environ.get(endpoint.api_key_env)
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+        content = json.dumps(body).encode()
+        request = urllib.request.Request(self.url, content, headers)
         reason = ""
         for attempt in range(endpoint.max_retries + 1):
             if self._has_failed.is_set():

@@ -83,7 +83,8 @@ class BeirTable:
         self._rows: list[tuple[str, int]] = []
         for number, record in _objects(self._queries):
             identity = str(document_id(record))
-            if not self._documents.keys().isdisjoint(relevant.get(identity, ())):
+            documents = relevant.get(identity, [])
+            if not self._documents.keys().isdisjoint(documents):
                 self._rows.append((identity, number))
         self._relevant = relevant
         self._form = RecordFormat(Columns(), ImageRoot(str(folder), allow_urls=False))
@@ -223,7 +224,8 @@ def array_identity(values: np.ndarray) -> list[int]:
     exchanged."""
     # The position goes into the sum: an XOR of the numbers alone would not see two exchanged.
     mixed = values * 31 + np.arange(len(values))
-    return [len(values), int(np.bitwise_xor.reduce(mixed, initial=0))]
+    checksum = np.bitwise_xor.reduce(mixed, initial=0)
+    return [len(values), int(checksum)]
 
 
 class CorpusFile:
@@ -331,7 +333,8 @@ class Documents:
         if num_copies:
             self.notes.append(f"joined {num_copies:,d} documents with equal content")
         self.num_candidates = len(candidates)
-        is_new = KeyIndex(candidates[:, KEY]).find(extra[:, KEY]) < 0
+        known_keys = KeyIndex(candidates[:, KEY])
+        is_new = known_keys.find(extra[:, KEY]) < 0
         self._table = np.concatenate([candidates, distinct_by(extra[is_new], KEY)])
         self.exact = self._table[:, EXACT].copy()
         """The content of each document as a number, where case and spaces count."""

@@ -122,18 +122,16 @@ HEADS: dict[str, Literal["label", "answer"]] = {
 """Kind of judge -> the layer that gives its score; of others, that of its files."""
 
 
+@dataclass
 class CachedJudge:
     """One judge, whose judgements are kept on disk by the contents of query and document, for all runs."""
 
-    def __init__(
-        self,
-        judge: Judge,
-        options: WeightOptions,
-        device: torch.device,
-    ) -> None:
-        self.judge = judge
-        self._options = options
-        self._device = device
+    judge: Judge
+    options: WeightOptions
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        judge = self.judge
         self._model: JudgePairs | None = None
         """Loaded when it is first asked. A later judge may never be."""
         identity = short_hash(
@@ -142,7 +140,7 @@ class CachedJudge:
             judge.kind,
             judge.instruction,
             judge.max_length,
-            options.torch_dtype,
+            self.options.torch_dtype,
             [ANSWER_PROMPT, ANSWER_END, ENDPOINT_PROMPT],
         )
         self._store = RowStore(
@@ -164,7 +162,7 @@ class CachedJudge:
         if not missing:
             return answers
         if self._model is None:
-            self._model = load_judge(self.judge, self._options, self._device)
+            self._model = load_judge(self.judge, self.options, self.device)
         answered = []
         try:
             for index, answer in self._model([pairs[place] for place in missing]):

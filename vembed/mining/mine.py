@@ -164,26 +164,25 @@ def work_folder(config: MineConfig | GenerateConfig) -> Path:
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
 
 
+@dataclass(frozen=True)
 class _ExampleTable:
     """Examples in the form of a table of `vembed mine`."""
 
-    name = "the training data"
-    image_folder = ""
-
-    def __init__(self, examples: ExampleStore, *, has_ids: bool) -> None:
-        self._examples = examples
-        self._has_ids = has_ids
+    examples: ExampleStore
+    has_ids: bool
+    name: str = "the training data"
+    image_folder: str = ""
 
     def __len__(self) -> int:
-        return len(self._examples)
+        return len(self.examples)
 
     def example(self, number: int) -> Example:
         """See Table."""
-        return self._examples[number]
+        return self.examples[number]
 
     def record(self, number: int) -> dict[str, Any]:
         """See Table. Without a corpus, whose ids it may name, nothing."""
-        return self._examples.record(number) if self._has_ids else {}
+        return self.examples.record(number) if self.has_ids else {}
 
 
 @dataclass(frozen=True)
@@ -199,33 +198,29 @@ class Mined:
     """Result of `threshold: auto`, or nothing."""
 
 
+@dataclass
 class ExampleMiner:
     """Miner for the examples of one run. All ranks make one and call its methods together."""
 
-    def __init__(
-        self,
-        options: EpochMining,
-        data: DataSection,
-        examples: ExampleStore,
-        session: Session,
-        seed: int,
-    ) -> None:
+    options: EpochMining
+    data: DataSection
+    examples: ExampleStore
+    session: Session
+    seed: int
+
+    def __post_init__(self) -> None:
         """Read all examples, and the corpus if there is one."""
-        self._examples = examples
-        self._session = session
-        self._options = options
-        self._seed = seed
-        data_options = DataOptions(
+        corpus_path = self.options.corpus_path
+        options = DataOptions(
             data_path=[],
-            corpus_path=options.corpus_path,
-            image_root=data.image_root,
-            allow_image_urls=data.allow_image_urls,
-            on_bad_record=data.on_bad_record,
+            corpus_path=corpus_path,
+            image_root=self.data.image_root,
+            allow_image_urls=self.data.allow_image_urls,
+            on_bad_record=self.data.on_bad_record,
         )
-        has_ids = options.corpus_path is not None
-        rows = Rows([_ExampleTable(examples, has_ids=has_ids)])
-        self.documents = Documents(data_options, rows)
-        self._known = KnownPositives(rows, self.documents, data_options)
+        rows = Rows([_ExampleTable(self.examples, corpus_path is not None)])
+        self.documents = Documents(options, rows)
+        self._known = KnownPositives(rows, self.documents, options)
         self.notes = self._known.notes
         """Lines for the log."""
         self.fingerprint = short_hash(array_identity(self.documents.exact))
@@ -242,8 +237,8 @@ class ExampleMiner:
         `folder`: for vectors; all ranks see it, and it is empty before and gone afterwards. `epoch`: random choices
         differ between epochs.
         """
-        session = self._session
-        options = self._options
+        session = self.session
+        options = self.options
         known = self._known
         # Vectors of other weights must not be taken for those of now.
         self._clear(folder)
@@ -263,7 +258,7 @@ class ExampleMiner:
         choice = choose_negatives(
             search,
             options,
-            self._seed + epoch,
+            self.seed + epoch,
             self.documents,
             session,
             depth=options.budget,
@@ -278,7 +273,7 @@ class ExampleMiner:
         scores = chosen.scores[chosen.documents >= 0]
         mean = float(scores.mean()) if len(scores) else float("nan")
         number = options.num_negatives
-        by_example = np.full((len(self._examples), number), -1, np.int64)
+        by_example = np.full((len(self.examples), number), -1, np.int64)
         rows = columns_by_row(chosen, known.query_of_row, number)
         for row, columns in enumerate(rows):
             query = known.query_of_row[row]
@@ -288,18 +283,18 @@ class ExampleMiner:
 
     def example(self, index: int, documents: Sequence[int]) -> Example:
         """Return an example with these documents after its own negatives."""
-        example = self._examples[index]
+        example = self.examples[index]
         added = [self.documents.item(number) for number in documents if number >= 0]
         if not added:
             return example
         # The prompts of the source of the example, not of that of the document.
         plain = tuple(replace(item, prompt=None, max_length=None) for item in added)
-        read = self._examples.as_read(index, replace(example, negatives=plain))
+        read = self.examples.as_read(index, replace(example, negatives=plain))
         return replace(
             read, negatives=example.negatives + read.negatives, negative_scores=None
         )
 
     def _clear(self, folder: Path) -> None:
-        if self._session.is_main:
+        if self.session.is_main:
             shutil.rmtree(folder, ignore_errors=True)
-        self._session.barrier()
+        self.session.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,51 +28,47 @@ QUERY_NAME = "query"
 NEGATIVES_NAME = "negatives"
 
 
+@dataclass
 class RowMaker:
     """Joins the rows with what was chosen for their queries."""
 
-    def __init__(
-        self,
-        config: MineConfig,
-        inputs: MiningInputs,
-        chosen: Chosen,
-        relabelled: Mapping[int, Sequence[int]],
-        search: CandidateSearch,
-    ) -> None:
-        """`chosen`: for all queries. `relabelled`: query -> documents that become its positives. Collective."""
-        known = inputs.known
-        self._rows = inputs.rows
-        self._documents = inputs.documents
-        self._known = known
-        self._config = config
-        self._chosen = chosen
-        self._relabelled = relabelled
-        self.num_negatives = 0
-        self.num_short = 0
-        self.num_dropped = 0
-        self.num_rows = 0
-        self._pairs = NO_PAIRS
-        if config.scores:
+    config: MineConfig
+    inputs: MiningInputs
+    chosen: Chosen
+    """For all queries."""
+    relabelled: Mapping[int, Sequence[int]]
+    """Query -> documents that become its positives."""
+    search: CandidateSearch
+    num_negatives: int = 0
+    num_short: int = 0
+    num_dropped: int = 0
+    num_rows: int = 0
+
+    def __post_init__(self) -> None:
+        self._documents = self.inputs.documents
+        known = self.inputs.known
+        pairs = NO_PAIRS
+        if self.config.scores:
             added = []
-            for query, query_documents in relabelled.items():
+            for query, query_documents in self.relabelled.items():
                 added += [(query, document) for document in query_documents]
             table = np.array(added, np.int64).reshape(-1, 2)
             new = Pairs.of(table[:, 0], table[:, 1])
             # Every document that a row may hold in the output, so that each gets its score.
-            self._pairs = Pairs.union([known.positives, known.negatives, new])
-        self._pair_codes = self._pairs.codes
-        self._pair_scores = search.scores_of(self._pairs)
+            pairs = Pairs.union([known.positives, known.negatives, new])
+        self._pair_codes = pairs.codes
+        self._pair_scores = self.search.scores_of(pairs)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows to write, in the order of the input."""
-        number = self._config.num_negatives
-        query_of_row = self._known.query_of_row
-        by_row = columns_by_row(self._chosen, query_of_row, number)
+        number = self.config.num_negatives
+        query_of_row = self.inputs.known.query_of_row
+        by_row = columns_by_row(self.chosen, query_of_row, number)
         for row, columns in enumerate(by_row):
             query = int(query_of_row[row])
             output_row = self._row(row, query, columns)
             self.num_short += len(columns) < number
-            if not output_row[NEGATIVES_NAME] and self._config.on_missing == "drop":
+            if not output_row[NEGATIVES_NAME] and self.config.on_missing == "drop":
                 self.num_dropped += 1
                 continue
             self.num_rows += 1
@@ -84,8 +81,8 @@ class RowMaker:
         query: int,
         columns: np.ndarray,
     ) -> dict[str, Any]:
-        config = self._config
-        table, number = self._rows.locate(row)
+        config = self.config
+        table, number = self.inputs.rows.locate(row)
         record = table.record(number)
         example = table.example(number)
         folder = table.image_folder
@@ -117,14 +114,14 @@ class RowMaker:
             output_row[POSITIVE_NAME] = values if len(values) > 1 else values[0]
         added = []
         if example.scores is None:  # a row with scores of its own gets no positives
-            numbers = self._relabelled.get(query, ())
+            numbers = self.relabelled.get(query, ())
             added = [self._documents.item(number) for number in numbers]
         if added:
             positives = output_row[POSITIVE_NAME]
             if not isinstance(positives, list):
                 positives = [positives]
             output_row[POSITIVE_NAME] = positives + row_values(added, folder)
-        mined = self._chosen.documents[query, columns].tolist()
+        mined = self.chosen.documents[query, columns].tolist()
         items = [self._documents.item(document) for document in mined]
         output_row[NEGATIVES_NAME] = negatives + row_values(items, folder)
         if self._documents.has_ids:
@@ -151,15 +148,15 @@ class RowMaker:
         if example.scores is None:
             output_row["positive_scores"] = known_scores([*example.positives, *added])
         negatives = (
-            known_scores(example.negatives) if self._config.keep_negatives else []
+            known_scores(example.negatives) if self.config.keep_negatives else []
         )
-        scores = self._chosen.scores[query, columns].tolist()
+        scores = self.chosen.scores[query, columns].tolist()
         output_row["negative_scores"] = negatives + [
             round(score, 6) for score in scores
         ]
-        if self._config.judges:
+        if self.config.judges:
             judged = [None] * len(negatives)
-            for judgement in self._chosen.judgements[query, columns].tolist():
+            for judgement in self.chosen.judgements[query, columns].tolist():
                 judged.append(None if judgement == UNDECIDED else round(judgement, 6))
             output_row["negative_judge_scores"] = judged
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -124,7 +125,8 @@ class LexicalRetriever:
             if query % self._session.world_size == self._session.rank:
                 begin, end = np.searchsorted(pairs.queries, [query, query + 1])
                 scores = self._scores(first + query)
-                result[begin:end] = scores[torch.from_numpy(pairs.documents[begin:end])]
+                documents = torch.from_numpy(pairs.documents[begin:end])
+                result[begin:end] = scores[documents]
         return collectives.sum_tensor(result).numpy()
 
     def _scores(self, query: int) -> torch.Tensor:
@@ -261,37 +263,29 @@ def files_identity(model: str) -> list[list[object]]:
     return identity
 
 
+@dataclass
 class DenseRetriever:
     """Vectors of queries and documents on disk. Methods are collective."""
 
-    identity = ""
-    summary = ""
+    folder: Path
+    identity: str
+    """Of the model that encodes."""
+    corpus: Documents
+    known: KnownPositives
+    session: Session
+    dtype: str = "float32"
+    summary: str = ""
     """One line for the log."""
-    num_encoded = 0
+    num_encoded: int = 0
     """Vectors that were computed now, and not found on disk."""
 
-    def __init__(
-        self,
-        folder: Path,
-        identity: str,
-        documents: Documents,
-        known: KnownPositives,
-        session: Session,
-        dtype: str = "float32",
-    ) -> None:
-        """`identity`: of the model that encodes."""
-        self.identity = identity
-        self._folder = folder
-        self._corpus = documents
-        self._known = known
-        self._session = session
-        self._dtype = dtype
-        self.documents = self._open("document", documents.exact)
-        self.queries = self._open("query", known.exact)
+    def __post_init__(self) -> None:
+        self.documents = self._open("document", self.corpus.exact)
+        self.queries = self._open("query", self.known.exact)
 
     def _open(self, name: str, keys: np.ndarray) -> VectorStore:
-        folder = self._folder / name
-        return VectorStore(folder, self.identity, keys, self._dtype, self._session)
+        folder = self.folder / name
+        return VectorStore(folder, self.identity, keys, self.dtype, self.session)
 
     def encode(
         self,
@@ -303,10 +297,10 @@ class DenseRetriever:
         """Compute the vectors that are not there yet. `title`, `together`: as in `VectorStore.encode`."""
 
         def encode_queries(numbers: np.ndarray) -> np.ndarray:
-            return encode(list(map(self._known.item, numbers.tolist())), "query")
+            return encode(list(map(self.known.item, numbers.tolist())), "query")
 
         def encode_documents(numbers: np.ndarray) -> np.ndarray:
-            return encode(list(map(self._corpus.item, numbers.tolist())), "document")
+            return encode(list(map(self.corpus.item, numbers.tolist())), "document")
 
         self.num_encoded = self.queries.encode(encode_queries, title, together=together)
         self.num_encoded += self.documents.encode(
@@ -322,7 +316,7 @@ class DenseRetriever:
     ) -> Ranking:
         """[Q, k] best candidates for queries first .. last - 1 and their scores. `excluded` counts from `first`."""
         queries = self.queries.take(np.arange(first, last))
-        num_candidates = self._corpus.num_candidates
+        num_candidates = self.corpus.num_candidates
         return self.documents.search(queries, num_candidates, k, excluded)
 
     def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
@@ -335,8 +329,8 @@ class DenseRetriever:
 
     def sums_of(self, pairs: Pairs) -> VectorStore:
         """Return the sums of the vectors of query and document of each pair, without normalising."""
-        queries = self._known.exact[pairs.queries]
-        documents = self._corpus.exact[pairs.documents]
+        queries = self.known.exact[pairs.queries]
+        documents = self.corpus.exact[pairs.documents]
         sums = self._open("sum", np.stack([queries, documents], axis=1))
 
         def add(numbers: np.ndarray) -> np.ndarray:
@@ -429,12 +423,14 @@ def fuse(
     documents = np.concatenate([documents for documents, _ in rankings], axis=1)
     order = np.argsort(documents, axis=1, kind="stable")
     documents = np.take_along_axis(documents, order, axis=1)
-    gain = np.take_along_axis(np.concatenate(gains, axis=1), order, axis=1)
+    gain = np.concatenate(gains, axis=1)
+    gain = np.take_along_axis(gain, order, axis=1)
     # Equal documents are neighbours now: the first of them gets the sum of all.
     is_first = np.ones(documents.shape, bool)
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     group = np.cumsum(is_first.ravel()) - 1
-    total = np.bincount(group, gain.ravel())[group].reshape(documents.shape)
+    sums = np.bincount(group, gain.ravel())
+    total = sums[group].reshape(documents.shape)
     total[~is_first | (documents < 0)] = -np.inf
     # Stable: of equal ones the lower number first.
     best = np.argsort(-total, axis=1, kind="stable")[:, :k]
@@ -511,7 +507,8 @@ class VectorStore:
         with ProgressReport(title or "", active=is_shown) as progress:
             for numbers in todo:
                 vectors = compute(numbers)
-                broken = int((~np.isfinite(vectors).all(axis=1)).sum())
+                is_finite = np.isfinite(vectors).all(axis=1)
+                broken = int((~is_finite).sum())
                 if broken:
                     raise UserError(
                         f"the model gives vectors that are not numbers for {broken:,d} of {len(vectors):,d} inputs: its "

@@ -245,7 +245,8 @@ def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
             merged[f"{name}.weight"] = dequantized(module, merged[f"{name}.weight"])
             for key in [key for key in merged if key.startswith(f"{name}.weight.")]:
                 del merged[key]
-    for name in [key.removesuffix(_DOWN) for key in state if key.endswith(_DOWN)]:
+    adapted = [key.removesuffix(_DOWN) for key in state if key.endswith(_DOWN)]
+    for name in adapted:
         layer: Any = backbone.get_submodule(name)
         weight = merged.pop(f"{name}.base_layer.weight")
         down, up = (

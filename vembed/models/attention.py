@@ -814,7 +814,8 @@ class CpuDropout(nn.Dropout):
 
     def forward(self, values: Tensor) -> Tensor:
         """Apply dropout as nn.Dropout does, with other draws."""
-        if not self.training or self.p in (0.0, 1.0) or values.device.type != "cpu":
+        draws_nothing = not self.training or self.p in (0.0, 1.0)
+        if draws_nothing or values.device.type != "cpu":
             return super().forward(values)
         dropped: Tensor = _Dropped.apply(values, self.p)  # type: ignore[no-untyped-call]
         return dropped

@@ -528,7 +528,9 @@ def padding_mask(inputs: Inputs) -> Tensor | None:
     The mask is inspected on CPUs only: on a GPU this would force a synchronisation. Collation may omit a mask of ones.
     """
     mask = inputs.get("attention_mask")
-    if mask is None or (mask.device.type == "cpu" and bool(mask.all())):
+    if mask is None:
+        return None
+    if mask.device.type == "cpu" and bool(mask.all()):
         return None
     return mask
 

@@ -126,10 +126,11 @@ def principal_components(sample: Tensor, out_features: int) -> Tensor:
     centred = unit - unit.mean(dim=0)
     covariance = centred.T @ centred
     # eigh returns ascending eigenvalues with eigenvectors as columns: flip, then transpose to rows.
-    directions: Tensor = (
-        torch.linalg.eigh(covariance).eigenvectors.flip(1).T[:out_features]
-    )
-    largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))
+    eigenvectors = torch.linalg.eigh(covariance).eigenvectors
+    directions: Tensor = eigenvectors.flip(1).T[:out_features]
+    # An eigenvector has no sign. Its largest coordinate is made positive, so that runs agree.
+    place = directions.abs().argmax(dim=1, keepdim=True)
+    largest = directions.gather(1, place)
     return (directions * largest.sign()).to(sample.dtype)
 
 
@@ -474,8 +475,11 @@ class LanguageHead(WholeHead):
         """Return True if a module of the base model holds a weight that the head uses too. Sharded, it must stay
         gathered while the head runs."""
         inner = set(map(id, module.modules()))
-        sources = self.tied.values()
-        return any(id(self._origin(source, base)[0]) in inner for source in sources)
+        for source in self.tied.values():
+            holder, _ = self._origin(source, base)
+            if id(holder) in inner:
+                return True
+        return False
 
 
 def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -327,11 +327,12 @@ class _Linear(torch.autograd.Function):
         grads: list[Tensor | None] = [None] * 5
         if of_values:
             grads[0] = torch.mm(gradient, weight).view_as(values)
-        if of_weight and _is_on_gpu(gradient):
+        if of_weight:
             inputs = values.flatten(0, -2)
-            grads[1] = torch.mm(gradient.t(), inputs, out_dtype=torch.float32)
-        elif of_weight:
-            grads[1] = torch.mm(gradient.t(), values.flatten(0, -2)).float()
+            if _is_on_gpu(gradient):
+                grads[1] = torch.mm(gradient.t(), inputs, out_dtype=torch.float32)
+            else:
+                grads[1] = torch.mm(gradient.t(), inputs).float()
         if of_bias and _is_on_gpu(gradient):
             grads[2] = gradient.sum(0, dtype=torch.float32)
         elif of_bias:

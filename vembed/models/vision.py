@@ -54,7 +54,8 @@ def token_positions(
 
     `is_image`, `mask`: [n, tokens]; `grid`: [images, (time, height, width)] in patches.
     """
-    images = iter((grid // torch.tensor([1, merge_size, merge_size])).tolist())
+    merged_grid = grid // torch.tensor([1, merge_size, merge_size])
+    images = iter(merged_grid.tolist())
     positions = np.zeros((3, *is_image.shape), dtype=np.int64)
     for row, kinds in enumerate(is_image.numpy()):
         places = np.arange(len(kinds))
@@ -202,5 +203,6 @@ def add_at_images(
     flat = is_image.flatten()
     # [all tokens] the row of an image token's features. Text tokens get that of any token, times 0.
     rows = (flat.cumsum(dim=0) - 1).clamp(min=0)
-    added = features.to(hidden.dtype).index_select(0, rows) * flat[:, None]
+    added = features.to(hidden.dtype).index_select(0, rows)
+    added = added * flat[:, None]
     return hidden + added.view_as(hidden)

@@ -187,14 +187,6 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
         return local_rows[: counts[rank()]]
 
 
-def all_reduce_gradients(
-    parameters: Iterable[nn.Parameter], *, average: bool = True
-) -> None:
-    """Average (or sum) the gradients of a replicated model. See `GradientSum`."""
-    sides = (parameters, ()) if average else ((), parameters)
-    GradientSum(*sides).finish()
-
-
 class GradientSum:
     """All-reduce of the gradients of replicated parameters, in a few large buckets.
 

@@ -442,7 +442,7 @@ class Heartbeats:
         # A connection of its own: a thread that waits for an answer would block the others that use the store.
         own_store = store.clone()  # type: ignore[attr-defined]
         own_store.set_timeout(timedelta(seconds=SILENT_SECONDS))
-        own_store.set(_key(ranks.rank), json.dumps([0, asdict(self._beat)]))
+        own_store.set(f"heartbeat-{ranks.rank}", json.dumps([0, asdict(self._beat)]))
         threading.Thread(
             target=self._watch, args=[own_store], name="vembed-heartbeat", daemon=True
         ).start()
@@ -487,7 +487,7 @@ class Heartbeats:
         """Write this rank's records, and log what it waits for. Runs in a thread of its own."""
         rank = self._ranks.rank
         host = socket.gethostname()
-        keys = [_key(other) for other in range(self._ranks.world_size)]
+        keys = [f"heartbeat-{other}" for other in range(self._ranks.world_size)]
         last_changes: dict[int, tuple[bytes, float]] = {}
         number = 0
         next_line = FIRST_LINE_SECONDS
@@ -507,7 +507,7 @@ class Heartbeats:
             values: list[bytes] = []
             # Of the store: rank 0 has ended, or does not answer in time.
             with suppress(RuntimeError):
-                store.set(_key(rank), json.dumps([number, asdict(beat)]))
+                store.set(f"heartbeat-{rank}", json.dumps([number, asdict(beat)]))
                 # Only those that stand still read: many ranks share one store.
                 if waited >= STILL_SECONDS:
                     values = store.multi_get(keys)
@@ -578,10 +578,6 @@ def find_hanging_ranks(
     more = f"; and {num_more} more ranks" if num_more else ""
     text = f"{_waiting(rank, beat, waited)} {'; and for '.join(sentences)}{more}"
     return HangReport(tuple(hanging), text)
-
-
-def _key(rank: int) -> str:
-    return f"heartbeat-{rank}"
 
 
 def _waiting(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -200,18 +200,17 @@ def place(
     ranks: RankInfo,
     device: torch.device,
     memory: int,
-    measure_model: Callable[..., ModelSize] = measure,
     gpu: Gpu | None = None,
     instructions: str | None = None,
     resumed: Precision | None = None,
 ) -> Placement:
     """Decide how a run is placed: strategy, precision, gradient checkpointing and compiled layers.
 
-    Ranks with the same `memory` and `instructions` decide the same. `measure_model` returns the model's sizes. `gpu`: facts of
-    a GPU of another machine, for `plan`. `instructions`: bfloat16 instructions that the CPUs of all processes have.
+    Ranks with the same `memory` and `instructions` decide the same. `gpu`: facts of a GPU of another machine, for `plan`.
+    `instructions`: bfloat16 instructions that the CPUs of all processes have.
     `resumed`: the precision of the run that is resumed.
     """
-    strategy, size, advice = _choose_strategy(run, ranks, memory, measure_model)
+    strategy, size, advice = _choose_strategy(run, ranks, memory)
     fsdp = run.fsdp if strategy.value == "fsdp" else None
     config = run.config
     model = config.model
@@ -402,7 +401,6 @@ def _choose_strategy(
     run: ResolvedRun,
     ranks: RankInfo,
     memory: int,
-    measure_model: Callable[..., ModelSize],
 ) -> tuple[Decision[Strategy], ModelSize | None, list[str]]:
     """Return the strategy, the model's sizes where they were asked for, and advice."""
     asked = run.strategy
@@ -418,7 +416,7 @@ def _choose_strategy(
     if asked.value == "ddp":
         return Decision("ddp", asked.reason, asked.source), None, []
     # Only here, because it takes time: the model is built without weights to count its parameters.
-    size = measure_model(run.config)
+    size = measure(run.config)
     share = size.state_bytes / memory
     need = (
         f"{size.total:,d} parameters need {size.state_bytes / GIB:.2f}GB for weights, gradients and optimizer, {share:.0%} of "

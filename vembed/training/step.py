@@ -78,7 +78,7 @@ GROUPED_GRADIENT_BYTES = 2**30
 which frees its graph meanwhile. Larger tensors take a GPU longer than a launch takes the host."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Counts:
     """What the ranks tell each other of a global batch. Each list has one entry per rank."""
 
@@ -172,7 +172,7 @@ class HostCopy:
         return self._copy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BatchResult:
     """Result of one global batch, besides gradients."""
 
@@ -642,7 +642,7 @@ class ContrastiveStep:
 # ---- columns of a global batch -----------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Column:
     """A rank's part of one column of the global batch: int64 or float64, [n]."""
 

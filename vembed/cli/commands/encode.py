@@ -110,7 +110,7 @@ def encode(
     has_ranges = precision in ("int8", "uint8")
     if ranges is not None and not has_ranges:
         raise UserError(
-            f"--ranges goes with --precision int8 or uint8, and {precision} has none"
+            f"--ranges needs --precision int8 or uint8, and the precision is {precision}"
         )
     if pooling and pooling not in POOLINGS:
         raise UserError(f"--pooling {pooling}: give one of {', '.join(POOLINGS)}")

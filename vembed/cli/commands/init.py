@@ -36,6 +36,7 @@ from vembed.data_tools.starter import (
     guess,
     held_out_share,
     is_terminal,
+    local_family,
     measure_lengths,
     model_facts,
     read_sample,
@@ -97,7 +98,7 @@ class DataSummary:
 
 
 def init(
-    family: str = "text_encoder",
+    family: str | None = None,
     data: str = "train.jsonl",
     val_data: str | None = None,
     task: Task = "embed",
@@ -113,7 +114,7 @@ def init(
     """Write a commented starter config for a kind of model and a data file, whose columns are guessed by content.
 
     Args:
-        family: Kind of model: text_encoder, text_decoder, clip, ...
+        family: Kind of model: text_encoder, text_decoder, clip, ... Default: that of a --model on this machine, else text_encoder.
         data: Training data. Its first records are read.
         val_data: Validation data.
         task: An embedding model, or a reranker.
@@ -147,6 +148,9 @@ def init(
         raise UserError(
             f"{output} exists already: give another --output, or --force to overwrite it"
         )
+    if family is None and model is not None and model != DEMO:
+        family = local_family(model, task)
+    family = family or "text_encoder"
     if family not in FAMILIES:
         names = f": give one of {join_words(list(FAMILIES))}"
         hint = did_you_mean(family, FAMILIES) or names

@@ -386,7 +386,8 @@ def _split_largest(
         cuts.add(cut)
         for first, last in ((start, cut), (cut, end)):
             if last - first > 1:
-                heapq.heappush(heap, (-(last - first) * widths[first], first, last))
+                cost = (last - first) * widths[first]
+                heapq.heappush(heap, (-cost, first, last))
     return sorted(cuts)
 
 

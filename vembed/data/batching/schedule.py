@@ -140,8 +140,8 @@ class BatchSchedule:
                 continue
             if num_sources > 1 and not homogeneous:
                 raise UserError(
-                    "data_path: a source with a label needs batches of its own beside others: set homogeneous_batches: "
-                    "true"
+                    "data_path: one of several sources has labels, and its examples cannot share a batch with those of the others: "
+                    "set homogeneous_batches: true"
                 )
             self._classes[source] = ClassBatches(
                 self._names[source],
@@ -282,7 +282,8 @@ class BatchSchedule:
         # Pass n of a source covers its draws n * size to (n + 1) * size - 1, counted over all epochs.
         for number in range(begin // size, (end - 1) // size + 1):
             order = shuffled(self.seed, size, _PASS, source, number)
-            parts.append(order[max(0, begin - number * size) : end - number * size])
+            first_draw = number * size
+            parts.append(order[max(0, begin - first_draw) : end - first_draw])
         return np.concatenate(parts) + int(self._first[source])
 
     def _mix(
@@ -498,7 +499,8 @@ class _Arrangement:
         holders = [self.holders[key] for key in self.keys[example]]
         if any(len(held) == num_batches for held in holders):
             return False
-        for other in range(batch + 1, batch + 1 + min(SWAPS, num_batches - 1)):
+        num_others = min(SWAPS, num_batches - 1)
+        for other in range(batch + 1, batch + 1 + num_others):
             source = other % num_batches
             if any(source in held for held in holders):
                 continue
@@ -621,7 +623,8 @@ class ClassBatches:
         # A class takes consecutive slots, no more than there are batches, and slot s is in batch s % num_batches: so it
         # is never twice in a batch.
         table = np.concatenate(drawn).reshape(self.size, self.num_batches).T
-        batches: np.ndarray = table[self._shuffled(self.num_batches, _OFFSET, epoch, 1)]
+        order = self._shuffled(self.num_batches, _OFFSET, epoch, 1)
+        batches: np.ndarray = table[order]
         return batches
 
     def positives(

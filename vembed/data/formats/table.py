@@ -279,7 +279,7 @@ def _open_folder(folder: Path, role: Role) -> list[Format]:
     names = listed(path.name for path in paths)
     if any(path.suffix.lower() in IMAGE_SUFFIXES for path in paths):
         raise UserError(
-            f"{folder} holds images and nothing that says what they show: write pairs with their paths into a file, or "
+            f"{folder} has images, and no texts or classes for them: write pairs with their paths into a file, or "
             f"put the images of each class into a folder of its own ({folder}/cat/1.jpg)"
         )
     raise UserError(

@@ -158,7 +158,7 @@ def _opened(image: ImageRef) -> Iterator[Image.Image]:
         if image.data is not None and image.data.isascii():
             hint = "; if the column holds texts, write it as strings, not as bytes"
         raise UserError(
-            f"{image_name(image)} is none, or of an unknown format (known: {', '.join(_formats())}){hint}"
+            f"{image_name(image)} is not an image, or of an unknown format (known: {', '.join(_formats())}){hint}"
         ) from error
     except FileNotFoundError as error:
         raise UserError(f"{image_name(image)} does not exist") from error

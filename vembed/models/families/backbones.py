@@ -210,9 +210,8 @@ def is_decoder_only(config: PretrainedConfig) -> bool:
         )
     values = config.to_dict()
     # Names of classes, and names of AutoClasses with code in the folder.
-    names = " ".join(
-        [*(values.get("architectures") or ()), *values.get("auto_map", ())]
-    )
+    architectures = values.get("architectures") or ()
+    names = " ".join([*architectures, *values.get("auto_map", ())])
     return "ForCausalLM" in names and "ForMaskedLM" not in names
 
 

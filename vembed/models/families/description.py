@@ -165,7 +165,7 @@ class ModelDescription:
             raise UserError(f"{path}: {first_problem(error)}") from error
         if saved.family not in FAMILIES:
             raise UserError(
-                f"{path}: family {saved.family!r} is none of {', '.join(FAMILIES)}"
+                f"{path}: family {saved.family!r} is not one of {', '.join(FAMILIES)}"
             )
         folders: dict[str, Any] = {}
         for name in ("source", "image_source"):
@@ -781,7 +781,8 @@ def _prompt(
     # A model whose files name any prompts is taken at its word; the table is for those published without.
     if files.prompts:
         return ""
-    last = reading.options.model_name.rstrip("/").rsplit("/", 1)[-1].lower()
+    _, _, last = reading.options.model_name.rstrip("/").rpartition("/")
+    last = last.lower()
     for pattern, query, document, series in PUBLISHED:
         if re.fullmatch(pattern, last):
             reading.reasons[key] = (

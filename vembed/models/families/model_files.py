@@ -131,8 +131,8 @@ def check_whole_weights(folder: Path) -> None:
         )
     if (folder / ADAPTER_CONFIG).is_file():
         raise UserError(
-            f"{folder / ADAPTER_CONFIG} stands beside whole weights, so that it is open which of them are meant: move "
-            "the adapter's files, or the weights, into a folder of their own"
+            f"{folder / ADAPTER_CONFIG} and whole weights are in one folder, so it is unclear which of them to load: "
+            "move the adapter's files, or the weights, to another folder"
         )
 
 
@@ -356,12 +356,11 @@ def first_problem(error: ValidationError) -> str:
 
 def error_sentence(error: BaseException) -> str:
     """Return the first sentence of a library's error, with its kind where the message alone says nothing."""
-    text = " ".join(str(error).split()).split(". ", 1)[0]
-    return (
-        text
-        if isinstance(error, ValueError | OSError | ImportError) and text
-        else f"{type(error).__name__}: {text}"
-    )
+    message = " ".join(str(error).split())
+    text, _, _ = message.partition(". ")
+    if isinstance(error, ValueError | OSError | ImportError) and text:
+        return text
+    return f"{type(error).__name__}: {text}"
 
 
 # ---- folders and Sentence Transformers -----------------------------------------------------------------------------
