@@ -20,6 +20,7 @@ from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
 from vembed.inference.reranker import Reranker
 from vembed.models.families.description import describe
+from vembed.models.families.model_files import check_model_config
 from vembed.models.processors import load_tokenizer
 from vembed.parallel import session as sessions
 from vembed.parallel.session import start_command_session
@@ -115,6 +116,7 @@ def test_an_attention_kernel_of_a_repository_is_refused(key, tmp_path):
     changed(folder / "config.json", **{key: "somebody/fast-attention"})
     with pytest.raises(UserError, match=f'"{key}": "somebody/fast-attention"'):
         Embedder(folder)
+    check_model_config(folder, trust_remote_code=True)
 
 
 @pytest.fixture(scope="module")

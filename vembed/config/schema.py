@@ -820,12 +820,10 @@ class TrainConfig(Immutable):
 
     def changed(self, **options: Any) -> TrainConfig:
         """Return a config with other values of some options. They are not validated."""
-        updates: dict[str, dict[str, Any]] = {}
-        for name, value in options.items():
-            updates.setdefault(section_of(name), {})[name] = value
         sections = dict(self)
-        for name, update in updates.items():
-            sections[name] = sections[name].model_copy(update=update)
+        for name, value in options.items():
+            section = section_of(name)
+            sections[section] = sections[section].model_copy(update={name: value})
         return TrainConfig(**sections)
 
 

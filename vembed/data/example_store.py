@@ -666,16 +666,17 @@ class PartIndex:
         """Count a record, or so many of its form."""
         query = example.query
         documents = example.positives + example.negatives
-        for name, count in (
-            ("records", 1),
-            ("positives", len(example.positives)),
-            ("negatives", len(example.negatives)),
-            ("scored", example.scores is not None),
-            ("text_queries", query.text is not None),
-            ("image_queries", bool(query.images)),
-            ("text_documents", sum(item.text is not None for item in documents)),
-            ("image_documents", sum(bool(item.images) for item in documents)),
-        ):
+        counts = {
+            "records": 1,
+            "positives": len(example.positives),
+            "negatives": len(example.negatives),
+            "scored": example.scores is not None,
+            "text_queries": query.text is not None,
+            "image_queries": bool(query.images),
+            "text_documents": sum(item.text is not None for item in documents),
+            "image_documents": sum(bool(item.images) for item in documents),
+        }
+        for name, count in counts.items():
             self.counts[name] += count * times
 
 

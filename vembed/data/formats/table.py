@@ -96,12 +96,6 @@ def is_hub_dataset(path: str) -> bool:
     return not is_file and _HUB_DATASET.fullmatch(path) is not None
 
 
-def described_formats() -> str:
-    """Return the formats and their endings, for messages."""
-    names = [f"{form.title} ({', '.join(form.endings)})" for form in FORMATS]
-    return f"{', '.join(names)}, also packed ({', '.join(CODECS)})"
-
-
 WAYS_OUT = {
     **dict.fromkeys(
         (".feather", ".arrow", ".pkl", ".pickle"),
@@ -377,8 +371,9 @@ def unknown_ending(path: Path) -> UserError:
     """Return the error for a file whose ending no format has."""
     ending = path.suffix.lower()
     way_out = f": {WAYS_OUT[ending]}" if ending in WAYS_OUT else ""
+    known = ", ".join(f"{form.title} ({', '.join(form.endings)})" for form in FORMATS)
     return UserError(
-        f"{path} has the ending {ending or '(none)'}, and vembed reads {described_formats()}{way_out}"
+        f"{path} has the ending {ending or '(none)'}, and vembed reads {known}, also packed ({', '.join(CODECS)}){way_out}"
     )
 
 
