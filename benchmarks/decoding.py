@@ -30,8 +30,9 @@ from torch import Tensor, nn
 
 from tests.tiny import save_image_processor, tiny_vit
 from vembed.config.schema import ModelSection, TrainConfig
-from vembed.data.batching.rank_batch import Feeder, RankBatchStream
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.batching.stream import RankBatchStream
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.data.images.files import load_image

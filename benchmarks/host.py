@@ -22,8 +22,9 @@ import vembed
 from benchmarks.scale import write_data
 from tests import tiny
 from vembed.config.schema import TrainConfig
-from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.batching.stream import BatchProcess, RankBatchStream
 from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
 from vembed.models.families.description import describe
@@ -107,8 +108,9 @@ def calls_per_second() -> float:
     return count / SECONDS
 
 
-def preparation(folder: Path) -> tuple[float, dict[str, float]]:
-    """Return the seconds that prepare a batch, and the calls per second beside a thread that prepares batches."""
+def preparation(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds of a thread that gets a batch by itself or from a process, and the calls per second beside
+    such threads."""
     config = TrainConfig(
         model_name=str(tiny.shared(tiny.tiny_bert)),
         data_path=str(folder / "data.jsonl"),
@@ -121,21 +123,40 @@ def preparation(folder: Path) -> tuple[float, dict[str, float]]:
     for number in range(NUM_BATCHES):
         stream.rank_batch(number)
     batch_seconds = (time.thread_time() - start) / NUM_BATCHES
+    process = BatchProcess(stream)
+    while not process.is_ready():
+        time.sleep(0.1)
+    start = time.thread_time()
+    for number in range(NUM_BATCHES):
+        process.rank_batch(number)
+    received_seconds = (time.thread_time() - start) / NUM_BATCHES
+    seconds = {"a thread": batch_seconds, "a process": received_seconds}
+    rates = {"alone": calls_per_second()}
+    for name, preparer in {"a thread": stream, "a process": process}.items():
+        with repeating(preparer.rank_batch):
+            rates[f"beside {name}"] = calls_per_second()
+    process.close()
+    return seconds, rates
+
+
+@contextmanager
+def repeating(prepare: Callable[[int], RankBatch]) -> Iterator[None]:
+    """Prepare batches in a thread, all the time."""
     is_over = threading.Event()
 
-    def prepare() -> None:
+    def run() -> None:
         for number in cycle(range(NUM_BATCHES)):
             if is_over.is_set():
                 return
-            stream.rank_batch(number)
+            prepare(number)
 
-    rates = {"alone": calls_per_second()}
-    thread = threading.Thread(target=prepare)
+    thread = threading.Thread(target=run)
     thread.start()
-    rates["beside the thread"] = calls_per_second()
-    is_over.set()
-    thread.join()
-    return batch_seconds, rates
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def main() -> None:
@@ -149,7 +170,8 @@ def main() -> None:
         batch_seconds, rates = preparation(folder)
     cells = ", ".join(f"{name} {1000 * value:.2f}" for name, value in medians.items())
     print(f"milliseconds of a step of {ROWS} pairs besides the model: {cells}")
-    print(f"milliseconds to prepare a batch: {1000 * batch_seconds:.1f}")
+    for name, seconds in batch_seconds.items():
+        print(f"milliseconds of a thread for a batch, by {name}: {1000 * seconds:.1f}")
     for name, rate in rates.items():
         print(f"calls per second, {name}: {rate:,.0f}")
 

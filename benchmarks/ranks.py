@@ -26,8 +26,9 @@ from benchmarks.scale import write_data
 from vembed.cli.commands.demo import demo_model
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.data.batching.rank_batch import Feeder, RankBatchStream
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.batching.stream import RankBatchStream
 from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
 from vembed.losses import candidates

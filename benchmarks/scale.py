@@ -19,8 +19,8 @@ from benchmarks.train import machine, train_once
 from benchmarks.worker import ask_once
 from vembed.cli.commands.demo import demo_model
 from vembed.config.schema import TrainConfig
-from vembed.data.batching.rank_batch import RankBatchStream
 from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.batching.stream import RankBatchStream
 from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
 from vembed.models.families.description import describe

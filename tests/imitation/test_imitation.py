@@ -21,7 +21,11 @@ TOLERANCES = {"no": 1e-5, "fp16": 1e-3, "bf16": 2.5e-2}
 """Relative, of losses and gradient norms. CPU and GPU round to 16 bits in different places: autocast of the CPU takes
 layer norms in bfloat16, that of a GPU in float32. The largest differences of the matrix were 7e-6, 5e-4 and 2e-2."""
 
-pytestmark = pytest.mark.skipif(REASON is not None, reason=str(REASON))
+pytestmark = [
+    pytest.mark.skipif(REASON is not None, reason=str(REASON)),
+    # A whole matrix is one fixture.
+    pytest.mark.timeout(7200 if RUNS_ALL else 600),
+]
 
 
 @pytest.fixture(scope="module")

@@ -468,7 +468,8 @@ class DataSection(Section, title="data"):
     """Hard negatives mined by the run's own model between epochs, after those of the data: {every_epochs: 1,
     num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
     num_workers: Auto | NonNegativeInt = "auto"
-    """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none."""
+    """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none. Beside a
+    GPU a single one is a process."""
 
     @property
     def has_validation(self) -> bool:

@@ -92,6 +92,10 @@ class BaseFeaturiser(ABC):
         elif "text" in description.modalities:
             self.texts = TextProcessing(description)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process reads the tokenizer again."""
+        return build_featuriser, (self.description,)
+
     @abstractmethod
     def units(self, example: Example) -> list[Any]:
         """Return what the model reads of an example, with its positives and hard negatives last, one unit for each."""

@@ -134,7 +134,7 @@ def compiled_forwards(layers: Sequence[nn.Module]) -> list[CompiledForward]:
 # for use with and without; in training FSDP2 does the same by its policy.
 #
 # Autocast converts every weight in every forward pass and leaves the hidden states between the layers in float32. Here
-# weights are converted once while they stay the same (`holding_copies`), and hidden states are bfloat16 throughout.
+# weights are converted once while they stay the same (`WeightCopies.held`), and hidden states are bfloat16 throughout.
 # Weights, their gradients, the statistics of norms, softmax, pooling and loss stay float32. Autocast stays on for the
 # parts of a model that are not listed here.
 
@@ -172,7 +172,7 @@ class WeightCopies:
         copy = self.by_weight.get(_version_of(weight))
         if copy is not None:
             return copy
-        # Outside `holding_copies` weights may change at any time, and old copies would pile up.
+        # Outside `held` weights may change at any time, and old copies would pile up.
         if not self.num_holders or not self.may_keep:
             return weight.detach().to(torch.bfloat16)
         weights = [weight]

@@ -25,7 +25,8 @@ from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.parameters import (
     clip_gradients,
     flat_pieces,
-    global_grad_norm,
+    fsdp1_group,
+    gradient_norm,
 )
 from vembed.parallel.session import Session
 from vembed.training.optimizer_kinds import OPTIMIZERS, OptimizerInputs
@@ -290,6 +291,11 @@ class Update:
     scale: GradientScale
 
     def __post_init__(self) -> None:
+        # Walking through the modules in every step would take the host longer than the launches.
+        self._model_parameters = list(self.model.parameters())
+        # Copies on every rank, also where the model is sharded.
+        self._loss_parameters = list(self.loss.parameters())
+        self._fsdp1_group = fsdp1_group(self.model)
         self.uses_scale = self.session.mixed_precision == "fp16"
         # Unless a checkpoint has restored a later value.
         if self.uses_scale and not self.scale.is_started:
@@ -298,9 +304,10 @@ class Update:
 
     def apply(self, loss: float) -> Outcome:
         """Take one optimizer step with the current gradients, then clear them. Collective. `loss`: of all ranks."""
-        parameters = [*self.model.parameters(), *self.loss.parameters()]
-        # The loss's parameters are copies on every rank, also where the model is sharded.
-        norm_tensor = global_grad_norm(self.model, list(self.loss.parameters()))
+        parameters = [*self._model_parameters, *self._loss_parameters]
+        norm_tensor = gradient_norm(
+            self._model_parameters, self._fsdp1_group, self._loss_parameters
+        )
         # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one
         # multiplication below.
         norm = float(norm_tensor) / self.scale.value

@@ -46,10 +46,10 @@ from vembed.config.terms import (
 from vembed.data.batching.rank_batch import (
     Feeder,
     ModelInputs,
-    RankBatchStream,
     indices_by_modality,
 )
 from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.batching.stream import RankBatchStream
 from vembed.data.datasets import Sets, open_sets
 from vembed.data.example_store import ExampleStore
 from vembed.data.features import BaseFeaturiser, Features, build_featuriser
@@ -470,6 +470,8 @@ def open_stream(
         data.examples.pair,
         options.in_batch_negatives,
         encodes_copies=encodes_copies,
+        # On CPUs a process would take the cores that compute. Images are decoded by processes in any case.
+        uses_process=session.device.type == "cuda" and num_workers == 1,
     )
 
 

@@ -52,7 +52,6 @@ from vembed.data.batching.rank_batch import (
     MicroBatch,
     ModelInputs,
     RankBatch,
-    indices_by_modality,
     row_index,
 )
 from vembed.data.features import PairFeaturiser
@@ -334,11 +333,10 @@ class ContrastiveStep:
         rank_batch = batch.rank_batch
         budget = self.budget
         features = rank_batch.features
-        lengths = [feature.length for feature in features]
         modalities = self.source.feeder.featuriser.modalities
-        inputs_by_modality = indices_by_modality(features, modalities)
         limit = budget.micro_batch_tokens
-        trained_split = LockstepSplit(lengths, inputs_by_modality, limit)
+        trained_split = rank_batch.split(modalities, limit)
+        lengths = trained_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
         # A rank without negatives lacks no scores of them.

@@ -334,6 +334,7 @@ class Trainer:
             sample,
             components.optimizer,
         )
+        self.stream.micro_batch_tokens = budget.micro_batch_tokens
         self.contrastive_step = ContrastiveStep(
             components.model,
             components.loss,
@@ -438,6 +439,7 @@ class Trainer:
                 # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
                 budget = self.memory_guard.smaller(contrastive_step.budget)
                 contrastive_step.budget = budget
+                self.stream.micro_batch_tokens = budget.micro_batch_tokens
                 components.model.zero_grad(set_to_none=True)
                 components.loss.zero_grad(set_to_none=True)
                 continue

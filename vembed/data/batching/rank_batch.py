@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,14 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.data.batching.schedule import BatchSchedule, rank_rows
-from vembed.data.examples import Example, Examples, Item, distinct
+from vembed.data.examples import Example, Item, distinct
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.models.attention import TOKEN_INDEX, real_tokens
 from vembed.models.families.family import Modality
-
-AHEAD = 2
-"""Number of batches that each worker prepares ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +51,16 @@ class RankBatch:
     """[H] the query and the document of each hard negative."""
     source: int
     """Number of the source that the first example of the global batch comes from."""
+    splits: dict[int, LockstepSplit] = field(default_factory=dict, repr=False)
+    """Micro-batches of the features by their token budget, as far as they were asked for."""
+
+    def split(self, modalities: Sequence[Modality], budget: int) -> LockstepSplit:
+        """Return the micro-batches of the features of these modalities. The stream asks first, beside the step."""
+        if budget not in self.splits:
+            lengths = [feature.length for feature in self.features]
+            indices = indices_by_modality(self.features, modalities)
+            self.splits[budget] = LockstepSplit(lengths, indices, budget)
+        return self.splits[budget]
 
     @property
     def useful_tokens(self) -> int:
@@ -146,91 +151,6 @@ def with_in_batch_negatives(
             known.add(document.key())
             documents.append(document)
     return replace(example, negatives=(*example.negatives, *documents))
-
-
-@dataclass
-class RankBatchStream:
-    """Rank batches of one rank in order, from any starting point, prepared ahead by threads."""
-
-    store: Examples
-    batch_schedule: BatchSchedule
-    featuriser: BaseFeaturiser
-    rank: int
-    world_size: int
-    num_workers: int
-    pair: Callable[[int, int], Example] | None = None
-    """The example of a labelled source with another one as its positive."""
-    in_batch_negatives: int = 0
-    """Positives of other examples of the global batch that each example gets as further negatives."""
-    encodes_copies: bool = False
-
-    def rank_batch(self, batch_number: int) -> RankBatch:
-        """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
-        epoch, number = divmod(batch_number, self.batch_schedule.batches_per_epoch)
-        indices = self.batch_schedule.batch(epoch, number)
-        rows = rank_rows(len(indices), self.rank, self.world_size)
-        positives = None
-        if self.pair is not None:
-            positives = self.batch_schedule.positives(epoch, number)
-
-        @cache
-        def example_at(position: int) -> Example:
-            index = int(indices[position])
-            if self.pair is None or positives is None:
-                return self.store[index]
-            return self.pair(index, int(positives[position]))
-
-        examples = []
-        for position in range(rows.start, rows.stop):
-            example = example_at(position)
-            if self.in_batch_negatives:
-                # The examples after it in the batch, wrapping around at the end.
-                others = map(
-                    example_at,
-                    (*range(position + 1, len(indices)), *range(position)),
-                )
-                example = with_in_batch_negatives(
-                    example, others, self.in_batch_negatives
-                )
-            examples.append(example)
-        source = self.batch_schedule.source_of(int(indices[0]))
-        return make_rank_batch(
-            examples,
-            rows.start,
-            self.featuriser,
-            source,
-            encodes_copies=self.encodes_copies,
-        )
-
-    def sample(self, num_batches: int = 4) -> list[Features]:
-        """Return the features of the first batches, for the measurement of memory."""
-        features = []
-        for number in range(num_batches):
-            features += self.rank_batch(number).features
-        return features
-
-    def from_batch(self, first: int, end: int) -> Iterator[RankBatch]:
-        """Yield the rank batches first .. end-1, in order."""
-        if self.num_workers == 0:
-            yield from map(self.rank_batch, range(first, end))
-            return
-        pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="vembed-data")
-        waiting: deque[Future[RankBatch]] = deque()
-        next_number = first
-        try:
-            for _ in range(first, end):
-                # Bounded: batches ahead hold token ids and rows in memory.
-                while next_number < end and len(waiting) <= AHEAD * self.num_workers:
-                    waiting.append(pool.submit(self.rank_batch, next_number))
-                    next_number += 1
-                batch = waiting.popleft().result()
-                # Its images, and those of the next batch, are decoded while the step computes.
-                self.featuriser.decode_ahead(batch.features)
-                if waiting and waiting[0].done() and not waiting[0].exception():
-                    self.featuriser.decode_ahead(waiting[0].result().features)
-                yield batch
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
 
 
 Lengths = Sequence[int] | np.ndarray

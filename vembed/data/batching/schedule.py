@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -176,6 +177,14 @@ class BatchSchedule:
         """Number of examples drawn per epoch."""
         self.num_left_out = self.num_drawn - sum(batch_lengths)
         """Number of drawn examples that are in no batch."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process has a lock of its own, and computes its orders."""
+        return {**vars(self), "_orders": {}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock = threading.Lock()
 
     def batch(self, epoch: int, step: int) -> np.ndarray:
         """Return the int64 indices of the examples of one global batch, in order."""

@@ -1,0 +1,220 @@
+"""Batches that a process prepares: those of a thread, with its errors, and no process left."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+
+from tests import tiny
+from tests.harness import ROOT
+from vembed.config.schema import TrainConfig
+from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.batching.stream import BatchProcess, RankBatchStream, pack
+from vembed.data.example_store import open_examples
+from vembed.data.features import build_featuriser
+from vembed.errors import UserError
+from vembed.models.families.description import describe
+
+NUM_ROWS = 40
+BATCH_SIZE = 8
+NUM_BATCHES = 2 * NUM_ROWS // BATCH_SIZE
+MICRO_BATCH_TOKENS = 64
+READY_SECONDS = 120
+"""Longest time in which a process imports what it needs, on a busy machine."""
+
+
+def write_pairs(path, num_rows=NUM_ROWS):
+    texts = tiny.texts(2 * num_rows, seed=5, longest=12)
+    lines = []
+    for row in range(num_rows):
+        record = {"query": texts[2 * row], "positive": texts[2 * row + 1]}
+        record["negatives"] = [f"negative {row}"] * (row % 3)
+        lines.append(json.dumps(record) + "\n")
+    path.write_text("".join(lines))
+
+
+def open_stream(path, make=tiny.tiny_bert, **options):
+    config = TrainConfig(
+        model_name=str(tiny.shared(make)), data_path=str(path), **options
+    )
+    store = open_examples(config.data, str(path))
+    return RankBatchStream(
+        store,
+        BatchSchedule([len(store)], BATCH_SIZE, seed=3),
+        build_featuriser(describe(config.model)),
+        rank=1,
+        world_size=2,
+        num_workers=1,
+        pair=store.pair,
+        micro_batch_tokens=MICRO_BATCH_TOKENS,
+        uses_process=True,
+    )
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    write_pairs(path)
+    return path
+
+
+@contextmanager
+def started(stream):
+    process = BatchProcess(stream)
+    try:
+        await_ready(process)
+        yield process
+    finally:
+        process.close()
+
+
+def await_ready(process):
+    end = time.monotonic() + READY_SECONDS
+    while not process.is_ready():
+        assert time.monotonic() < end, "the process did not start"
+        time.sleep(0.05)
+
+
+def await_end(pid):
+    end = time.monotonic() + READY_SECONDS
+    while True:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        assert time.monotonic() < end, "the process is still there"
+        time.sleep(0.05)
+
+
+def assert_equal(actual, wanted):
+    """Compare values of dataclasses, lists and arrays."""
+    assert type(actual) is type(wanted)
+    if isinstance(wanted, np.ndarray):
+        assert actual.dtype == wanted.dtype
+        np.testing.assert_array_equal(actual, wanted)
+    elif isinstance(wanted, list):
+        for pair in zip(actual, wanted, strict=True):
+            assert_equal(*pair)
+    elif hasattr(wanted, "__dataclass_fields__"):
+        for field in fields(wanted):
+            assert_equal(getattr(actual, field.name), getattr(wanted, field.name))
+    else:
+        assert actual == wanted
+
+
+def test_the_batches_are_those_of_a_thread(path):
+    stream = open_stream(path)
+    with started(stream) as process:
+        for number in range(NUM_BATCHES):
+            batch = process.rank_batch(number)
+            assert list(batch.splits) == [MICRO_BATCH_TOKENS]
+            assert_equal(batch, stream.rank_batch(number))
+        # After a shortage of memory the step has another budget.
+        stream.micro_batch_tokens = MICRO_BATCH_TOKENS // 2
+        assert list(process.rank_batch(0).splits) == [MICRO_BATCH_TOKENS // 2]
+
+
+def test_a_reranker_has_the_same_pairs(path):
+    stream = open_stream(path, tiny.tiny_reranker, task="rerank")
+    with started(stream) as process:
+        assert_equal(process.rank_batch(1), stream.rank_batch(1))
+
+
+def test_packing_keeps_missing_rows_and_empty_ones(path):
+    batch = open_stream(path).rank_batch(0)
+    first, second, third, *_ = batch.features
+    segments = np.array([0, 1, 1], dtype=np.int32)
+    features = [
+        replace(first, segments=segments),
+        replace(second, token_ids=None),
+        replace(third, segments=segments[:0], rows=4),
+    ]
+    batch = replace(batch, features=features)
+    assert_equal(pack(batch).unpacked(), batch)
+
+
+def test_the_stream_is_in_order_from_any_batch_on(path):
+    stream = open_stream(path)
+    for first in (0, 7):
+        batches = list(stream.from_batch(first, NUM_BATCHES))
+        assert len(batches) == NUM_BATCHES - first
+        for number, batch in enumerate(batches, start=first):
+            assert_equal(batch, stream.rank_batch(number))
+
+
+def test_batches_wait_for_no_start(path):
+    process = BatchProcess(open_stream(path))
+    try:
+        assert not process.is_ready()
+        assert len(process.rank_batch(0).where) == BATCH_SIZE // 2
+    finally:
+        process.close()
+
+
+def test_an_error_names_file_and_line(path):
+    with started(open_stream(path)) as process:
+        os.truncate(path, 0)
+        with pytest.raises(UserError, match=r"pairs\.jsonl:\d+ has changed"):
+            process.rank_batch(0)
+
+
+def test_a_process_that_has_ended_is_named_and_replaced(path, caplog):
+    stream = open_stream(path)
+    with started(stream) as process:
+        os.kill(process.pid, signal.SIGKILL)
+        with caplog.at_level(logging.WARNING, logger="vembed"):
+            for number in range(3):
+                assert_equal(process.rank_batch(number), stream.rank_batch(number))
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert "exit code -9" in warnings[0]
+
+
+def test_the_process_ends_with_the_stream(path, monkeypatch):
+    pids = []
+    start = BatchProcess.__init__
+
+    def noted(self, stream):
+        start(self, stream)
+        pids.append(self.pid)
+
+    monkeypatch.setattr(BatchProcess, "__init__", noted)
+    batches = open_stream(path).from_batch(0, NUM_BATCHES)
+    next(batches)
+    batches.close()
+    assert len(pids) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(pids[0], 0)
+
+
+PARENT = """
+import os, signal, sys, time
+from pathlib import Path
+from tests.data.test_stream import open_stream, await_ready
+from vembed.data.batching.stream import BatchProcess
+process = BatchProcess(open_stream(Path(sys.argv[1])))
+await_ready(process)
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_process_outlives_a_killed_parent(path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, path],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    await_end(pid)
