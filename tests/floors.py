@@ -51,8 +51,9 @@ def main():
         data = Path(folder, "train.jsonl")
         data.write_text(
             "".join(
-                json.dumps({"query": f"red {n}", "positive": f"cat {n}"}) + "\n"
-                for n in range(16)
+                json.dumps({"query": f"red {number}", "positive": f"cat {number}"})
+                + "\n"
+                for number in range(16)
             )
         )
         result = vembed.train(

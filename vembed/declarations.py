@@ -32,7 +32,7 @@ def check_parts(
     """
     by_name: dict[str, Part] = {}
     for part in parts:
-        where = described(kind, part)
+        where = part_label(kind, part)
         if isinstance(part, type):
             # Any value but an empty text or list: a number may be 0.
             missing = [
@@ -53,13 +53,13 @@ def check_parts(
             if name in taken_names:
                 raise TypeError(f"{where}: the name {name} is taken")
             if name in by_name:
-                owner = described(kind, by_name[name])
+                owner = part_label(kind, by_name[name])
                 raise TypeError(f"{where}: the name {name} is that of {owner}")
             by_name[name] = part
     return by_name
 
 
-def described(kind: str, part: object) -> str:
+def part_label(kind: str, part: object) -> str:
     """Return what messages call a part: its class, or the name of a record."""
     if isinstance(part, type):
         return f"{kind} {part.__name__} of {part.__module__}"

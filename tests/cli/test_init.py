@@ -33,8 +33,11 @@ GERMAN = [
 ]
 MAPPING = {"Kundenfrage (orig)": "query", "Lösung/Text": "positive"}
 QUESTIONS = [
-    {"Question": f"where is number {n}?", "Answer": f"number {n} is behind {n + 1}"}
-    for n in range(240)
+    {
+        "Question": f"where is number {number}?",
+        "Answer": f"number {number} is behind {number + 1}",
+    }
+    for number in range(240)
 ]
 BERT = str(shared(tiny_bert))
 SIDES = ("messages", "positive_messages")
@@ -257,9 +260,12 @@ def test_texts_that_are_not_english_get_a_model_of_many_languages(vembed, start,
 
 def test_a_wrong_answer_is_not_guessed_as_the_positive(start):
     rows = []
-    for n in range(9):
-        row = {"customer_said": f"question {n}?", "agent_said": f"a long answer {n}"}
-        rows.append({**row, "wrong_reply": f"another long reply {n + 1}"})
+    for number in range(9):
+        row = {
+            "customer_said": f"question {number}?",
+            "agent_said": f"a long answer {number}",
+        }
+        rows.append({**row, "wrong_reply": f"another long reply {number + 1}"})
     write_rows("train.jsonl", rows)
     config = start("train.jsonl")
     mapping = {"customer_said": "query", "agent_said": "positive"}
@@ -275,9 +281,9 @@ def test_a_model_that_is_a_file_is_refused_in_a_dry_run(vembed, start, faq):
 
 def test_a_terminal_is_asked():
     rows = []
-    for n in range(9):
-        row = {"nr": f"{n}", "a": f"short text {n}"}
-        rows.append({**row, "b": f"a much longer text about it {n}"})
+    for number in range(9):
+        row = {"nr": f"{number}", "a": f"short text {number}"}
+        rows.append({**row, "b": f"a much longer text about it {number}"})
     guesses = guess(rows, ["query", "positive"])
     assert guesses.mapping == {"a": "query", "b": "positive"}
     assert [column.name for column in guesses.candidates] == ["b", "a"]
@@ -427,11 +433,15 @@ def test_columns_and_sizes_are_looked_at_in_every_container(vembed, start, data)
 @pytest.mark.parametrize("kind", ["classes", "scores"])
 def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(vembed, start, kind):
     rows = []
-    for n in range(240):
-        animal = ("cat", "dog", "cow")[n % 3]
-        row = {"text": f"{animal} number {n}", "label": n % 3}
+    for number in range(240):
+        animal = ("cat", "dog", "cow")[number % 3]
+        row = {"text": f"{animal} number {number}", "label": number % 3}
         if kind == "scores":
-            row = {"sentence1": f"cat {n}", "sentence2": f"dog {n}", "score": n % 7}
+            row = {
+                "sentence1": f"cat {number}",
+                "sentence2": f"dog {number}",
+                "score": number % 7,
+            }
         rows.append(row)
     assert start(write_rows("a.jsonl", rows)).data.val_split == 0.1
     done = vembed("train vembed.yaml max_steps=1 report_to=none")
@@ -485,7 +495,10 @@ def test_shapes_of_other_programs(vembed, start, kind):
 
 def test_bad_records_and_images_are_counted_as_training_counts_them(vembed, start):
     """35 bad records beyond the first ones, and 5 broken images: the config leaves them out, and trains."""
-    rows = [{"query": f"where is {n}?", "positive": f"{n} is here"} for n in range(400)]
+    rows = [
+        {"query": f"where is {number}?", "positive": f"{number} is here"}
+        for number in range(400)
+    ]
     for number in range(200, 235):
         rows[number]["query"] = ""
     config = start(write_rows("a.jsonl", rows))

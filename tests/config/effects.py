@@ -42,11 +42,11 @@ def folder():
     words = tiny.WORDS
     pairs = [
         {
-            "query": words[i],
-            "positive": f"{words[i]} {words[i + 1]}",
-            "negatives": [words[i + 2], words[i + 3]],
+            "query": words[number],
+            "positive": f"{words[number]} {words[number + 1]}",
+            "negatives": [words[number + 2], words[number + 3]],
         }
-        for i in range(40)
+        for number in range(40)
     ]
     pairs += pairs[:8]
     write(path / "pairs.jsonl", pairs)
@@ -67,13 +67,13 @@ def folder():
     Image.new("RGB", (200, 200)).save(path / "large.png")
     Image.new("RGB", (8, 8)).save(path / "small.png")
     images = [
-        {"query": words[i], "positive": {"image": f"pictures/{i}.png"}}
-        for i in range(8)
+        {"query": words[number], "positive": {"image": f"pictures/{number}.png"}}
+        for number in range(8)
     ]
     write(path / "images.jsonl", images)
     write(
         path / "plain.jsonl",
-        [{"query": words[i], "positive": f"{i}.png"} for i in range(8)],
+        [{"query": words[number], "positive": f"{number}.png"} for number in range(8)],
     )
     write(
         path / "addresses.jsonl",

@@ -129,6 +129,17 @@ def test_paths_start_here_or_else_beside_the_file(write_config):
         DataSource(path="val.jsonl"),
         "other.jsonl",
     ]
+    guarded = write_config(
+        "guards: [train.jsonl, {path: train.jsonl, name: b}]\n"
+        "mine: {every_epochs: 1, corpus_path: [train.jsonl, val.jsonl]}\n"
+        "val_data_path: val.jsonl\neval_steps: 2\nsave_steps: 2\n",
+        name="recipes/c.yaml",
+        needed="model_name: m\ndata_path: train.jsonl\n",
+    )
+    config = load_config(guarded)
+    first, second = config.evaluation.guards
+    assert first == second.path == "recipes/train.jsonl"
+    assert config.data.mine.corpus_path == ["recipes/train.jsonl", "val.jsonl"]
 
 
 @pytest.mark.parametrize(

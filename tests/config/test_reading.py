@@ -211,7 +211,10 @@ def test_yaml_tags_and_bombs(write_config):
         write_config("run_name: !!python/object/apply:os.system ['true']\n")
     )
     levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-    levels += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 9)]
+    levels += [
+        f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 10)}]"
+        for number in range(1, 9)
+    ]
     assert "anchors expand to more than" in error_of(
         write_config("\n".join(levels) + "\n")
     )

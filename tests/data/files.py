@@ -13,11 +13,11 @@ from vembed.errors import UserError
 
 RECORDS = [
     {
-        "query": f"question {i}, with a comma",
-        "positive": f'answer "{i}"\nin two lines',
-        "negative_1": f"wrong\t{i} \u00e4\u6f22",
+        "query": f"question {number}, with a comma",
+        "positive": f'answer "{number}"\nin two lines',
+        "negative_1": f"wrong\t{number} \u00e4\u6f22",
     }
-    for i in range(40)
+    for number in range(40)
 ]
 
 

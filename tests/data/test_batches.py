@@ -166,9 +166,9 @@ def test_no_duplicates(rows, batch, seed, homogeneous):
     ("rows", "size"),
     [
         # 20,000 pairs over 5,000 documents: each document four times, as in real collections.
-        ([[100_000 + i, i % 5_000] for i in range(20_000)], 512),
+        ([[100_000 + number, number % 5_000] for number in range(20_000)], 512),
         # Queries occur seven times (the last one six), documents three or four times.
-        ([[i // 7, 10_000 + (7 * i) % 300] for i in range(1077)], 32),
+        ([[number // 7, 10_000 + (7 * number) % 300] for number in range(1077)], 32),
     ],
 )
 def test_no_duplicates_loses_only_the_remainder(rows, size):
@@ -198,9 +198,9 @@ def test_groups_of_one_content_fill_as_many_batches_as_can_be_filled(
     # So many batches can be filled as each group can give one member to, which Gale and Ryser proved to be enough.
     possible = max(
         (
-            n
-            for n in range(1, len(rows) + 1)
-            if sum(min(g, n) for g in groups) >= n * size
+            number
+            for number in range(1, len(rows) + 1)
+            if sum(min(group, number) for group in groups) >= number * size
         ),
         default=0,
     )
@@ -214,13 +214,13 @@ def test_groups_of_one_content_fill_as_many_batches_as_can_be_filled(
 def test_no_duplicates_without_duplicates_changes_nothing(other):
     """Also where an example has one content twice."""
     plain = BatchSchedule([50], 8, seed=5)
-    keys = make_keys([[i, other + i] for i in range(50)])
+    keys = make_keys([[number, other + number] for number in range(50)])
     distinct = BatchSchedule([50], 8, seed=5, keys=keys)
     assert np.array_equal(np.stack(epoch_of(plain, 2)), np.stack(epoch_of(distinct, 2)))
 
 
 def test_one_text_in_most_examples_is_left_out_and_counted():
-    rows = [[i, 10_000] if i < 700 else [i] for i in range(1000)]
+    rows = [[number, 10_000] if number < 700 else [number] for number in range(1000)]
     batch_schedule = BatchSchedule([1000], 10, seed=0, keys=make_keys(rows))
     assert batch_schedule.batches_per_epoch <= 300 // 9
     assert batch_schedule.num_left_out == 1000 - batch_schedule.batches_per_epoch * 10
@@ -229,11 +229,13 @@ def test_one_text_in_most_examples_is_left_out_and_counted():
 
 def test_nothing_fits_without_duplicates():
     with pytest.raises(UserError, match=r"no_duplicates.*100 of 100"):
-        BatchSchedule([100], 2, seed=0, keys=make_keys([[i, 777] for i in range(100)]))
+        BatchSchedule(
+            [100], 2, seed=0, keys=make_keys([[number, 777] for number in range(100)])
+        )
 
 
 def test_the_deferred_do_not_cost_quadratic_time():
-    rows = [[i, 10**9 + i % 3] for i in range(60_000)]
+    rows = [[number, 10**9 + number % 3] for number in range(60_000)]
     start = time.process_time()
     batch_schedule = BatchSchedule([60_000], 3, seed=0, keys=make_keys(rows))
     assert batch_schedule.num_left_out < 3_000

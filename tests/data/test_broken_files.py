@@ -29,7 +29,9 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), BAD_LINES, ids=[str(i) for i in range(len(BAD_LINES))]
+    ("line", "message"),
+    BAD_LINES,
+    ids=[str(number) for number in range(len(BAD_LINES))],
 )
 def test_bad_lines_of_json(tmp_path, line, message):
     good = '{"query": "a", "positive": "b"}'

@@ -14,8 +14,8 @@ from vembed.training.hooks.base import Hook
 
 def rows(count, start=0):
     return "".join(
-        json.dumps({"query": f"q{n}", "positive": f"p{n}"}) + "\n"
-        for n in range(start, start + count)
+        json.dumps({"query": f"q{number}", "positive": f"p{number}"}) + "\n"
+        for number in range(start, start + count)
     )
 
 
@@ -83,7 +83,10 @@ def test_a_run_says_it_once_and_goes_on(tmp_path, name):
 def test_a_truncated_arrow_file_is_a_sentence_and_no_signal(tmp_path):
     datasets = pytest.importorskip("datasets")
     built = datasets.Dataset.from_dict(
-        {"query": [f"q{n}" for n in range(20_000)], "positive": ["p" * 50] * 20_000}
+        {
+            "query": [f"q{number}" for number in range(20_000)],
+            "positive": ["p" * 50] * 20_000,
+        }
     )
     built.save_to_disk(tmp_path / "saved")
     store = open_path(tmp_path / "saved")

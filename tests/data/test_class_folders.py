@@ -30,8 +30,10 @@ def pictures(tmp_path):
 def test_each_image_has_the_class_of_its_folder(pictures, tmp_path):
     store = open_examples(config(), str(pictures))
     actual = {
-        Path(store[n].query.images[0].path or "").relative_to(pictures): store[n].label
-        for n in range(len(store))
+        Path(store[number].query.images[0].path or "").relative_to(pictures): store[
+            number
+        ].label
+        for number in range(len(store))
     }
     assert (
         len(actual) == 16
@@ -39,7 +41,10 @@ def test_each_image_has_the_class_of_its_folder(pictures, tmp_path):
         and actual[Path("\u9ce5/0.jpg")] == "\u9ce5"
     )
     assert sorted(set(actual.values()), key=str) == ["cat", "dog", "\u9ce5"]
-    assert all(store[n].positives[0] != store[n].query for n in range(len(store)))
+    assert all(
+        store[number].positives[0] != store[number].query
+        for number in range(len(store))
+    )
     sample = read_sample(pictures)
     assert sample.num_records == 16 and sample.columns == ("image", "label")
     (pictures / "cat" / "1.PNG").unlink()

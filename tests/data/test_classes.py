@@ -61,7 +61,9 @@ def test_classes_are_drawn_by_size_and_examples_in_passes():
 
 
 def test_records_with_a_label_are_pairs_of_their_class(tmp_path):
-    rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(6)]
+    rows = [
+        {"text": f"text {number}", "label": "ab"[number % 2]} for number in range(6)
+    ]
     store = opened(tmp_path, rows)
     assert [example.query.text for example in (store[0], store[5])] == [
         "text 0",
@@ -73,7 +75,10 @@ def test_records_with_a_label_are_pairs_of_their_class(tmp_path):
     ]
     assert store.pair(1, 5).positives[0].text == "text 5"
     assert "labelled with 2 classes" in store.summary()[0]
-    mapped = [{"headline": row["text"], "topic": n % 3} for n, row in enumerate(rows)]
+    mapped = [
+        {"headline": row["text"], "topic": number % 3}
+        for number, row in enumerate(rows)
+    ]
     store = opened(
         tmp_path, mapped, column_mapping={"headline": "text", "topic": "label"}
     )
@@ -83,7 +88,9 @@ def test_records_with_a_label_are_pairs_of_their_class(tmp_path):
 def test_equal_texts_of_a_class_are_no_pair(tmp_path):
     # b has red twice, a and b have blue twice.
     texts = ["red", "red", "green", "red", "blue", "green", "blue", "blue"]
-    rows = [{"text": text, "label": "ab"[n % 2]} for n, text in enumerate(texts)]
+    rows = [
+        {"text": text, "label": "ab"[number % 2]} for number, text in enumerate(texts)
+    ]
     store = opened(tmp_path, [*rows, {"text": "blue", "label": "a"}])
     assert store.labels[0] is not None
     assert np.flatnonzero(store.labels[0] < 0).tolist() == [3, 6, 8]
@@ -146,7 +153,10 @@ def test_labels_that_make_no_batches():
 
 @pytest.mark.parametrize("name", ["label", "is_duplicate", "Gold-Label", "similarity"])
 def test_pairs_with_a_column_that_says_which_match_are_warned_of(tmp_path, name):
-    rows = [{"query": f"q{n}", "positive": "p", name: n % 2} for n in range(4)]
+    rows = [
+        {"query": f"q{number}", "positive": "p", name: number % 2}
+        for number in range(4)
+    ]
     (warning,) = opened(tmp_path, rows).warnings()
     assert f"{name} is not read, and every pair is taken for a match" in warning
     assert f"column_mapping: {{{name}: score}} and loss: cosent" in warning
@@ -157,8 +167,11 @@ def test_pairs_with_a_column_that_says_which_match_are_warned_of(tmp_path, name)
 
 def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path):
     rows = [
-        {"text": f"{['cat', 'dog', 'cow'][n % 3]} number {n}", "label": n % 3}
-        for n in range(90)
+        {
+            "text": f"{['cat', 'dog', 'cow'][number % 3]} number {number}",
+            "label": number % 3,
+        }
+        for number in range(90)
     ]
     parts = hold_out(opened(tmp_path, rows), 0.3, seed=1)
     train = parts.train
@@ -168,14 +181,16 @@ def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path):
     classes = [str(item.text).split()[0] for item in data.documents]
     assert len(data.queries) == len(data.documents) == 27
     for query, relevant in zip(data.queries, data.relevance, strict=True):
-        same = {n for n, name in enumerate(classes) if name in str(query.text)}
+        same = {
+            number for number, name in enumerate(classes) if name in str(query.text)
+        }
         assert relevant == dict.fromkeys(same - {data.documents.index(query)}, 1)
     remaining = {train[index].query.text for index in range(len(train))}
     assert remaining.isdisjoint(example.query.text for example in held)
 
 
 def test_labelled_validation_data(tmp_path):
-    rows = [{"text": f"t{n}", "label": "a"} for n in range(130)]
+    rows = [{"text": f"t{number}", "label": "a"} for number in range(130)]
     path = tmp_path / "val.jsonl"
     path.write_text(
         "".join(

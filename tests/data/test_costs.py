@@ -46,9 +46,9 @@ def test_long_texts_that_many_rows_have_are_stored_once_and_read(
     tmp_path, cache_home, monkeypatch, is_held
 ):
     monkeypatch.setattr(parquet_table, "MAX_HELD_BYTES", 2**24 if is_held else 100)
-    answers = [np.random.default_rng(n).bytes(500).hex() for n in range(20)]
+    answers = [np.random.default_rng(number).bytes(500).hex() for number in range(20)]
     rows = pa.table(
-        {"query": [f"q {n}" for n in range(5_000)], "answer": answers * 250}
+        {"query": [f"q {number}" for number in range(5_000)], "answer": answers * 250}
     )
     pq.write_table(rows, tmp_path / "a.parquet")
     store = open_path(tmp_path / "a.parquet")

@@ -49,7 +49,7 @@ def test_the_first_pass_is_made_once(tmp_path, kind, passes):
     assert again.summary() == first.summary()
     assert again.fingerprint == first.fingerprint
     assert again.num_skipped == 1
-    assert all(again[i] == first[i] for i in range(len(first)))
+    assert all(again[number] == first[number] for number in range(len(first)))
     assert again.all_keys().values.tolist() == first.all_keys().values.tolist()
     assert "1 of 41 records cannot be used" in refused(path, no_duplicates=True)
 

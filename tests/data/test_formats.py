@@ -304,8 +304,14 @@ def test_several_processes_find_what_one_finds(
 # ---- JSON Lines ------------------------------------------------------------------
 
 PLAIN = [
-    {"query": f"q {n}", "positive": f"p {n}", "neg_1": "n", "neg_2": "m", "more": 1}
-    for n in range(40)
+    {
+        "query": f"q {number}",
+        "positive": f"p {number}",
+        "neg_1": "n",
+        "neg_2": "m",
+        "more": 1,
+    }
+    for number in range(40)
 ]
 ODD = [
     "",

@@ -257,7 +257,9 @@ def _row(row, delimiter, ending):
 def test_damaged_parquet(damage, keep):
     buffer = io.BytesIO()
     pq.write_table(
-        pa.table({"query": [f"q{i}" for i in range(50)], "positive": ["p"] * 50}),
+        pa.table(
+            {"query": [f"q{number}" for number in range(50)], "positive": ["p"] * 50}
+        ),
         buffer,
     )
     data = bytearray(buffer.getvalue())
@@ -288,4 +290,4 @@ def readable_or_named(suffix, content):
             except UserError as error:
                 assert str(path) in str(error)
             else:
-                assert all(store[i].query.text for i in range(len(store)))
+                assert all(store[number].query.text for number in range(len(store)))

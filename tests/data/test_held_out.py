@@ -106,7 +106,7 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path):
     assert "'how do i sort' -> 'use SORTED'" in both and "copy.png" in both
     assert overlap_warnings(train, pairs[1:3]) == [], "a corpus may serve both"
     other = validation[2]
-    many = [(Item(text=f"new {n}"), other.positives[0]) for n in range(993)]
+    many = [(Item(text=f"new {number}"), other.positives[0]) for number in range(993)]
     (sentence,) = overlap_warnings(train, [(validation[0].query, other.query), *many])
     assert sentence.startswith("1 of the 994 queries of the validation data (0.1%)")
 
@@ -121,8 +121,8 @@ def test_vowel_signs_and_tone_marks_are_part_of_words():
 def test_a_group_of_most_queries_is_not_held_out(tmp_path, seed):
     draw = random.Random(0)
     similar = [
-        f"open the page of your account and choose the number {n} in its list"
-        for n in range(140)
+        f"open the page of your account and choose the number {number} in its list"
+        for number in range(140)
     ]
     others = [" ".join(draw.choices(WORDS, k=40)) for _ in range(60)]
     rows = []

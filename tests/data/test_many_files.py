@@ -11,7 +11,9 @@ import pytest
 from tests.data.files import config, open_examples, queries_of
 from vembed.errors import UserError
 
-RECORDS = [{"query": f"query {n}", "positive": f"answer {n}"} for n in range(7)]
+RECORDS = [
+    {"query": f"query {number}", "positive": f"answer {number}"} for number in range(7)
+]
 PARTS = (RECORDS[:3], RECORDS[3:4], RECORDS[4:])
 
 

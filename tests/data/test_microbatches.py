@@ -53,14 +53,17 @@ def best_cost(ordered, budget, max_rows, per_micro_batch):
     num_cuts = max(0, len(ordered) - 1)
     best = None
     for mask in range(2**num_cuts):
-        ends = [i + 1 for i in range(num_cuts) if mask >> i & 1] + [len(ordered)]
+        ends = [number + 1 for number in range(num_cuts) if mask >> number & 1] + [
+            len(ordered)
+        ]
         parts = [ordered[a:b] for a, b in itertools.pairwise([0, *ends])]
         if any(
-            len(p) > 1 and (len(p) * p[0] > budget or (max_rows and len(p) > max_rows))
-            for p in parts
+            len(part) > 1
+            and (len(part) * part[0] > budget or (max_rows and len(part) > max_rows))
+            for part in parts
         ):
             continue
-        cost = sum(len(p) * p[0] + per_micro_batch for p in parts)
+        cost = sum(len(part) * part[0] + per_micro_batch for part in parts)
         best = cost if best is None else min(best, cost)
     assert best is not None
     return best

@@ -14,7 +14,10 @@ from vembed.errors import UserError
 def test_texts_that_look_like_lists_are_warned_of(tmp_path):
     path = tmp_path / "a.csv"
     with path.open("w", newline="") as file:
-        rows = [[f"q{n}", f"p{n}", str([f"it's {n}", "b"])] for n in range(3)]
+        rows = [
+            [f"q{number}", f"p{number}", str([f"it's {number}", "b"])]
+            for number in range(3)
+        ]
         csv.writer(file).writerows([["query", "positive", "negatives"], *rows])
     (warning,) = open_path(path).warnings()
     assert (
@@ -22,8 +25,8 @@ def test_texts_that_look_like_lists_are_warned_of(tmp_path):
         and "write JSON Lines or Parquet" in warning
     )
     records = [
-        {"query": f"q{n}", "positive": '{"text": "p"}', "negatives": "['a' 'b']"}
-        for n in range(3)
+        {"query": f"q{number}", "positive": '{"text": "p"}', "negatives": "['a' 'b']"}
+        for number in range(3)
     ]
     kinds = open_path(write_jsonl(tmp_path / "a.jsonl", records)).warnings()
     assert [
@@ -80,7 +83,10 @@ def test_parts_of_records_that_are_not_read_are_warned_of(
     options,
     expected,
 ):
-    records = [{"query": f"q{n}", "positive": f"p{n}", **record} for n in range(3)]
+    records = [
+        {"query": f"q{number}", "positive": f"p{number}", **record}
+        for number in range(3)
+    ]
     warnings = open_path(
         write_jsonl(tmp_path / "a.jsonl", records), **options
     ).warnings()
@@ -98,11 +104,11 @@ def test_parts_of_records_that_are_not_read_are_warned_of(
 def test_a_label_beside_messages_is_a_score(tmp_path):
     records = [
         {
-            name: [{"role": "user", "content": f"{name} {n}"}]
+            name: [{"role": "user", "content": f"{name} {number}"}]
             for name in ("messages", "positive_messages")
         }
-        | {"label": n / 2}
-        for n in range(3)
+        | {"label": number / 2}
+        for number in range(3)
     ]
     (warning,) = open_path(write_jsonl(tmp_path / "a.jsonl", records)).warnings()
     assert "label is not read by loss: infonce" in warning
@@ -127,8 +133,8 @@ def test_a_label_beside_messages_is_a_score(tmp_path):
 )
 def test_classes_that_are_taken_for_scores_are_warned_of(tmp_path, labels, said):
     rows = [
-        {"sentence1": f"a{n}", "sentence2": "b", "label": label}
-        for n, label in enumerate(labels)
+        {"sentence1": f"a{number}", "sentence2": "b", "label": label}
+        for number, label in enumerate(labels)
     ]
     warnings = open_path(
         write_jsonl(tmp_path / "a.jsonl", rows), loss="cosent"

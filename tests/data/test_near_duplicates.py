@@ -64,7 +64,7 @@ def test_short_texts_are_not_near_and_an_empty_index_finds_nothing():
 
 def test_a_large_group_of_copies_takes_linear_time():
     text = " ".join(sentence(random.Random(1), 60))
-    copies = [ngrams(f"{text} number {n} here") for n in range(3000)]
+    copies = [ngrams(f"{text} number {number} here") for number in range(3000)]
     index = NearIndex(copies, 0.85)
     compared = 0
     is_near = index._is_near

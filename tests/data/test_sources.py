@@ -33,7 +33,11 @@ def test_lines_are_those_of_an_editor(tmp_path):
         tmp_path / "a.csv", "query,positive", 'q,"two', 'lines"', "r,s", "", "t,u"
     )
     store = open_path(path)
-    assert [store[i].where.rpartition(":")[2] for i in range(3)] == ["2", "4", "6"]
+    assert [store[number].where.rpartition(":")[2] for number in range(3)] == [
+        "2",
+        "4",
+        "6",
+    ]
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
@@ -94,12 +98,13 @@ def test_fields_may_be_separated_otherwise_than_the_ending_says(
             ]
         )
     store = open_path(path)
-    assert [store[i].query.text for i in range(2)] == ['a; "b", c|d', "e"]
+    assert [store[number].query.text for number in range(2)] == ['a; "b", c|d', "e"]
 
 
 def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path):
     records = [
-        {"query": f"shoe {i}", "positive": f"pics/a b/{i}.JPG"} for i in range(30)
+        {"query": f"shoe {number}", "positive": f"pics/a b/{number}.JPG"}
+        for number in range(30)
     ]
     path = write_jsonl(tmp_path / "a.jsonl", records)
     (hint,) = open_path(path).warnings()
@@ -117,11 +122,13 @@ def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path):
 
 
 def test_skip_drops_and_counts(tmp_path):
-    records = [pair(query=str(i)) for i in range(30)]
+    records = [pair(query=str(number)) for number in range(30)]
     for bad in (3, 4, 20):
         records[bad] = pair(query=None)
     store = open_path(write_jsonl(tmp_path / "a.jsonl", records), on_bad_record="skip")
-    assert queries_of(store) == [str(i) for i in range(30) if i not in (3, 4, 20)]
+    assert queries_of(store) == [
+        str(number) for number in range(30) if number not in (3, 4, 20)
+    ]
     assert store.num_skipped == 3
     assert "3 bad records left out" in store.summary()[0]
     assert any("a.jsonl:4: query is null" in line for line in store.summary())
@@ -141,7 +148,7 @@ def test_column_mapping_for_all_and_for_one(tmp_path):
         str(third),
     ]
     store = open_examples(config(column_mapping={"q": "query"}), inputs)
-    assert [store[i].query.text for i in range(3)] == ["a", "c", "e"]
+    assert [store[number].query.text for number in range(3)] == ["a", "c", "e"]
     assert "column_mapping names y, which no record has" in refused(
         third, column_mapping={"y": "negatives"}
     )
@@ -152,7 +159,9 @@ def test_column_mapping_for_all_and_for_one(tmp_path):
 
 
 def test_several_sources(tmp_path):
-    first = write_jsonl(tmp_path / "a.jsonl", [pair(query=f"a{i}") for i in range(6)])
+    first = write_jsonl(
+        tmp_path / "a.jsonl", [pair(query=f"a{number}") for number in range(6)]
+    )
     second = write_format(tmp_path, "csv", RECORDS)
     inputs = [str(first), DataSource(path=str(second), weight=0.5, name="table")]
     store = open_examples(config(), inputs)
@@ -178,17 +187,21 @@ def test_bad_records_of_all_sources_are_named_together(tmp_path):
 def test_max_train_examples_and_negatives_are_for_training(tmp_path):
     path = write_jsonl(
         tmp_path / "a.jsonl",
-        [pair(query=f"{i}", neg=["a", "b"]) for i in range(50)],
+        [pair(query=f"{number}", neg=["a", "b"]) for number in range(50)],
     )
     settings = config(max_train_examples=20, max_negatives=1)
     store = open_examples(settings, str(path))
     assert len(store) == 20
-    assert [store[i].query.text for i in range(20)] == [str(i) for i in range(20)]
+    assert [store[number].query.text for number in range(20)] == [
+        str(number) for number in range(20)
+    ]
     assert len(store[0].negatives) == 1
     assert "the first of 50" in store.summary()[0]
     validation = open_examples(settings, str(path), role="validation")
     assert (len(validation), len(validation[0].negatives)) == (50, 2)
-    small = write_jsonl(tmp_path / "b.jsonl", [pair(query=f"{i}") for i in range(10)])
+    small = write_jsonl(
+        tmp_path / "b.jsonl", [pair(query=f"{number}") for number in range(10)]
+    )
     assert open_examples(
         config(max_train_examples=24), [str(path), str(small)]
     ).sizes == (20, 4)
@@ -220,9 +233,11 @@ def test_keys_know_equal_content(tmp_path):
     )
     keys = both.all_keys()
     assert both.sizes == (1, 1) or sum(both.sizes) == 3
-    assert [keys.of_all(np.array([i]))[0].tolist() for i in range(len(both))] == [
-        list(dict.fromkeys(item.key() for item in both[i].items))
-        for i in range(len(both))
+    assert [
+        keys.of_all(np.array([number]))[0].tolist() for number in range(len(both))
+    ] == [
+        list(dict.fromkeys(item.key() for item in both[number].items))
+        for number in range(len(both))
     ]
 
 
@@ -373,7 +388,7 @@ def test_bad_images_are_named_with_their_lines(tmp_path):
         f"{path}:16: positive: image path ../x.jpg leads out of image_root" in message
     )
     store = open_path(path, on_bad_record="skip")
-    assert [store[i].where for i in range(len(store))] == [
+    assert [store[number].where for number in range(len(store))] == [
         f"{path}:{line}" for line in (*range(1, 12), 15)
     ]
 
@@ -416,9 +431,13 @@ def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path):
         path=str(first), query_prompt="find: ", document_prompt="", max_length=9
     )
     store = open_examples(config(), [source, str(second)])
-    assert [store[i].query.prompt for i in range(3)] == ["find: ", "own: ", None]
-    assert [store[i].positives[0].prompt for i in range(3)] == ["", "", None]
-    assert [store[i].query.max_length for i in range(3)] == [9, 9, None]
+    assert [store[number].query.prompt for number in range(3)] == [
+        "find: ",
+        "own: ",
+        None,
+    ]
+    assert [store[number].positives[0].prompt for number in range(3)] == ["", "", None]
+    assert [store[number].query.max_length for number in range(3)] == [9, 9, None]
     assert (
         "query_prompt 'find: ', document_prompt '', max_length 9" in store.summary()[0]
     )

@@ -19,7 +19,9 @@ from vembed.parallel.session import start_session
 def items(number):
     built = []
     for i in range(number):
-        words = [WORDS[(i * 7 + j) % len(WORDS)] for j in range(1 + i * 5 % 11)]
+        words = [
+            WORDS[(i * 7 + number) % len(WORDS)] for number in range(1 + i * 5 % 11)
+        ]
         built.append(Item(text=" ".join(words)))
     return built
 

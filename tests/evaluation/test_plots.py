@@ -54,7 +54,9 @@ def test_values_rise_upwards_between_the_edges_and_the_axes_have_round_numbers()
     xs, ys = zip(*stroke.points, strict=True)
     assert list(xs) == sorted(xs)
     assert list(ys) == sorted(ys, reverse=True)
-    assert all(LEFT <= x <= RIGHT and TOP <= y <= BOTTOM for x, y in stroke.points)
+    assert all(
+        LEFT <= point <= RIGHT and TOP <= y <= BOTTOM for point, y in stroke.points
+    )
     assert texts(plot) == ["0.4", "0.6", "0.8", "0", "1", "2", "step"]
     assert 'aria-label="a &lt; b over the steps"' in plot.__html__()
 
@@ -74,7 +76,9 @@ def test_a_gap_and_a_running_mean():
     assert [len(piece.points) for piece in pieces] == [2, 2]
     noisy = curve([float(step % 2) for step in range(80)], noisy=True)
     raw, mean = strokes(plot_curve(noisy))
-    heights = [np.ptp([y for _, y in line.points[5:-5]]) for line in (raw, mean)]
+    heights = [
+        np.ptp([point for _, point in line.points[5:-5]]) for line in (raw, mean)
+    ]
     assert heights[1] < heights[0] / 3
 
 

@@ -94,9 +94,9 @@ def evaluation(number, gain, **options):
 
 LINES = [
     evaluation(0, 0.0),
-    *[step(i) for i in range(1, 6)],
+    *[step(number) for number in range(1, 6)],
     evaluation(5, 0.1),
-    *[step(i) for i in range(6, 11)],
+    *[step(number) for number in range(6, 11)],
 ]
 SUMMARY = RunSummary(
     model="base-model: text_encoder",
@@ -231,7 +231,7 @@ def test_secrets_are_masked_in_both_reports(tmp_path, monkeypatch):
 
 
 def test_a_run_without_evaluation_says_so_and_how_to_get_one(tmp_path):
-    run = write_run(tmp_path / "run", [step(i) for i in range(1, 4)])
+    run = write_run(tmp_path / "run", [step(number) for number in range(1, 4)])
     _, text = parsed(write_report(run))
     assert (
         "Not evaluated" in text
@@ -282,7 +282,8 @@ def test_a_worse_model_is_not_shown_as_progress(tmp_path):
 
 def test_long_runs_stay_small_and_are_smoothed(tmp_path):
     run = write_run(
-        tmp_path / "run", [step(i, loss=2 + math.sin(i)) for i in range(1, 20_001)]
+        tmp_path / "run",
+        [step(number, loss=2 + math.sin(number)) for number in range(1, 20_001)],
     )
     page = write_report(run).read_text()
     assert page.count('opacity="0.3"') >= 3

@@ -18,8 +18,10 @@ from vembed.parallel.session import start_session
 def data_of(num_queries, num_documents, relevance):
     return RetrievalData(
         name="test",
-        queries=tuple(Item(text=f"query {i}") for i in range(num_queries)),
-        documents=tuple(Item(text=f"document {i}") for i in range(num_documents)),
+        queries=tuple(Item(text=f"query {number}") for number in range(num_queries)),
+        documents=tuple(
+            Item(text=f"document {number}") for number in range(num_documents)
+        ),
         relevance=tuple(relevance),
     )
 
@@ -27,12 +29,15 @@ def data_of(num_queries, num_documents, relevance):
 def plain_metrics(ranking, relevant, k):
     grades = [relevant.get(document, 0) for document in ranking[:k] if document >= 0]
     ideal = sum(
-        grade / math.log2(i + 2)
-        for i, grade in enumerate(sorted(relevant.values(), reverse=True)[:k])
+        grade / math.log2(number + 2)
+        for number, grade in enumerate(sorted(relevant.values(), reverse=True)[:k])
     )
-    ndcg = sum(grade / math.log2(i + 2) for i, grade in enumerate(grades)) / ideal
-    places = [i + 1 for i, grade in enumerate(grades) if grade > 0]
-    precision = [(n + 1) / place for n, place in enumerate(places)]
+    ndcg = (
+        sum(grade / math.log2(number + 2) for number, grade in enumerate(grades))
+        / ideal
+    )
+    places = [number + 1 for number, grade in enumerate(grades) if grade > 0]
+    precision = [(number + 1) / place for number, place in enumerate(places)]
     return {
         f"ndcg@{k}": ndcg,
         f"mrr@{k}": 1 / places[0] if places else 0.0,
@@ -82,7 +87,9 @@ def random_case(num_queries=60, num_documents=90, dims=16):
     rng = np.random.default_rng(3)
     queries = rng.normal(size=(num_queries, dims)).astype(np.float32)
     documents = rng.normal(size=(num_documents, dims)).astype(np.float32)
-    relevance = [{i: 1, (i * 7) % num_documents: 2} for i in range(num_queries)]
+    relevance = [
+        {number: 1, (number * 7) % num_documents: 2} for number in range(num_queries)
+    ]
     return queries, documents, data_of(num_queries, num_documents, relevance)
 
 

@@ -80,15 +80,18 @@ def test_documents_are_searched_chunk_by_chunk_and_never_held_together(
 ):
     model = Embedder(shared(tiny_bert_st), device="cpu")
     texts = {
-        "queries": [sentence(i) for i in range(15)],
-        "corpus": [sentence(90 + i, i % 7 + 1) for i in range(50)],
+        "queries": [sentence(number) for number in range(15)],
+        "corpus": [sentence(90 + number, number % 7 + 1) for number in range(50)],
     }
     (tmp_path / "qrels").mkdir()
     (tmp_path / "qrels" / "test.tsv").write_text(
-        "".join(f"{i}\t{2 * i}\t1\n" for i in range(15))
+        "".join(f"{number}\t{2 * number}\t1\n" for number in range(15))
     )
     for name, entry in texts.items():
-        lines = (json.dumps({"_id": i, "text": text}) for i, text in enumerate(entry))
+        lines = (
+            json.dumps({"_id": number, "text": text})
+            for number, text in enumerate(entry)
+        )
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     inputs = []
     original = RetrievalSearch.add
@@ -117,8 +120,12 @@ def test_scored_pairs(tmp_path):
     from sentence_transformers import SentenceTransformer
 
     records = [
-        {"sentence1": sentence(i), "sentence2": sentence(i + 1), "score": i % 5 / 4}
-        for i in range(20)
+        {
+            "sentence1": sentence(number),
+            "sentence2": sentence(number + 1),
+            "score": number % 5 / 4,
+        }
+        for number in range(20)
     ]
     (tmp_path / "sts.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
     scores = evaluate(shared(tiny_bert_st), tmp_path / "sts.jsonl", dims=[4])
@@ -147,8 +154,8 @@ def test_equal_files_give_equal_numbers_as_mteb(tmp_path):
     from sentence_transformers import SentenceTransformer
 
     rng = np.random.default_rng(0)
-    queries = {f"q{i}": sentence(i) for i in range(12)}
-    corpus = {f"d{i}": sentence(1000 + i, 8) for i in range(40)}
+    queries = {f"q{number}": sentence(number) for number in range(12)}
+    corpus = {f"d{number}": sentence(1000 + number, 8) for number in range(40)}
     qrels = {
         name: {f"d{j}": 1 for j in rng.choice(40, 2, replace=False)} for name in queries
     }
@@ -181,12 +188,15 @@ def test_equal_files_give_equal_numbers_as_mteb(tmp_path):
                     "test": {
                         "corpus": Dataset.from_list(
                             [
-                                {"id": i, "title": "", "text": text}
-                                for i, text in corpus.items()
+                                {"id": name, "title": "", "text": text}
+                                for name, text in corpus.items()
                             ]
                         ),
                         "queries": Dataset.from_list(
-                            [{"id": i, "text": text} for i, text in queries.items()]
+                            [
+                                {"id": name, "text": text}
+                                for name, text in queries.items()
+                            ]
                         ),
                         "relevant_docs": qrels,
                         "top_ranked": None,
@@ -197,7 +207,9 @@ def test_equal_files_give_equal_numbers_as_mteb(tmp_path):
 
     (tmp_path / "qrels").mkdir()
     for name, texts in (("corpus", corpus), ("queries", queries)):
-        lines = [json.dumps({"_id": i, "text": text}) for i, text in texts.items()]
+        lines = [
+            json.dumps({"_id": name, "text": text}) for name, text in texts.items()
+        ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     lines = [
         f"{query}\t{document}\t1"

@@ -167,8 +167,10 @@ def test_conversations_are_those_of_sentence_transformers(tmp_path, monkeypatch)
     theirs = load_in_sentence_transformers(folder)
     mine = featuriser(folder)
     pictures = [
-        Image.fromarray(np.random.default_rng(n).integers(0, 255, s, dtype=np.uint8))
-        for n, s in enumerate([(40, 100, 3), (64, 64, 3), (20, 20, 3)])
+        Image.fromarray(
+            np.random.default_rng(number).integers(0, 255, s, dtype=np.uint8)
+        )
+        for number, s in enumerate([(40, 100, 3), (64, 64, 3), (20, 20, 3)])
     ]
     refs = [ImageRef(data=encode(picture, "PNG")) for picture in pictures]
     long = "word " * 60

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests import tiny
 from tests.built import model_of
@@ -18,6 +18,7 @@ from tests.files.saving import (
 )
 from tests.files.test_text_models import assert_same
 from vembed.data.examples import ImageRef, Item
+from vembed.errors import UserError
 from vembed.models.building import load_embedder
 
 TEXTS = [
@@ -246,6 +247,12 @@ def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
     card = (folder / "README.md").read_text()
     assert "Sentence Transformers cannot load this model" in card
     assert "from sentence_transformers" not in card
+    # Projections of another model leave none of this model's at their first values.
+    path = again / "projections.safetensors"
+    save_file({"other.weight": torch.ones(2, 2)}, path)
+    (again / "checksums.json").unlink()
+    with pytest.raises(UserError, match=r"lacks text_projection\..* has other\.weight"):
+        load_embedder(again)
 
 
 def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path):

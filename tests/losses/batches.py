@@ -55,15 +55,15 @@ def make_batch(
     example = []
     negative = []
     negative_example = []
-    for e in range(num_examples):
+    for number in range(num_examples):
         q = integer(0, num_contents - 1)
         for _ in range(integer(1, max_positives)):
             query.append(q)
             positive.append(num_contents + integer(0, 2 * num_contents - 1))
-            example.append(100 + 7 * e)
+            example.append(100 + 7 * number)
         for _ in range(integer(0, max_negatives)):
             negative.append(num_contents + integer(0, 2 * num_contents - 1))
-            negative_example.append(100 + 7 * e)
+            negative_example.append(100 + 7 * number)
     used, place = torch.unique(
         torch.tensor(query + positive + negative), return_inverse=True
     )

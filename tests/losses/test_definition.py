@@ -26,8 +26,12 @@ def batch_of(rows, negatives=(), content=None, embeddings=None):
         query=query,
         positive=positive,
         example=example,
-        negative=torch.tensor([n for _, n in negatives], dtype=torch.int64),
-        negative_example=torch.tensor([e for e, _ in negatives], dtype=torch.int64),
+        negative=torch.tensor(
+            [negative for _, negative in negatives], dtype=torch.int64
+        ),
+        negative_example=torch.tensor(
+            [negative for negative, _ in negatives], dtype=torch.int64
+        ),
         scores=None,
         rank_rows=slice(0, len(rows)),
         rank_negatives=slice(0, len(negatives)),

@@ -43,7 +43,7 @@ def test_any_combination_equals_the_reference(
     seed,
 ):
     if mrl_dims:
-        weights = [1.0 + 0.5 * n for n in range(len(mrl_dims))]
+        weights = [1.0 + 0.5 * number for number in range(len(mrl_dims))]
         options = {
             **options,
             "mrl_dims": mrl_dims,

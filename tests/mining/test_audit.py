@@ -171,7 +171,8 @@ def test_bad_records_and_images(tmp_path):
 def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):
     """1,500 rows: a bucket of so many near texts was once compared with its first 50 alone."""
     rows = [
-        {"query": f"{LONG} as number {n}", "positive": f"p{n}"} for n in range(1500)
+        {"query": f"{LONG} as number {number}", "positive": f"p{number}"}
+        for number in range(1500)
     ]
     rows.append({"query": documents()[0], "positive": "another"})
     data = write_lines(tmp_path / "train.jsonl", rows)

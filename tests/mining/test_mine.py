@@ -178,8 +178,8 @@ def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
     actual = documents()[:30]
     extra_negative = "an own negative"
     rows = [
-        {"query": f"find {n}", "positive": entry, "bad": extra_negative}
-        for n, entry in enumerate(actual)
+        {"query": f"find {number}", "positive": entry, "bad": extra_negative}
+        for number, entry in enumerate(actual)
     ]
     if kind == "conversations":
         names = (
@@ -221,11 +221,13 @@ def test_rows_of_one_query_take_turns(tmp_path):
 def test_a_beir_folder_is_data_and_corpus(tmp_path):
     actual = documents()[:60]
     corpus = [
-        {"_id": f"d{n}", "title": "t", "text": text} for n, text in enumerate(actual)
+        {"_id": f"d{number}", "title": "t", "text": text}
+        for number, text in enumerate(actual)
     ]
     write_lines(tmp_path / "corpus.jsonl", corpus)
     queries = [
-        {"_id": f"q{n}", "text": text} for n, text in enumerate(texts(8, seed=5))
+        {"_id": f"q{number}", "text": text}
+        for number, text in enumerate(texts(8, seed=5))
     ]
     write_lines(tmp_path / "queries.jsonl", queries)
     (tmp_path / "qrels").mkdir()
@@ -346,8 +348,11 @@ def test_the_threshold_is_calibrated(tmp_path):
     """Queries with two positives of nearly equal score: without a threshold the hidden one would be mined."""
     actual = documents()
     rows = [
-        {"query": actual[n], "positive": [f"{actual[n]} red", f"{actual[n]} blue"]}
-        for n in range(60)
+        {
+            "query": actual[number],
+            "positive": [f"{actual[number]} red", f"{actual[number]} blue"],
+        }
+        for number in range(60)
     ]
     options = small(
         tmp_path, rows, num_negatives=4, threshold="auto", max_false_negative_rate=0.02

@@ -346,8 +346,12 @@ def test_meta_models_have_the_same_names_and_no_values():
         if parameter.device.type != "meta"
     } == set()
     assert {
-        n: (p.shape, p.dtype, p.requires_grad) for n, p in empty.named_parameters()
-    } == {n: (p.shape, p.dtype, p.requires_grad) for n, p in whole.named_parameters()}
+        name: (parameter.shape, parameter.dtype, parameter.requires_grad)
+        for name, parameter in empty.named_parameters()
+    } == {
+        name: (parameter.shape, parameter.dtype, parameter.requires_grad)
+        for name, parameter in whole.named_parameters()
+    }
     buffers = dict(empty.named_buffers())
     assert buffers and all(
         torch.equal(buffers[name], buffer) for name, buffer in whole.named_buffers()

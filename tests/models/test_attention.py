@@ -10,7 +10,7 @@ from torch.nn import functional
 from tests import tiny
 from tests.models.families import built, config_for
 from vembed.models import attention
-from vembed.models.attention import CpuDropout, kept_ones, scale_of
+from vembed.models.attention import CpuDropout, keep_draws, scale_of
 from vembed.models.families.backbones import read_config
 
 CUDA = torch.device("cuda")
@@ -27,7 +27,7 @@ def queries_keys_values(*shape):
 )
 def test_share_of_kept_elements_and_expectation(p, dtype):
     torch.manual_seed(0)
-    bits = kept_ones(torch.Size([1001, 1003]), p, dtype)
+    bits = keep_draws(torch.Size([1001, 1003]), p, dtype)
     assert bits.dtype.itemsize == dtype.itemsize
     assert set(bits.unique().tolist()) == {1, 0}
     mask = bits.float()
@@ -104,7 +104,7 @@ def test_padded_attention_with_dropout_is_that_of_the_formula(
         scores = scores.masked_fill(~mask, -torch.inf)
     remaining = []
     for part in scores.split(at_once):
-        ones = kept_ones(part.flatten(0, 1).shape, p, output.dtype)
+        ones = keep_draws(part.flatten(0, 1).shape, p, output.dtype)
         remaining.append(ones.view(part.shape) != 0)
     dropped = scores.softmax(-1) * torch.cat(remaining) * scale_of(p)
     expected = (dropped @ value).transpose(1, 2)
@@ -149,7 +149,7 @@ def test_packed_attention_is_that_of_the_formula(
         draws.append(ones.view(-1, heads, *shape[1:]) != 0)
         return ones
 
-    monkeypatch.setattr(attention, "kept_ones", drawn)
+    monkeypatch.setattr(attention, "keep_draws", drawn)
     monkeypatch.setattr(attention, "scale_of", lambda p: 1 / (1 - p))
     dropped = attention._DroppedAttention.apply(*inputs, pieces, p, size**-0.5)
     plain = attention.sdpa_by_piece(*inputs, pieces, 0.0, size**-0.5)

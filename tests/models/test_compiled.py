@@ -134,7 +134,7 @@ def test_a_dry_run_says_what_is_left_to_a_gpu():
     assert resolve_run(plain, env={}).left_to_gpus() == []
 
 
-@pytest.mark.parametrize("kind", ["same", "other", "failing"])
+@pytest.mark.parametrize("kind", ["same", "other", "broken", "failing"])
 def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
     from torch._dynamo.exc import Unsupported
 
@@ -146,6 +146,7 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
         changes = {
             "same": lambda out: out,
             "other": lambda out: out.flip(-1),
+            "broken": lambda out: out * float("nan"),
         }
 
         def call(layer, *value, **named):
@@ -162,6 +163,7 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
         expected = {
             "same": None,
             "other": "give other embeddings",
+            "broken": "give other embeddings (1 - cosine is nan)",
             "failing": "Unsupported: no such operation",
         }[kind]
         assert problem is None if expected is None else expected in (problem or "")

@@ -202,9 +202,9 @@ def sharded_step(config, options=None, *, dtype=torch.float64, edit=None):
                     }
                 ),
                 "with_gradient": sorted(
-                    parameters.unwrapped_name(n)
-                    for n, p in model.named_parameters()
-                    if p.grad is not None
+                    parameters.unwrapped_name(name)
+                    for name, parameter in model.named_parameters()
+                    if parameter.grad is not None
                 ),
                 "kind": type(model).__name__,
             },

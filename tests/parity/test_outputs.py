@@ -103,7 +103,9 @@ def step_on_rank(strategy, cache):
         rank = rank_rows(NUM_EXAMPLES, session.rank, session.world_size)
         featuriser = Featuriser(described(config))
         batch = make_rank_batch(examples()[rank], rank.start, featuriser)
-        features = [replace(f, rows=f.length - 2) for f in batch.features]
+        features = [
+            replace(feature, rows=feature.length - 2) for feature in batch.features
+        ]
         model = session.prepare(model, ())
         step = ContrastiveStep(
             model,
@@ -133,7 +135,10 @@ def plain():
 
     queries = [encode(row.query) for row in rows]
     documents = [encode(row.positives[0]) for row in rows]
-    scores = [[(q @ d.T).amax(1).sum() for d in documents] for q in queries]
+    scores = [
+        [(query @ document.T).amax(1).sum() for document in documents]
+        for query in queries
+    ]
     logits = torch.stack([torch.stack(row) for row in scores])
     loss = F.cross_entropy(logits, torch.arange(len(rows)))
     loss.backward()

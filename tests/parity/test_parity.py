@@ -132,9 +132,12 @@ def found(group):
         )
     except RankFailed as error:
         return {case.name: error for case in cases}  # started once, also where it fails
-    total = [sum(rank[i]["loss"] for rank in results) for i in range(len(cases))]
+    total = [
+        sum(rank[number]["loss"] for rank in results) for number in range(len(cases))
+    ]
     return {
-        case.name: {**results[0][i], "loss": total[i]} for i, case in enumerate(cases)
+        case.name: {**results[0][number], "loss": total[number]}
+        for number, case in enumerate(cases)
     }
 
 

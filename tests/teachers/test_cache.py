@@ -39,9 +39,11 @@ def rows(count=30):
     words = texts(3 * count, seed=1, longest=12)
     return [
         Example(
-            Item(words[3 * n]), (Item(words[3 * n + 1]),), (Item(words[3 * n + 2]),)
+            Item(words[3 * number]),
+            (Item(words[3 * number + 1]),),
+            (Item(words[3 * number + 2]),),
         )
-        for n in range(count)
+        for number in range(count)
     ]
 
 

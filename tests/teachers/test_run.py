@@ -41,11 +41,11 @@ def records(count=12):
     words = texts(4 * count, seed=1, longest=12)
     return [
         {
-            "query": words[4 * n],
-            "positive": words[4 * n + 1],
-            "negatives": words[4 * n + 2 : 4 * n + 4],
+            "query": words[4 * number],
+            "positive": words[4 * number + 1],
+            "negatives": words[4 * number + 2 : 4 * number + 4],
         }
-        for n in range(count)
+        for number in range(count)
     ]
 
 
@@ -69,7 +69,9 @@ def test_a_run_with_several_losses_and_a_teacher(tmp_path):
 
 
 def test_a_teacher_of_texts_and_images(tmp_path):
-    pictures = [write(tmp_path / f"{n}.jpg", seed=n).name for n in range(8)]
+    pictures = [
+        write(tmp_path / f"{number}.jpg", seed=number).name for number in range(8)
+    ]
     rows = [
         {"query": text, "positive": {"image": name}}
         for text, name in zip(texts(8, seed=2), pictures, strict=True)

@@ -290,7 +290,7 @@ def test_a_folder_of_images(pictures, folder):
 
 def test_images_that_cannot_be_read_are_named_together(damaged):
     (damaged / "worse.png").write_bytes(b"nothing")
-    both = r"--on-bad-record skip:\n  .*bad\.jpg is broken.*\n  .*worse\.png is none"
+    both = r"--on-bad-record skip:\n  .*bad\.jpg is broken.*\n  .*worse\.png is not an image"
     with pytest.raises(UserError, match=both):
         vectors_of(damaged, model="no model")
     for path in damaged.rglob("[a-c].*"):

@@ -6,7 +6,8 @@ import torch
 from tests.training.test_optim import config_for
 from tests.training.tiny_run import TinyLoss, TinyModel
 from vembed.errors import UserError
-from vembed.training.optimizer import RoundedAdamW, build_optimizer, rounded_to_bfloat16
+from vembed.training.optimizer import build_optimizer
+from vembed.training.rounded_adamw import RoundedAdamW, rounded_to_bfloat16
 
 
 def test_rounding_goes_to_a_neighbour_and_is_right_on_average():

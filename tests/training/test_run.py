@@ -256,7 +256,12 @@ def test_a_loss_of_nothing_is_noticed(tmp_path):
 def test_mean_cosine_is_that_of_all_pairs():
     rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     unit = torch.nn.functional.normalize(rows, dim=1)
-    pairs = [float(unit[i] @ unit[j]) for i in range(7) for j in range(7) if i != j]
+    pairs = [
+        float(unit[number] @ unit[j])
+        for number in range(7)
+        for j in range(7)
+        if number != j
+    ]
     assert mean_cosine(rows) == pytest.approx(float(np.mean(pairs)), abs=1e-6)
 
 

@@ -34,32 +34,33 @@ def files(folder):
     rows = {
         "retrieval": [
             {
-                "query": words[4 * n],
-                "positive": words[4 * n + 1],
-                "negatives": words[4 * n + 2 : 4 * n + 4],
+                "query": words[4 * number],
+                "positive": words[4 * number + 1],
+                "negatives": words[4 * number + 2 : 4 * number + 4],
             }
-            for n in range(16)
+            for number in range(16)
         ],
         "sts": [
             {
-                "sentence1": words[64 + n],
-                "sentence2": words[100 + n],
-                "score": n % 5 / 5,
+                "sentence1": words[64 + number],
+                "sentence2": words[100 + number],
+                "score": number % 5 / 5,
             }
-            for n in range(16)
+            for number in range(16)
         ],
         "scored": [
             {
-                "query": words[120 + n],
-                "positive": words[140 + n],
-                "negatives": [words[160 + n]],
+                "query": words[120 + number],
+                "positive": words[140 + number],
+                "negatives": [words[160 + number]],
                 "positive_scores": [2.0],
-                "negative_scores": [n / 16],
+                "negative_scores": [number / 16],
             }
-            for n in range(16)
+            for number in range(16)
         ],
         "topics": [
-            {"text": words[180 + n], "label": f"class {n % 5}"} for n in range(16)
+            {"text": words[180 + number], "label": f"class {number % 5}"}
+            for number in range(16)
         ],
     }
     for name, records in rows.items():
@@ -142,8 +143,11 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path):
 
 def test_labelled_images_are_pairs_of_their_class(tmp_path):
     rows = [
-        {"image": write(tmp_path / f"{n}.jpg", seed=n).name, "label": n % 4}
-        for n in range(12)
+        {
+            "image": write(tmp_path / f"{number}.jpg", seed=number).name,
+            "label": number % 4,
+        }
+        for number in range(12)
     ]
     write_jsonl(tmp_path / "images.jsonl", rows)
     settings = options(

@@ -35,7 +35,7 @@ from vembed.config.options import (
 )
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
 from vembed.config.schema import DataSource, TrainConfig
-from vembed.config.values import RESULT_OF
+from vembed.config.values import RESULT_OF, Immutable
 from vembed.errors import UserError
 from vembed.files import existing, short_name
 
@@ -47,9 +47,14 @@ PATH_OPTIONS = (
     "data_path",
     "val_data_path",
     "image_root",
+    "guards",
+    "mine",
     "first_stage",
     *CODE_OPTIONS,
 )
+"""Options whose paths may start beside the config file. Names of models are not among them: they may be names of the Hub."""
+PATHS_OF_ENTRIES = ("path", "val_data_path", "corpus_path")
+"""Paths in an entry of `data_path` or `guards`, and in `mine`."""
 OUTPUT_DIR_FIELDS = ("model", "data", "seed", "time")
 """Placeholders that a template of output_dir may contain, in braces."""
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
@@ -234,7 +239,7 @@ def _override_stage(
 
 
 def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
-    """Merge the layers, from the weakest to the strongest. A note tells of each value that is overridden.
+    """Merge the layers, from the weakest to the strongest. Adds a note for each overridden value.
 
     A new value takes the place of the option itself, and of the option of the same meaning (REPLACES).
     """
@@ -322,16 +327,18 @@ def resolve_paths(
         return
 
     def locate(name: str, value: Any) -> Any:
-        """Return the value of an option with all paths in it resolved: a list, an entry of data_path or one path.
+        """Return the value of an option with all paths in it resolved: a list, an entry of a list or one path.
 
         A path may also be a Hub name or an address, which stays.
         """
         if isinstance(value, list):
             return [locate(name, entry) for entry in value]
-        if isinstance(value, DataSource):
-            paths = {"path": locate(name, value.path)}
-            if value.val_data_path is not None:
-                paths["val_data_path"] = locate(name, value.val_data_path)
+        if isinstance(value, Immutable):
+            paths = {}
+            for field in PATHS_OF_ENTRIES:
+                entry = getattr(value, field, None)
+                if entry is not None:
+                    paths[field] = locate(name, entry)
             return value.model_copy(update=paths)
         path = str(value)
         attribute = ""
@@ -426,8 +433,8 @@ class Step:
     layer: Layer
     """What a training stage gives."""
     options: dict[str, Any]
-    """What it gives, by option. Of a step between under the names of its command, which may mean other things:
-    `output_path` of a mining is a file."""
+    """What it gives, by option. For a step that is no training, by the names of its command's options, which may
+    mean other things: `output_path` of a mining is a file."""
     task: str
     """Task of the model that it trains, or starts from."""
     model_step: Step | None
@@ -622,8 +629,11 @@ def _step(
     kind: StepKind = "train"
     start = block.pop("from", None)
     for other in OTHER_KINDS:
-        is_option = other == "mine" and "every_epochs" in str(block.get(other))
-        if set(block) == {other} and not is_option:
+        if set(block) != {other}:
+            continue
+        options = block[other].plain()
+        is_option = isinstance(options, dict) and "every_epochs" in options
+        if other != "mine" or not is_option:
             kind = other
     number = len(before) + 1
     if not name:

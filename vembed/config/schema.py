@@ -53,7 +53,7 @@ else:
 
 # ---- entries of options that hold several values
 
-# The numbers of the pattern are 0, 1, .5, 0.5 and 1.0; what it lets through above 1 is refused by value.
+# The numbers of the pattern are 0, 1, .5, 0.5 and 1.0; values above 1 are refused by `parse_sampling`.
 _SAMPLING = re.compile(
     r"(proportional|round_robin|weights)|temperature\(\s*(0|1|0?\.\d+|[01]\.\d*)\s*\)"
 )

@@ -379,7 +379,7 @@ class ExampleStore:
         return lines
 
     def warnings(self) -> list[str]:
-        """Return a sentence for each source that is probably not meant as it is read."""
+        """Return a warning for each source that looks misread."""
         sentences = []
         for source in self._sources:
             sentences += [f"{source.name}: {point}" for point in source.weak_points()]
@@ -467,7 +467,8 @@ def open_examples(
         raise UserError(
             f"column_mapping names {listed(names)}, which no record of any source has{max(hints)}"
         )
-    # Rounded cumulative ends of each source's share, so that the sizes add up to the limit.
+    # Rounded cumulative ends of each source's share, so that the sizes add up to the limit. Each source keeps one record
+    # at least, so that many small ones may exceed it.
     limit = data.max_train_examples if is_training else None
     total = sum(map(len, sources))
     limit = total if limit is None else min(limit, total)
@@ -598,8 +599,8 @@ class Index:
     """Number of keys of each record."""
     counts: Counter[str]
     """Statistics of the good records: records, positives, negatives, scored (records with scores), text_queries,
-    image_queries, text_documents and image_documents. A query with text and image counts in both. And bad: the bad
-    records."""
+    image_queries, text_documents and image_documents. A query with text and image counts in both. `bad` counts
+    the bad records."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
     problems: list[str]

@@ -86,7 +86,8 @@ def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
     for section in sections(sets.examples, lines, config.model):
         figures |= section.figures
         lines = list(section.lines)
-        widths = [max(map(len, column)) for column in zip(*section.table, strict=True)]
+        columns = zip(*section.table, strict=True)
+        widths = [max(map(len, column)) for column in columns]
         for name, *cells in section.table:
             padded = [name.ljust(widths[0])]
             for cell, width in zip(cells, widths[1:], strict=True):

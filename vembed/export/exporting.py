@@ -432,9 +432,13 @@ class OnnxReranker:
             batch = [features[number] for number in numbers]
             return padded_inputs(self.featuriser, batch)
 
-        logits = self.graph.run([feature.length for feature in features], batch_of)
+        lengths = [feature.length for feature in features]
+        logits: np.ndarray = self.graph.run(lengths, batch_of)
+        if logits.shape[1] == 1:
+            return logits
         # As vembed.models.heads has it for two labels.
-        return logits[:, 1:] - logits[:, :1] if logits.shape[1] > 1 else logits
+        difference: np.ndarray = logits[:, 1:] - logits[:, :1]
+        return difference
 
 
 def padded_inputs(
@@ -978,9 +982,10 @@ def distances(first_ND: np.ndarray, second_ND: np.ndarray) -> np.ndarray:
     """Return [n] cosine distances of rows, in float64; infinite where a value is not finite."""
     first = first_ND.astype(np.float64)
     second = second_ND.astype(np.float64)
+    products = np.einsum("nd,nd->n", first, second)
     lengths = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     # A vector of zeros has the distance 1 to any other.
-    cosines = np.einsum("nd,nd->n", first, second) / np.maximum(lengths, 1e-300)
+    cosines = products / np.maximum(lengths, 1e-300)
     is_finite = np.isfinite(cosines)
     return np.where(is_finite, np.maximum(1 - cosines, 0.0), np.inf)
 

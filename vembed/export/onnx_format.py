@@ -360,7 +360,8 @@ def write_text_graph(
     text_config = model.config.get_text_config().to_dict()
     vocab_size = int(text_config.get("vocab_size", TRACED_VOCAB_SIZE))
     # Sizes of 1 would be taken for constants.
-    ids = torch.arange(2 * length).remainder(max(vocab_size, 1)).view(2, length)
+    ids = torch.arange(2 * length).remainder(max(vocab_size, 1))
+    ids = ids.view(2, length)
     write_graph(
         TextGraph(embedder),
         (ids, torch.ones_like(ids)),

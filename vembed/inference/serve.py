@@ -837,7 +837,9 @@ class PairScorer(TextEncoder):
         """See TextEncoder."""
         pairs = []
         for served in inputs:
-            pairs.append((Item(text=served.query), Item(text=str(served.content))))
+            query = Item(text=served.query)
+            document = Item(text=str(served.content))
+            pairs.append((query, document))
         features = self.reranker.featuriser.features(pairs)
         scores = self.reranker.scores_of(features)
         return scores, [feature.length for feature in features]

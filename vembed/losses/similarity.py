@@ -191,7 +191,7 @@ class PrefixTable:
         dx = torch.zeros_like(x) if self.with_gradient else None
         return RowVectors(entries, x, dx)
 
-    def scores(
+    def logits(
         self,
         rows: RowVectors,
         columns: slice,
@@ -224,8 +224,8 @@ class PrefixTable:
     ) -> None:
         """Add a tile's gradients with respect to its rows and to its columns.
 
-        `logits` [K, n, t] are those of `scores`, and are overwritten. `derivative(k)` returns dL/d(logits[k]) [n, t], for
-        the largest size in logits[-1] itself. `scratch` [n, t] is free for use.
+        `logits` [K, n, t] are those that the method of this name filled, and are overwritten. `derivative(k)` returns
+        dL/d(logits[k]) [n, t], for the largest size in logits[-1] itself. `scratch` [n, t] is free for use.
 
         Sizes go from the largest to the smallest. A part's coordinates belong to every size that is large enough, so the
         gradients with respect to the products accumulate in the buffer of the largest size.

@@ -147,7 +147,7 @@ def tiled_loss(
     return with_known_gradients(score_pass.loss, inputs, gradients[: len(inputs)])
 
 
-class _TeacherTable:
+class _VectorTable:
     """A teacher's vectors by their entry in the candidates' table."""
 
     def __init__(
@@ -236,15 +236,15 @@ class _ScorePass:
         self.table = scoring.similarity.table(
             embeddings, candidates.index, with_gradient=with_gradient
         )
-        self.guide: _TeacherTable | None = None
+        self.guide_table: _VectorTable | None = None
         if scoring.guide is not None:
             vectors = scoring.guide.vectors
-            self.guide = _TeacherTable(vectors, candidates, self.scale)
-        self.teacher: _TeacherTable | None = None
+            self.guide_table = _VectorTable(vectors, candidates, self.scale)
+        self.teacher_table: _VectorTable | None = None
         if scoring.teacher is not None:
-            self.teacher = _TeacherTable(scoring.teacher, candidates, self.scale)
+            self.teacher_table = _VectorTable(scoring.teacher, candidates, self.scale)
         # A tile's logits at all sizes, and the teacher's scores where there is one.
-        self.num_matrices = self.num_sizes + (self.teacher is not None)
+        self.num_matrices = self.num_sizes + (self.teacher_table is not None)
         widths = [length_of(group.columns) for group in candidates.column_groups]
         num_columns = sum(widths)
         self.tiling = scoring.tiling or Tiling.for_scores(
@@ -298,8 +298,8 @@ class _ScorePass:
         positives = shifted(rows, self.candidates.positives.start)
         positive_scores = self.table.pair_scores(queries, positives)  # [K, n]
         target = None
-        if self.teacher is not None:
-            target = self.teacher.pair_scores(queries, positives)
+        if self.teacher_table is not None:
+            target = self.teacher_table.pair_scores(queries, positives)
         losses = []
         weights = self.scoring.similarity.weights
         # One row loss for each size and direction. Each starts with the positives' logits [n].
@@ -317,8 +317,8 @@ class _ScorePass:
             ceilings = _with_tolerance(ceilings) * self.scale
         guide_ceilings = None
         guide = self.scoring.guide
-        if self.guide is not None and guide is not None:
-            guide_scores = self.guide.pair_scores(queries, positives)
+        if self.guide_table is not None and guide is not None:
+            guide_scores = self.guide_table.pair_scores(queries, positives)
             unit = guide_scores.abs() if guide.is_relative else 1.0
             margin = guide.margin_below_positive * unit
             guide_ceilings = _with_tolerance(guide_scores - margin)
@@ -341,13 +341,13 @@ class _ScorePass:
             if block.ceilings is not None:
                 is_above = scores * self.scale > block.ceilings[:, row]
                 scores.masked_fill_(is_above, EXCLUDED)
-            if self.guide is not None and block.guide_ceilings is not None:
-                guide_scores = self.guide.pair_scores(left, right)
+            if self.guide_table is not None and block.guide_ceilings is not None:
+                guide_scores = self.guide_table.pair_scores(left, right)
                 is_above = guide_scores > block.guide_ceilings[row]
                 scores.masked_fill_(is_above, EXCLUDED)
             target = None
-            if self.teacher is not None:
-                target = self.teacher.pair_scores(left, right)
+            if self.teacher_table is not None:
+                target = self.teacher_table.pair_scores(left, right)
             by_size = []
             for logits, by_direction in zip(
                 scores * self.scale, block.losses, strict=True
@@ -410,7 +410,7 @@ class _ScorePass:
                     columns=shifted(columns, group.columns.start),
                     direction=group.direction,
                     logits=matrices[: self.num_sizes],
-                    target=None if self.teacher is None else matrices[-1],
+                    target=None if self.teacher_table is None else matrices[-1],
                 )
                 self._score(tile, block, [next(mask) for mask in masks])
                 yield tile
@@ -429,14 +429,14 @@ class _ScorePass:
         """
         rows = tile.row_vectors.entries
         scratch = self._scratch(0, tile.logits[0])
-        if self.guide is not None and block.guide_ceilings is not None:
-            columns = self.guide.at(tile.columns)
-            torch.mm(self.guide.at(rows), columns.T, out=scratch)
+        if self.guide_table is not None and block.guide_ceilings is not None:
+            columns = self.guide_table.at(tile.columns)
+            torch.mm(self.guide_table.at(rows), columns.T, out=scratch)
             excluded.append(scratch > block.guide_ceilings[:, None])
-        if self.teacher is not None and tile.target is not None:
-            columns = self.teacher.at(tile.columns)
-            torch.mm(self.teacher.at(rows), columns.T, out=tile.target)
-        for k in self.table.scores(tile.row_vectors, tile.columns, tile.logits):
+        if self.teacher_table is not None and tile.target is not None:
+            columns = self.teacher_table.at(tile.columns)
+            torch.mm(self.teacher_table.at(rows), columns.T, out=tile.target)
+        for k in self.table.logits(tile.row_vectors, tile.columns, tile.logits):
             logits = tile.logits[k]
             for mask in excluded:
                 logits.masked_fill_(mask, EXCLUDED)
@@ -451,7 +451,8 @@ class _ScorePass:
 
         def derivative(k: int) -> Tensor:
             logits = tile.logits[k]
-            # The largest size's logits are not needed again: overwrite them in place.
+            # The table reads the logits of the smaller sizes once more, for the gradient of their norms. Those of the
+            # largest are overwritten in place: its buffer then adds up the gradient of all sizes.
             is_largest = k == self.num_sizes - 1
             out = logits if is_largest else self._scratch(0, logits)
             row_loss = block.losses[k][tile.direction]
@@ -483,7 +484,7 @@ def _with_tolerance(ceilings: Tensor) -> Tensor:
 
 def is_excluded(logits: Tensor) -> Tensor:
     """Return true where a candidate is excluded."""
-    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times any scale.
+    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times the scale, which is above 1e-6.
     return logits <= EXCLUDED * 1e-6
 
 
@@ -763,7 +764,9 @@ class DivergenceRows(RowLoss):
         self.positive_target = start.target * target_scale
         # The positive is the first candidate: exp(0) = 1.
         self.student = OnlineSum(self.positive, torch.ones_like(self.positive))
-        self.teacher = OnlineSum(self.positive_target, torch.ones_like(self.positive))
+        self.teacher_table = OnlineSum(
+            self.positive_target, torch.ones_like(self.positive)
+        )
         self.difference = self.positive_target - self.positive
         """[n] sum of exp(t - largest t) * (t - s)"""
 
@@ -778,7 +781,7 @@ class DivergenceRows(RowLoss):
         targets = self._targets(candidates)
         row = candidates.row
         self.student.add(candidates.logits, row, candidates.out)
-        weights, rescale = self.teacher.add(targets, row, candidates.out)
+        weights, rescale = self.teacher_table.add(targets, row, candidates.out)
         # An excluded candidate has weight exp(EXCLUDED) = 0 and a finite difference, so it adds 0.
         weighted = weights.mul_(targets.sub_(candidates.logits))
         self.difference = _add_to_rows(self.difference * rescale, weighted, row)
@@ -786,8 +789,8 @@ class DivergenceRows(RowLoss):
     def total(self) -> Tensor:
         """See RowLoss."""
         self.student_log_sum = self.student.log()
-        self.teacher_log_sum = self.teacher.log()
-        cross = self.difference / self.teacher.sum
+        self.teacher_log_sum = self.teacher_table.log()
+        cross = self.difference / self.teacher_table.sum
         losses = cross - self.teacher_log_sum + self.student_log_sum
         return self.coefficient * losses.sum()
 

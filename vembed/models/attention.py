@@ -201,7 +201,7 @@ def use_flash3(config: Mapping[str, Any], device: torch.device) -> str | None:
     for part in parts:
         # It takes the place of torch's kernel for all calls, and refuses those with dropout.
         if any(part.get(name) for name in _DROPOUTS):
-            return "it has no attention dropout, and the model has"
+            return "it has no attention dropout, which the model uses"
     if not uses_flash3():
         torch.nn.attention.activate_flash_attention_impl("FA3")
     return None
@@ -723,7 +723,7 @@ class _DroppedAttention(torch.autograd.Function):
                 else:
                     by_head += piece.visible
             probabilities = torch.softmax(scores, dim=-1)
-            keep_mask = kept_ones(probabilities.shape, p, probabilities.dtype)
+            keep_mask = keep_draws(probabilities.shape, p, probabilities.dtype)
             integers = probabilities.view(keep_mask.dtype)
             # Negative where dropout keeps a probability. The lowest integer is the sign bit, which no probability has:
             # to add it sets it, in one pass.
@@ -779,7 +779,7 @@ class _DroppedAttention(torch.autograd.Function):
 # ---- bulk draws of dropout ---------------------------------------------------------------------------------------
 
 
-def kept_ones(
+def keep_draws(
     shape: torch.Size,
     p: float,
     dtype: torch.dtype,
@@ -799,7 +799,7 @@ def kept_ones(
 
 
 def scale_of(p: float) -> float:
-    """Return the factor for kept elements: 1 / (1 - p), with p rounded as in `kept_ones`."""
+    """Return the factor for kept elements: 1 / (1 - p), with p rounded as in `keep_draws`."""
     return DRAW_LEVELS / round((1.0 - p) * DRAW_LEVELS)
 
 
@@ -831,7 +831,7 @@ class _Dropped(torch.autograd.Function):
         p: float,
     ) -> Tensor:
         # The negative of 1 has all bits set.
-        mask = kept_ones(values.shape, p, values.dtype).neg_()
+        mask = keep_draws(values.shape, p, values.dtype).neg_()
         ctx.save_for_backward(mask)
         ctx.scale = scale_of(p)
         return masked_(values * ctx.scale, mask)

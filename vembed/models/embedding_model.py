@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from vembed.errors import UserError
+from vembed.errors import UserError, listed
 from vembed.models import precision
 from vembed.models.attention import (
     PREFIX,
@@ -848,7 +848,15 @@ class TwoTowers(nn.Module):
             raise UserError(
                 f"{folder} is a composed model without {PROJECTIONS_FILE}; it is incomplete"
             )
-        self.load_state_dict(load_file(path), strict=False)
+        projections = load_file(path)
+        missing, unexpected = self.load_state_dict(projections, strict=False)
+        # The towers have files of their own.
+        missing = [name for name in missing if "_projection." in name]
+        if missing or unexpected:
+            raise UserError(
+                f"{path} lacks {listed(missing) or 'nothing'} and has {listed(unexpected) or 'nothing'} besides: it is not "
+                "of this model"
+            )
 
     def save_pretrained(
         self, folder: str | Path, *, state_dict: dict[str, Tensor]

@@ -143,27 +143,27 @@ class Session(AbstractContextManager["Session"]):
                 rank_facts(self.ranks)
             elif not dist.is_initialized():
                 self._join(num_machines, rank_facts)
+            self.rank = self.ranks.rank
+            self.world_size = self.ranks.world_size
+            self.local_rank = self.ranks.local_rank
+            self.local_world_size = self.ranks.local_world_size
+            self.is_main = self.rank == 0
+            """True on rank 0, which writes files and the console log."""
+            # Machines may differ in memory and processor, but all ranks must make the same decisions. So each rank takes the
+            # smallest memory, and instructions only if every CPU has them.
+            instructions = bf16_instructions()
+            memory = memory_of_a_process(self.ranks, self.device)
+            # One collective for both: the minimum is the negative of the maximum of the negatives.
+            negative_memory, lacks_instructions = collectives.max_ints(
+                [-memory, int(instructions is None)]
+            )
+            self.memory = -negative_memory
+            """Bytes that a process has: of its GPU, or its part of the machine's memory; the least of all processes."""
+            self.instructions = None if lacks_instructions else instructions
+            """The instructions for bfloat16 that the CPUs of all processes have."""
         except BaseException:
             self.close()
             raise
-        self.rank = self.ranks.rank
-        self.world_size = self.ranks.world_size
-        self.local_rank = self.ranks.local_rank
-        self.local_world_size = self.ranks.local_world_size
-        self.is_main = self.rank == 0
-        """True on rank 0, which writes files and the console log."""
-        # Machines may differ in memory and processor, but all ranks must make the same decisions. So each rank takes the
-        # smallest memory, and instructions only if every CPU has them.
-        instructions = bf16_instructions()
-        memory = memory_of_a_process(self.ranks, self.device)
-        # One collective for both: the minimum is the negative of the maximum of the negatives.
-        negative_memory, lacks_instructions = collectives.max_ints(
-            [-memory, int(instructions is None)]
-        )
-        self.memory = -negative_memory
-        """Bytes that a process has: of its GPU, or its part of the machine's memory; the least of all processes."""
-        self.instructions = None if lacks_instructions else instructions
-        """The instructions for bfloat16 that the CPUs of all processes have."""
 
     def lay_out(
         self,

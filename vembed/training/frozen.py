@@ -279,7 +279,8 @@ class FrozenTowers:
         for modality, table in tables.items():
             rows = cached[modality]
             if rows:
-                values = torch.from_numpy(np.stack(list(rows.values()))).to(table.dtype)
+                values = torch.from_numpy(np.stack(list(rows.values())))
+                values = values.to(table.dtype)
                 index = row_index(list(rows), table.device)
                 table[index] = to_device(values, table.device)
             for indices in splits.get(modality, []):

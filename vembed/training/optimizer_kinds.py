@@ -102,7 +102,7 @@ class AdamW(OptimizerKind):
     def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
         import torch
 
-        from vembed.training.optimizer import RoundedAdamW
+        from vembed.training.rounded_adamw import RoundedAdamW
 
         arguments, betas = inputs.adam_arguments()
         if inputs.is_half:

@@ -333,18 +333,18 @@ def build_components(
         ),
         decoders=max(num_cores() // session.local_world_size, 1),
     )
-    asks_to_compile = model_options.torch_compile != "auto"
-    may_compile = asks_to_compile or session.device.type == "cuda"
+    # On CPUs `auto` is false.
+    is_left_to_auto = model_options.torch_compile == "auto"
+    compares = is_left_to_auto and session.device.type == "cuda"
     first_features: list[Features] = []
-    if may_compile:
+    if compares:
         # The same inputs on every rank.
         num_first = min(NUM_COMPARED_EXAMPLES, len(data.examples))
         units: list[Any] = []
         for number in range(num_first):
             units += featuriser.units(data.examples[number])
         first_features = featuriser.features(units)
-    if may_compile and not asks_to_compile:
-        # Before the model is built, by the arithmetic of the whole run.
+        # Before the model is built, from the operations of the whole run.
         num_examples = data.total_steps * data.examples_per_step
         num_samples = num_examples / max(num_first, 1)
         num_tokens = num_samples * sum(feature.length for feature in first_features)
@@ -385,7 +385,7 @@ def build_components(
 
     # The loss and the optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
-    if may_compile:
+    if not is_left_to_auto or compares:
         check_compiled(model, embedder, featuriser, first_features, session)
     loss = build_loss(
         config,
@@ -689,6 +689,8 @@ def compiled_difference(
 
     was_training = model.training
     forwards = compiled_forwards(layers)
+    # The pass in training mode moves the running statistics of batch norms.
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     # The gradients of this check are dropped, so FSDP need not sum them over the processes.
     set_gradient_sync(model, False)
     try:
@@ -717,11 +719,14 @@ def compiled_difference(
         for forward in forwards:
             forward.is_on = True
         discard_passes(model)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
         model.train(was_training)
-    distance = 0.0
+    distances: list[torch.Tensor] = []
     for left, right in zip(compiled, plain, strict=True):
-        cosines = functional.cosine_similarity(left, right, dim=1)
-        distance = max(distance, float((1 - cosines).max()))
+        distances.append(1 - functional.cosine_similarity(left, right, dim=1))
+    # The largest of numbers and a NaN is the NaN, which is below no limit.
+    distance = float(torch.cat(distances).max())
     limit = MAX_COSINE_DISTANCE_FLOAT32
     if session.placement.computes_in_half:
         limit = MAX_COSINE_DISTANCE_HALF

@@ -9,9 +9,9 @@ of width D, and the loss L is a function of the embeddings E [U, D] of all U inp
 Once G is known, each input's summand can be computed by itself: it is the gradient of the dot product <e_i, G_i>, with
 G_i as a constant. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks in any way.
 This rank holds n of the U inputs, each of them once, however often it occurs in the rows of the loss. An input may be
-a pair, whose vector is its score (D = 1). It may also have several vectors. Then E has one row for each vector: their
-number is known from the tokens, before the forward pass, and `starts` says where those of an input begin. Five stages,
-five methods:
+a pair, whose vector is its score (D = 1). It may also have several vectors. Then E is [T, D] with one row for each
+vector: their number is known from the tokens, before the forward pass, and `starts` says where those of an input begin.
+Five stages, five methods:
 
 1. `split`     One collective: the number of inputs, rows and micro-batches of each rank. From them every rank derives
                the same number of micro-batches, and how many of their graphs are kept.
@@ -128,7 +128,7 @@ class StepBatch:
     auxiliary_outputs: list[SliceLosses] = field(default_factory=list)
     """The model's own losses of the first `num_kept_graphs` micro-batches, with their graphs."""
 
-    def synchronises(self, micro_index: int) -> bool:
+    def is_last_backward(self, micro_index: int) -> bool:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
         return self.is_last and micro_index == len(self.micro_batches) - 1
 
@@ -398,7 +398,7 @@ class ContrastiveStep:
             for micro_index, model_inputs in enumerate(fed):
                 micro_batch = batch.micro_batches[micro_index]
                 # FSDP reads this in the forward pass already. `backward` sets it again for each micro-batch.
-                self._synchronise_gradients(batch.synchronises(micro_index))
+                self._set_gradient_sync(batch.is_last_backward(micro_index))
                 # The first ones keep their graphs: their backward passes come first, and free them before any replay.
                 keeps_graph = micro_index < batch.num_kept_graphs
                 with torch.set_grad_enabled(keeps_graph):
@@ -448,7 +448,7 @@ class ContrastiveStep:
         has_starts = counts.vectors != counts.inputs
         if has_starts:
             num_vectors = np.array([feature.rows for feature in features])
-            columns["starts"] = Column(num_vectors, counts.inputs)
+            columns["num_vectors"] = Column(num_vectors, counts.inputs)
         # Scores are used only if every rank has them: all ranks pass the same columns.
         if all(counts.has_scores) and rank_batch.scores is not None:
             columns["scores"] = Column(rank_batch.scores, counts.rows)
@@ -465,7 +465,8 @@ class ContrastiveStep:
         embeddings.requires_grad_()
         if has_starts:
             # From the number of vectors of each of the U inputs to [U + 1] where they begin in E.
-            on_host["starts"] = F.pad(on_host["starts"].cumsum(0), (1, 0))
+            num_vectors_of_all = on_host.pop("num_vectors")
+            on_host["starts"] = F.pad(num_vectors_of_all.cumsum(0), (1, 0))
         fields: dict[str, Any] = {"scores": None}  # without scores
         copies = copied_together(on_host, self.session.device)
         for name, values in copies.items():
@@ -493,7 +494,8 @@ class ContrastiveStep:
         batch: StepBatch,
         weight: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of L, and world size times this rank's vectors [n, D] of d(`weight` L)/dE. Collective."""
+        """Return this rank's part of L, and the gradient of `weight` * L for this rank's vectors [n, D], multiplied by the
+        world size. Collective."""
         # Not TF32: the rounding of a score is divided by the temperature too.
         with self.timer("loss"), torch.enable_grad(), matmul_precision("highest"):
             loss_share = self.loss(loss_batch)
@@ -527,7 +529,7 @@ class ContrastiveStep:
         num_kept = batch.num_kept_graphs
         replayed = batch.inputs.feed(batch.micro_batches, first=num_kept)
         for micro_index, micro_batch in enumerate(batch.micro_batches):
-            self._synchronise_gradients(batch.synchronises(micro_index))
+            self._set_gradient_sync(batch.is_last_backward(micro_index))
             if micro_index < num_kept:
                 # Dropping the references frees each graph as soon as its backward is done.
                 outputs = batch.outputs[micro_index]
@@ -539,7 +541,7 @@ class ContrastiveStep:
                 outputs, losses = self._forward(batch, next(replayed), micro_index)
             # From the last backward pass on, units reshard again. Set after the last forward pass, which would reshard
             # too, so that every unit would be gathered a second time.
-            self._keep_gathered(not batch.synchronises(micro_index))
+            self._keep_gathered(not batch.is_last_backward(micro_index))
             # The roots of this backward pass, each with the gradient that it starts from.
             roots: list[Tensor] = []
             gradients: list[Tensor] = []
@@ -562,7 +564,7 @@ class ContrastiveStep:
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))
             overlaps = not self.session.syncs_batch_norms
-            if batch.synchronises(micro_index) and overlaps:
+            if batch.is_last_backward(micro_index) and overlaps:
                 self.gradient_sum.start_early()
             if roots:
                 with self._grouping_gradients(batch, micro_index):
@@ -588,8 +590,8 @@ class ContrastiveStep:
         outputs, losses = self.model(inputs, with_auxiliary=True)
         return outputs, losses
 
-    def _synchronise_gradients(self, is_last: bool) -> None:
-        """Let FSDP reduce gradients in this backward pass. Other micro-batches only add to the local gradient."""
+    def _set_gradient_sync(self, is_last: bool) -> None:
+        """Set whether FSDP reduces gradients in the next backward pass. Other micro-batches only add to the local gradient."""
         session = self.session
         if session.fsdp is None:
             return
@@ -607,7 +609,7 @@ class ContrastiveStep:
     ) -> AbstractContextManager[None]:
         """Return a context in which a backward pass converts and adds gradients together, where that saves kernels."""
         # The last backward pass hands sums to the other ranks while it runs.
-        is_shared = batch.synchronises(micro_index) and self.session.world_size > 1
+        is_shared = batch.is_last_backward(micro_index) and self.session.world_size > 1
         if is_shared or not self._grouped:
             return nullcontext()
         return self.copies.grouped_gradients(self._grouped)
@@ -629,7 +631,7 @@ class ContrastiveStep:
             self._ran_out_of_memory = True
 
     def _raise_if_any(self, failed: Sequence[float]) -> None:
-        """Raise OutOfMemory if any rank ran out of memory. `failed`: of each rank, or their sum."""
+        """Raise OutOfMemory if any rank ran out of memory. `failed`: a flag of each rank, or their sum."""
         if any(failed):
             self._ran_out_of_memory = False
             raise OutOfMemory

@@ -120,7 +120,7 @@ def train_run(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         hub = Hub(config.logging.push_to_hub)
     lock = OutputLock(output)
 
-    def report_facts(ranks: RankInfo) -> dict[str, Any]:
+    def prepare_launch(ranks: RankInfo) -> dict[str, Any]:
         """Check what can be checked before devices are chosen. Return the facts that all ranks compare."""
         if ranks.rank == 0:
             # Now, since a pass over large data takes minutes.
@@ -137,7 +137,7 @@ def train_run(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         RunLog(config.logging, output, launched_rank()) as run_log,
         Interrupts(config.run.max_train_minutes) as interrupts,
         start_session(
-            run, report_facts, lambda: precision_before(config.run)
+            run, prepare_launch, lambda: precision_before(config.run)
         ) as session,
         Checkpointer(config.run, session) as checkpointer,
     ):
@@ -526,7 +526,8 @@ class Trainer:
         when = f"after step {state.step:,d}" if state.step else "before training"
         seconds = self.clock.seconds() - start
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
-        # The best step must be recoverable: it has a checkpoint, or it is the last one.
+        # The best step must be recoverable: it has a checkpoint, or it is the last one. In a run without checkpoints the
+        # best step is reported and not loaded.
         is_recoverable = (
             self.intervals.save_steps is None
             or self._checkpoint_is_due()

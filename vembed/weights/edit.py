@@ -655,7 +655,8 @@ def erasure(
     """Return the map, as a matrix [D, D] and an offset [D], that changes the vectors least so that both sets have one
     mean and no linear probe can tell them apart (LEACE); `strength` below 1 goes a part of the way."""
     both = np.concatenate([first_ND, second_ND]).astype(np.float64)
-    labels = np.concatenate([np.ones(len(first_ND)), -np.ones(len(second_ND))])
+    labels = np.ones(len(both))  # 1 for the first set, -1 for the second
+    labels[len(first_ND) :] = -1.0
     mean = both.mean(axis=0)
     centred = both - mean
     covariance = centred.T @ centred / len(both)
@@ -688,7 +689,8 @@ def linear_probe(
     """Return the share of the test vectors whose set a logistic regression, fitted on the training vectors, finds: 0.5
     is chance for sets of one size, 1.0 is always."""
     trained = np.concatenate(train).astype(np.float64)
-    labels = np.concatenate([np.ones(len(train[0])), -np.ones(len(train[1]))])
+    labels = np.ones(len(trained))  # 1 for the first set, -1 for the second
+    labels[len(train[0]) :] = -1.0
     mean = trained.mean(axis=0)
     spread = trained.std(axis=0)
     # A constant coordinate stays 0 after centring instead of becoming 0 / 0.

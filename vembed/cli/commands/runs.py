@@ -39,7 +39,8 @@ def report(run: str) -> dict[str, Any]:
 
     path = write_report(run)
     sys.stdout.write(f"wrote {path}\n")
-    return {"report": path, **run_json(Path(run).resolve().name, read_run(run))}
+    name = Path(run).resolve().name
+    return {"report": path, **run_json(name, read_run(run))}
 
 
 def compare(

@@ -78,7 +78,7 @@ def make_rank_batch(
 ) -> RankBatch:
     """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch.
 
-    `encodes_copies`: equal inputs stay as many as they are.
+    `encodes_copies`: keep duplicates.
     """
     units: list[Any] = []
     row_items: list[tuple[Item, Item]] = []

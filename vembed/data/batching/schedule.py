@@ -402,7 +402,7 @@ def arrange(
     max_batches: int,
 ) -> list[np.ndarray]:
     """Return full batches of `size` examples, as many as can be filled and at most `max_batches`, each in the epoch's
-    order. Of fewer examples than `size` it is one batch of those that can be together."""
+    order. Of fewer than `size` examples it returns one batch, of those that can be together."""
     num_free = len(conflicts.free)
     num_examples = len(conflicts.keys) + num_free
     smallest = size

@@ -88,7 +88,7 @@ class RankBatchStream:
         for position in range(rows.start, rows.stop):
             example = example_at(position)
             if self.in_batch_negatives:
-                # The examples behind it in the batch, and behind the last one those from the first on.
+                # The examples after it in the batch, wrapping around at the end.
                 others = map(
                     example_at,
                     (*range(position + 1, len(indices)), *range(position)),

@@ -358,8 +358,12 @@ def stored_points(
         if key.startswith("compressed/"):
             _, form, name, _ = key.split("/")
             dim = int(name)
-            sizes = {"float32": 4 * dim, "int8": dim}
-            points[form].append((dim, sizes.get(form, -(-dim // 8)), value))
+            num_bytes = -(-dim // 8)  # a bit for each coordinate, rounded up
+            if form == "float32":
+                num_bytes = 4 * dim
+            elif form == "int8":
+                num_bytes = dim
+            points[form].append((dim, num_bytes, value))
     return {form: sorted(rows) for form, rows in points.items()}
 
 
