@@ -235,6 +235,9 @@ def whole_matrix():
                     name = f"{family}: {choice}"
                     cases.append(Case(name, make, data, BF16 | options))
     bert = tiny.tiny_bert
+    # Beside a GPU a single worker is a process, which starts during these steps.
+    worker = BF16 | {"num_workers": 1}
+    cases.append(Case("bert: a process for batches", bert, "texts", worker))
     for name, options in LOSS_OPTIONS.items():
         cases.append(Case(f"loss: {name}", bert, "texts", BF16 | options))
     for loss in PLAIN_LOSSES:
