@@ -391,5 +391,7 @@ assert "bitsandbytes" in sys.modules
         timeout=300,
     )
     for said in (done.stdout, done.stderr):
-        optimizer, _, adapters = said.partition("ADAPTERS\n")
-        assert optimizer == "" and "kernels" not in adapters
+        # Transformers imports torchao, which has messages of its own.
+        assert "ADAPTERS\n" in said
+        assert "kernels" not in said
+        assert "bitsandbytes" not in said

@@ -317,6 +317,9 @@ MicroBatch = list[ModalityIndices]
 """One forward pass of the model: the slice of each modality."""
 ModelInputs = list[tuple[Modality, dict[str, Tensor]]]
 """Arguments of a forward pass: the tensors of each modality."""
+CPU = torch.device("cpu")
+HOST_INPUTS = frozenset({"spatial_shapes"})
+"""Inputs whose numbers a model reads on the host, image by image: from a GPU each would have to be waited for."""
 MICRO_BATCHES_AHEAD = 2
 """Micro-batches whose images are decoded ahead; limits the pixels in host memory."""
 
@@ -415,7 +418,8 @@ class Feeder:
         for modality, batch in inputs:
             tensors = {}
             for name, tensor in batch.items():
-                tensors[name] = tensor.to(self.device, non_blocking=True)
+                device = CPU if name in HOST_INPUTS else self.device
+                tensors[name] = tensor.to(device, non_blocking=True)
             # Pixels of 8 bits become numbers where the model computes.
             moved.append((modality, self.featuriser.finished(tensors)))
         return moved
