@@ -291,8 +291,6 @@ class Update:
     scale: GradientScale
 
     def __post_init__(self) -> None:
-        # Walking through the modules in every step would take the host longer than the launches.
-        self._model_parameters = list(self.model.parameters())
         # Copies on every rank, also where the model is sharded.
         self._loss_parameters = list(self.loss.parameters())
         self._fsdp1_group = fsdp1_group(self.model)
@@ -304,9 +302,11 @@ class Update:
 
     def apply(self, loss: float) -> Outcome:
         """Take one optimizer step with the current gradients, then clear them. Collective. `loss`: of all ranks."""
-        parameters = [*self._model_parameters, *self._loss_parameters]
+        # Read anew: sharding may exchange the parameters of the modules after the first step.
+        model_parameters = list(self.model.parameters())
+        parameters = [*model_parameters, *self._loss_parameters]
         norm_tensor = gradient_norm(
-            self._model_parameters, self._fsdp1_group, self._loss_parameters
+            model_parameters, self._fsdp1_group, self._loss_parameters
         )
         # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one
         # multiplication below.
