@@ -35,7 +35,6 @@ from benchmarks.gpu_record import (
     train,
 )
 from vembed.config.decisions import Decision, ResolvedRun, Strategy
-from vembed.config.schema import TrainConfig
 from vembed.models import attention
 from vembed.parallel import placement
 from vembed.parallel.step_memory import ModelSize
@@ -306,9 +305,9 @@ def sharded_alone() -> Iterator[None]:
         run: ResolvedRun,
         ranks: object,
         memory: int,
-        measured: Callable[[TrainConfig], ModelSize],
     ) -> tuple[Decision[Strategy], ModelSize, list[str]]:
-        return Decision("fsdp", "a mesh of one"), measured(run.config), []
+        size = placement.measure(run.config)
+        return Decision("fsdp", "a mesh of one"), size, []
 
     # A session leaves a group alone that is there already.
     dist.init_process_group(

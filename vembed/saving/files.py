@@ -156,7 +156,8 @@ def save_model(
                 pooling_state,
             )
         write_json(folder / DESCRIPTION_FILE, description.to_dict())
-        text = render_card(description, card or Card(), adapter_alone=not weights)
+        adapter_alone = has_lora and not merge_adapters
+        text = render_card(description, card or Card(), adapter_alone=adapter_alone)
         (folder / "README.md").write_text(
             text, encoding="utf-8", errors="backslashreplace"
         )
