@@ -553,12 +553,12 @@ def load_options(
 
 
 def describe_options(kind: type[CommandConfig]) -> list[tuple[str, str, str]]:
-    """Return name, default and documentation of every option, in the order of the schema."""
+    """Return name, default and documentation of every option, those that must be given first."""
     rows = []
     for name, option in _options(kind).items():
         default = "required" if option.is_required else one_line_yaml(option.default)
         rows.append((name, default, " ".join(option.text.split())))
-    return rows
+    return sorted(rows, key=lambda row: row[1] != "required")
 
 
 def _options(kind: type[CommandConfig]) -> dict[str, Option]:

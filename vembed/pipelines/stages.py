@@ -127,6 +127,11 @@ class _Stage:
         self.all_arguments = arguments
         self.options = located(_with_shared_data(pipeline, step), arguments.config)
         """Of a step between; its paths may stand beside the config file."""
+        overwrite = values_by_option(arguments.overrides).get("overwrite")
+        if overwrite is None:
+            overwrite = str(pipeline.shared.value("overwrite", False))
+        self.starts_over = overwrite.lower() == "true"
+        """The step runs even if it is done, and replaces what is there."""
         self.arguments = replace(
             arguments,
             stage=step.name,
@@ -185,7 +190,7 @@ class _Stage:
                     number += 1
                 self.folder.rename(aside)
                 self._log(f"what it depends on has changed; the old one is now {aside}")
-        elif state.get("state") == "done":
+        elif state.get("state") == "done" and not self.starts_over:
             damage = None
             for name, checksum in state.get("outputs", {}).items():
                 damage = damage or damage_of(self.folder, name, checksum)
@@ -328,7 +333,7 @@ class _Stage:
             (option,) = values_by_option([override])
             if option not in left_out:
                 kept_overrides.append(override)
-        if "resume" not in values_by_option(overrides):
+        if "resume" not in values_by_option(overrides) and not self.starts_over:
             # A stage that was stopped goes on; its folder is of this very fingerprint.
             kept_overrides.append("resume=auto")
         return tuple(kept_overrides)
