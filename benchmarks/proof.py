@@ -36,6 +36,7 @@ KILL_AFTER_STEP = 14
 SAVE_STEPS = 6
 START_TIMEOUT_SECONDS = 180
 DESCRIPTION_FILE = "vembed.json"
+CHECKSUMS_FILE = "checksums.json"
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -201,6 +202,8 @@ def _wrong_weight(model: Path) -> None:
     name = next(name for name in weights if "layer.0.attention" in name)
     weights[name] = weights[name] / 2
     save_file(weights, path, metadata={"format": "pt"})
+    # With checksums that do not match vembed would refuse to serve the folder.
+    (model / CHECKSUMS_FILE).unlink()
 
 
 def _compare_with_server(served: Path, model: Path) -> list[str]:
