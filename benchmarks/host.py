@@ -90,7 +90,7 @@ def host_seconds(folder: Path) -> dict[str, float]:
     for step in range(STEPS // 3, STEPS - 1):
         in_model = sum(seconds[name][step] for name in MODEL_STAGES)
         others.append(ends[step] - ends[step - 1] - in_model)
-    medians = {"rest": statistics.median(others)}
+    medians = {"together": statistics.median(others)}
     for name in HOST_STAGES:
         medians[name] = statistics.median(seconds[name][STEPS // 3 : -1])
     return medians
