@@ -220,7 +220,7 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     assert train() == 0
     assert capsys.readouterr().err.count("done already") == 4
     assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert train("--until", "sharp", "overwrite=true") == 0
+    assert train("--until", "sharp", "overwrite=yes") == 0
     assert "done already" not in capsys.readouterr().err
     weights = Path("output/broad/final/model.safetensors")
     times[weights] = weights.stat().st_mtime_ns

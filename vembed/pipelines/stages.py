@@ -27,6 +27,7 @@ from vembed.config.loading import (
     resolve_run,
     values_by_option,
 )
+from vembed.config.options import BOOLS
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.errors import RunError, UserError, did_you_mean
@@ -129,8 +130,9 @@ class _Stage:
         """Of a step between; its paths may stand beside the config file."""
         overwrite = values_by_option(arguments.overrides).get("overwrite")
         if overwrite is None:
-            overwrite = str(pipeline.shared.value("overwrite", False))
-        self.starts_over = overwrite.lower() == "true"
+            overwrite = pipeline.shared.value("overwrite", False)
+        # Any other word is refused where the config of a training is read.
+        self.starts_over = BOOLS.get(str(overwrite).lower(), False)
         """The step runs even if it is done, and replaces what is there."""
         self.arguments = replace(
             arguments,
