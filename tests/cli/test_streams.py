@@ -10,6 +10,7 @@ import yaml
 from tests.commands import start
 from tests.tiny import shared, tiny_bert_st
 from tests.training.test_run import settings
+from vembed.cli.support import guarded
 from vembed.errors import UserError
 from vembed.parallel.environment import check_num_threads
 
@@ -92,3 +93,17 @@ def test_threads_that_are_no_number():
             check_num_threads({"OMP_NUM_THREADS": value})
     for value in ("", "4"):
         check_num_threads({"OMP_NUM_THREADS": value})
+
+
+def test_a_rank_whose_neighbour_ended_says_it_in_a_sentence(capsys):
+    """The traceback of a collective says nothing about the rank that ended, whose own message does."""
+
+    def gather():
+        error = RuntimeError("Connection closed by peer [127.0.0.1]:13487")
+        error.add_note("rank 0 of 2, in the collective all_gather_rows (call 7)")
+        raise error
+
+    assert guarded(gather) == 1
+    shown = capsys.readouterr().err
+    assert "rank 0 of 2" in shown and "all_gather_rows" in shown
+    assert "Traceback" not in shown

@@ -31,6 +31,8 @@ _NO_MEMORY = re.compile(
     "can't allocate memory|Cannot allocate memory|failed to map segment|can't start new thread"
 )
 """In messages of torch, of the system and of its loader of libraries."""
+_LOST_RANK = re.compile("closed by peer|reset by peer|remote process exited")
+"""In messages of gloo and NCCL after another process of the run has ended."""
 ConfigArguments = Annotated[
     list[str] | None, Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
 ]
@@ -268,6 +270,9 @@ def guarded(function: Callable[[], int | None]) -> int:
                 f"there is not enough memory ({str(error) or type(error).__name__}): give the process more (ulimit -v, the memory "
                 "of the container), or make batch_size, micro_batch_tokens or the model smaller"
             )
+        if _LOST_RANK.search(str(error)):
+            place = "; ".join(getattr(error, "__notes__", []))
+            message = f"lost the connection to another rank, which has ended ({place})"
         if message is None:
             raise
         _print_error(f"error: {message}\n")

@@ -198,7 +198,7 @@ def score(
                 if output == "-":
                     file.write(f"{value:.6f}\n".encode())
                     continue
-                line = {"record": number, "role": role, "similarity": value}
+                line = {"record": number, "role": role, "score": value}
                 file.write(json.dumps(line).encode() + b"\n")
         if is_main and target.suffix == ".npy":
             np.save(file, np.concatenate(all_scores))
