@@ -141,8 +141,8 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
     lines = [json.loads(line) for line in text.splitlines()]
     roles = [(line["record"], line["role"]) for line in lines[:4]]
     assert roles == [(0, "positive"), (0, "positive"), (0, "negative"), (1, "positive")]
-    similarities = [line["similarity"] for line in lines]
-    np.testing.assert_allclose(similarities, expected, atol=1e-6)
+    scores = [line["score"] for line in lines]
+    np.testing.assert_allclose(scores, expected, atol=1e-6)
     capsys.readouterr()
     scoring.score(folder, str(records))
     np.testing.assert_allclose(
