@@ -710,7 +710,7 @@ def config_yaml(
         if values[name] is not None:
             del values[replaced]
     if "temperature" not in config.explicit_options:
-        # A learned temperature starts from the model's own, unless this option is given.
+        # Written, it would count as given: learned temperatures and those of several losses would start from it.
         del values["temperature"]
     lines: list[str] = []
     section = ""

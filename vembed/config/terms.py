@@ -121,20 +121,18 @@ def run_temperature(
     model_temperature: float | None = None,
     *,
     is_reranker: bool = False,
-) -> float:
-    """Return the value of the option `temperature` for the files of the run.
+) -> float | None:
+    """Return the temperature of the run's one loss, for `config.yaml` and the checkpoints.
 
-    Where no option named it, it is that of the run's one loss, so that a resumed run
-    keeps it. A learned temperature and those of several losses are not in the files.
+    None: an option gives it, or it is learned, or there are several losses. Then the run's
+    files name no other than the config does, so that each loss chooses its own again.
     """
-    if leaves_temperature(objective, data, start_model):
-        terms = loss_terms(
-            objective, start_model, None, model_temperature, is_reranker=is_reranker
-        )
-        if terms[0].temperature is not None:
-            return terms[0].temperature
-    default: float = dict(objective)["temperature"]
-    return default
+    if not leaves_temperature(objective, data, start_model):
+        return None
+    terms = loss_terms(
+        objective, start_model, None, model_temperature, is_reranker=is_reranker
+    )
+    return terms[0].temperature
 
 
 def leaves_temperature(

@@ -414,7 +414,9 @@ def build_components(
         None if scale is None else 1 / scale,
         is_reranker=model_options.task == "rerank",
     )
-    return components, config.changed(temperature=temperature)
+    if temperature is not None:
+        config = config.changed(temperature=temperature)
+    return components, config
 
 
 def configured_hooks(run: Trainer) -> list[Hook]:
