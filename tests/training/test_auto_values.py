@@ -215,6 +215,17 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
         ({"epochs": 2}, {}, (100, 100, True, None)),
         # Every checkpoint has a score.
         ({"save_steps": 70}, {}, (70, 70, True, 4)),
+        ({"save_steps": 101}, {}, (101, 101, True, 4)),
+        ({"save_steps": 206}, {}, (103, 206, True, 4)),
+        ({"save_steps": 10}, {}, (10, 10, True, 4)),
+        # Two evaluations in place of four, which take over a tenth of the computation.
+        (
+            {"save_steps": 500},
+            {"num_evaluated": 6_000},
+            (500, 500, True, 4),
+        ),
+        # No checkpoint falls within the run.
+        ({"save_steps": 1009}, {}, (100, 1009, False, 4)),
         ({"eval_steps": 4, "save_steps": 6}, {}, (4, 6, False, 4)),
     ],
 )

@@ -675,7 +675,7 @@ class EvaluationSection(Section, title="evaluation"):
     """Evaluations during a run, and what they decide."""
 
     eval_steps: Auto | PositiveInt | None = "auto"
-    """Steps between evaluations. `auto`, with validation data: ten or more in a run, fewer where they would take over a
+    """Steps between evaluations. `auto`, with validation data: about ten in a run, fewer where they would take over a
     tenth of it, none in a very short run. null: only before and after training."""
     patience: Auto | PositiveInt | None = "auto"
     """End the run after so many evaluations in a row, past the warm-up, without a better score. `auto`: 4 where
