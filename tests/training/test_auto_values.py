@@ -18,6 +18,7 @@ from vembed.config.decisions import (
     decide_epochs,
     peak_rate,
     run_intervals,
+    steps_of_epochs,
 )
 from vembed.config.loading import load_config, save_config
 from vembed.config.schema import TrainConfig
@@ -180,6 +181,21 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
 
     assert (epochs(False), epochs(True)) == (texts, towers)
     assert epochs(True, epochs=2.5) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batches", "per_step", "steps"),
+    [
+        (1.1, 50, 1, 55),
+        (2.2, 100, 1, 220),
+        (0.55, 100, 1, 55),
+        (1.11, 50, 1, 56),
+        (1.0, 50, 4, 13),
+        (0.001, 3, 1, 1),
+    ],
+)
+def test_a_fraction_of_epochs_has_no_step_too_many(epochs, batches, per_step, steps):
+    assert steps_of_epochs(epochs, batches, per_step) == steps
 
 
 @pytest.mark.parametrize(

@@ -564,6 +564,17 @@ def decide_epochs(
     return Decision(epochs, reason)
 
 
+def steps_of_epochs(
+    epochs: float,
+    batches_per_epoch: float,
+    batches_per_step: int,
+) -> int:
+    """Return the optimizer steps of so many passes over the data, at least one."""
+    steps = epochs * batches_per_epoch / batches_per_step
+    # Rounded: in floats 1.1 * 50 is a little more than 55, which is no further step.
+    return max(math.ceil(round(steps, 6)), 1)
+
+
 # ---- intervals
 
 MAX_EVALUATIONS = 10

@@ -6,7 +6,6 @@ Compiled layers are compared with plain ones here, at the start of a run.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from vembed.config.decisions import (
     has_initial_weights,
     peak_rate,
     run_intervals,
+    steps_of_epochs,
 )
 from vembed.config.schema import (
     FILE_OPTIONS,
@@ -215,8 +215,9 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     )
     log.info(batch_schedule.summary())
     batches_per_step = config.batch.gradient_accumulation_steps
-    num_batches = epochs * batch_schedule.batches_per_epoch
-    total_steps = optimizer.max_steps or math.ceil(num_batches / batches_per_step)
+    total_steps = optimizer.max_steps or steps_of_epochs(
+        epochs, batch_schedule.batches_per_epoch, batches_per_step
+    )
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     line = f"global batch: {size:,d} examples over {processes} ({size / world_size:,.6g} each)"
     if batches_per_step > 1:
@@ -237,7 +238,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         batch_schedule=batch_schedule,
         batches_per_step=batches_per_step,
         epochs=epochs,
-        total_steps=max(total_steps, 1),
+        total_steps=total_steps,
     )
 
 
