@@ -242,6 +242,12 @@ def test_a_fraction_of_epochs_has_no_step_too_many(epochs, batches, per_step, st
         ),
         # No checkpoint falls within the run.
         ({"save_steps": 1009}, {}, (100, 1009, False, 4)),
+        # With this option config.yaml would be refused unless the interval divides save_steps.
+        (
+            {"save_steps": 1009, "load_best_model_at_end": True},
+            {},
+            (1009, 1009, True, 4),
+        ),
         ({"eval_steps": 4, "save_steps": 6}, {}, (4, 6, False, 4)),
     ],
 )

@@ -726,10 +726,10 @@ def _auto_eval_steps(
     num_affordable = max(MAX_EVALUATION_SHARE / share, MIN_EVALUATIONS)
     count = int(min(num_affordable, MAX_EVALUATIONS))
     interval = _round_down(max(steps // count, 1))
-    if isinstance(save_steps, int) and save_steps <= steps:
+    if isinstance(save_steps, int) and (save_steps <= steps or is_needed):
         # Each checkpoint needs a score: the nearest affordable interval that divides save_steps, or save_steps itself.
         divisors = [save_steps]
-        for divisor in range(1, save_steps):
+        for divisor in range(1, min(save_steps, steps)):
             is_affordable = steps // divisor <= num_affordable
             if is_affordable and save_steps % divisor == 0:
                 divisors.append(divisor)
