@@ -61,7 +61,7 @@ from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
 from vembed.models.building import build_model
-from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.embedding_model import EmbeddingModel, TwoTowers
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import (
     ModelDescription,
@@ -563,7 +563,8 @@ def decide_rates(
     head_rate = config.optimizer.head_learning_rate
     log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
     new_layers = None
-    if description.traits.has_two_models:
+    backbone = embedder.backbone
+    if isinstance(backbone, TwoTowers) and backbone.projections_are_new:
         new_layers = "the projections of the two towers are"
     elif getattr(embedder.head, "is_new", False):
         new_layers = "the layer of the score is"
