@@ -164,7 +164,7 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
     for name, value in config.to_dict().items():
         if name == "resume":
             # Rank 0 chooses the checkpoint; the ranks compare it when they have found it.
-            is_switch = isinstance(value, bool) or value == "auto"
+            is_switch = isinstance(value, bool) or value in ("auto", "force")
             facts[name] = value if is_switch else "a path"
         elif name in FILE_OPTIONS:
             content = of_option(name, value, config.model.model_revision)
