@@ -21,8 +21,8 @@ from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
 from vembed.losses.batch import EmbeddingLoss
 from vembed.parallel.session import start_session
-from vembed.parallel.step_memory import Budget, MemoryGuard
-from vembed.training.frozen import InputSource
+from vembed.parallel.step_memory import Budget
+from vembed.training.frozen import InputBuilder
 from vembed.training.step import ContrastiveStep
 
 NUM_EXAMPLES = 5
@@ -110,10 +110,9 @@ def step_on_rank(strategy, cache):
         step = ContrastiveStep(
             model,
             loss,
-            InputSource(model, Feeder(featuriser, session.device), session),
+            InputBuilder(model, Feeder(featuriser, session.device), session),
             session,
             Budget(40, 10**9, cache),
-            MemoryGuard(session),
             SEED,
         )
         batch = replace(batch, features=features)

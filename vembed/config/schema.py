@@ -113,10 +113,6 @@ def parse_sampling(text: str) -> Sampling:
 
 
 SamplingName = Annotated[str, AfterValidator(checked_sampling), Form(SAMPLING_FORMS)]
-RELEVANCE = (
-    "Given a search query, retrieve the passages that answer it or are relevant to it"
-)
-"""Definition of relevance for models that are asked whether a document is relevant."""
 
 
 class Guard(Immutable):
@@ -155,8 +151,8 @@ class Teacher(Immutable):
     scale: PositiveFloat = 1.0
     """Factor of a reranker's scores: its logits are no cosines, and losses compare them with similarities. The score of
     yes_no is the logit of yes less that of no."""
-    instruction: str = RELEVANCE
-    """Definition of relevance, for yes_no."""
+    instruction: str | None = None
+    """Definition of relevance, for yes_no. Default: the one that the model was trained with, or Qwen3-Reranker's."""
     sharded: Auto | bool = "auto"
     """Each of several processes holds a shard of the teacher. `auto`: where the model is sharded, or a copy of the
     teacher takes more than four fifths of a process's memory."""

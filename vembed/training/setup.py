@@ -83,7 +83,7 @@ from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
 from vembed.teachers import Teachers
 from vembed.training.checkpoint.folders import of_images, of_option
-from vembed.training.frozen import InputSource, open_stores
+from vembed.training.frozen import InputBuilder, open_stores
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.evaluations import (
     Guards,
@@ -155,7 +155,7 @@ class TrainingComponents:
     loss: EmbeddingLoss
     optimizer: torch.optim.Optimizer
     featuriser: BaseFeaturiser
-    source: InputSource
+    input_builder: InputBuilder
     teachers: Teachers | None
     """None where no loss follows one."""
 
@@ -396,7 +396,7 @@ def build_components(
         embedding_dim=description.embedding_dim,
         teacher_dims={} if teachers is None else teachers.dims,
     ).to(session.device)
-    source = InputSource(
+    input_builder = InputBuilder(
         model,
         Feeder(featuriser, session.device, packs_texts=packs_texts),
         session,
@@ -406,7 +406,7 @@ def build_components(
     )
     optimizer = build_optimizer(model, loss, config.optimizer, seed=config.run.seed)
     components = TrainingComponents(
-        embedder, model, loss, optimizer, featuriser, source, teachers
+        embedder, model, loss, optimizer, featuriser, input_builder, teachers
     )
     temperature = run_temperature(
         objective,
