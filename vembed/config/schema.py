@@ -163,7 +163,7 @@ class Teacher(Immutable):
         return self.name or self.model
 
 
-class _LossTerm(Immutable):
+class _LossEntry(Immutable):
     """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
 
     loss: LossName
@@ -173,14 +173,14 @@ class _LossTerm(Immutable):
 
 
 if TYPE_CHECKING:
-    LossTerm = _LossTerm
+    LossEntry = _LossEntry
 else:
     # Every option of every loss, or None.
     _optional = {
         name: (with_constraints(field) | None, None)
         for name, field in LOSS_OPTIONS.items()
     }
-    LossTerm = create_model("LossTerm", __base__=_LossTerm, **_optional)
+    LossEntry = create_model("LossEntry", __base__=_LossEntry, **_optional)
 
 
 class DataSource(Immutable):
@@ -201,7 +201,7 @@ class DataSource(Immutable):
     """Text put before the documents of this source, in place of the run's."""
     max_length: PositiveInt | None = None
     """Maximum length of this source's texts in tokens, where it is below the run's."""
-    losses: list[LossTerm] | None = None
+    losses: list[LossEntry] | None = None
     """The losses of this source, instead of those of the run; needs `homogeneous_batches`. A task of its own."""
     temperature: PositiveFloat | None = None
     """Like the option of the same name, for this source only; needs `homogeneous_batches`."""
@@ -504,7 +504,7 @@ class _Objective(Section, title="loss"):
     (`model_class`) names them. Other text models have a language-model head. Decoders: `next_token`, which is trained
     beside `loss` if it has a weight here, and alone with loss: none. Encoders: `masked_token`, only alone with loss: none. It
     predicts tokens that are hidden with probability 0.15."""
-    losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
+    losses: Annotated[list[LossEntry] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section, and those that only entries have
     (docs/teachers.md)."""

@@ -57,7 +57,7 @@ from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml
 from vembed.inference.encoding import encode_items
-from vembed.losses.batch import EmbeddingLoss
+from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
 from vembed.models.building import build_model
@@ -152,7 +152,7 @@ class TrainingComponents:
     """The model as it was built: description and layout of the files. Its parameters may be shards by now."""
     model: nn.Module
     """The model as it is called: replicated or sharded."""
-    loss: EmbeddingLoss
+    loss: LossModule
     optimizer: torch.optim.Optimizer
     featuriser: BaseFeaturiser
     input_builder: InputBuilder

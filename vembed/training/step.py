@@ -61,8 +61,8 @@ from vembed.data.features import PairFeaturiser
 from vembed.errors import RunError
 from vembed.losses.batch import (
     INDEX_FIELDS,
-    EmbeddingLoss,
     LossBatch,
+    LossModule,
     copied_together,
 )
 from vembed.models.families.family import Modality
@@ -243,7 +243,7 @@ class ContrastiveStep:
     def __init__(
         self,
         model: nn.Module,
-        loss: EmbeddingLoss,
+        loss: LossModule,
         input_builder: InputBuilder,
         session: Session,
         budget: Budget,
