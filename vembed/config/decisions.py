@@ -54,7 +54,7 @@ class Decision(Generic[T]):
     """Origin of the value: `cfg.yaml:7`, `command line`, `accelerate launch`, a preset's file, or `default`."""
 
     def as_text(self) -> dict[str, str]:
-        """Return value, reason and origin as they are written to run.json."""
+        """Return value, reason and origin as run.json has them, where the origin is called `source`."""
         return {"value": self.text, "reason": self.reason, "source": self.origin}
 
     @property
