@@ -161,7 +161,7 @@ class _Source(Records):
 
     def summary(self) -> str:
         counts = self.index.counts
-        num_counted = counts["records"]
+        num_records = counts["records"]
         kinds = []
         for side in ("queries", "documents"):
             side_kinds = []
@@ -169,23 +169,24 @@ class _Source(Records):
                 if counts[f"{kind}_{side}"] > 0:
                     side_kinds.append(kind)
             kinds.append("+".join(side_kinds))
-        parts = [f"{self.name}: {len(self):,d} examples", " to ".join(kinds)]
-        if len(self) < num_counted:
-            parts.append(f"the first of {num_counted:,d}")
+        num_examples = f"{len(self):,d}"
+        if len(self) < num_records:
+            num_examples += f" of {num_records:,d}"
+        parts = [f"{self.name}: {num_examples} examples", " to ".join(kinds)]
         if counts["bad"]:
             parts.append(f"{counts['bad']:,d} bad records left out")
-        if counts["positives"] > num_counted:
-            parts.append(f"{counts['positives'] / num_counted:.1f} positives each")
+        if counts["positives"] > num_records:
+            parts.append(f"{counts['positives'] / num_records:.1f} positives each")
         if counts["negatives"]:
-            parts.append(f"{counts['negatives'] / num_counted:.1f} negatives each")
+            parts.append(f"{counts['negatives'] / num_records:.1f} negatives each")
         labels = self.index.labels
         if labels is not None:
             num_classes = len(np.unique(labels[labels >= 0]))
             parts.append(f"labelled with {num_classes:,d} classes")
-        if counts["scored"] == num_counted:
+        if counts["scored"] == num_records:
             parts.append("scored")
         elif counts["scored"]:
-            parts.append(f"{counts['scored']:,d} of them scored")
+            parts.append(f"{counts['scored']:,d} of {num_records:,d} records scored")
         if self.entry.weight != 1.0:
             parts.append(f"weight {self.entry.weight:g}")
         for name, value in asdict(self.read_as).items():
