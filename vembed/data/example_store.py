@@ -642,7 +642,9 @@ class Index:
 class PartIndex:
     """Good records of one part, and what else the pass has found there."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+        """Knows which columns the records have."""
         self.numbers = array("q")
         self.lines = array("q")
         """Counted from the part's first line."""
@@ -659,9 +661,6 @@ class PartIndex:
         """Map from image file to its problem, None if it is valid."""
         self.num_lines = 0
         """Lines of the part, also those without a good record."""
-        self.layouts: list[tuple[str, ...]] = []
-        """Columns of the records, for the lists of unused and missing ones."""
-        self.unused: set[str] = set()
 
     def count(self, example: Example, times: int = 1) -> None:
         """Count a record, or so many of its form."""
@@ -700,9 +699,7 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         checked = []
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
-            for columns in result.layouts:
-                form.columns.layout(columns)
-            form.columns.unused |= result.unused
+            form.columns.merge(result.columns)
             num_done += len(part)
             progress(num_done, whole)
         fingerprint = xxhash.xxh3_128_hexdigest(b"".join(digests))
@@ -761,7 +758,7 @@ def index_part(
     part: range,
 ) -> PartIndex:
     """Check the records of a part."""
-    index = PartIndex()
+    index = PartIndex(form.columns)
     rows = reader.rows(part)
     with ThreadPoolExecutor(IMAGE_THREADS) as pool:
         while block := list(itertools.islice(rows, BLOCK_ROWS)):
@@ -799,8 +796,6 @@ def index_part(
                     index.keys.extend(keys)
                     index.num_keys.append(len(keys))
     index.num_lines = reader.num_lines(part)
-    index.layouts = list(form.columns.layouts)
-    index.unused = form.columns.unused
     return index
 
 
