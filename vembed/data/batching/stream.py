@@ -106,7 +106,7 @@ class RankBatchStream:
             encodes_copies=self.encodes_copies,
         )
         if self.micro_batch_tokens is not None:
-            batch.split(self.featuriser.modalities, self.micro_batch_tokens)
+            batch.split(self.micro_batch_tokens)
         return batch
 
     def sample(self, num_batches: int = 4) -> list[Features]:
