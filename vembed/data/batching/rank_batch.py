@@ -260,7 +260,7 @@ def _cut(
     num_items = len(ordered)
     if num_items == 0:
         return []
-    most_rows = np.maximum(1, budget // ordered)
+    most_rows = np.maximum(1, budget // np.maximum(1, ordered))
     left = num_items - np.arange(num_items)  # not beyond the last input
     most_rows = np.minimum(most_rows, left)
     most = np.minimum(most_rows, max_rows or num_items).tolist()
