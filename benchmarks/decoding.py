@@ -41,8 +41,8 @@ from vembed.losses.build import build_loss
 from vembed.models.families.description import ModelDescription, describe
 from vembed.models.processors import load_image_processor
 from vembed.parallel.session import start_session
-from vembed.parallel.step_memory import Budget, MemoryGuard
-from vembed.training.frozen import InputSource
+from vembed.parallel.step_memory import Budget
+from vembed.training.frozen import InputBuilder
 from vembed.training.step import ContrastiveStep
 
 SIDE = 224
@@ -158,11 +158,9 @@ def in_steps(
         budget = Budget(
             MICRO_BATCH * featuriser_length(featuriser, items[0]), 2**40, cache
         )
-        source = InputSource(model, Feeder(featuriser, session.device), session)
+        builder = InputBuilder(model, Feeder(featuriser, session.device), session)
         loss = build_loss(config, mrl_dims=None, embedding_dim=WIDTH)
-        step = ContrastiveStep(
-            model, loss, source, session, budget, MemoryGuard(session), 0
-        )
+        step = ContrastiveStep(model, loss, builder, session, budget, 0)
         stream = RankBatchStream(pairs, schedule, featuriser, 0, 1, 1)
 
         def speed() -> float:

@@ -37,9 +37,9 @@ from vembed.models.building import build_model
 from vembed.models.families.description import describe
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
-from vembed.parallel.step_memory import Budget, MemoryGuard
+from vembed.parallel.step_memory import Budget
 from vembed.training import step
-from vembed.training.frozen import InputSource
+from vembed.training.frozen import InputBuilder
 from vembed.training.step import Column, ContrastiveStep, gather_columns
 
 T = TypeVar("T")
@@ -167,11 +167,9 @@ def measure(
         )
         session.world_size = world_size
         session.rank = world_size // 2
-        source = InputSource(model, Feeder(featuriser, session.device), session)
+        builder = InputBuilder(model, Feeder(featuriser, session.device), session)
         budget = Budget(4096, 10**9, use_gradient_cache=False)
-        stages = ContrastiveStep(
-            model, build_loss(config), source, session, budget, MemoryGuard(session), 0
-        )
+        stages = ContrastiveStep(model, build_loss(config), builder, session, budget, 0)
         schedule.batch(0, 0)  # an epoch's permutation is drawn once
         integers = Integers()
         for repeat in range(repeats + 1):

@@ -274,7 +274,7 @@ BUILT = {
     ),
     "cache_frozen_features": (
         "frozen",
-        lambda entry: bool(entry.trainer.components.source.towers.stores),
+        lambda entry: bool(entry.trainer.components.input_builder.towers.stores),
         True,
         "clip",
     ),

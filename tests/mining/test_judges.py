@@ -23,6 +23,7 @@ from vembed.errors import RunError, UserError
 from vembed.mining.judges import answer_of, load_judge
 from vembed.mining.mine import mine
 from vembed.mining.options import Judge, MineConfig
+from vembed.models.families.description import RERANK_INSTRUCTION
 
 
 class Server(ThreadingHTTPServer):
@@ -278,20 +279,25 @@ def test_a_reranker_truncates_a_query_that_is_too_long_and_reads_no_pickled_weig
         load_judge(Judge(model=str(folder)), OPTIONS, CPU)
 
 
-def test_a_decoder_answers_yes_or_no(tmp_path):
+@pytest.mark.parametrize(
+    "options, instruction",
+    [
+        ({}, RERANK_INSTRUCTION),
+        ({"instruction": "Do they mean the same"}, "Do they mean the same"),
+    ],
+)
+def test_a_decoder_answers_yes_or_no(tmp_path, options, instruction):
     tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
     tokenizer.add_tokens(["yes", "no"])
     model = AutoModelForCausalLM.from_pretrained(shared(tiny_qwen3)).eval()
     model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    judge = Judge(model=str(tmp_path), max_length=400)
+    judge = Judge(model=str(tmp_path), max_length=400, **options)
     actual = dict(load_judge(judge, OPTIONS, CPU)(PAIRS[:4]))
     answers = tokenizer.convert_tokens_to_ids(["no", "yes"])
     for number, (query, document) in enumerate(PAIRS[:4]):
-        body = (
-            f"<Instruct>: {judge.instruction}\n<Query>: {query}\n<Document>: {document}"
-        )
+        body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         ids = []
         for part in (ANSWER_PROMPT, body, ANSWER_END):
             ids += tokenizer.encode(part, add_special_tokens=False)

@@ -28,8 +28,8 @@ from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.session import start_session
-from vembed.parallel.step_memory import Budget, MemoryGuard
-from vembed.training.frozen import InputSource
+from vembed.parallel.step_memory import Budget
+from vembed.training.frozen import InputBuilder
 from vembed.training.step import (
     ContrastiveStep,
     order_micro_batches,
@@ -150,14 +150,13 @@ def step_of(
     auxiliary=None,
     **inputs,
 ):
-    """The real step of a prepared model, and this rank's part of the rows. `inputs`: of InputSource."""
+    """The real step of a prepared model, and this rank's part of the rows. `inputs`: of InputBuilder."""
     rank = rank_rows(len(rows), session.rank, session.world_size)
     rank_batch = make_rank_batch(rows[rank], rank.start, featuriser)
     feeder = Feeder(featuriser, session.device)
-    source = InputSource(model, feeder, session, **inputs)
-    guard = MemoryGuard(session)
+    builder = InputBuilder(model, feeder, session, **inputs)
     step = ContrastiveStep(
-        model, loss, source, session, budget, guard, SEED, teachers, auxiliary
+        model, loss, builder, session, budget, SEED, teachers, auxiliary
     )
     return step, rank_batch
 

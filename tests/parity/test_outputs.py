@@ -19,10 +19,10 @@ from vembed.data.batching.rank_batch import Feeder, make_rank_batch
 from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
-from vembed.losses.batch import EmbeddingLoss
+from vembed.losses.batch import LossModule
 from vembed.parallel.session import start_session
-from vembed.parallel.step_memory import Budget, MemoryGuard
-from vembed.training.frozen import InputSource
+from vembed.parallel.step_memory import Budget
+from vembed.training.frozen import InputBuilder
 from vembed.training.step import ContrastiveStep
 
 NUM_EXAMPLES = 5
@@ -64,7 +64,7 @@ class TokenVectors(nn.Module):
         return outputs
 
 
-class MaxSim(EmbeddingLoss):
+class MaxSim(LossModule):
     """InfoNCE over sums of each query row's best product: this rank's rows against all positives."""
 
     def forward(self, batch):
@@ -110,10 +110,9 @@ def step_on_rank(strategy, cache):
         step = ContrastiveStep(
             model,
             loss,
-            InputSource(model, Feeder(featuriser, session.device), session),
+            InputBuilder(model, Feeder(featuriser, session.device), session),
             session,
             Budget(40, 10**9, cache),
-            MemoryGuard(session),
             SEED,
         )
         batch = replace(batch, features=features)

@@ -31,7 +31,7 @@ from tests.tiny import (
     tiny_roberta,
     tiny_xlmr,
 )
-from vembed.config.schema import RELEVANCE, TrainConfig
+from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT, PairFeaturiser
 from vembed.errors import UserError
@@ -421,7 +421,7 @@ def test_a_reranker_takes_as_many_tokens_as_asked_for(tmp_path):
 def test_a_decoder_teaches_an_embedding_model(tmp_path):
     teacher = shared(tiny_qwen3_reranker)
     data = written(tmp_path)
-    reranker = vembed.Reranker(teacher, instruction=RELEVANCE)
+    reranker = vembed.Reranker(teacher)
     lines = []
     for line in data.read_text().splitlines():
         record = json.loads(line)

@@ -437,6 +437,23 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
     assert "has the stages broad, merge-2, sharp" in capsys.readouterr().err
 
 
+def test_a_step_whose_earlier_one_has_not_run_names_it(place, capsys):
+    written(
+        [
+            {"name": "broad"},
+            {"name": "negatives", "mine": {"data_path": "train.jsonl"}},
+            {"name": "check", "evaluate": {"data": "val.jsonl"}},
+        ]
+    )
+    for name in ("negatives", "check"):
+        assert train("--from", name) == 2
+        error = capsys.readouterr().err
+        assert f"stage {name}" in error
+        assert "output/broad/final" in error
+        assert "--from broad" in error
+    assert not Path("output").exists()
+
+
 def test_a_plan_of_every_stage(place, capsys):
     stages = [
         {"name": "broad"},

@@ -26,7 +26,7 @@ from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import (
     Demand,
     MemoryEstimate,
-    MemoryGuard,
+    halved,
     measure,
     tokens_of,
 )
@@ -145,7 +145,6 @@ def test_a_failed_attempt_kept_its_outputs_while_memory_was_emptied(
 ):
     fail_at(monkeypatch, {3})
     forward = EmbeddingModel.forward
-    smaller = MemoryGuard.smaller
     outputs = []
     alive = []
 
@@ -154,12 +153,12 @@ def test_a_failed_attempt_kept_its_outputs_while_memory_was_emptied(
         outputs.extend(weakref.ref(entry) for entry in actual)
         return actual
 
-    def counted(self, value):
+    def counted(session, budget):
         alive.append(sum(output() is not None for output in outputs))
-        return smaller(self, value)
+        return halved(session, budget)
 
     monkeypatch.setattr(EmbeddingModel, "forward", watched)
-    monkeypatch.setattr(MemoryGuard, "smaller", counted)
+    monkeypatch.setattr("vembed.training.trainer.halved", counted)
     options = {
         "micro_batch_tokens": 400,
         "use_gradient_cache": False,

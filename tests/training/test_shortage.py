@@ -9,14 +9,16 @@ import pytest
 import torch
 
 import vembed
-from tests.harness import run_ranks
+from tests.harness import STRATEGIES, rank_outcomes, run_ranks
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import metrics, settings
 from tests.training.tiny_run import config_for
+from vembed.cli.support import _LOST_RANK
 from vembed.config.decisions import FsdpConfig
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError
+from vembed.losses.build import TermModule
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel.devices import GPUS, is_shortage
 from vembed.parallel.environment import RankInfo
@@ -145,6 +147,66 @@ def test_a_shortage_of_one_rank_is_known_to_all(tmp_path):
     failing_calls = {3, 11, 19}
     (short, _) = run_ranks(two_ranks, 2, tmp_path, failing_calls, process_group=False)
     assert short == pytest.approx(plain, rel=1e-5)
+
+
+def two_ranks_with_short_loss(folder, strategy, cache):
+    """Train on a rank of two, of which rank 1 runs out of memory in its second loss. Return the losses of the steps and
+    the log."""
+    with pytest.MonkeyPatch.context() as patch:
+        loss = TermModule.forward
+        count = [0]
+
+        def forward(self, batch):
+            count[0] += 1
+            if os.environ["RANK"] == "1" and count[0] == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+            return loss(self, batch)
+
+        patch.setattr(TermModule, "forward", forward)
+        run = settings(
+            folder,
+            model_name=str(shared(tiny_bert, dropout=0.0)),
+            val_data_path=None,
+            max_steps=3,
+            micro_batch_tokens=400,
+            gradient_accumulation_steps=2,
+            use_gradient_cache=cache,
+            output_dir=str(folder / f"{strategy}-{cache}"),
+            **STRATEGIES[strategy],
+        )
+        result = vembed.train(run)
+        log = (result.output_dir / "training_log.txt").read_text()
+        return metrics(result.output_dir), log
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_loss_without_memory_is_repeated_with_fewer_graphs(strategy, tmp_path):
+    (plain, _) = run_ranks(two_ranks, 2, tmp_path, set(), process_group=False)
+    (short, _) = run_ranks(
+        two_ranks_with_short_loss, 2, tmp_path, strategy, "auto", process_group=False
+    )
+    losses, log = short
+    assert losses == pytest.approx(plain, rel=1e-5)
+    assert "micro-batches of 200 tokens instead of 400" in log
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_loss_that_no_smaller_budget_helps_ends_all_ranks(cache, tmp_path):
+    """With Gradient Cache no graph is kept beside the loss. Without it, all are, whatever the budget."""
+    (neighbour, short) = rank_outcomes(
+        two_ranks_with_short_loss,
+        2,
+        tmp_path,
+        "ddp",
+        cache,
+        timeout=100,
+        process_group=False,
+    )
+    assert "RunError: rank 1 of 2 is out of device memory in the loss" in short.error
+    assert "batch_size: 8" in short.error and "micro_batch_tokens:" not in short.error
+    assert ("use_gradient_cache: true" in short.error) == (not cache)
+    # Its neighbour waits in a collective, and ends with it.
+    assert _LOST_RANK.search(neighbour.error)
 
 
 def test_other_errors_are_no_shortage():

@@ -564,6 +564,17 @@ def decide_epochs(
     return Decision(epochs, reason)
 
 
+def steps_of_epochs(
+    epochs: float,
+    batches_per_epoch: float,
+    batches_per_step: int,
+) -> int:
+    """Return the optimizer steps of so many passes over the data, at least one."""
+    steps = epochs * batches_per_epoch / batches_per_step
+    # Rounded: in floats 1.1 * 50 is a little more than 55, which is no further step.
+    return max(math.ceil(round(steps, 6)), 1)
+
+
 # ---- intervals
 
 MAX_EVALUATIONS = 10
@@ -715,10 +726,14 @@ def _auto_eval_steps(
     num_affordable = max(MAX_EVALUATION_SHARE / share, MIN_EVALUATIONS)
     count = int(min(num_affordable, MAX_EVALUATIONS))
     interval = _round_down(max(steps // count, 1))
-    if isinstance(save_steps, int):
-        # Each checkpoint needs a score, so the interval divides save_steps.
-        while save_steps % interval:
-            interval -= 1
+    if isinstance(save_steps, int) and (save_steps <= steps or is_needed):
+        # Each checkpoint needs a score: the nearest affordable interval that divides save_steps, or save_steps itself.
+        divisors = [save_steps]
+        for divisor in range(1, min(save_steps, steps)):
+            is_affordable = steps // divisor <= num_affordable
+            if is_affordable and save_steps % divisor == 0:
+                divisors.append(divisor)
+        interval = min(divisors, key=lambda divisor: abs(math.log(divisor / interval)))
     num_evaluations = steps // interval
     reasons["eval_steps"] = (
         f"{num_evaluations:,d} evaluations in {steps:,d} steps take about "

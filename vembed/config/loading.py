@@ -372,7 +372,7 @@ def expand_output_dir(
 ) -> str:
     """Return the folder that a template such as ~/runs/{model}-{time} names: the same on every rank.
 
-    `values`: the options by name. Raise ValueError for a bad template.
+    `values`: the options that are given, by name. Raise ValueError for a bad template.
     """
     if template.startswith("~"):
         template = str(Path(template).expanduser())
@@ -385,15 +385,17 @@ def expand_output_dir(
         raise ValueError(
             f"{{{unknown[0]}}} is not known; a folder's name may contain {{{'}, {'.join(OUTPUT_DIR_FIELDS)}}}"
         )
+    options = {name: option.default for name, option in all_options().items()}
+    options |= values
     start = ""
     if "time" in names:
-        resume = values.get("resume", False)
+        resume = options["resume"]
         if resume in (True, "auto", "force"):
             raise ValueError(
                 f"{{time}} names a new folder at each start, so resume: {str(resume).lower()} finds no checkpoint "
                 "there; give resume the folder of the earlier run, or leave out {time}"
             )
-        if values.get("num_machines", 1) != 1:
+        if options["num_machines"] != 1:
             raise ValueError(
                 "{time} differs between machines; give all of them one fixed folder"
             )
@@ -404,7 +406,7 @@ def expand_output_dir(
 
             seconds = float(psutil.Process(os.getppid()).create_time())
         start = datetime.fromtimestamp(seconds).strftime("%Y%m%d-%H%M%S")
-    source = values.get("data_path")
+    source = options["data_path"]
     if isinstance(source, list) and source:
         source = source[0]
     path = source.path if isinstance(source, DataSource) else str(source)
@@ -413,9 +415,9 @@ def expand_output_dir(
         return re.sub(r"[^\w.-]+", "-", short_name(name)).strip("-.") or "run"
 
     known = {
-        "model": folder_name(str(values.get("model_name", ""))),
+        "model": folder_name(str(options["model_name"] or "")),
         "data": folder_name(path).partition(".")[0],
-        "seed": str(values.get("seed", 42)),
+        "seed": str(options["seed"]),
         "time": start,
     }
     return _PLACEHOLDER.sub(lambda match: known[match[1]], template)
@@ -710,7 +712,7 @@ def config_yaml(
         if values[name] is not None:
             del values[replaced]
     if "temperature" not in config.explicit_options:
-        # A learned temperature starts from the model's own, unless this option is given.
+        # Written, it would count as given: learned temperatures and those of several losses would start from it.
         del values["temperature"]
     lines: list[str] = []
     section = ""

@@ -113,10 +113,6 @@ def parse_sampling(text: str) -> Sampling:
 
 
 SamplingName = Annotated[str, AfterValidator(checked_sampling), Form(SAMPLING_FORMS)]
-RELEVANCE = (
-    "Given a search query, retrieve the passages that answer it or are relevant to it"
-)
-"""Definition of relevance for models that are asked whether a document is relevant."""
 
 
 class Guard(Immutable):
@@ -155,8 +151,8 @@ class Teacher(Immutable):
     scale: PositiveFloat = 1.0
     """Factor of a reranker's scores: its logits are no cosines, and losses compare them with similarities. The score of
     yes_no is the logit of yes less that of no."""
-    instruction: str = RELEVANCE
-    """Definition of relevance, for yes_no."""
+    instruction: str | None = None
+    """Definition of relevance, for yes_no. Default: the one that the model was trained with, or Qwen3-Reranker's."""
     sharded: Auto | bool = "auto"
     """Each of several processes holds a shard of the teacher. `auto`: where the model is sharded, or a copy of the
     teacher takes more than four fifths of a process's memory."""
@@ -167,7 +163,7 @@ class Teacher(Immutable):
         return self.name or self.model
 
 
-class _LossTerm(Immutable):
+class _LossEntry(Immutable):
     """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
 
     loss: LossName
@@ -177,14 +173,14 @@ class _LossTerm(Immutable):
 
 
 if TYPE_CHECKING:
-    LossTerm = _LossTerm
+    LossEntry = _LossEntry
 else:
     # Every option of every loss, or None.
     _optional = {
         name: (with_constraints(field) | None, None)
         for name, field in LOSS_OPTIONS.items()
     }
-    LossTerm = create_model("LossTerm", __base__=_LossTerm, **_optional)
+    LossEntry = create_model("LossEntry", __base__=_LossEntry, **_optional)
 
 
 class DataSource(Immutable):
@@ -205,7 +201,7 @@ class DataSource(Immutable):
     """Text put before the documents of this source, in place of the run's."""
     max_length: PositiveInt | None = None
     """Maximum length of this source's texts in tokens, where it is below the run's."""
-    losses: list[LossTerm] | None = None
+    losses: list[LossEntry] | None = None
     """The losses of this source, instead of those of the run; needs `homogeneous_batches`. A task of its own."""
     temperature: PositiveFloat | None = None
     """Like the option of the same name, for this source only; needs `homogeneous_batches`."""
@@ -508,7 +504,7 @@ class _Objective(Section, title="loss"):
     (`model_class`) names them. Other text models have a language-model head. Decoders: `next_token`, which is trained
     beside `loss` if it has a weight here, and alone with loss: none. Encoders: `masked_token`, only alone with loss: none. It
     predicts tokens that are hidden with probability 0.15."""
-    losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
+    losses: Annotated[list[LossEntry] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section, and those that only entries have
     (docs/teachers.md)."""
@@ -675,7 +671,7 @@ class EvaluationSection(Section, title="evaluation"):
     """Evaluations during a run, and what they decide."""
 
     eval_steps: Auto | PositiveInt | None = "auto"
-    """Steps between evaluations. `auto`, with validation data: ten or more in a run, fewer where they would take over a
+    """Steps between evaluations. `auto`, with validation data: about ten in a run, fewer where they would take over a
     tenth of it, none in a very short run. null: only before and after training."""
     patience: Auto | PositiveInt | None = "auto"
     """End the run after so many evaluations in a row, past the warm-up, without a better score. `auto`: 4 where

@@ -322,7 +322,7 @@ class LossBatch:
         return answers
 
 
-class EmbeddingLoss(nn.Module):
+class LossModule(nn.Module):
     """Base class of the modules that compute a loss of embeddings.
 
     `forward` returns the share of one rank. The shares of all ranks add up to the loss L
@@ -355,10 +355,10 @@ class EmbeddingLoss(nn.Module):
         learned = (part.scale_and_bias() for part in self._parts())
         return next((pair for pair in learned if pair is not None), None)
 
-    def _parts(self) -> list[EmbeddingLoss]:
+    def _parts(self) -> list[LossModule]:
         """Return the losses that this one is made of."""
         others = [module for module in self.modules() if module is not self]
-        return [module for module in others if isinstance(module, EmbeddingLoss)]
+        return [module for module in others if isinstance(module, LossModule)]
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import Term, has_tasks, source_terms, task_numbers
-from vembed.losses.batch import EmbeddingLoss, ListedPairs, LossBatch
+from vembed.config.terms import ResolvedTerm, has_tasks, source_terms, task_numbers
+from vembed.losses.batch import ListedPairs, LossBatch, LossModule
 from vembed.losses.declaration import StartValues
 from vembed.losses.similarity import (
     Similarity,
@@ -31,7 +31,7 @@ EDGE = 1e-4
 StoredForm = Literal["int8", "binary"]
 
 
-class TermLoss(EmbeddingLoss):
+class TermModule(LossModule):
     """One term of a loss, with its similarity, its learned parameters and its teachers."""
 
     tiling: Tiling | None = None
@@ -39,7 +39,7 @@ class TermLoss(EmbeddingLoss):
 
     def __init__(
         self,
-        term: Term,
+        term: ResolvedTerm,
         similarity: Similarity | None = None,
         start: StartValues | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class TermLoss(EmbeddingLoss):
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         return self.declared.share(batch, self)
 
     def similarity(self, embeddings: Tensor) -> Similarity:
@@ -104,15 +104,15 @@ class TermLoss(EmbeddingLoss):
         return embeddings.new_full((), scale, dtype=dtype)
 
     def project_parameters(self) -> None:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         self.declared.clamp(dict(self.named_parameters()))
 
     def scale_and_bias(self) -> tuple[float, float] | None:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         return self.declared.scale_and_bias(dict(self.named_parameters()))
 
 
-class WeightedLosses(EmbeddingLoss):
+class WeightedLosses(LossModule):
     """L = sum over terms of weight * L_term.
 
     Terms are differentiated one after the other, so that one gradient of the embeddings
@@ -123,7 +123,7 @@ class WeightedLosses(EmbeddingLoss):
         self,
         names: Sequence[str],
         weights: Sequence[float],
-        terms: Sequence[EmbeddingLoss],
+        terms: Sequence[LossModule],
     ) -> None:
         super().__init__()
         self.names = tuple(names)
@@ -133,7 +133,7 @@ class WeightedLosses(EmbeddingLoss):
         """This rank's share of each term in the newest batch, without its weight."""
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         # All terms read one new leaf [T, D]. `autograd.grad` frees a term's graph before the next term begins.
         leaf = batch.embeddings.detach().to(arithmetic_dtype(batch.embeddings))
         leaf.requires_grad_()
@@ -158,18 +158,18 @@ class WeightedLosses(EmbeddingLoss):
         return with_known_gradients(total, inputs, gradients)
 
     def term_shares(self, source: int) -> dict[str, Tensor]:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         del source
         return dict(self.last_shares)
 
 
-class LossBySource(EmbeddingLoss):
+class LossBySource(LossModule):
     """The loss of the source that a batch comes from.
 
     All ranks are in the same source at the same step.
     """
 
-    def __init__(self, sources: Sequence[EmbeddingLoss]) -> None:
+    def __init__(self, sources: Sequence[LossModule]) -> None:
         """`sources`: the loss of each source. Sources of one task have the same one."""
         super().__init__()
         # Each module once, for its parameters.
@@ -178,11 +178,11 @@ class LossBySource(EmbeddingLoss):
         self._sources = tuple(sources)
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         return self._sources[batch.source].forward(batch)
 
     def term_shares(self, source: int) -> dict[str, Tensor]:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         return self._sources[source].term_shares(source)
 
 
@@ -194,7 +194,7 @@ def build_loss(
     start_bias: float | None = None,
     embedding_dim: int | None = None,
     teacher_dims: Mapping[str, int] | None = None,
-) -> EmbeddingLoss:
+) -> LossModule:
     """Return the loss that the config selects.
 
     `mrl_dims`: the model's Matryoshka sizes, used with `mrl_dims: auto`.
@@ -223,7 +223,7 @@ def build_loss(
     # For each source the number of the first source of its task: sources of one task share a loss, and so its learned
     # parameters. Without tasks all sources have the loss of the first.
     numbers = task_numbers(config.data) if has_tasks(config.data) else [0]
-    by_task: dict[int, EmbeddingLoss] = {}
+    by_task: dict[int, LossModule] = {}
     for number in sorted(set(numbers)):
         terms = terms_by_source[number]
         by_task[number] = _loss_of_terms(terms, similarity, start, teacher_dims or {})
@@ -235,11 +235,11 @@ def build_loss(
 
 
 def _loss_of_terms(
-    terms: Sequence[Term],
+    terms: Sequence[ResolvedTerm],
     similarity: Similarity,
     start: StartValues,
     teacher_dims: Mapping[str, int],
-) -> EmbeddingLoss:
+) -> LossModule:
     """Return the loss of one source: one term, or the weighted sum of several. Log the temperatures."""
     losses = []
     names = [term.loss.name for term in terms]
@@ -269,7 +269,7 @@ def _loss_of_terms(
             log.info(f"{label}: learned, starting at {value:.3g} ({reason})")
         elif value is not None and source not in ("given", "default"):
             log.info(f"{label}: {value:.3g} ({source})")
-        losses.append(TermLoss(term, similarity, term_start))
+        losses.append(TermModule(term, similarity, term_start))
     if len(terms) == 1 and terms[0].is_alone:
         return losses[0]
     return WeightedLosses(labels, [term.weight for term in terms], losses)
@@ -278,7 +278,7 @@ def _loss_of_terms(
 # ---- The loss of stored embeddings ------------------------------------------------------
 
 
-class StoredVectors(EmbeddingLoss):
+class StoredVectors(LossModule):
     """quantize_embeddings: the loss of the embeddings as they will be stored, beside that of the float embeddings.
 
     With Q(e) the embedding e in its stored form, brought back to floats, and L the loss that the config names,
@@ -297,7 +297,7 @@ class StoredVectors(EmbeddingLoss):
 
     def __init__(
         self,
-        inner: EmbeddingLoss,
+        inner: LossModule,
         form: StoredForm,
         *,
         cosine: bool,
@@ -308,7 +308,7 @@ class StoredVectors(EmbeddingLoss):
         self.cosine = cosine
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         vectors = as_stored(batch.embeddings, self.form, cosine=self.cosine)
         stored: Tensor = self.inner(replace(batch, embeddings=vectors))
         # The float embeddings last: the terms that are logged are theirs.
@@ -316,7 +316,7 @@ class StoredVectors(EmbeddingLoss):
         return 0.5 * as_floats + 0.5 * stored
 
     def term_shares(self, source: int) -> dict[str, Tensor]:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         return self.inner.term_shares(source)
 
 

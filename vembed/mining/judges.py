@@ -51,6 +51,10 @@ ENDPOINT_PROMPT = (
     "{instruction}.\n\nQuery: {query}\n\nDocument: {document}\n\n"
     "Is the document relevant to the query? Answer with one word, yes or no."
 )
+RELEVANCE = (
+    "Given a search query, retrieve the passages that answer it or are relevant to it"
+)
+"""Definition of relevance for an endpoint, unless the options give one."""
 ANSWER = re.compile(r"\b(yes|no|true|false|relevant|irrelevant|not)\b", re.IGNORECASE)
 POSITIVE = frozenset({"yes", "true", "relevant"})
 PAIRS_PER_WRITE = 256
@@ -81,7 +85,7 @@ def load_judge(
             for query, document in pairs:
                 # About four characters to a token.
                 prompt = ENDPOINT_PROMPT.format(
-                    instruction=judge.instruction,
+                    instruction=judge.instruction or RELEVANCE,
                     query=query,
                     document=document[: 4 * judge.max_length],
                 )

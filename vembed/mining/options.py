@@ -30,7 +30,7 @@ from vembed.config.options import (
     target_of,
 )
 from vembed.config.parsing import read_tree, tree_of_mapping
-from vembed.config.schema import RELEVANCE, ChoiceOptions, DataSource
+from vembed.config.schema import ChoiceOptions, DataSource
 from vembed.config.values import (
     Fraction,
     Immutable,
@@ -104,8 +104,9 @@ class Judge(Endpoint):
     )
     """[low, high]: relevant from `high` on, not relevant below `low`, and between them the next judge is asked. The
     last judge decides in the middle."""
-    instruction: str = RELEVANCE
-    """Definition of relevance, for yes_no and endpoints."""
+    instruction: str | None = None
+    """Definition of relevance, for yes_no and endpoints. Default of yes_no: the one that the model was trained with, or
+    Qwen3-Reranker's."""
     max_length: PositiveInt = 512
     """Longest pair in tokens; the longer of the two texts is cut (yes_no and endpoints: the document)."""
 

@@ -598,40 +598,36 @@ class OutOfMemory(Exception):  # noqa: N818 - the name of the event
     """A rank ran out of device memory. Raised on all ranks at the same point, between two collectives."""
 
 
-class MemoryGuard:
-    """What follows when a step runs out of device memory."""
-
-    def __init__(self, session: Session) -> None:
-        self.session = session
-
-    def require_whole_copies(self, budget: Budget) -> None:
-        """Raise RunError under FSDP. The other ranks are blocked in a layer's all-gather and cannot be notified: ending
-        this rank ends them. With whole copies no rank is inside a collective, so that all can agree."""
-        if self.session.strategy == "fsdp":
-            raise RunError(advice(self.session, budget))
-
-    def smaller(self, budget: Budget) -> Budget:
-        """Return half the budget, to replay the step with. Raise RunError if there is no smaller one."""
-        if self.session.device.type == "cuda":
-            torch.cuda.empty_cache()
-        tokens = budget.micro_batch_tokens
-        if tokens <= SMALLEST_BUDGET:
-            raise RunError(advice(self.session, budget))
-        half = replace(
-            budget,
-            micro_batch_tokens=tokens // 2,
-            kept_graph_tokens=budget.kept_graph_tokens // 2,
-        )
-        log.warning(
-            f"out of memory: the step is replayed with micro-batches of {half.micro_batch_tokens:,d} tokens instead of "
-            f"{tokens:,d}, graphs kept for up to {half.kept_graph_tokens:,d}; the result is the same, apart from fresh "
-            "dropout draws"
-        )
-        return half
+def halved(session: Session, budget: Budget) -> Budget:
+    """Return half the budget, to repeat the step with. Raise RunError if there is no smaller one."""
+    if session.device.type == "cuda":
+        torch.cuda.empty_cache()
+    tokens = budget.micro_batch_tokens
+    if tokens <= SMALLEST_BUDGET:
+        raise RunError(advice(session, budget))
+    half = replace(
+        budget,
+        micro_batch_tokens=tokens // 2,
+        kept_graph_tokens=budget.kept_graph_tokens // 2,
+    )
+    log.warning(
+        f"out of memory: the step is replayed with micro-batches of {half.micro_batch_tokens:,d} tokens instead of "
+        f"{tokens:,d}, graphs kept for up to {half.kept_graph_tokens:,d}; the result is the same, apart from fresh "
+        "dropout draws"
+    )
+    return half
 
 
-def advice(session: Session, budget: Budget) -> str:
-    """Return the current settings and what to change, the cheapest change first, each with what it saves."""
+def advice(
+    session: Session,
+    budget: Budget,
+    *,
+    in_loss: bool = False,
+) -> str:
+    """Return the current settings and what to change, the cheapest change first, each with what it saves.
+
+    `in_loss`: memory ran out beside the embeddings of the global batch, and not in the model.
+    """
     placement = session.placement
     config = placement.run.config
     estimate = MemoryEstimate(placement)
@@ -645,24 +641,40 @@ def advice(session: Session, budget: Budget) -> str:
     can_use_8_bit = config.optimizer.optim == "adamw" and not _is_fsdp1(fsdp)
     num_shards = placement.num_shards
     num_ranks = session.world_size
+    has_graphs = budget.use_gradient_cache is False
+    place = "out of device memory"
+    bound = "A smaller batch_size is not needed: it changes the negatives, and memory is bounded by micro_batch_tokens"
+    if in_loss:
+        has_graphs = not budget.use_gradient_cache
+        place = "out of device memory in the loss"
+        bound = "A smaller micro_batch_tokens does not help: the loss has the embeddings of the whole batch"
+    half_batch = f"batch_size: {max(placement.rows // 2, 1)}"
+    if config.batch.global_batch_size is not None:
+        half_batch = f"global_batch_size: {max(placement.rows // 2, 1) * num_ranks}"
+    half_loss = estimate.loss_bytes(estimate.output_size, estimate.inputs // 2)
 
     def less(count: float) -> str:
         return f"about {count / GIB:.2f}GB less"
 
     changes: list[tuple[bool, str, str]] = [
         (
-            budget.use_gradient_cache is False,
+            has_graphs,
             "use_gradient_cache: true",
             "it reduces memory, and the result is the same",
         ),
-        (True, f"micro_batch_tokens: {max(tokens // 2, 1)}", f"now {tokens:,d}"),
         (
-            not placement.recomputation.value,
+            in_loss,
+            half_batch,
+            f"{less(estimate_now.loss - half_loss)}, and half the negatives",
+        ),
+        (not in_loss, f"micro_batch_tokens: {max(tokens // 2, 1)}", f"now {tokens:,d}"),
+        (
+            not in_loss and not placement.recomputation.value,
             "gradient_checkpointing: true",
             less(estimate_now.activations - recomputed.activations),
         ),
         (
-            size.max_length > SHORT_TEXT_TOKENS,
+            not in_loss and size.max_length > SHORT_TEXT_TOKENS,
             f"max_length: {size.max_length // 2}",
             f"now {size.max_length}",
         ),
@@ -705,8 +717,7 @@ def advice(session: Session, budget: Budget) -> str:
     snapshot = memory_snapshot(session.device)
     used = ", ".join(f"{key} {value}" for key, value in snapshot.items())
     return (
-        f"rank {session.rank} of {num_ranks} is out of device memory ({used}; {placement.rows:,d} rows per "
+        f"rank {session.rank} of {num_ranks} is {place} ({used}; {placement.rows:,d} rows per "
         f"process, strategy {session.strategy}, an estimated {estimate_now.total / GIB:.2f}GB of "
-        f"{placement.memory / GIB:.2f}GB). Change in this order: {'; '.join(steps)}. A smaller batch_size is not "
-        f"needed: it changes the negatives, and memory is bounded by micro_batch_tokens"
+        f"{placement.memory / GIB:.2f}GB). Change in this order: {'; '.join(steps)}. {bound}"
     )

@@ -14,7 +14,7 @@ import torch
 
 from vembed.cli.run_train import resolve_launch
 from vembed.config.arguments import TrainArguments
-from vembed.config.decisions import ResolvedRun, decide_epochs
+from vembed.config.decisions import ResolvedRun, decide_epochs, steps_of_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
 from vembed.data.examples import Item
@@ -165,7 +165,7 @@ def training_time(
             config.optimizer, config.model, int(num_train), has_scale=has_scale
         ).value
         batches = num_train // (placement.rows * world)
-        steps = max(math.ceil(epochs * batches / micro_steps), 1)
+        steps = steps_of_epochs(epochs, batches, micro_steps)
     operations = operations_per_token(placement, size, data)
     # Every process has this peak.
     speed = peak * 1e12 * USED_SHARE[is_half] * world

@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,8 @@ def run_stages(
         if stage.step in chosen:
             # A mistake in the last step must not come out after days of training.
             stage.check()
+            if not arguments.is_dry_run:
+                _require_earlier(pipeline, stage.step, chosen)
     fingerprints: dict[str, str] = {}
     for stage in stages:
         step = stage.step
@@ -100,6 +102,29 @@ def run_stages(
     elif is_first_rank():
         print_progress(f"stages: all done; report: {_write_report(pipeline)}")
     return 0
+
+
+def _require_earlier(
+    pipeline: Pipeline,
+    step: Step,
+    chosen: Collection[Step],
+) -> None:
+    """Raise UserError if a step between trainings needs the result of one that is neither there nor run now."""
+    if (
+        step.kind == "train"
+    ):  # it may get another model and other data on the command line
+        return
+    results = []
+    if step.model_step is not None:
+        results.append((step.model_step, pipeline.folder(step.model_step.name) / FINAL))
+    if step.data_step is not None:
+        results.append((step.data_step, pipeline.data_of(step.data_step)))
+    for earlier, path in results:
+        if earlier not in chosen and not path.exists():
+            raise UserError(
+                f"stage {step.name} needs {path}, which stage {earlier.name} makes: run that one first "
+                f"(--from {earlier.name})"
+            )
 
 
 def results_of(pipeline: Pipeline) -> list[dict[str, Any]]:

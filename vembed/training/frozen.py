@@ -2,7 +2,7 @@
 
 `FrozenTowers` is for modalities followed only by a head or a projection. In a vision-language model a frozen image tower
 precedes a trained language model: `BatchInputs` keeps its features between the two phases of Gradient Cache, so that
-images pass it once per step. The step uses both through `InputSource`.
+images pass it once per step. The step uses both through `InputBuilder`.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def log_feature_use(stores: Stores) -> None:
         )
 
 
-class InputSource:
-    """Source of the model's inputs: collated micro-batches, with features in place of the inputs of frozen towers."""
+class InputBuilder:
+    """Builds the model's inputs: collated micro-batches, with features in place of the inputs of frozen towers."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class InputSource:
                 "memory)"
             )
 
-    def of(self, features: Sequence[Features]) -> BatchInputs:
+    def build(self, features: Sequence[Features]) -> BatchInputs:
         """Return the inputs of one rank batch. Reads the stores; local to the rank."""
         return BatchInputs(self, features)
 
@@ -138,10 +138,10 @@ class InputSource:
 class BatchInputs:
     """Inputs of one rank batch. They may be fed twice: Gradient Cache runs every micro-batch again."""
 
-    def __init__(self, source: InputSource, features: Sequence[Features]) -> None:
-        self.source = source
+    def __init__(self, builder: InputBuilder, features: Sequence[Features]) -> None:
+        self.builder = builder
         self.features = features
-        self._cached, self.missing = source.towers.look_up(features)
+        self._cached, self.missing = builder.towers.look_up(features)
         self._tables: dict[Modality, Tensor] = {}
         self._keeps_images = False
         self._images: list[Any] = []
@@ -154,7 +154,7 @@ class BatchInputs:
     ) -> None:
         """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_images`: keep
         the image features of a frozen vision tower for the second feeding."""
-        self._tables = self.source.towers.features(self.features, self._cached, splits)
+        self._tables = self.builder.towers.features(self.features, self._cached, splits)
         self._keeps_images = keeps_images
 
     def feed(
@@ -165,7 +165,7 @@ class BatchInputs:
     ) -> Iterator[ModelInputs]:
         """Yield the model's input for each forward pass, from the micro-batch `first` on. Those from `first_replayed` on
         will be fed again."""
-        towers = self.source.towers
+        towers = self.builder.towers
         # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
         for micro_index in range(first, len(micro_batches)):
@@ -174,7 +174,7 @@ class BatchInputs:
                 trained.append(
                     [part for part in micro_batch if part[0] not in towers.modalities]
                 )
-        fed = self.source.feeder.feed(trained, self.features)
+        fed = self.builder.feeder.feed(trained, self.features)
         for micro_index in range(first, len(micro_batches)):
             inputs = self._tokens.pop(micro_index, None)
             if inputs is None:
@@ -196,7 +196,7 @@ class BatchInputs:
                     if chats:
                         # Without a graph: for the trained language model behind it the features are constants.
                         with torch.no_grad():
-                            (features,) = self.source.model(chats, images_only=True)
+                            (features,) = self.builder.model(chats, images_only=True)
                     self._images.append(features)
                 # Features stand in the place of pixels.
                 for _, tensors in chats:

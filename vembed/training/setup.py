@@ -6,7 +6,6 @@ Compiled layers are compared with plain ones here, at the start of a run.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from vembed.config.decisions import (
     has_initial_weights,
     peak_rate,
     run_intervals,
+    steps_of_epochs,
 )
 from vembed.config.schema import (
     FILE_OPTIONS,
@@ -57,11 +57,11 @@ from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml
 from vembed.inference.encoding import encode_items
-from vembed.losses.batch import EmbeddingLoss
+from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
 from vembed.models.building import build_model
-from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.embedding_model import EmbeddingModel, TwoTowers
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import (
     ModelDescription,
@@ -83,7 +83,7 @@ from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
 from vembed.teachers import Teachers
 from vembed.training.checkpoint.folders import of_images, of_option
-from vembed.training.frozen import InputSource, open_stores
+from vembed.training.frozen import InputBuilder, open_stores
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.evaluations import (
     Guards,
@@ -152,10 +152,10 @@ class TrainingComponents:
     """The model as it was built: description and layout of the files. Its parameters may be shards by now."""
     model: nn.Module
     """The model as it is called: replicated or sharded."""
-    loss: EmbeddingLoss
+    loss: LossModule
     optimizer: torch.optim.Optimizer
     featuriser: BaseFeaturiser
-    source: InputSource
+    input_builder: InputBuilder
     teachers: Teachers | None
     """None where no loss follows one."""
 
@@ -215,8 +215,9 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     )
     log.info(batch_schedule.summary())
     batches_per_step = config.batch.gradient_accumulation_steps
-    num_batches = epochs * batch_schedule.batches_per_epoch
-    total_steps = optimizer.max_steps or math.ceil(num_batches / batches_per_step)
+    total_steps = optimizer.max_steps or steps_of_epochs(
+        epochs, batch_schedule.batches_per_epoch, batches_per_step
+    )
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     line = f"global batch: {size:,d} examples over {processes} ({size / world_size:,.6g} each)"
     if batches_per_step > 1:
@@ -237,7 +238,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         batch_schedule=batch_schedule,
         batches_per_step=batches_per_step,
         epochs=epochs,
-        total_steps=max(total_steps, 1),
+        total_steps=total_steps,
     )
 
 
@@ -395,7 +396,7 @@ def build_components(
         embedding_dim=description.embedding_dim,
         teacher_dims={} if teachers is None else teachers.dims,
     ).to(session.device)
-    source = InputSource(
+    input_builder = InputBuilder(
         model,
         Feeder(featuriser, session.device, packs_texts=packs_texts),
         session,
@@ -405,7 +406,7 @@ def build_components(
     )
     optimizer = build_optimizer(model, loss, config.optimizer, seed=config.run.seed)
     components = TrainingComponents(
-        embedder, model, loss, optimizer, featuriser, source, teachers
+        embedder, model, loss, optimizer, featuriser, input_builder, teachers
     )
     temperature = run_temperature(
         objective,
@@ -414,7 +415,9 @@ def build_components(
         None if scale is None else 1 / scale,
         is_reranker=model_options.task == "rerank",
     )
-    return components, config.changed(temperature=temperature)
+    if temperature is not None:
+        config = config.changed(temperature=temperature)
+    return components, config
 
 
 def configured_hooks(run: Trainer) -> list[Hook]:
@@ -560,7 +563,8 @@ def decide_rates(
     head_rate = config.optimizer.head_learning_rate
     log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
     new_layers = None
-    if description.traits.has_two_models:
+    backbone = embedder.backbone
+    if isinstance(backbone, TwoTowers) and backbone.projections_are_new:
         new_layers = "the projections of the two towers are"
     elif getattr(embedder.head, "is_new", False):
         new_layers = "the layer of the score is"

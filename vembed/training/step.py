@@ -26,9 +26,12 @@ Five stages, five methods:
                forward pass with the same random draws. Under FSDP the last backward pass synchronises the gradients of
                the ranks.
 
-After the last batch of an optimizer step, `synchronise` averages the gradients that FSDP did not reduce. A rank that runs
-out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks raise
-OutOfMemory there.
+After the last batch of an optimizer step, `synchronise` averages the gradients that FSDP did not reduce.
+
+A rank that runs out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks
+raise OutOfMemory there, to repeat the step with a smaller budget. In the loss that helps where graphs of micro-batches are
+kept meanwhile. Where a repeat does not help, the rank raises RunError. The others wait for it in a collective, and end with
+it.
 """
 
 from __future__ import annotations
@@ -55,10 +58,11 @@ from vembed.data.batching.rank_batch import (
     row_index,
 )
 from vembed.data.features import PairFeaturiser
+from vembed.errors import RunError
 from vembed.losses.batch import (
     INDEX_FIELDS,
-    EmbeddingLoss,
     LossBatch,
+    LossModule,
     copied_together,
 )
 from vembed.models.families.family import Modality
@@ -67,10 +71,15 @@ from vembed.parallel import collectives
 from vembed.parallel.devices import is_shortage, matmul_precision, seed_draws
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.parallel.session import Session
-from vembed.parallel.step_memory import Budget, MemoryGuard, OutOfMemory
+from vembed.parallel.step_memory import (
+    SMALLEST_BUDGET,
+    Budget,
+    OutOfMemory,
+    advice,
+)
 from vembed.teachers import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
-from vembed.training.frozen import BatchInputs, InputSource
+from vembed.training.frozen import BatchInputs, InputBuilder
 
 GROUPED_GRADIENT_BYTES = 2**30
 """Gradients up to this size are added in one kernel for many tensors, and take twice their memory in a backward pass,
@@ -234,11 +243,10 @@ class ContrastiveStep:
     def __init__(
         self,
         model: nn.Module,
-        loss: EmbeddingLoss,
-        source: InputSource,
+        loss: LossModule,
+        input_builder: InputBuilder,
         session: Session,
         budget: Budget,
-        guard: MemoryGuard,
         seed: int,
         teachers: Teachers | None = None,
         auxiliary_options: ObjectiveSection | None = None,
@@ -247,10 +255,9 @@ class ContrastiveStep:
         `auxiliary_options`: options of the model's own losses; None for a model without."""
         self.model = model
         self.loss = loss
-        self.source = source
+        self.input_builder = input_builder
         self.session = session
         self.budget = budget
-        self.guard = guard
         self.seed = seed
         self.teachers = teachers
         self.auxiliary_options = auxiliary_options
@@ -285,7 +292,7 @@ class ContrastiveStep:
         # The weights stay the same until the optimizer step, and so do their copies in bfloat16.
         with self.copies.held():
             with self.timer("data"):
-                inputs = self.source.of(rank_batch.features)
+                inputs = self.input_builder.build(rank_batch.features)
                 batch = StepBatch(rank_batch, batch_number, last, inputs)
             if self.auxiliary_options is not None:
                 batch.auxiliary = AuxiliaryBatch(
@@ -293,18 +300,22 @@ class ContrastiveStep:
                 )
             with self.timer("wait"):
                 self.split(batch)
-            with self.timer("forward"), self._watching_memory():
+            # Under FSDP the other ranks are inside a layer's all-gather, where nothing can tell them to repeat the step.
+            # Whole copies have no collective in the model.
+            has_copy = self.session.strategy != "fsdp"
+            with self.timer("forward"), self._watching_memory(can_repeat=has_copy):
                 self.encode(batch)
-            with self.timer("wait"):
-                loss_batch = self.gather(batch)
-            loss_share, gradient = self.score(loss_batch, batch, weight * scale)
+            with self._watching_memory(can_repeat=False, in_loss=True):
+                with self.timer("wait"):
+                    loss_batch = self.gather(batch)
+                loss_share, gradient = self.score(loss_batch, batch, weight * scale)
             loss_copy = HostCopy(loss_share)
-            with self.timer("backward"), self._watching_memory():
+            with self.timer("backward"), self._watching_memory(can_repeat=has_copy):
                 self.backward(batch, gradient, weight * scale)
         num_forwards = len(batch.micro_batches)
         padded_tokens = 0
         for micro_batch in batch.micro_batches:
-            padded_tokens += self.source.feeder.padded_tokens(
+            padded_tokens += self.input_builder.feeder.padded_tokens(
                 micro_batch, rank_batch.features
             )
         return BatchResult(
@@ -369,7 +380,9 @@ class ContrastiveStep:
         num_groups = len(trained_split.counts)
         splits = trained_split.agreed(num_micro_batches[:num_groups])
         batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_groups:])
-        batch.micro_batches = order_micro_batches(splits, self.source.towers.modalities)
+        batch.micro_batches = order_micro_batches(
+            splits, self.input_builder.towers.modalities
+        )
         # From numbers that are equal on all ranks: a rank with a shorter second phase would leave the others waiting.
         batch.num_kept_graphs = budget.num_kept_graphs(
             max(batch.counts.padded_tokens),
@@ -384,7 +397,7 @@ class ContrastiveStep:
         with torch.no_grad():
             # Where all graphs are kept there is no second phase that could reuse image features.
             max_tokens = max(batch.counts.padded_tokens)
-            images_fit = max_tokens <= self.source.max_image_tokens
+            images_fit = max_tokens <= self.input_builder.max_image_tokens
             replays = batch.num_kept_graphs < len(batch.micro_batches)
             keeps_images = images_fit and replays
             batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
@@ -478,7 +491,9 @@ class ContrastiveStep:
             rank_negatives=rank_slice(rank, counts.negatives),
             number=batch.batch_number,
             source=rank_batch.source,
-            holds_scores=isinstance(self.source.feeder.featuriser, PairFeaturiser),
+            holds_scores=isinstance(
+                self.input_builder.feeder.featuriser, PairFeaturiser
+            ),
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
         )
         if self.teachers is None:
@@ -495,16 +510,32 @@ class ContrastiveStep:
     ) -> tuple[Tensor, Tensor]:
         """Return this rank's part of L, and the gradient of `weight` * L for this rank's vectors [n, D], multiplied by the
         world size. Collective."""
-        # Not TF32: the rounding of a score is divided by the temperature too.
-        with self.timer("loss"), torch.enable_grad(), matmul_precision("highest"):
+        embeddings = loss_batch.embeddings
+        budget = self.budget
+        # A smaller budget keeps fewer graphs, and leaves their memory to the loss.
+        can_repeat = (
+            batch.num_kept_graphs > 0
+            and budget.use_gradient_cache is None
+            and budget.micro_batch_tokens > SMALLEST_BUDGET
+        )
+        loss_share: Tensor | None = None
+        with (
+            self.timer("loss"),
+            self._watching_memory(can_repeat=can_repeat, in_loss=True),
+            torch.enable_grad(),
+            # Not TF32: the rounding of a score is divided by the temperature too.
+            matmul_precision("highest"),
+        ):
             loss_share = self.loss(loss_batch)
             # The loss runs in float32. Its gradient carries the float16 scale into the backward of each micro-batch.
             (loss_share * weight).backward()
+        if loss_share is None:
+            # Out of memory: the ranks wait for this one in the collectives that follow.
+            loss_share = embeddings.new_zeros(())
         loss_share = loss_share.detach()
         with self.timer("wait"):
             # Every rank's part of L depends on all embeddings. Summed over the ranks [U, D], each rank gets its own
             # vectors [n, D]. A loss that does not depend on the embeddings has no gradient.
-            embeddings = loss_batch.embeddings
             gradient = embeddings.grad
             if gradient is None:
                 gradient = torch.zeros_like(embeddings)
@@ -618,15 +649,23 @@ class ContrastiveStep:
             set_keep_gathered(self.model, on, self.session.fsdp.reshard_after_forward)
 
     @contextmanager
-    def _watching_memory(self) -> Iterator[None]:
+    def _watching_memory(
+        self,
+        *,
+        can_repeat: bool,
+        in_loss: bool = False,
+    ) -> Iterator[None]:
         """Note if this rank ran out of memory inside the with-block. The ranks share it in their next exchange of
-        numbers."""
+        numbers. Raise RunError where repeating the step cannot help."""
         try:
             yield
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
-            self.guard.require_whole_copies(self.budget)
+            if not can_repeat:
+                raise RunError(
+                    advice(self.session, self.budget, in_loss=in_loss)
+                ) from error
             self._ran_out_of_memory = True
 
     def _raise_if_any(self, failed: Sequence[float]) -> None:

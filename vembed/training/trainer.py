@@ -37,7 +37,7 @@ from vembed.parallel.launch_check import COMPARED
 from vembed.parallel.parameters import log_parameter_summary
 from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session, start_session
-from vembed.parallel.step_memory import MemoryGuard, OutOfMemory, find_budget
+from vembed.parallel.step_memory import OutOfMemory, find_budget, halved
 from vembed.progress import duration
 from vembed.saving.publication import Hub
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint, Trained
@@ -164,7 +164,7 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
     for name, value in config.to_dict().items():
         if name == "resume":
             # Rank 0 chooses the checkpoint; the ranks compare it when they have found it.
-            is_switch = isinstance(value, bool) or value == "auto"
+            is_switch = isinstance(value, bool) or value in ("auto", "force")
             facts[name] = value if is_switch else "a path"
         elif name in FILE_OPTIONS:
             content = of_option(name, value, config.model.model_revision)
@@ -325,7 +325,6 @@ class Trainer:
         )
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
-        self.memory_guard = MemoryGuard(session)
         budget = find_budget(
             config.batch,
             components.model,
@@ -338,10 +337,9 @@ class Trainer:
         self.contrastive_step = ContrastiveStep(
             components.model,
             components.loss,
-            components.source,
+            components.input_builder,
             session,
             budget,
-            self.memory_guard,
             config.run.seed,
             components.teachers,
             config.objective if components.embedder.has_auxiliary else None,
@@ -437,7 +435,7 @@ class Trainer:
                 ran_out_of_memory = True
             if ran_out_of_memory:
                 # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
-                budget = self.memory_guard.smaller(contrastive_step.budget)
+                budget = halved(self.session, contrastive_step.budget)
                 contrastive_step.budget = budget
                 self.stream.micro_batch_tokens = budget.micro_batch_tokens
                 components.model.zero_grad(set_to_none=True)
@@ -504,7 +502,7 @@ class Trainer:
             return
         start = self.clock.seconds()
         query_results = QueryResults()
-        towers = components.source.towers
+        towers = components.input_builder.towers
         is_quantized = config.objective.quantize_embeddings is not None
         with self.hooks.evaluation_weights():
             scores = evaluate_model(
@@ -560,7 +558,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_finish(self)
         self.interrupts.ignores_signals = True
-        log_feature_use(components.source.towers.stores)
+        log_feature_use(components.input_builder.towers.stores)
         if components.teachers is not None:
             components.teachers.log_use()
         self.checkpointer.wait()
