@@ -15,7 +15,7 @@ from vembed.data.batching.rank_batch import (
     split_by_length,
 )
 
-LENGTHS = st.lists(st.integers(1, 600), max_size=60)
+LENGTHS = st.lists(st.integers(0, 600), max_size=60)
 BUDGETS = st.integers(1, 5_000)
 MAX_ROWS = st.none() | st.integers(1, 20)
 

@@ -344,9 +344,8 @@ class ContrastiveStep:
         rank_batch = batch.rank_batch
         budget = self.budget
         features = rank_batch.features
-        modalities = self.input_builder.feeder.featuriser.modalities
         limit = budget.micro_batch_tokens
-        trained_split = rank_batch.split(modalities, limit)
+        trained_split = rank_batch.split(limit)
         lengths = trained_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)

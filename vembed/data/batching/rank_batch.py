@@ -28,6 +28,8 @@ from vembed.models.families.family import Modality
 class RankBatch:
     """A rank's part of a global batch. Indices point into `features`, which holds each distinct input once."""
 
+    modalities: tuple[Modality, ...]
+    """Those of the model, in the order in which all ranks run them."""
     features: list[Features]
     query: np.ndarray
     """[R] index of the query of each row; there is one row per (query, positive) pair."""
@@ -54,11 +56,11 @@ class RankBatch:
     splits: dict[int, LockstepSplit] = field(default_factory=dict, repr=False)
     """Micro-batches of the features by their token budget, as far as they were asked for."""
 
-    def split(self, modalities: Sequence[Modality], budget: int) -> LockstepSplit:
-        """Return the micro-batches of the features of these modalities. The stream asks first, beside the step."""
+    def split(self, budget: int) -> LockstepSplit:
+        """Return the micro-batches of the features. Cached: the thread that prepares the batch asks before the step."""
         if budget not in self.splits:
             lengths = [feature.length for feature in self.features]
-            indices = indices_by_modality(self.features, modalities)
+            indices = indices_by_modality(self.features, self.modalities)
             self.splits[budget] = LockstepSplit(lengths, indices, budget)
         return self.splits[budget]
 
@@ -111,6 +113,7 @@ def make_rank_batch(
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
     return RankBatch(
+        modalities=featuriser.modalities,
         features=features,
         query=where_to[row_table[:, 0]],
         positive=where_to[row_table[:, 1]],
@@ -257,7 +260,7 @@ def _cut(
     num_items = len(ordered)
     if num_items == 0:
         return []
-    most_rows = np.maximum(1, budget // ordered)
+    most_rows = np.maximum(1, budget // np.maximum(1, ordered))
     left = num_items - np.arange(num_items)  # not beyond the last input
     most_rows = np.minimum(most_rows, left)
     most = np.minimum(most_rows, max_rows or num_items).tolist()

@@ -70,12 +70,12 @@ class RankBatchStream:
 
     def rank_batch(self, batch_number: int) -> RankBatch:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
-        epoch, number = divmod(batch_number, self.batch_schedule.batches_per_epoch)
-        indices = self.batch_schedule.batch(epoch, number)
+        epoch, batch_index = divmod(batch_number, self.batch_schedule.batches_per_epoch)
+        indices = self.batch_schedule.batch(epoch, batch_index)
         rows = rank_rows(len(indices), self.rank, self.world_size)
         positives = None
         if self.pair is not None:
-            positives = self.batch_schedule.positives(epoch, number)
+            positives = self.batch_schedule.positives(epoch, batch_index)
 
         @cache
         def example_at(position: int) -> Example:
@@ -106,7 +106,7 @@ class RankBatchStream:
             encodes_copies=self.encodes_copies,
         )
         if self.micro_batch_tokens is not None:
-            batch.split(self.featuriser.modalities, self.micro_batch_tokens)
+            batch.split(self.micro_batch_tokens)
         return batch
 
     def sample(self, num_batches: int = 4) -> list[Features]:
