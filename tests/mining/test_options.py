@@ -1,9 +1,11 @@
 """Options of mine, audit, judge and generate: from their own file, from a training config, and from arguments."""
 
+import json
+
 import pytest
 
 from tests.mining.data import write_lines
-from vembed import UserError
+from vembed import UserError, audit, generate, judge, mine
 from vembed.cli.commands.make_data import audit as run_audit
 from vembed.mining.options import (
     AuditConfig,
@@ -115,3 +117,81 @@ def test_audit_of_a_training_config(training, tmp_path, capsys):
     run_audit(arguments)
     assert page.is_file()
     assert "3 rows" in capsys.readouterr().err
+
+
+def outputs_that_are_inputs(folder):
+    """Commands whose output is an input: options of the data, the option at fault, and the option that reads it."""
+    rows = str(folder / "rows" / "train.jsonl")
+    corpus = str(folder / "corpus.jsonl")
+    linked = folder / "link.jsonl"
+    linked.symlink_to(rows)
+    retriever = {"model_name": "bm25", "data_path": rows}
+    judges = {"judges": [{"model": "some/judge"}]}
+    page = {"data_path": rows, "output_path": str(folder / "page.html")}
+    return [
+        (mine, retriever | {"output_path": rows}, "output_path", "data_path"),
+        (mine, retriever | {"output_path": str(linked)}, "output_path", "data_path"),
+        (
+            mine,
+            retriever | {"output_path": f"{folder}/rows/../rows/train.jsonl"},
+            "output_path",
+            "data_path",
+        ),
+        (
+            mine,
+            retriever | {"corpus_path": corpus, "output_path": corpus},
+            "output_path",
+            "corpus_path",
+        ),
+        (
+            mine,
+            retriever | {"data_path": str(folder / "rows"), "output_path": rows},
+            "output_path",
+            "data_path",
+        ),
+        (
+            judge,
+            judges
+            | {"data_path": str(folder / "rows" / "t*.jsonl"), "output_path": rows},
+            "output_path",
+            "data_path",
+        ),
+        (audit, page | {"cleaned_path": rows}, "cleaned_path", "data_path"),
+        (
+            generate,
+            {"corpus_path": [corpus, rows], "output_path": rows},
+            "output_path",
+            "corpus_path",
+        ),
+    ]
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_an_output_that_is_an_input_is_refused(tmp_path, case):
+    rows = tmp_path / "rows" / "train.jsonl"
+    rows.parent.mkdir()
+    write_lines(rows, [{"query": "a", "positive": "b"}] * 3)
+    write_lines(tmp_path / "corpus.jsonl", [{"text": "b"}])
+    before = rows.read_bytes()
+    command, values, option, read = outputs_that_are_inputs(tmp_path)[case]
+    with pytest.raises(UserError, match=rf"^{option}: .* is read as {read}: "):
+        command(values)
+    assert rows.read_bytes() == before
+
+
+def test_another_output_is_replaced_also_in_a_beir_folder(tmp_path):
+    (tmp_path / "qrels").mkdir()
+    rows = "query-id\tcorpus-id\tscore\nq1\td1\t1\n"
+    (tmp_path / "qrels" / "train.tsv").write_text(rows)
+    write_lines(tmp_path / "queries.jsonl", [{"_id": "q1", "text": "one"}])
+    write_lines(
+        tmp_path / "corpus.jsonl",
+        [{"_id": f"d{number}", "text": f"one text {number}"} for number in range(4)],
+    )
+    options = {"model_name": "bm25", "data_path": str(tmp_path)}
+    output = tmp_path / "mined.jsonl"
+    output.write_text("older\n")
+    mine(options | {"output_path": str(output)})
+    assert json.loads(output.read_text())["query_id"] == "q1"
+    with pytest.raises(UserError, match="is read as data_path"):
+        mine(options | {"output_path": str(tmp_path / "corpus.jsonl")})

@@ -47,7 +47,7 @@ from vembed.mining.options import (
     MineConfig,
     load_options,
 )
-from vembed.mining.output import check_output, write_rows
+from vembed.mining.output import check_output, refuse_input, write_rows
 from vembed.progress import duration
 
 Severity = Literal["error", "warning", "note"]
@@ -148,10 +148,8 @@ def audit(
             num_cleaned = len(rows) - len(dropped)
             if running.is_main:
                 kept_rows = (row for row in range(len(rows)) if row not in dropped)
-                write_rows(
-                    check_output(config.cleaned_path, option="cleaned_path"),
-                    map(rows.record, kept_rows),
-                )
+                cleaned = Path(config.cleaned_path).expanduser()
+                write_rows(cleaned, map(rows.record, kept_rows))
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         findings = checks.findings
         name = f"{len(data.names)} sources"
@@ -186,9 +184,10 @@ def audit(
 
 def check_audit(config: AuditConfig) -> Path:
     """Refuse what cannot be written before anything is read; returns the page's path."""
-    page = check_output(config.output_path, (".html", ".htm"))
+    page = check_output(config, config.output_path, (".html", ".htm"))
+    refuse_input(config, page.with_suffix(".json"), "output_path")
     if config.cleaned_path is not None:
-        check_output(config.cleaned_path, option="cleaned_path")
+        check_output(config, config.cleaned_path, option="cleaned_path")
     return page
 
 

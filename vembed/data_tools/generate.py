@@ -107,7 +107,7 @@ def generate(
 ) -> GenerateResult:
     """Make pairs from documents with the options of a YAML file, a dict or a `GenerateConfig`. Collective, as `mine`."""
     config = load_options(GenerateConfig, source, overrides)
-    target = check_output(config.output_path)
+    target = check_output(config, config.output_path)
     began = time.monotonic()
     folder = work_folder(config)
     left_out: Counter[str] = Counter()

@@ -389,7 +389,7 @@ def judge(
 ) -> JudgeResult:
     """Judge the negatives of training data with the options of a YAML file, a dict or a `JudgeConfig`. Collective, as `mine`."""
     config = load_options(JudgeConfig, source, overrides)
-    target = check_output(config.output_path)
+    target = check_output(config, config.output_path)
     began = time.monotonic()
     with open_command_session(log) as (running, log_line):
         data = RowNegatives(config)

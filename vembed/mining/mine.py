@@ -156,7 +156,7 @@ def check_mine_config(config: MineConfig) -> Path:
     """Refuse what cannot work before anything is read; returns the file to write."""
     if any(retriever.model == BM25 for retriever in config.all_retrievers()):
         check_bm25()
-    return check_output(config.output_path)
+    return check_output(config, config.output_path)
 
 
 def work_folder(config: MineConfig | GenerateConfig) -> Path:

@@ -432,14 +432,14 @@ class GenerateConfig(RecordOptions, ModelOptions, WorkOptions, CommandConfig):
 
 Config = TypeVar("Config", bound=CommandConfig)
 CommandConfigSource = str | Path | Mapping[str, Any] | Immutable | None
-MINING_PATH_OPTIONS = (
+INPUT_OPTIONS = (
     "data_path",
     "corpus_path",
     "qrels_path",
-    "image_root",
     "val_data_path",
+    "examples_path",
 )
-"""Options whose relative paths are also looked for beside the config file."""
+"""Options that name what a command reads. Relative paths are also looked for beside the config file."""
 TRAINING_ONLY_KEYS = (STAGES, TRAINING_STAGES, USER_PRESETS, "stage")
 """Keys of a training config that are no options."""
 EPOCH_MINING = "mine"
@@ -541,7 +541,7 @@ def load_options(
             )
     if problems:
         raise UserError("\nalso: ".join(problems))
-    resolve_paths(values, MINING_PATH_OPTIONS, file, [])
+    resolve_paths(values, (*INPUT_OPTIONS, "image_root"), file, [])
     try:
         return kind.model_validate(
             {name: value.value for name, value in values.items()}

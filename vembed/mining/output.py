@@ -13,14 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vembed.config.schema import sources_of
 from vembed.data.examples import Example, Item
+from vembed.data.formats.table import files_of_pattern
 from vembed.data.records import as_fields, is_conversation, is_negative_name
 from vembed.errors import UserError
+from vembed.evaluation.dataset import is_beir_folder
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
-from vembed.files import replaced_file
+from vembed.files import existing, is_pattern, replaced_file
 from vembed.mining.candidates import UNDECIDED, CandidateSearch, Chosen, columns_by_row
 from vembed.mining.inputs import MiningInputs, content_key, row_value, row_values
-from vembed.mining.options import MineConfig
+from vembed.mining.options import INPUT_OPTIONS, CommandConfig, MineConfig
 
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
 POSITIVE_NAME = "positive"
@@ -162,15 +165,17 @@ class RowMaker:
 
 
 OUTPUT_ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
+BEIR_PARTS = ("corpus", "queries", "qrels")
 ROWS_PER_GROUP = 4096
 
 
 def check_output(
+    config: CommandConfig,
     path: str,
     endings: Sequence[str] = OUTPUT_ENDINGS,
     option: str = "output_path",
 ) -> Path:
-    """The path of a file that can be written, by its ending and its folder."""
+    """The path of a file that can be written: by its ending, its folder, and what the command reads."""
     target = Path(path).expanduser()
     if target.suffix.lower() not in endings:
         raise UserError(f"{option}: {path} must end in {' or '.join(endings)}")
@@ -178,7 +183,39 @@ def check_output(
         raise UserError(
             f"{target.absolute().parent} is no folder, so {target.name} cannot be written there"
         )
+    refuse_input(config, target, option)
     return target
+
+
+def refuse_input(config: CommandConfig, target: Path, option: str) -> None:
+    """Raise UserError if a file to write is one that the command reads."""
+    if not target.exists():
+        return
+    for name, value in config:
+        if name not in INPUT_OPTIONS or not value:
+            continue
+        for source in sources_of(value):
+            if _is_read_from(source.path, target):
+                raise UserError(
+                    f"{option}: {target} is read as {name}: {source.path}, and would be replaced: give another file"
+                )
+
+
+def _is_read_from(path: str, file: Path) -> bool:
+    """Return whether a file belongs to an input: a file, a folder or a pattern."""
+    place = existing(path)
+    if place is None:
+        matches = files_of_pattern(path) if is_pattern(path) else []
+        return any(match.samefile(file) for match in matches)
+    if not place.is_dir():
+        return place.samefile(file)
+    folder = place.resolve()
+    actual = file.resolve()
+    if not actual.is_relative_to(folder):
+        return False
+    # Beside these parts such a folder may hold other files.
+    part = actual.relative_to(folder).parts[0]
+    return not is_beir_folder(folder) or Path(part).stem in BEIR_PARTS
 
 
 def write_rows(target: Path, rows: Iterable[dict[str, Any]]) -> None:

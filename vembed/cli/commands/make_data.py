@@ -100,7 +100,7 @@ def judge(args: ConfigArguments = None) -> Any:
     from vembed.mining.judges import judge as run_judge
     from vembed.mining.output import check_output
 
-    target = check_output(call.config.output_path)
+    target = check_output(call.config, call.config.output_path)
     if not call.is_dry_run:
         call.start_processes()
         return run_judge(call.config, log=print_progress)
@@ -134,7 +134,7 @@ def generate(args: ConfigArguments = None) -> Any:
     from vembed.data_tools.generate import generate as run_generate
     from vembed.mining.output import check_output
 
-    target = check_output(call.config.output_path)
+    target = check_output(call.config, call.config.output_path)
     if not call.is_dry_run:
         call.start_processes()
         return run_generate(call.config, log=print_progress)
