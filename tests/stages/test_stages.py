@@ -454,6 +454,19 @@ def test_a_step_whose_earlier_one_has_not_run_names_it(place, capsys):
     assert not Path("output").exists()
 
 
+def test_a_training_whose_data_or_model_is_not_made_names_the_stage(place, capsys):
+    negatives = {"name": "negatives", "mine": {"data_path": "train.jsonl"}}
+    written([negatives, {"name": "sharp"}, {"name": "last"}])
+    for name, option, path, maker in (
+        ("sharp", "data_path", "output/negatives/mined.jsonl", "negatives"),
+        ("last", "model_name", "output/sharp/final", "sharp"),
+    ):
+        assert train("--from", name) == 2
+        error = capsys.readouterr().err
+        assert f"{option}: {path}" in error
+        assert f"--from {maker}" in error
+
+
 def test_a_plan_of_every_stage(place, capsys):
     stages = [
         {"name": "broad"},

@@ -681,16 +681,23 @@ def _step(
 
 
 def require_earlier_stage(resolved: ResolvedRun) -> None:
-    """Raise UserError where a stage starts from an earlier one's result that is not there.
+    """Raise UserError where a stage starts from the model or the data of an earlier one, and they are not there.
 
     Otherwise the folder would be asked for on the Hub.
     """
-    origin = resolved.origins["model_name"]
-    folder = resolved.config.model.model_name
-    if RESULT_OF in origin and not Path(folder).is_dir():
-        raise UserError(
-            f"{folder} ({origin}) is not there: train that stage first, or give this one a model_name"
-        )
+    config = resolved.config
+    results = {
+        "model_name": config.model.model_name,
+        "data_path": config.data.data_path,
+    }
+    for option, path in results.items():
+        origin = resolved.origins[option]
+        _, is_result, name = origin.partition(RESULT_OF)
+        if is_result and not Path(str(path)).exists():
+            raise UserError(
+                f"{option}: {path} ({origin}) is not there: run that stage first (--from {name}), or give this one a "
+                f"{option}"
+            )
 
 
 # ---- a config as text
