@@ -532,6 +532,36 @@ def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypat
     assert started[0][2:] == ["vembed", "eval", *words.split()]
 
 
+def test_stages_are_named_among_retrievers_and_judges(place, capsys):
+    retrievers = ["bm25", {"model": "broad", "weight": 2.0}, "soup"]
+    judges = [{"model": "broad"}, {"model": "soup", "base_url": "http://127.0.0.1:1"}]
+    stages = [
+        {"name": "broad"},
+        {
+            "name": "soup",
+            "merge": {"models": ["broad"], "base": "broad", "interpolate": 0.5},
+        },
+        {"name": "negatives", "mine": {"retrievers": retrievers, "judges": judges}},
+        {"name": "again", "mine": {"model_name": "broad"}},
+    ]
+    written(stages)
+    assert train("--dry-run") == 0
+    commands = capsys.readouterr().out
+    assert "--base output/broad/final" in commands
+    words = commands.partition("vembed mine ")[2].partition(" output_path")[0]
+    assert (
+        '{"model": "output/broad/final", "weight": 2.0}, "output/soup/final"]' in words
+    )
+    assert '[{"model": "output/broad/final"}, {"model": "soup", "base_url"' in words
+    assert "model_name=output/broad/final" in commands
+    retrievers[2] = "soop"
+    written(stages)
+    assert train() == 2
+    error = capsys.readouterr().err
+    assert "stage negatives: retrievers: soop" in error
+    assert "did you mean 'soup'" in error
+
+
 def test_mining_reads_the_data_of_the_config_with_its_columns(place):
     rows = []
     for row in rows_of("train.jsonl"):

@@ -41,6 +41,7 @@ from vembed.files import (
     replace_text,
     similar_path,
 )
+from vembed.mining.options import BM25
 from vembed.progress import duration
 from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local, of_model
 from vembed.training.trackers import require_trackers
@@ -276,6 +277,9 @@ class _Stage:
         if self.pipeline.has_own_class and kind in ("mine", "evaluate"):
             # The code in the folders of trained models is the class that the config names.
             options.setdefault("trust_remote_code", True)
+        for key in MODELS:
+            if key in options and key != "models":
+                options[key] = self._with_stage_models(options[key])
         target = str(self.folder / RESULTS[kind])
         if kind == "mine":
             if "retrievers" not in options and "model_name" not in options:
@@ -289,11 +293,12 @@ class _Stage:
             return "judge", _pairs({**options, "output_path": target})
         if kind == "evaluate":
             data = options.pop("data", None)
-            name = options.pop("model", None)
+            model = options.pop("model", None)
             options.pop("require", None)
             if data is None:
                 raise UserError(f"stage {self.step.name}: evaluate needs data")
-            model = self._model() if name is None else self._model_named(name)
+            if model is None:
+                model = self._model()
             return "eval", [model, data, "--json", target, *_flags(options)]
         names = options.pop("models", None)
         if names is None:
@@ -348,6 +353,16 @@ class _Stage:
         if any(step.name == name and step.has_model for step in self.before):
             return str(self.pipeline.folder(name) / FINAL)
         return name
+
+    def _with_stage_models(self, value: Any) -> Any:
+        """Return the value of an option with the models of stages in place of their names."""
+        if isinstance(value, str):
+            return self._model_named(value)
+        if isinstance(value, list):
+            return [self._with_stage_models(entry) for entry in value]
+        if isinstance(value, Mapping) and named_paths(value):
+            return {**value, "model": self._model_named(value["model"])}
+        return value
 
     def _overrides(self, overrides: Sequence[str]) -> tuple[str, ...]:
         """Return the overrides of a training: those of the command line that are for it."""
@@ -473,7 +488,7 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 DATA_FILE_OPTIONS = ("data_path", "corpus_path", "qrels_path", "data")
 """Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
-MODELS = ("model_name", "model", "models", "base")
+MODELS = ("model_name", "model", "models", "base", "retrievers", "judges")
 CUTS = "1,5,10,100"
 """Cut-offs of `vembed eval` without `--ks`."""
 COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
@@ -500,10 +515,15 @@ def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
 
 
 def named_paths(value: Any) -> list[str]:
-    """Return the paths and names of an option: a text, a list of them, or entries with a path."""
+    """Return the paths and names of an option: a text, a list of them, or entries with a path or a model, unless that
+    is the model of an endpoint."""
     paths = []
     for entry in value if isinstance(value, list) else [value]:
-        path = entry.get("path") if isinstance(entry, Mapping) else entry
+        path = entry
+        if isinstance(entry, Mapping):
+            path = entry.get("path", entry.get("model"))
+            if "base_url" in entry:
+                path = None
         if isinstance(path, str):
             paths.append(path)
     return paths
@@ -549,7 +569,7 @@ def check_options(
             is_folder = Path(name).expanduser().exists() or is_inside(
                 name, future_folders
             )
-            if name in before or is_folder:
+            if name in (*before, BM25) or is_folder:
                 continue
             hint = did_you_mean(name, before) or similar_path(name)
             if name in others or hint or not is_hub_model(name):
