@@ -147,7 +147,7 @@ class StepBatch:
 
         None where each input has one: dense vectors of texts and images, scores of pairs.
         """
-        num_vectors = [feature.rows for feature in self.rank_batch.features]
+        num_vectors = [feature.num_vectors for feature in self.rank_batch.features]
         if all(count == 1 for count in num_vectors):
             return None
         return np.cumsum([0, *num_vectors])
@@ -327,7 +327,7 @@ class ContrastiveStep:
             embeddings=batch.embeddings,
             is_finite=torch.isfinite(batch.embeddings).all(),
             auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
-            terms=self.loss.term_shares(rank_batch.source),
+            terms=self.loss.term_shares(rank_batch.source_index),
         )
 
     def synchronise(self, loss_share: float) -> float:
@@ -459,7 +459,7 @@ class ContrastiveStep:
         # Some inputs have several vectors. Every rank sees this in the shared counts.
         has_starts = counts.vectors != counts.inputs
         if has_starts:
-            num_vectors = np.array([feature.rows for feature in features])
+            num_vectors = np.array([feature.num_vectors for feature in features])
             columns["num_vectors"] = Column(num_vectors, counts.inputs)
         # Scores are used only if every rank has them: all ranks pass the same columns.
         if all(counts.has_scores) and rank_batch.scores is not None:
@@ -490,7 +490,7 @@ class ContrastiveStep:
             rank_rows=rank_slice(rank, counts.rows),
             rank_negatives=rank_slice(rank, counts.negatives),
             number=batch.batch_number,
-            source=rank_batch.source,
+            source=rank_batch.source_index,
             holds_scores=isinstance(
                 self.input_builder.feeder.featuriser, PairFeaturiser
             ),
