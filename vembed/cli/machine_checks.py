@@ -167,7 +167,7 @@ def checklist(
         is_sharded = run.strategy.value == "fsdp" and launch.world_size > 1
         # Off by default means that micro-batches fit without it; off by hand may not be meant.
         passes = recomputation.value or not is_sharded
-        passes = passes or recomputation.source == "default"
+        passes = passes or recomputation.origin == "default"
         state = "on" if recomputation.value else "off"
         yield passes, f"gradient checkpointing: {state} ({recomputation.reason})"
         yield _check_memory(placement, size)

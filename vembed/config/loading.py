@@ -427,7 +427,7 @@ def expand_output_dir(
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """One step: a training stage, or a mining, a judgement, a merge or an evaluation between stages."""
 
     name: str
@@ -439,10 +439,10 @@ class Step:
     mean other things: `output_path` of a mining is a file."""
     task: str
     """Task of the model that it trains, or starts from."""
-    model_step: Step | None
+    model_step: PipelineStep | None
     """The step whose model it starts from, by default the last one before it that has a model of its task. None: it
     starts from the config's own."""
-    data_step: Step | None
+    data_step: PipelineStep | None
     """The step whose data it gets: a training the last one since the training before, a judgement the last of all."""
 
     @property
@@ -460,7 +460,7 @@ class Pipeline:
     """Folder of the folders of all steps."""
     shared: Layer
     """What stands outside of the stages."""
-    steps: tuple[Step, ...]
+    steps: tuple[PipelineStep, ...]
 
     @property
     def has_own_class(self) -> bool:
@@ -475,12 +475,12 @@ class Pipeline:
                 return Path(str(step.options["output_dir"]))
         return Path(self.root, name)
 
-    def before(self, name: str) -> list[Step]:
+    def before(self, name: str) -> list[PipelineStep]:
         """Return the steps before one."""
         names = [step.name for step in self.steps]
         return list(self.steps[: names.index(name)])
 
-    def data_of(self, step: Step) -> Path:
+    def data_of(self, step: PipelineStep) -> Path:
         """Return the file of a step that leaves training data."""
         return self.folder(step.name) / DATA_FILES[step.kind]
 
@@ -604,7 +604,7 @@ def _pipeline_of(
         raise UserError(
             f"{source}, line {node.line}: {STAGES} must be a list of stages"
         )
-    steps: list[Step] = []
+    steps: list[PipelineStep] = []
     for name, entry in entries:
         if not isinstance(entry.value, dict):
             line = entry.line or node.line
@@ -621,9 +621,9 @@ def _step(
     name: str | None,
     block: dict[str, Node],
     source: str,
-    before: list[Step],
+    before: list[PipelineStep],
     shared: Layer,
-) -> Step:
+) -> PipelineStep:
     if not name and "name" in block:
         name = str(block.pop("name").plain())
     # A step between has its kind as its only key, beside `from`. Among other keys `mine` is the option of a training,
@@ -677,7 +677,7 @@ def _step(
                 f"{source}: stage {name} starts from {start.plain()}, and the stages before it are "
                 f"{', '.join(by_name) or 'none'}"
             )
-    return Step(name, kind, layer, options, task, model_step, data_step)
+    return PipelineStep(name, kind, layer, options, task, model_step, data_step)
 
 
 def require_earlier_stage(resolved: ResolvedRun) -> None:

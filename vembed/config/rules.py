@@ -23,9 +23,9 @@ from vembed.config.schema import (
 )
 from vembed.config.terms import (
     ResolvedTerm,
-    has_tasks,
     listed_teachers,
     loss_names,
+    losses_differ,
     needed_teachers,
     run_terms,
 )
@@ -261,8 +261,8 @@ def _source_rules(data: DataSection, batch: BatchSection) -> Iterator[str]:
             )
     if data.homogeneous_batches:
         return
-    if has_tasks(data) or is_sized:
-        what = "losses or a temperature" if has_tasks(data) else "a batch size"
+    if losses_differ(data) or is_sized:
+        what = "losses or a temperature" if losses_differ(data) else "a batch size"
         yield f"data_path: a source with {what} of its own needs batches of its own: set homogeneous_batches: true"
     if data.sampling == "round_robin" and len(sources) > 1:
         yield "sampling: round_robin takes a batch of each source in turn: set homogeneous_batches: true"

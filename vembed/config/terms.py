@@ -146,7 +146,7 @@ def leaves_temperature(
     if "temperature" in objective.model_fields_set or objective.losses is not None:
         return False
     term = loss_terms(objective, start_model)[0]
-    return not term.loss.learns_temperature() and not has_tasks(data)
+    return not term.loss.learns_temperature() and not losses_differ(data)
 
 
 def source_terms(
@@ -171,7 +171,7 @@ def run_terms(
     return list(chain.from_iterable(source_terms(objective, data, start_model)))
 
 
-def has_tasks(data: DataSection) -> bool:
+def losses_differ(data: DataSection) -> bool:
     """Return whether sources differ in their losses."""
     return any(
         source.losses is not None or source.temperature is not None
@@ -179,25 +179,25 @@ def has_tasks(data: DataSection) -> bool:
     )
 
 
-def task_numbers(data: DataSection) -> list[int]:
-    """Return the number of each source's task.
+def source_groups(data: DataSection) -> list[int]:
+    """Return the number of each source's group, from which batches are drawn.
 
-    Every source is a task of its own. With `homogeneous_batches: task`, sources with the
+    Every source is a group of its own. With `homogeneous_batches: task`, sources with the
     same losses, temperature and batch size share the number of the first of them.
     """
     sources = data.sources()
     if data.homogeneous_batches != "task":
         return list(range(len(sources)))
-    tasks = []
+    groups = []
     for source in sources:
         sizes = (source.batch_size, source.global_batch_size)
-        tasks.append((source.losses, source.temperature, sizes))
-    return [tasks.index(task) for task in tasks]
+        groups.append((source.losses, source.temperature, sizes))
+    return [groups.index(group) for group in groups]
 
 
-def task_names(data: DataSection, names: Sequence[str]) -> list[str]:
-    """Return the name of the task of each source, from the names of the sources."""
-    numbers = task_numbers(data)
+def source_group_names(data: DataSection, names: Sequence[str]) -> list[str]:
+    """Return the name of the group of each source, from the names of the sources."""
+    numbers = source_groups(data)
     members: dict[int, list[str]] = {}
     for name, number in zip(names, numbers, strict=True):
         members.setdefault(number, []).append(name)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import ResolvedTerm, has_tasks, source_terms, task_numbers
+from vembed.config.terms import ResolvedTerm, losses_differ, source_groups, source_terms
 from vembed.losses.batch import ListedPairs, LossBatch, LossModule
 from vembed.losses.declaration import StartValues
 from vembed.losses.similarity import (
@@ -222,13 +222,13 @@ def build_loss(
     )
     # For each source the number of the first source of its task: sources of one task share a loss, and so its learned
     # parameters. Without tasks all sources have the loss of the first.
-    numbers = task_numbers(config.data) if has_tasks(config.data) else [0]
+    numbers = source_groups(config.data) if losses_differ(config.data) else [0]
     by_task: dict[int, LossModule] = {}
     for number in sorted(set(numbers)):
         terms = terms_by_source[number]
         by_task[number] = _loss_of_terms(terms, similarity, start, teacher_dims or {})
     loss = by_task[0]
-    if has_tasks(config.data):
+    if losses_differ(config.data):
         loss = LossBySource([by_task[number] for number in numbers])
     form = config.objective.quantize_embeddings
     return loss if form is None else StoredVectors(loss, form, cosine=cosine)

@@ -268,7 +268,7 @@ def _recomputation(placement: Placement) -> Decision[bool]:
     """Return whether activations are recomputed: as asked for. By default with FSDP, unless memory is enough without."""
     run = placement.run
     size = placement.size
-    if run.recomputation.source != DEFAULT:
+    if run.recomputation.origin != DEFAULT:
         return run.recomputation
     # `strategy: auto` may have chosen FSDP.
     if placement.fsdp is None and not run.recomputation.value:
@@ -331,7 +331,7 @@ def choose_precision(
     if asked.value == "bf16" and not has_bf16:
         raise UserError(f"{asked.reason}, but {name} has no bfloat16: use fp16 or no.")
     if asked.value != "auto":
-        return Decision(asked.value, asked.reason, asked.source)
+        return Decision(asked.value, asked.reason, asked.origin)
     chosen: Decision[Precision]
     if device.type == "cpu":
         chosen = on_cpu
@@ -407,14 +407,14 @@ def _choose_strategy(
     if ranks.world_size == 1:
         if asked.value == "fsdp":
             reason = "FSDP needs at least two processes; training unsharded"
-            return Decision("single", reason, asked.source), None, []
+            return Decision("single", reason, asked.origin), None, []
         return Decision("single", "one process"), None, []
     if asked.value == "single":
         raise UserError(
             f"strategy: single, but {ranks.world_size} processes were started: start one, or use strategy: ddp."
         )
     if asked.value == "ddp":
-        return Decision("ddp", asked.reason, asked.source), None, []
+        return Decision("ddp", asked.reason, asked.origin), None, []
     # Only here, because it takes time: the model is built without weights to count its parameters.
     size = measure(run.config)
     share = size.state_bytes / memory
@@ -428,7 +428,7 @@ def _choose_strategy(
             advice.append(
                 f"FSDP is not needed here: {need}; strategy: ddp would be faster"
             )
-        return Decision("fsdp", asked.reason, asked.source), size, advice
+        return Decision("fsdp", asked.reason, asked.origin), size, advice
     if share > FITS_SHARE:
         return Decision("fsdp", f"auto: {need}, more than {FITS_SHARE:.0%}"), size, []
     return Decision("ddp", f"auto: {need}, so each process can hold a copy"), size, []
@@ -447,12 +447,12 @@ def _without_effect(
     how = "was started with" if ranks.launched else "is"
     running = f"{ranks.local_world_size} process(es) on this machine"
     if run.processes.value not in ("auto", ranks.local_world_size):
-        asked = f"num_processes: {run.processes.value} ({run.processes.source})"
+        asked = f"num_processes: {run.processes.value} ({run.processes.origin})"
         notes.append(
             f"{asked} has no effect: this run {how} {running}; `vembed train` starts as many as it says"
         )
     num_machines = ranks.world_size // ranks.local_world_size
-    if run.machines.source != "default" and run.machines.value != num_machines:
-        asked = f"num_machines: {run.machines.value} ({run.machines.source})"
+    if run.machines.origin != "default" and run.machines.value != num_machines:
+        asked = f"num_machines: {run.machines.value} ({run.machines.origin})"
         notes.append(f"{asked} has no effect: this run {how} {num_machines} machine(s)")
     return notes

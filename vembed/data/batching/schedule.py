@@ -101,7 +101,7 @@ class BatchSchedule:
 
     A source of weight w contributes w times its size to each epoch. It is drawn in random passes that continue over
     epochs, so that no example repeats before all others of its source were drawn. With `homogeneous`, all examples of a
-    batch come from one source, or with `tasks` from sources of one task, and a source may have a batch size of its own
+    batch come from one source, or with `source_groups` from sources of one group, and a source may have a batch size of its own
     (over all ranks). With `keys`, no two examples of a batch share content: examples of the same content go
     to different batches. With `labels`, no two examples of a batch share a class (ClassBatches), and all are of one
     source.
@@ -119,7 +119,7 @@ class BatchSchedule:
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
         homogeneous: bool = False,
-        tasks: Sequence[int] | None = None,
+        source_groups: Sequence[int] | None = None,
         batch_sizes: Sequence[int] | None = None,
         sampling: Sampling = PROPORTIONAL,
         keys: ContentKeys | None = None,
@@ -160,10 +160,10 @@ class BatchSchedule:
             if source in self._classes:
                 group = -1 - source  # labelled data are their own group
             elif homogeneous:
-                group = source if tasks is None else tasks[source]
+                group = source if source_groups is None else source_groups[source]
             groups.setdefault(group, []).append(source)
         self._members = list(groups.values())
-        """The sources of each group: one source, those of a task, or all of them."""
+        """The sources of each group: one source, several of the same losses, or all of them."""
         self._orders: dict[int, Batches] = {}
         self._lock = threading.Lock()
         # Epoch 0 fixes the number of batches of every epoch, so that the number of a batch in the run gives both.
