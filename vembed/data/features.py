@@ -54,12 +54,12 @@ class Features:
     """63-bit hash of the model input after prompt and truncation. Equal keys mean equal inputs to the model."""
     content: int
     """`item.key()`: hash of the content only, used by the loss to mask duplicates."""
-    token_ids: np.ndarray | None = None
-    """int32, special tokens included."""
     images: tuple[ImageRef, ...] = ()
     """Decoded only in `collate`."""
     num_vectors: int = 1
     """Vectors that the model gives for this input, known from its tokens. The score of a pair is a vector of width 1."""
+    token_ids: np.ndarray | None = None
+    """int32, special tokens included."""
     segments: np.ndarray | None = None
     """int32, 0 for tokens of a pair's query and 1 for those of its document, where the tokenizer tells."""
 
