@@ -317,6 +317,10 @@ def resolve_fsdp(
     sharding = settings.get("sharding_strategy", "FULL_SHARD")
     settings["reshard_after_forward"] = sharding != "SHARD_GRAD_OP"
     fsdp = FsdpConfig(**settings)
+    if fsdp.state_dict_type == "FULL_STATE_DICT":
+        notes.append(
+            "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in its folder model/"
+        )
     if fsdp.version == 2 and fsdp.state_dict_type == "LOCAL_STATE_DICT":
         raise UserError(
             "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP2: use SHARDED_STATE_DICT (each process "
