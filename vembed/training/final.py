@@ -55,6 +55,9 @@ class ModelWriter:
         fsdp = self.session.fsdp
         if fsdp is None or fsdp.state_dict_type != "FULL_STATE_DICT":
             return
+        log.info(
+            f"fsdp_state_dict_type: FULL_STATE_DICT: the checkpoint holds the whole model too, in {WHOLE_MODEL}/"
+        )
         self.store(checkpoint / WHOLE_MODEL, full_state_dict(self.components.model))
 
     def store(
