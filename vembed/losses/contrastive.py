@@ -157,7 +157,7 @@ class InfoNCE(GuidedLoss, Temperature):
         from vembed.losses.batch import with_mixtures
         from vembed.losses.tiles import SoftmaxRows
 
-        if batch.holds_scores:
+        if batch.embeddings_are_scores:
             # Of a reranker the candidates are the hard negatives of the row's example.
             pairs = batch.listed_by_row()
             logits = term.scores(batch, pairs) * term.scale(batch.embeddings)
@@ -166,7 +166,7 @@ class InfoNCE(GuidedLoss, Temperature):
             return -term.mean(positives, batch.num_rows)
         if self.mix_negatives:
             batch = with_mixtures(
-                batch, term.seed, self.mix_negatives, cosine=term.configured.cosine
+                batch, term.seed, self.mix_negatives, cosine=term.run_similarity.cosine
             )
         scale = term.scale(batch.embeddings)
         stretch = None

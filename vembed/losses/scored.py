@@ -74,7 +74,7 @@ class CoSENT(Temperature):
         zero_column = logits.new_zeros(len(logits), 1)
         terms = torch.cat((zero_column, below - logits[:, has_lower]), dim=1)
         share = length_of(batch.rank_rows) / max(1, batch.num_rows)
-        return term.configured.total(terms.logsumexp(dim=1)) * share
+        return term.run_similarity.total(terms.logsumexp(dim=1)) * share
 
     def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
         """Return [K, N] the similarities of all pairs at all sizes."""
@@ -150,7 +150,7 @@ class Cosine(Loss):
         rank_rows = batch.rank_rows
         embeddings = batch.embeddings
         labels = batch.required_scores(self.name)[rank_rows]
-        labels = batch.as_scores(labels)
+        labels = batch.like_scores(labels)
         left = batch.query[rank_rows]
         right = batch.positive[rank_rows]
         similarity = term.similarity(embeddings)
@@ -182,7 +182,7 @@ class ListedLoss(TeacherLoss):
             answers: Teaching = batch.scores_of_data(self.name, may_lack=may_lack)
         else:
             answers = batch.teacher(str(term.teacher))
-        return batch.as_scores(answers.scores_of(pairs))
+        return batch.like_scores(answers.scores_of(pairs))
 
     def labels(
         self,
@@ -195,7 +195,7 @@ class ListedLoss(TeacherLoss):
             # Positives come first.
             labels = batch.embeddings.new_zeros(len(lists.groups))
             labels[: len(lists.rows)] = 1.0
-            return batch.as_scores(labels)
+            return batch.like_scores(labels)
         targets = self.targets(batch, term, lists, may_lack=True)
         return targets[0].nan_to_num(nan=0.0)
 

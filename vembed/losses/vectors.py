@@ -85,8 +85,8 @@ class Anchor(Loss):
                 f"loss: anchor: the embeddings have {dim} dimensions, and those of {term.teacher} before "
                 f"training have {teacher_dim}: leave out what changes the size, or this loss"
             )
-        identity = batch.as_scores(torch.eye(dim, device=embeddings.device))
-        full_size = Similarity(term.configured.cosine, (dim,))
+        identity = batch.like_scores(torch.eye(dim, device=embeddings.device))
+        full_size = Similarity(term.run_similarity.cosine, (dim,))
         return _mean_distance(batch, teacher, identity, full_size)
 
 
@@ -225,7 +225,7 @@ def _squared_errors(
         tiling=term.tiling,
         teacher=teacher,
     )
-    scale = batch.as_scores(torch.ones((), device=embeddings.device))
+    scale = batch.like_scores(torch.ones((), device=embeddings.device))
     return tiled_loss(embeddings, scoring, scale)
 
 

@@ -327,7 +327,7 @@ class ContrastiveStep:
             embeddings=batch.embeddings,
             is_finite=torch.isfinite(batch.embeddings).all(),
             auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
-            terms=self.loss.term_shares(rank_batch.source),
+            terms=self.loss.term_shares,
         )
 
     def synchronise(self, loss_share: float) -> float:
@@ -490,9 +490,9 @@ class ContrastiveStep:
             **fields,
             rank_rows=rank_slice(rank, counts.rows),
             rank_negatives=rank_slice(rank, counts.negatives),
-            number=batch.batch_number,
-            source=rank_batch.source,
-            holds_scores=isinstance(
+            batch_index=batch.batch_number,
+            source_index=rank_batch.source,
+            embeddings_are_scores=isinstance(
                 self.input_builder.feeder.featuriser, PairFeaturiser
             ),
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
