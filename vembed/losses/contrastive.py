@@ -85,12 +85,11 @@ class GuidedLoss(CandidateLoss):
         is_separable: bool = False,
     ) -> Tensor:
         """Return 1/N times the sum of the row losses of this rank's rows."""
-        from vembed.losses.candidates import find_candidates
+        from vembed.losses.candidates import CandidateRule, find_candidates
         from vembed.losses.tiles import Guide, Scoring, tiled_loss
 
-        candidates = find_candidates(
-            batch,
-            self,
+        rule = CandidateRule(
+            self.hard_negatives_scope,
             query_query=self.same_side_negatives in ("queries", "both"),
             document_document=self.same_side_negatives in ("documents", "both"),
             both_directions=both_directions,
@@ -108,7 +107,7 @@ class GuidedLoss(CandidateLoss):
         # N counts the rows of all ranks, of which this rank adds up its own. With both directions L is their mean.
         share = 1.0 / max(1, batch.num_rows)
         scoring = Scoring(
-            candidates=candidates,
+            candidates=find_candidates(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=row_loss,
             coefficients=(share / 2, share / 2) if both_directions else (share,),

@@ -267,11 +267,12 @@ class KL(SoftmaxLoss, CandidateLoss):
         return term.mean(losses, batch.num_rows)
 
     def _share_over_batch(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        from vembed.losses.candidates import find_candidates
+        from vembed.losses.candidates import CandidateRule, find_candidates
         from vembed.losses.tiles import DivergenceRows, Scoring, tiled_loss
 
+        rule = CandidateRule(self.hard_negatives_scope)
         scoring = Scoring(
-            candidates=find_candidates(batch, self),
+            candidates=find_candidates(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=partial(DivergenceRows, target_scale=self.target_scale()),
             coefficients=(1.0 / max(1, batch.num_rows),),
