@@ -135,26 +135,19 @@ class CandidateRule:
     """The hard negatives of a row's example are explicit pairs, also where those of other examples are columns."""
 
 
+@dataclass(frozen=True)
 class _Layout:
     """Ranges of entries in the table of one batch."""
 
-    def __init__(self, batch: LossBatch, rule: CandidateRule) -> None:
-        num_rows = batch.num_rows
-        rank_rows = batch.rank_rows
-        # All positives are columns, and so are all hard negatives, or none.
-        self.num_negatives = 0
-        if rule.hard_negatives_scope == "all":
-            self.num_negatives = batch.negative.numel()
-        # Queries of other rows are needed only as columns.
-        has_query_columns = rule.query_query or rule.both_directions
-        self.query_rows = slice(0, num_rows) if has_query_columns else rank_rows
-        first_query = self.num_negatives + num_rows
-        self.documents = slice(0, first_query)
-        self.first_explicit = first_query + length_of(self.query_rows)
-        self.queries = slice(first_query, self.first_explicit)
-        # Of this rank's rows.
-        self.row_positives = shifted(rank_rows, self.num_negatives)
-        self.row_queries = shifted(rank_rows, first_query - self.query_rows.start)
+    num_negatives: int
+    """Hard negatives that are columns."""
+    documents: slice
+    queries: slice
+    query_rows: slice
+    """Rows whose queries are in the table."""
+    row_queries: slice
+    """Queries of this rank's rows."""
+    row_positives: slice
 
 
 def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
@@ -164,21 +157,36 @@ def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
     # GPU would have to be waited for.
     batch = batch.on_host()
     num_rows = batch.num_rows
-    layout = _Layout(batch, rule)
+    rank_rows = batch.rank_rows
+    is_own = rule.hard_negatives_scope == "own"
+    # All positives are columns, and so are all hard negatives, or none.
+    num_negatives = 0 if is_own else batch.negative.numel()
+    # Queries of other rows are needed only as columns.
+    has_query_columns = rule.query_query or rule.both_directions
+    query_rows = slice(0, num_rows) if has_query_columns else rank_rows
+    first_query = num_negatives + num_rows
+    first_explicit = first_query + length_of(query_rows)
+    layout = _Layout(
+        num_negatives=num_negatives,
+        documents=slice(0, first_query),
+        queries=slice(first_query, first_explicit),
+        query_rows=query_rows,
+        row_queries=shifted(rank_rows, first_query - query_rows.start),
+        row_positives=shifted(rank_rows, num_negatives),
+    )
     tensors = _keys(batch, rule, layout)
     explicit_negatives = batch.negative[:0]
-    if rule.hard_negatives_scope == "own" or rule.lists_own_negatives:
-        tensors["explicit_row"], negative = batch.example_negatives(batch.rank_rows)
+    if is_own or rule.lists_own_negatives:
+        tensors["explicit_row"], negative = batch.example_negatives(rank_rows)
         # [P] the place of each pair's hard negative among the distinct ones: with several rows it has one entry.
         explicit_negatives, place = torch.unique(negative, return_inverse=True)
-        tensors["negative_entry"] = layout.first_explicit + place
+        tensors["negative_entry"] = first_explicit + place
     # Occurrences count from 0 for queries, from R for positives, from 2 R for hard negatives.
-    num_occurrences = 2 * num_rows + layout.num_negatives
-    occurrences = torch.arange(num_occurrences, device=batch.query.device)
+    occurrences = torch.arange(2 * num_rows + num_negatives, device=batch.query.device)
     parts = (
         occurrences[2 * num_rows :],
         occurrences[num_rows : 2 * num_rows],
-        occurrences[layout.query_rows],
+        occurrences[query_rows],
         2 * num_rows + explicit_negatives,
     )
     occurrence = torch.cat(parts)

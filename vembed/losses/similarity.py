@@ -116,6 +116,7 @@ class PrefixTable:
     ) -> None:
         self.embeddings = embeddings
         self.index = index
+        self.is_cosine = similarity.cosine
         self.dims = similarity.dims
         self.parts = similarity.parts
         self.with_gradient = with_gradient
@@ -128,29 +129,26 @@ class PrefixTable:
         if similarity.cosine:
             self.prefix_scales = self.x.new_empty(num_smaller, num_entries)
         for entries in chunks(num_entries, VECTORS_AT_ONCE):
-            x = self._vectors(entries)  # [n, d]
+            x, inverse_norms = self._table_vectors(entries)  # [n, d], [K, n]
+            self.x[entries] = x
             if self.prefix_scales is not None:
-                inverse_norms = self._normalise(x)  # [K, n]
                 # |e[:d]| / |e[:k]| = 1 / |x[:k]|. For a zero vector both inverses are 0, and 0 / 0 must become 0.
                 scales = inverse_norms[:-1] / inverse_norms[-1]
                 self.prefix_scales[:, entries] = scales.nan_to_num_(0.0)
-            self.x[entries] = x
         if with_gradient:
             self.dx = torch.zeros_like(self.x)
             self.norm_grad = self.x.new_zeros(num_smaller, num_entries)
 
-    def _vectors(self, entries: slice) -> Tensor:
-        """Return the embeddings [n, d] of some entries, in the dtype of the scores."""
+    def _table_vectors(self, entries: slice) -> tuple[Tensor, Tensor]:
+        """Return `x` [n, d] of some entries, and [K, n] one over the norm of each prefix of their embeddings."""
         vectors = self.embeddings.index_select(0, self.index[entries])
-        return vectors[:, : self.dims[-1]].to(self.x.dtype)
-
-    def _normalise(self, x: Tensor) -> Tensor:
-        """Divide embeddings [n, d] by their norm, in place. Return [K, n] one over the norm of each of their prefixes."""
+        x = vectors[:, : self.dims[-1]].to(arithmetic_dtype(vectors))
         squares = _running_sums(x[:, part].square().sum(1) for part in self.parts)
         zeros = torch.zeros_like(squares)
         inverse_norms = torch.where(squares > 0, squares.rsqrt(), zeros)
-        x *= inverse_norms[-1][:, None]
-        return inverse_norms
+        if self.is_cosine:
+            x *= inverse_norms[-1][:, None]
+        return x, inverse_norms
 
     # ---- Single pairs ----------------------------------------------------------------
 
@@ -290,8 +288,7 @@ class PrefixTable:
         for entries in chunks(self.index.numel(), VECTORS_AT_ONCE):
             dx = self.dx[entries]
             if self.prefix_scales is not None:
-                x = self._vectors(entries)
-                inverse_norms = self._normalise(x)
+                x, inverse_norms = self._table_vectors(entries)
                 for k, dim in enumerate(self.dims[:-1]):
                     # Through the prefix scale a: dL/da = norm_grad / a, times -a^3 * x[:k].
                     scale = self.prefix_scales[k, entries]

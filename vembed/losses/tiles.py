@@ -190,6 +190,8 @@ class _Tile:
     """[K, n, t]"""
     target: Tensor | None
     """[n, t] the teacher's scores."""
+    scratch: Tensor
+    """[2, n, t] two temporaries, shared by all tiles."""
 
 
 @dataclass(frozen=True)
@@ -424,15 +426,18 @@ class _ScorePass:
             masks = [mask.tiles(rows, tile_width) for mask in group.masks]
             for columns in chunks(length_of(group.columns), tile_width):
                 num_columns = length_of(columns)
-                size = self.num_matrices * num_rows * num_columns
+                num_scores = num_rows * num_columns
+                size = self.num_matrices * num_scores
                 buffer = self.logits_buffer[offset : offset + size]
                 matrices = buffer.view(self.num_matrices, num_rows, num_columns)
+                scratch = self.scratch_buffer[:, :num_scores]
                 tile = _Tile(
                     row_vectors=vectors,
                     columns=shifted(columns, group.columns.start),
                     direction=group.direction,
                     logits=matrices[: self.num_sizes],
                     target=None if self.teacher_table is None else matrices[-1],
+                    scratch=scratch.view(2, num_rows, num_columns),
                 )
                 excluded = [next(mask) for mask in masks]
                 self._score(tile, block, excluded)
@@ -451,7 +456,7 @@ class _ScorePass:
         `excluded`: scores that do not count at any size.
         """
         rows = tile.row_vectors.entries
-        scratch = self._scratch(0, tile.logits[0])
+        scratch = tile.scratch[0]
         if self.guide_table is not None and block.guide_ceilings is not None:
             self.guide_table.score(rows, tile.columns, out=scratch)
             excluded.append(scratch > block.guide_ceilings[:, None])
@@ -469,8 +474,7 @@ class _ScorePass:
 
     def _differentiate(self, tile: _Tile, block: _RowBlock) -> None:
         """Add the gradient of a tile with respect to the block's rows and to the columns."""
-        derivative_buffer = self._scratch(0, tile.logits[0])
-        table_buffer = self._scratch(1, tile.logits[0])
+        derivative_buffer, table_buffer = tile.scratch
         for k in reversed(range(self.num_sizes)):
             logits = tile.logits[k]
             # The table reads the logits of the smaller sizes once more, for the gradient of their norms. Those of the
@@ -489,10 +493,6 @@ class _ScorePass:
                 d_logits,
                 table_buffer,
             )
-
-    def _scratch(self, number: int, like: Tensor) -> Tensor:
-        buffer = self.scratch_buffer[number, : like.numel()]
-        return buffer.view_as(like)
 
 
 def _with_tolerance(ceilings: Tensor) -> Tensor:
@@ -585,15 +585,17 @@ def _add_to_rows(
     return sums.index_add(0, row, values)
 
 
+@dataclass
 class OnlineSum:
     """Sum of exp(logit) of each row, relative to the row's largest logit so far.
 
     No exp has a positive exponent. When a tile raises the maximum, what was summed before is rescaled to it.
     """
 
-    def __init__(self, largest: Tensor, total: Tensor) -> None:
-        self.largest = largest
-        self.sum = total
+    largest: Tensor
+    """[n]"""
+    sum: Tensor
+    """[n]"""
 
     def add(
         self,
