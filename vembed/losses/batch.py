@@ -127,12 +127,12 @@ class LossBatch:
     """[H] index of each hard negative occurrence. May be empty."""
     negative_example: Tensor
     """[H] position of the example that each hard negative comes from."""
-    scores: Tensor | None
-    """[R] label score of each row's pair. None if the data have no scores."""
     rank_rows: slice
     """Rows whose loss terms this rank computes. Both slices have plain bounds."""
     rank_negatives: slice
     """Hard negatives of this rank's examples."""
+    scores: Tensor | None = None
+    """[R] label score of each row's pair. None if the data have no scores."""
     negative_scores: Tensor | None = None
     """[H] score of each hard negative, where the data have scores for them."""
     negative_parts: Tensor | None = None

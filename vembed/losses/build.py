@@ -82,6 +82,10 @@ class TermLoss(EmbeddingLoss):
         similarity = self.similarity(batch.embeddings)
         return pair_scores(batch.embeddings, left, right, similarity)
 
+    def logits(self, batch: LossBatch, pairs: ListedPairs) -> Tensor:
+        """Return [K, n + P] the scores of listed pairs, divided by the temperature."""
+        return self.scores(batch, pairs) * self.scale(batch.embeddings)
+
     def mean(self, losses: Tensor, num: int) -> Tensor:
         """Return this rank's share of a mean over `num` terms of all ranks, for those of this rank [K, M].
 

@@ -86,8 +86,8 @@ class RowVectors:
     entries: slice
     x: Tensor
     """[n, d] vectors of the entries times the scale of the logits."""
-    dx: Tensor | None
-    """[n, d] their gradient. None in a pass without gradients."""
+    dx: Tensor
+    """[n, d] their gradient."""
 
 
 class PrefixTable:
@@ -119,7 +119,6 @@ class PrefixTable:
         self.is_cosine = similarity.cosine
         self.dims = similarity.dims
         self.parts = similarity.parts
-        self.with_gradient = with_gradient
         num_entries = index.numel()
         num_smaller = len(self.dims) - 1
         dtype = arithmetic_dtype(embeddings)
@@ -194,8 +193,7 @@ class PrefixTable:
         """Return the vectors of some entries as rows of the score matrix."""
         # Scale the n vectors [n, d] rather than the n * N scores.
         x = self.x[entries] * scale
-        dx = torch.zeros_like(x) if self.with_gradient else None
-        return RowVectors(entries, x, dx)
+        return RowVectors(entries, x, torch.zeros_like(x))
 
     def logits(
         self,
@@ -236,7 +234,6 @@ class PrefixTable:
         overwritten. `d_logits` [n, t] is dL/d(logits[k]), for the largest size in logits[-1] itself. `scratch` [n, t] is
         free for use.
         """
-        assert rows.dx is not None
         # A part's coordinates belong to every size that is large enough, so the gradients with respect to the products
         # accumulate in the buffer of the largest size.
         d_products = logits[-1]
@@ -269,7 +266,6 @@ class PrefixTable:
 
     def finish(self, rows: RowVectors, scale: Tensor) -> Tensor:
         """Add the gradient of the rows to the table's, and return dL/d(scale)."""
-        assert rows.dx is not None
         # logits = scale * (x . column): dx * x summed is dL/d(scale), and dx * scale is dL/dx.
         x = self.x[rows.entries]
         d_scale = (rows.dx * x).sum()

@@ -131,21 +131,15 @@ def tiled_loss(
     `embeddings`: E [U, D]. Logits are scale * score. The row loss adds the bias. Differentiable once, in embeddings,
     scale and bias.
     """
-    inputs = [embeddings, scale]
-    if bias is not None:
-        inputs.append(bias)
-    with_gradient = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in inputs
-    )
     # Gradients are computed by hand. Autocast would run the products in 16 bits.
     with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-        score_pass = _ScorePass(embeddings, scoring, scale, bias, with_gradient)
+        score_pass = _ScorePass(embeddings, scoring, scale, bias)
         score_pass.run()
-        if not with_gradient:
-            return score_pass.loss
         d_embeddings = score_pass.table.gradient().to(embeddings.dtype)
+    inputs = [embeddings, scale]
     gradients = [d_embeddings, score_pass.d_scale]
     if bias is not None:
+        inputs.append(bias)
         gradients.append(score_pass.d_bias)
     return with_known_gradients(score_pass.loss, inputs, gradients)
 
@@ -230,7 +224,7 @@ class _RowBlock:
 
 
 class _ScorePass:
-    """One pass over all row blocks. Accumulates the loss and, if requested, its gradients."""
+    """One pass over all row blocks. Accumulates the loss and its gradients."""
 
     def __init__(
         self,
@@ -238,20 +232,18 @@ class _ScorePass:
         scoring: Scoring,
         scale: Tensor,
         bias: Tensor | None,
-        with_gradient: bool,
     ) -> None:
         candidates = scoring.candidates
         dtype = arithmetic_dtype(embeddings)
         self.scoring = scoring
         self.candidates = candidates
-        self.with_gradient = with_gradient
         self.scale = scale.detach().to(embeddings.device, dtype)
         self.bias = bias
         if bias is not None:
             self.bias = bias.detach().to(embeddings.device, dtype)
         self.num_sizes = len(scoring.similarity.dims)
         self.table = scoring.similarity.table(
-            embeddings, candidates.index, with_gradient=with_gradient
+            embeddings, candidates.index, with_gradient=True
         )
         self.guide_table: _VectorTable | None = None
         if scoring.guide is not None:
@@ -267,7 +259,7 @@ class _ScorePass:
         self.tiling = scoring.tiling or Tiling.for_scores(
             num_columns * self.num_matrices, embeddings
         )
-        self.keeps_tiles = with_gradient and not scoring.is_separable
+        self.keeps_tiles = not scoring.is_separable
         # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
         # of the size of a tile.
         widest_group = max(widths, default=0)
@@ -282,7 +274,7 @@ class _ScorePass:
         self.d_bias = self.scale.new_zeros(())
 
     def run(self) -> None:
-        """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
+        """Accumulate `loss`, `d_scale`, `d_bias` and the table's gradient."""
         num_rows = length_of(self.candidates.queries)
         for rows in chunks(num_rows, self.tiling.rows):
             # The positives first: they start the online softmax and define the ceilings.
@@ -296,18 +288,17 @@ class _ScorePass:
             for tile in self._scored_tiles(rows, block, row_vectors):
                 if self.keeps_tiles:
                     kept_tiles.append(tile)
-                elif self.with_gradient:
+                else:
                     self._differentiate(tile, block)
             # All logits have entered the sums of their rows.
             for by_direction in block.losses:
                 for row_loss in by_direction:
                     self.loss += row_loss.total()
-            if self.with_gradient:
-                self._differentiate_pairs(block, explicit)
-                for tile in kept_tiles:
-                    self._differentiate(tile, block)
-                for vectors in row_vectors:
-                    self.d_scale += self.table.finish(vectors, self.scale)
+            self._differentiate_pairs(block, explicit)
+            for tile in kept_tiles:
+                self._differentiate(tile, block)
+            for vectors in row_vectors:
+                self.d_scale += self.table.finish(vectors, self.scale)
 
     # ---- Single pairs: positives and explicit pairs -----------------------------------
 

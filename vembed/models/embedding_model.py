@@ -182,19 +182,16 @@ class EmbeddingModel(nn.Module):
         self, modality: Modality, inputs: Inputs
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the features [n, width] of the tower, and the model's own losses."""
-        language_head = self.language_head
-        if language_head is None or modality != "text":
-            output = self.tower_output(modality, inputs)
-            vectors = output.features
-            return vectors, sums_and_counts(output.auxiliary, len(vectors))
-        # Before the tower runs: an encoder must not see the tokens that it has to predict.
-        visible_inputs, targets = language_head.hide(inputs)
-        output = self.tower_output(modality, visible_inputs)
+        language_head = self.language_head if modality == "text" else None
+        if language_head is not None:
+            # Before the tower runs: an encoder must not see the tokens that it has to predict.
+            inputs, targets = language_head.hide(inputs)
+        output = self.tower_output(modality, inputs)
         vectors = output.features
         losses = sums_and_counts(output.auxiliary, len(vectors))
-        losses[language_head.name] = language_head(
-            output.states, targets, self.backbone
-        )
+        if language_head is not None:
+            loss = language_head(output.states, targets, self.backbone)
+            losses[language_head.name] = loss
         return vectors, losses
 
     def tower_output(self, modality: Modality, inputs: Inputs) -> TowerOutput:

@@ -37,7 +37,7 @@ it.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -133,12 +133,10 @@ class StepBatch:
     # Set by `encode`.
     embeddings: Tensor = field(init=False)
     """[n, D] this rank's embeddings, detached."""
-    outputs: list[list[Tensor]] = field(default_factory=list)
-    """Embeddings of the first `num_kept_graphs` micro-batches, with their graphs."""
+    kept: deque[tuple[list[Tensor], SliceLosses]] = field(default_factory=deque)
+    """Embeddings and the model's own losses of the first `num_kept_graphs` micro-batches, with their graphs."""
     auxiliary: AuxiliaryBatch | None = None
     """Sums of the model's own losses; None for a model without."""
-    auxiliary_outputs: list[SliceLosses] = field(default_factory=list)
-    """The model's own losses of the first `num_kept_graphs` micro-batches, with their graphs."""
 
     def is_last_backward(self, micro_index: int) -> bool:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
@@ -161,7 +159,8 @@ class StepBatch:
             return inputs
         indices: list[int] = []
         for index in inputs:
-            indices += range(self.starts[index], self.starts[index + 1])
+            start, stop = self.starts[index : index + 2]
+            indices += range(start, stop)
         return indices
 
 
@@ -233,10 +232,13 @@ def order_micro_batches(
     # False sorts before True, and the sort is stable: the order is the same on every rank.
     modalities = sorted(splits, key=lambda modality: modality in frozen)
     micro_batches: list[MicroBatch] = []
+    last: MicroBatch = []
     for modality in modalities:
-        for inputs in splits[modality][:-1]:
+        *earlier, last_inputs = splits[modality]
+        for inputs in earlier:
             micro_batches.append([(modality, inputs)])
-    micro_batches.append([(modality, splits[modality][-1]) for modality in modalities])
+        last.append((modality, last_inputs))
+    micro_batches.append(last)
     return micro_batches
 
 
@@ -321,6 +323,7 @@ class ContrastiveStep:
             padded_tokens += self.input_builder.feeder.padded_tokens(
                 micro_batch, rank_batch.features
             )
+        auxiliary = {} if batch.auxiliary is None else batch.auxiliary.means()
         return BatchResult(
             loss_share=loss_share,
             loss_copy=loss_copy,
@@ -329,7 +332,7 @@ class ContrastiveStep:
             num_kept_graphs=batch.num_kept_graphs,
             embeddings=batch.embeddings,
             is_finite=torch.isfinite(batch.embeddings).all(),
-            auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
+            auxiliary=auxiliary,
             terms=self.loss.term_shares,
         )
 
@@ -356,7 +359,7 @@ class ContrastiveStep:
         has_negative_scores = rank_batch.negative_scores is not None
         rank_counts = {
             "inputs": len(features),
-            "vectors": len(features) if batch.starts is None else batch.starts[-1],
+            "vectors": sum(feature.rows for feature in features),
             "rows": len(rank_batch.query),
             "negatives": num_negatives,
             "has_scores": rank_batch.scores is not None,
@@ -427,8 +430,7 @@ class ContrastiveStep:
                         indices = batch.vector_indices(inputs)
                         embeddings[row_index(indices, output.device)] = output.detach()
                 if keeps_graph:
-                    batch.outputs.append(outputs)
-                    batch.auxiliary_outputs.append(losses)
+                    batch.kept.append((outputs, losses))
         assert embeddings is not None, "every rank runs at least one micro-batch"
         batch.embeddings = embeddings
 
@@ -450,10 +452,9 @@ class ContrastiveStep:
         if num_vectors is not None:
             # From the number of vectors of each of the U inputs to [U + 1] where they begin in E.
             on_host["starts"] = F.pad(num_vectors.cumsum(0), (1, 0))
-        fields: dict[str, Any] = {"scores": None}  # without scores
-        fields |= copied_together(on_host, self.session.device)
+        fields: dict[str, Any] = copied_together(on_host, self.session.device)
         for name, values in fields.items():
-            if values is not None and values.is_floating_point():
+            if values.is_floating_point():
                 fields[name] = values.to(embeddings.dtype)
         is_reranker = isinstance(self.input_builder.feeder.featuriser, PairFeaturiser)
         loss_batch = LossBatch(
@@ -531,11 +532,8 @@ class ContrastiveStep:
         for micro_index, micro_batch in enumerate(batch.micro_batches):
             self._set_gradient_sync(batch.is_last_backward(micro_index))
             if micro_index < num_kept:
-                # Dropping the references frees each graph as soon as its backward is done.
-                outputs = batch.outputs[micro_index]
-                losses = batch.auxiliary_outputs[micro_index]
-                batch.outputs[micro_index] = []
-                batch.auxiliary_outputs[micro_index] = []
+                # Taken out, so that each graph is freed as soon as its backward is done.
+                outputs, losses = batch.kept.popleft()
             else:
                 # The seed is a function of the index, so this replay draws the dropout masks of `encode`.
                 outputs, losses = self._forward(batch, next(replayed), micro_index)
