@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vembed.config.schema import LossTerm, TrainConfig
+from vembed.config.schema import LossEntry, TrainConfig
 from vembed.losses.batch import LossBatch, TeacherVectors
 from vembed.losses.build import build_loss
 
 GIBIBYTE = 2**30
 TEACHER = "teacher"
 TAUGHT = [
-    LossTerm(loss="infonce", guide=TEACHER),
-    LossTerm(loss="kl", teacher=TEACHER, distill_candidates="batch"),
-    LossTerm(loss="spread_out"),
+    LossEntry(loss="infonce", guide=TEACHER),
+    LossEntry(loss="kl", teacher=TEACHER, distill_candidates="batch"),
+    LossEntry(loss="spread_out"),
 ]
 
 

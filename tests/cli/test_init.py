@@ -360,6 +360,13 @@ def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
         "pairs: 1 different, 1 repetition",
     ):
         assert part in done.out
+    assert "other positives in another record" not in done.out
+    write_rows("train.jsonl", [row, {**row, "positive": "d"}])
+    done = vembed("data data_path=train.jsonl", model)
+    assert "warning: queries with other positives in another record: 1." in done.out
+    assert "no_duplicates: true" in done.out
+    done = vembed("data data_path=train.jsonl task=rerank", model)
+    assert done.code == 0 and "other positives in another record" not in done.out
     done = vembed("data", model, "data_path=[train.jsonl, val.jsonl]")
     rows = [line.split() for line in done.out.splitlines()]
     assert ["source", "train.jsonl", "val.jsonl"] in rows

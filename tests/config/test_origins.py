@@ -283,7 +283,7 @@ def test_the_timeout_comes_from_the_config_or_from_the_environment(write_config)
 def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(write_config):
     assert resolve_run(write_config(), env={}).strategy.value == "auto"
     never = resolve_run(write_config("use_fsdp: false\n"), env={})
-    assert (never.strategy.value, never.strategy.source) == ("ddp", "cfg.yaml:3")
+    assert (never.strategy.value, never.strategy.origin) == ("ddp", "cfg.yaml:3")
     for text in ("", "use_fsdp: false\n", "strategy: fsdp\n", "temperature: 0.05\n"):
         run = resolve_run(write_config(text), env={})
         save_config(run.config, "again.yaml")

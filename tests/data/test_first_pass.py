@@ -1,10 +1,13 @@
 """What is kept of the data: unpacked Parquet files, the cache of the first pass, and little memory."""
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import vembed
 from tests.data.files import (
     RECORDS,
     config,
@@ -97,6 +100,28 @@ def test_images_that_change_are_seen(tmp_path, passes):
     assert len(open_path(path)) == 3, "one that was missing has come"
     (tmp_path / "b.jpg").unlink()
     assert f"{path}:2: image" in refused(path)
+
+
+def test_other_code_is_another_pass(tmp_path, cache_home):
+    package = tmp_path / "vembed"
+    shutil.copytree(Path(vembed.__file__).parent, package)
+    path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    code = (
+        "from vembed.config.schema import TrainConfig\n"
+        "from vembed.data import example_store\n"
+        "example_store.CACHE_AFTER_SECONDS = 0.0\n"
+        f"config = TrainConfig(model_name='m', data_path={str(path)!r})\n"
+        "example_store.open_examples(config.data, config.data.data_path)\n"
+    )
+    counts = []
+    names = ("data/images/files.py", "data/batching/schedule.py", "losses/vectors.py")
+    for name in (None, None, *names):
+        if name is not None:
+            with (package / name).open("a") as file:
+                file.write("# another version\n")
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path)
+        counts.append(len(list(cache_home.rglob("*.safetensors"))))
+    assert counts == [1, 1, 2, 3, 4]
 
 
 def test_a_damaged_cache_is_made_again(tmp_path, cache_home, passes):

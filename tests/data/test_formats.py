@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import vembed.data.formats
-from tests.data.files import open_path, pair, pairs_of
+from tests.data.files import open_path, pair, pairs_of, write_jsonl
 from tests.parts import from_its_test, unlisted_classes
 from vembed.data import example_store
 from vembed.data.example_store import build_index, index_part
@@ -301,6 +301,19 @@ def test_several_processes_find_what_one_finds(
     assert len(results[0]["numbers"]) == 2 * (NUM_RECORDS - 1)
 
 
+def test_a_mapped_column_is_found_behind_records_of_many_forms(tmp_path, monkeypatch):
+    """More forms than are remembered, read by two processes."""
+    monkeypatch.setattr(base, "PART_BYTES", 2**20)
+    monkeypatch.setattr(example_store, "num_cores", lambda: 2)
+    records = [pair(**{f"more {number}": 1}) for number in range(1_200)]
+    for name in ("1", "2"):
+        last = {"query": "q", "solution": f"the last one of {name}"}
+        write_jsonl(tmp_path / f"{name}.jsonl", [*records, last])
+    mapping = {"solution": "positive"}
+    store = open_path(tmp_path / "*.jsonl", column_mapping=mapping)
+    assert pairs_of(store)[1_200] == ("q", "the last one of 1")
+
+
 # ---- JSON Lines ------------------------------------------------------------------
 
 PLAIN = [
@@ -351,10 +364,10 @@ def test_records_checked_together_are_those_checked_alone(
         form = RecordFormat(Columns(), images, losses=losses, max_negatives=1)
         reader = JsonLines(path)
         part = range(reader.start, reader.stop)
-        return {
-            name: +value if name == "counts" else value
-            for name, value in vars(index_part(reader, form, part)).items()
-        }
+        facts = vars(index_part(reader, form, part))
+        facts["counts"] = +facts["counts"]
+        facts["columns"] = vars(facts["columns"])
+        return facts
 
     lines = [json.dumps(record) for record in PLAIN]
     for at, line in enumerate(ODD):
@@ -366,7 +379,7 @@ def test_records_checked_together_are_those_checked_alone(
         "pairs": b'{"query": "a", "positive": "b"}\r\n' * 9,
     }
     monkeypatch.setattr(base, "MAX_RECORD_BYTES", longest)
-    monkeypatch.setattr(example_store, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(example_store, "BLOCK_RECORDS", 5)
     for name, data in files.items():
         path = tmp_path / name
         path.write_bytes(data)

@@ -199,6 +199,8 @@ def test_a_run_says_which_documents_were_trained_on(tmp_path, caplog):
         seed=options.run.seed,
         compares=False,
     )
+    num_train = len(sets.examples)
+    assert f"{num_train:,d} of 60 examples" in sets.examples.summary()[0]
     assert len(sets.evaluation.notes) == 2
     assert "over 3 documents" in sets.evaluation.summary()
     assert "3 of the 3 documents" in sets.evaluation.summary()

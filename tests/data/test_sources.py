@@ -196,7 +196,7 @@ def test_max_train_examples_and_negatives_are_for_training(tmp_path):
         str(number) for number in range(20)
     ]
     assert len(store[0].negatives) == 1
-    assert "the first of 50" in store.summary()[0]
+    assert "20 of 50 examples" in store.summary()[0]
     validation = open_examples(settings, str(path), role="validation")
     assert (len(validation), len(validation[0].negatives)) == (50, 2)
     small = write_jsonl(

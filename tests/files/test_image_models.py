@@ -17,9 +17,11 @@ from tests.files.saving import (
     without_torchvision,
 )
 from tests.files.test_text_models import assert_same
+from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.errors import UserError
 from vembed.models.building import load_embedder
+from vembed.training.setup import decide_rates
 
 TEXTS = [
     "a cat",
@@ -205,7 +207,6 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
 
 
 def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path):
-    from vembed.config.schema import TrainConfig
     from vembed.saving.files import save_model
 
     config = TrainConfig(
@@ -255,8 +256,22 @@ def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
         load_embedder(again)
 
 
+def test_trained_projections_of_a_composed_model_go_on_at_its_rate(tmp_path):
+    """Only new ones get a head_learning_rate of their own."""
+    new = {
+        "model_name": str(tiny.shared(tiny.tiny_bert)),
+        "image_model_name": str(tiny.shared(tiny.tiny_dinov2)),
+    }
+    folder = save(new["model_name"], tmp_path, image_model_name=new["image_model_name"])
+    rates = []
+    for options in (new, {"model_name": str(folder)}):
+        config = TrainConfig(data_path="unused", **options)
+        decided = decide_rates(config, model_of(config), total_steps=50)
+        rates.append(decided.optimizer.head_learning_rate)
+    assert rates == [2e-3, None]
+
+
 def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path):
-    from vembed.config.schema import TrainConfig
     from vembed.saving.files import save_model
 
     config = TrainConfig(

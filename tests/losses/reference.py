@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.parts import from_its_test
-from vembed.config.terms import Term, source_terms
+from vembed.config.terms import ResolvedTerm, source_terms
 from vembed.losses.batch import (
     LossBatch,
     TeacherScores,
@@ -30,7 +30,7 @@ class Plain:
     """What a formula reads: one term at one Matryoshka size."""
 
     batch: LossBatch
-    term: Term
+    term: ResolvedTerm
     z: Tensor
     """[U, d] the first coordinates of the embeddings."""
     x: Tensor

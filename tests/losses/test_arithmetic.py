@@ -17,7 +17,7 @@ from tests.losses.batches import (
     term_sizes,
 )
 from vembed.losses.batch import LossBatch
-from vembed.losses.build import TermLoss, build_loss
+from vembed.losses.build import TermModule, build_loss
 from vembed.losses.tiles import Tiling
 
 EVERYTHING = {
@@ -193,7 +193,7 @@ class LargestTensor(TorchDispatchMode):
 def test_memory_grows_with_the_rows_and_not_with_their_square(options):
     loss = build_loss(config_of(**options), **SIZES)
     for term in loss.modules():
-        if isinstance(term, TermLoss):
+        if isinstance(term, TermModule):
             term.tiling = Tiling(8, 4000)
     largest = []
     for num_examples in (300, 600):

@@ -26,11 +26,11 @@ from tests.losses.batches import (
 )
 from tests.parts import unlisted_classes
 from vembed.config.loading import load_config
-from vembed.config.schema import LossTerm, TrainConfig
+from vembed.config.schema import LossEntry, TrainConfig
 from vembed.config.terms import loss_terms, source_terms
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
-from vembed.losses.declaration import Loss
+from vembed.losses.declaration import LossDeclaration
 from vembed.losses.table import LOSSES, check_losses
 from vembed.losses.tiles import Tiling
 
@@ -242,7 +242,7 @@ def test_equal_scores_have_a_finite_gradient(name):
 
 
 def test_temperatures_are_resolved_by_term_and_by_source():
-    losses = [LossTerm(loss=name) for name in LOSSES]
+    losses = [LossEntry(loss=name) for name in LOSSES]
 
     def temperatures(**options):
         config = TrainConfig(
@@ -283,7 +283,7 @@ def test_the_table_of_the_page_is_that_of_the_declarations():
 
 def test_every_loss_is_in_the_table():
     missing = []
-    for name in unlisted_classes(vembed.losses, Loss, LOSSES.values()):
+    for name in unlisted_classes(vembed.losses, LossDeclaration, LOSSES.values()):
         loss = pydoc.locate(name)
         if hasattr(loss, "name"):
             missing.append(name)
@@ -293,7 +293,7 @@ def test_every_loss_is_in_the_table():
 # ---- A loss of one file, as a newcomer would write it --------------------------------------
 
 
-class Hinge(Loss):
+class Hinge(LossDeclaration):
     """Negatives at least a margin below the positive, in the mean over all candidates."""
 
     name = "hinge"
@@ -305,7 +305,7 @@ class Hinge(Loss):
     """loss: hinge: the margin."""
 
     def share(self, batch, term):
-        """See Loss."""
+        """See LossDeclaration."""
         raise NotImplementedError
 
 
@@ -316,13 +316,13 @@ def test_what_a_loss_does_not_declare_is_named(declaration):
     body = {name: members[name] for name in names if name != declaration}
     body["__annotations__"] = dict.fromkeys(body, ClassVar[Any])
     body["share"] = Hinge.share
-    partial = type("Partial", (Loss,), {**body, "__module__": __name__})
+    partial = type("Partial", (LossDeclaration,), {**body, "__module__": __name__})
     with pytest.raises(TypeError, match=f"Partial .*declares no `{declaration}`"):
         check_losses((partial,))
 
 
 def test_other_mistakes_of_a_declaration_are_named():
-    class NoShare(Loss):
+    class NoShare(LossDeclaration):
         name = "no_share"
         summary = "nothing"
         records = "texts"

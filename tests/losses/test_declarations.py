@@ -5,7 +5,7 @@ import pytest
 from vembed.data.formats.base import Format
 from vembed.data.formats.json_lines import JsonLines
 from vembed.declarations import check_parts
-from vembed.losses.declaration import Loss
+from vembed.losses.declaration import LossDeclaration
 from vembed.losses.scored import MSE
 from vembed.models.poolings.base import Mean, Pooling
 from vembed.training.optimizer_kinds import OptimizerKind, Sgd
@@ -22,7 +22,7 @@ def method(_):
         (Pooling, Mean, {"need_order": True}, "needs_order"),
         (Pooling, Mean, {"refusals": method}, "refusal"),
         (Format, JsonLines, {"number_are_text": True}, "numbers_are_text"),
-        (Loss, MSE, {"start_value": method}, "start_values"),
+        (LossDeclaration, MSE, {"start_value": method}, "start_values"),
         (OptimizerKind, Sgd, {"train_half": True}, "trains_half"),
         (Tracker, TensorBoard, {"spelings": "tb"}, "spellings"),
     ],
@@ -37,7 +37,7 @@ def method(_):
 )
 def test_a_misspelt_attribute_is_named(base, part, misspelt, declared):
     body = {"name": "strange", "__module__": __name__, **misspelt}
-    if issubclass(part, Loss):
+    if issubclass(part, LossDeclaration):
         del body["name"]
     strange = type("Strange", (part,), body)
     (name,) = misspelt

@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.losses.batches import check, config_of, make_batch
-from vembed.losses.build import TermLoss, build_loss
+from vembed.losses.build import TermModule, build_loss
 from vembed.losses.tiles import Tiling
 
 
@@ -59,6 +59,6 @@ def test_any_combination_equals_the_reference(
     )
     config = config_of(**options)
     loss = build_loss(config)
-    assert isinstance(loss, TermLoss)
+    assert isinstance(loss, TermModule)
     loss.tiling = tiling
     check(batch, config, loss)

@@ -166,6 +166,18 @@ def test_every_option_is_compared_or_may_differ_for_a_reason(name, meetings):
     assert " on rank 0 (" in said and " on rank 1 (" in said and "\n" not in said
 
 
+def test_ranks_that_force_a_resume_differ_from_those_with_a_path():
+    resumes = {
+        True: True,
+        "auto": "auto",
+        "force": "force",
+        "run/checkpoint-2": "a path",
+    }
+    for value, compared in resumes.items():
+        run = resolve_run({"model_name": "m", "data_path": "d", "resume": value})
+        assert facts_of(run)["resume"] == compared
+
+
 PLAIN_TEXTS = frozenset(
     [
         "model_revision",

@@ -18,9 +18,11 @@ from vembed.config.decisions import (
     decide_epochs,
     peak_rate,
     run_intervals,
+    steps_of_epochs,
 )
+from vembed.config.loading import load_config, save_config
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import run_temperature
+from vembed.config.terms import run_temperature, source_terms
 from vembed.training.checkpoint.folders import kept_decisions
 from vembed.training.hooks.base import Evaluation
 from vembed.training.hooks.evaluations import Patience
@@ -89,8 +91,9 @@ def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own():
         return run_temperature(config.objective, config.data, "m")
 
     assert temperature(loss="cosent") == temperature(loss="angle") == 0.1
-    assert temperature() == temperature(losses=[{"loss": "cosent"}]) == 0.05
-    assert temperature(loss="cosent", temperature=0.05) == 0.05
+    assert temperature() == 0.05
+    assert temperature(losses=[{"loss": "cosent"}]) is None
+    assert temperature(loss="cosent", temperature=0.05) is None, "the config gives it"
     assert kept(
         TrainConfig(**BASE, loss="cosent"), {"loss": "cosent", "temperature": 0.05}
     ) == {"temperature": 0.05}, "a resumed run keeps what its checkpoint has"
@@ -105,18 +108,56 @@ def test_infonce_has_the_temperature_with_which_the_model_was_trained():
         return run_temperature(config.objective, config.data, "m", base)
 
     assert temperature(0.01) == 0.01
-    assert (
-        temperature(None)
-        == temperature(0.01, temperature=0.05)
-        == temperature(0.01, loss="circle")
-        == 0.05
-    )
+    assert temperature(None) == temperature(0.01, loss="circle") == 0.05
+    assert temperature(0.01, temperature=0.05) is None, "the config gives it"
     assert temperature(0.01, loss="cosent") == 0.1, (
         "scores of pairs have nothing to do with it"
     )
     assert kept(TrainConfig(**BASE), {"loss": "infonce", "temperature": 0.05}) == {
         "temperature": 0.05
     }, "a resumed run keeps what its checkpoint has"
+
+
+@pytest.mark.parametrize(
+    ("options", "temperatures"),
+    [
+        ({}, [0.01]),
+        ({"temperature": 0.05}, [0.05]),
+        ({"learn_temperature": True}, [0.01]),
+        ({"losses": [{"loss": "infonce"}, {"loss": "triplet"}]}, [0.01, None]),
+        ({"losses": [{"loss": "infonce"}, {"loss": "cosent"}]}, [0.01, 0.1]),
+        ({"losses": [{"loss": "infonce", "temperature": 0.2}]}, [0.2]),
+        ({"task": "rerank"}, [1.0]),
+        (
+            {"task": "rerank", "losses": [{"loss": "infonce"}, {"loss": "listwise"}]},
+            [1.0, 1.0],
+        ),
+    ],
+)
+def test_the_config_of_a_run_repeats_its_temperatures(options, temperatures, tmp_path):
+    """config.yaml holds the options of the run. With it a model at temperature 0.01 starts from the same values."""
+    is_reranker = options.get("task") == "rerank"
+    facts = {"model_temperature": 0.01, "is_reranker": is_reranker}
+
+    def started(config):
+        (terms,) = source_terms(config.objective, config.data, "m", **facts)
+        values = []
+        for term in terms:
+            learned = term.loss.learns_temperature()
+            # A learned one starts at the model's own unless an option gives another.
+            starts_at_own = learned and term.temperature_source != "given"
+            values.append(0.01 if starts_at_own else term.temperature)
+        return values
+
+    config = TrainConfig(**BASE, **options)
+    assert started(config) == temperatures
+    decided = run_temperature(
+        config.objective, config.data, "m", 0.01, is_reranker=is_reranker
+    )
+    if decided is not None:
+        config = config.changed(temperature=decided)
+    save_config(config, tmp_path / "config.yaml")
+    assert started(load_config(tmp_path / "config.yaml")) == temperatures
 
 
 @pytest.mark.parametrize(
@@ -140,6 +181,21 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
 
     assert (epochs(False), epochs(True)) == (texts, towers)
     assert epochs(True, epochs=2.5) == 2.5
+
+
+@pytest.mark.parametrize(
+    ("epochs", "batches", "per_step", "steps"),
+    [
+        (1.1, 50, 1, 55),
+        (2.2, 100, 1, 220),
+        (0.55, 100, 1, 55),
+        (1.11, 50, 1, 56),
+        (1.0, 50, 4, 13),
+        (0.001, 3, 1, 1),
+    ],
+)
+def test_a_fraction_of_epochs_has_no_step_too_many(epochs, batches, per_step, steps):
+    assert steps_of_epochs(epochs, batches, per_step) == steps
 
 
 @pytest.mark.parametrize(
@@ -175,6 +231,23 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
         ({"epochs": 2}, {}, (100, 100, True, None)),
         # Every checkpoint has a score.
         ({"save_steps": 70}, {}, (70, 70, True, 4)),
+        ({"save_steps": 101}, {}, (101, 101, True, 4)),
+        ({"save_steps": 206}, {}, (103, 206, True, 4)),
+        ({"save_steps": 10}, {}, (10, 10, True, 4)),
+        # Two evaluations in place of four, which take over a tenth of the computation.
+        (
+            {"save_steps": 500},
+            {"num_evaluated": 6_000},
+            (500, 500, True, 4),
+        ),
+        # No checkpoint falls within the run.
+        ({"save_steps": 1009}, {}, (100, 1009, False, 4)),
+        # With this option config.yaml would be refused unless the interval divides save_steps.
+        (
+            {"save_steps": 1009, "load_best_model_at_end": True},
+            {},
+            (1009, 1009, True, 4),
+        ),
         ({"eval_steps": 4, "save_steps": 6}, {}, (4, 6, False, 4)),
     ],
 )

@@ -18,7 +18,7 @@ from vembed.config.decisions import FsdpConfig
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError
-from vembed.losses.build import TermLoss
+from vembed.losses.build import TermModule
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel.devices import GPUS, is_shortage
 from vembed.parallel.environment import RankInfo
@@ -153,7 +153,7 @@ def two_ranks_with_short_loss(folder, strategy, cache):
     """Train on a rank of two, of which rank 1 runs out of memory in its second loss. Return the losses of the steps and
     the log."""
     with pytest.MonkeyPatch.context() as patch:
-        loss = TermLoss.forward
+        loss = TermModule.forward
         count = [0]
 
         def forward(self, batch):
@@ -162,7 +162,7 @@ def two_ranks_with_short_loss(folder, strategy, cache):
                 raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
             return loss(self, batch)
 
-        patch.setattr(TermLoss, "forward", forward)
+        patch.setattr(TermModule, "forward", forward)
         run = settings(
             folder,
             model_name=str(shared(tiny_bert, dropout=0.0)),

@@ -5,7 +5,7 @@ import torch
 
 import vembed
 from tests.training.test_run import metrics, settings
-from vembed.losses.build import TermLoss
+from vembed.losses.build import TermModule
 from vembed.parallel.devices import matmul_precision
 
 
@@ -32,13 +32,13 @@ def test_a_run_without_padding_is_the_run_with_it(tmp_path):
 
 def test_the_loss_is_exact_where_the_model_is_not(tmp_path, monkeypatch):
     recorded = set()
-    original = TermLoss.forward
+    original = TermModule.forward
 
     def forward(self, batch):
         recorded.add(torch.get_float32_matmul_precision())
         return original(self, batch)
 
-    monkeypatch.setattr(TermLoss, "forward", forward)
+    monkeypatch.setattr(TermModule, "forward", forward)
     with matmul_precision("high"):
         vembed.train(settings(tmp_path, max_steps=1, val_data_path=None))
         assert torch.get_float32_matmul_precision() == "high"

@@ -19,8 +19,8 @@ from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSource, parse_sampling
 from vembed.config.terms import (
     source_batch_sizes,
-    task_names,
-    task_numbers,
+    source_group_names,
+    source_groups,
 )
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.datasets import open_sets
@@ -341,7 +341,9 @@ def test_turns_and_batch_sizes():
 
 
 def test_sources_of_one_task_share_batches():
-    schedule = BatchSchedule([12, 12, 12], 6, 1, homogeneous=True, tasks=[0, 1, 0])
+    schedule = BatchSchedule(
+        [12, 12, 12], 6, 1, homogeneous=True, source_groups=[0, 1, 0]
+    )
     recorded = set()
     for step in range(schedule.batches_per_epoch):
         recorded.add(
@@ -359,8 +361,8 @@ def test_sources_of_one_task_share_batches():
     config = config_of(homogeneous_batches="task").changed(
         **{"data_path": [DataSource(**entry) for entry in entries]}
     )
-    assert task_numbers(config.data) == [0, 1, 0, 3]
-    assert task_names(config.data, ["a", "b", "c", "d"]) == [
+    assert source_groups(config.data) == [0, 1, 0, 3]
+    assert source_group_names(config.data, ["a", "b", "c", "d"]) == [
         "a and c",
         "b",
         "a and c",

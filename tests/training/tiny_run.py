@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from vembed.config.schema import TrainConfig
-from vembed.losses.batch import EmbeddingLoss
+from vembed.losses.batch import LossModule
 
 NUM_INPUTS = 11
 
@@ -56,7 +56,7 @@ class TinyModel(nn.Module):
         return self.head(self.backbone(ids))
 
 
-class TinyLoss(EmbeddingLoss):
+class TinyLoss(LossModule):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(2.0))

@@ -167,7 +167,7 @@ def checklist(
         is_sharded = run.strategy.value == "fsdp" and launch.world_size > 1
         # Off by default means that micro-batches fit without it; off by hand may not be meant.
         passes = recomputation.value or not is_sharded
-        passes = passes or recomputation.source == "default"
+        passes = passes or recomputation.origin == "default"
         state = "on" if recomputation.value else "off"
         yield passes, f"gradient checkpointing: {state} ({recomputation.reason})"
         yield _check_memory(placement, size)
@@ -220,8 +220,8 @@ def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
 
 def _check_batch(placement: Placement) -> tuple[bool, str]:
     batch = placement.run.config.batch
-    line = f"batch: {placement.rows:,d} per process"
-    if placement.rows <= LARGEST_SIMPLE_BATCH:
+    line = f"batch: {placement.num_examples:,d} per process"
+    if placement.num_examples <= LARGEST_SIMPLE_BATCH:
         return True, line
     # Memory depends on the micro-batch, unless the user disables Gradient Cache.
     if batch.use_gradient_cache is False:

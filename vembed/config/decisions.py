@@ -50,12 +50,12 @@ class Decision(Generic[T]):
     value: T
     reason: str
     """Reason, as the log and a dry run say it."""
-    source: str = DEFAULT
-    """Source of the value: `cfg.yaml:7`, `command line`, `accelerate launch`, a preset's file, or `default`."""
+    origin: str = DEFAULT
+    """Origin of the value: `cfg.yaml:7`, `command line`, `accelerate launch`, a preset's file, or `default`."""
 
     def as_text(self) -> dict[str, str]:
-        """Return value, reason and source as they are written to run.json."""
-        return {"value": self.text, "reason": self.reason, "source": self.source}
+        """Return value, reason and origin as run.json has them, where the origin is called `source`."""
+        return {"value": self.text, "reason": self.reason, "source": self.origin}
 
     @property
     def text(self) -> str:
@@ -131,7 +131,7 @@ class ResolvedRun:
     def left_to_gpus(self) -> list[str]:
         """Return lines for a dry run on the decisions that a run on a GPU makes later."""
         lines = []
-        recomputes = self.recomputation.source == DEFAULT and self.recomputation.value
+        recomputes = self.recomputation.origin == DEFAULT and self.recomputation.value
         if recomputes and self.config.batch.use_gradient_cache is not False:
             lines.append(
                 "on a GPU gradient checkpointing is off where micro-batches fit without it, since Gradient Cache "
@@ -346,7 +346,7 @@ def _asked(
 
 # ---- learning rate
 
-What = Literal["weights", "adapters", "head"]
+TrainedPart = Literal["weights", "adapters", "head"]
 
 MEASURED_WIDTH = 384
 """Hidden size of all-MiniLM-L6-v2, on which the rates were measured."""
@@ -372,8 +372,8 @@ TWO_TOWER_WIDTH = 512
 """Hidden size of the text tower of CLIP ViT-B, for which TWO_TOWER_RATE was measured."""
 
 ADAPTER_RATIO = 15.0
-"""Peak for adapters with alpha 32 over the peak for the weights that they change. In models narrower than MEASURED_WIDTH
-over the geometric mean of that peak and of the one without the rise for narrow models."""
+"""Peak for adapters with alpha 32: ADAPTER_RATIO * sqrt(rate_without_rise * all_weights). The two differ in narrow models
+alone, where the peak for all weights is raised."""
 ADAPTER_ALPHA = 32
 MIN_ALPHA_FACTOR = 0.1
 MAX_ALPHA_FACTOR = 10.0
@@ -400,7 +400,7 @@ PAIR_RANKING_FACTOR = 0.25
 class RateFacts:
     """The facts about a model that its learning rate depends on."""
 
-    what: What
+    what: TrainedPart
     family: FamilyName
     width: int
     """Hidden size of the layers."""
@@ -439,7 +439,7 @@ def peak_rate(
     if trained.has_scale:
         measured_width = TWO_TOWER_WIDTH
         base = TWO_TOWER_RATE
-        usual = base
+        rate_without_rise = base
         reason = f"a {kind} model"
     else:
         measured_width = MEASURED_WIDTH
@@ -448,18 +448,18 @@ def peak_rate(
         if trained.is_tuned:
             base = EMBEDDING_MODEL_RATE
             tuned = "an embedding model already"
-        usual = max(base * measured_width / width, MIN_RATE)
-        usual = min(usual, MAX_RATE)
+        rate_without_rise = max(base * measured_width / width, MIN_RATE)
+        rate_without_rise = min(rate_without_rise, MAX_RATE)
         reason = f"a {kind} of {width:,d} dimensions, {tuned}"
     # Narrow models take more, but less than initial weights would.
-    all_weights = usual
+    all_weights = rate_without_rise
     if width < measured_width:
         risen = base * (measured_width / width) ** NARROW_POWER
         risen = min(risen, MAX_NARROW_SHARE * initial)
-        all_weights = max(usual, risen)
-    is_risen = all_weights > usual
+        all_weights = max(rate_without_rise, risen)
+    is_risen = all_weights > rate_without_rise
     if is_risen:
-        reason += f", {all_weights / usual:.2g} times that of wider ones"
+        reason += f", {all_weights / rate_without_rise:.2g} times that of wider ones"
 
     if trained.what == "weights":
         rate = all_weights
@@ -478,7 +478,7 @@ def peak_rate(
         details = ", rslora"
     alpha_factor = max(ADAPTER_ALPHA / strength, MIN_ALPHA_FACTOR)
     alpha_factor = min(alpha_factor, MAX_ALPHA_FACTOR)
-    rate = math.sqrt(usual * all_weights) * ADAPTER_RATIO * alpha_factor
+    rate = math.sqrt(rate_without_rise * all_weights) * ADAPTER_RATIO * alpha_factor
     if steps < SHORT_RUN_OF_ADAPTERS:
         details += f", only {steps:,d} steps"
         rate *= math.sqrt(SHORT_RUN_OF_ADAPTERS / max(steps, MIN_RUN_OF_ADAPTERS))
@@ -564,6 +564,17 @@ def decide_epochs(
     return Decision(epochs, reason)
 
 
+def steps_of_epochs(
+    epochs: float,
+    batches_per_epoch: float,
+    batches_per_step: int,
+) -> int:
+    """Return the optimizer steps of so many passes over the data, at least one."""
+    steps = epochs * batches_per_epoch / batches_per_step
+    # Rounded: in floats 1.1 * 50 is a little more than 55, which is no further step.
+    return max(math.ceil(round(steps, 6)), 1)
+
+
 # ---- intervals
 
 MAX_EVALUATIONS = 10
@@ -614,7 +625,7 @@ class RunIntervals:
 
 def run_intervals(
     evaluation: EvaluationSection,
-    run: RunSection,
+    run_options: RunSection,
     logging: LoggingSection,
     size: RunSize,
 ) -> tuple[RunIntervals, dict[str, str]]:
@@ -622,15 +633,17 @@ def run_intervals(
     by option."""
     reasons: dict[str, str] = {}
     steps = size.total_steps
-    needs_checkpoints = bool(evaluation.guards) or run.load_best_model_at_end is True
+    needs_checkpoints = (
+        bool(evaluation.guards) or run_options.load_best_model_at_end is True
+    )
 
     eval_steps = evaluation.eval_steps
     if eval_steps == "auto":
         eval_steps = _auto_eval_steps(
-            size, run.save_steps, reasons, is_needed=needs_checkpoints
+            size, run_options.save_steps, reasons, is_needed=needs_checkpoints
         )
 
-    save_steps = run.save_steps
+    save_steps = run_options.save_steps
     if save_steps == "auto":
         save_steps = None
         is_evaluated = eval_steps is not None and size.num_evaluated > 0
@@ -650,7 +663,7 @@ def run_intervals(
                 f"about {MAX_EVALUATIONS} checkpoints in {steps:,d} steps"
             )
 
-    keeps_best = run.load_best_model_at_end
+    keeps_best = run_options.load_best_model_at_end
     if keeps_best == "auto":
         keeps_best = False
         if size.has_validation and eval_steps is not None and save_steps is not None:
@@ -715,10 +728,14 @@ def _auto_eval_steps(
     num_affordable = max(MAX_EVALUATION_SHARE / share, MIN_EVALUATIONS)
     count = int(min(num_affordable, MAX_EVALUATIONS))
     interval = _round_down(max(steps // count, 1))
-    if isinstance(save_steps, int):
-        # Each checkpoint needs a score, so the interval divides save_steps.
-        while save_steps % interval:
-            interval -= 1
+    if isinstance(save_steps, int) and (save_steps <= steps or is_needed):
+        # Each checkpoint needs a score: the nearest affordable interval that divides save_steps, or save_steps itself.
+        divisors = [save_steps]
+        for divisor in range(1, min(save_steps, steps)):
+            is_affordable = steps // divisor <= num_affordable
+            if is_affordable and save_steps % divisor == 0:
+                divisors.append(divisor)
+        interval = min(divisors, key=lambda divisor: abs(math.log(divisor / interval)))
     num_evaluations = steps // interval
     reasons["eval_steps"] = (
         f"{num_evaluations:,d} evaluations in {steps:,d} steps take about "

@@ -372,7 +372,7 @@ def expand_output_dir(
 ) -> str:
     """Return the folder that a template such as ~/runs/{model}-{time} names: the same on every rank.
 
-    `values`: the options by name. Raise ValueError for a bad template.
+    `values`: the options that are given, by name. Raise ValueError for a bad template.
     """
     if template.startswith("~"):
         template = str(Path(template).expanduser())
@@ -385,15 +385,17 @@ def expand_output_dir(
         raise ValueError(
             f"{{{unknown[0]}}} is not known; a folder's name may contain {{{'}, {'.join(OUTPUT_DIR_FIELDS)}}}"
         )
+    options = {name: option.default for name, option in all_options().items()}
+    options |= values
     start = ""
     if "time" in names:
-        resume = values.get("resume", False)
+        resume = options["resume"]
         if resume in (True, "auto", "force"):
             raise ValueError(
                 f"{{time}} names a new folder at each start, so resume: {str(resume).lower()} finds no checkpoint "
                 "there; give resume the folder of the earlier run, or leave out {time}"
             )
-        if values.get("num_machines", 1) != 1:
+        if options["num_machines"] != 1:
             raise ValueError(
                 "{time} differs between machines; give all of them one fixed folder"
             )
@@ -404,7 +406,7 @@ def expand_output_dir(
 
             seconds = float(psutil.Process(os.getppid()).create_time())
         start = datetime.fromtimestamp(seconds).strftime("%Y%m%d-%H%M%S")
-    source = values.get("data_path")
+    source = options["data_path"]
     if isinstance(source, list) and source:
         source = source[0]
     path = source.path if isinstance(source, DataSource) else str(source)
@@ -413,9 +415,9 @@ def expand_output_dir(
         return re.sub(r"[^\w.-]+", "-", short_name(name)).strip("-.") or "run"
 
     known = {
-        "model": folder_name(str(values.get("model_name", ""))),
+        "model": folder_name(str(options["model_name"] or "")),
         "data": folder_name(path).partition(".")[0],
-        "seed": str(values.get("seed", 42)),
+        "seed": str(options["seed"]),
         "time": start,
     }
     return _PLACEHOLDER.sub(lambda match: known[match[1]], template)
@@ -425,7 +427,7 @@ def expand_output_dir(
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """One step: a training stage, or a mining, a judgement, a merge or an evaluation between stages."""
 
     name: str
@@ -437,10 +439,10 @@ class Step:
     mean other things: `output_path` of a mining is a file."""
     task: str
     """Task of the model that it trains, or starts from."""
-    model_step: Step | None
+    model_step: PipelineStep | None
     """The step whose model it starts from, by default the last one before it that has a model of its task. None: it
     starts from the config's own."""
-    data_step: Step | None
+    data_step: PipelineStep | None
     """The step whose data it gets: a training the last one since the training before, a judgement the last of all."""
 
     @property
@@ -458,7 +460,7 @@ class Pipeline:
     """Folder of the folders of all steps."""
     shared: Layer
     """What stands outside of the stages."""
-    steps: tuple[Step, ...]
+    steps: tuple[PipelineStep, ...]
 
     @property
     def has_own_class(self) -> bool:
@@ -473,12 +475,12 @@ class Pipeline:
                 return Path(str(step.options["output_dir"]))
         return Path(self.root, name)
 
-    def before(self, name: str) -> list[Step]:
+    def before(self, name: str) -> list[PipelineStep]:
         """Return the steps before one."""
         names = [step.name for step in self.steps]
         return list(self.steps[: names.index(name)])
 
-    def data_of(self, step: Step) -> Path:
+    def data_of(self, step: PipelineStep) -> Path:
         """Return the file of a step that leaves training data."""
         return self.folder(step.name) / DATA_FILES[step.kind]
 
@@ -602,7 +604,7 @@ def _pipeline_of(
         raise UserError(
             f"{source}, line {node.line}: {STAGES} must be a list of stages"
         )
-    steps: list[Step] = []
+    steps: list[PipelineStep] = []
     for name, entry in entries:
         if not isinstance(entry.value, dict):
             line = entry.line or node.line
@@ -619,9 +621,9 @@ def _step(
     name: str | None,
     block: dict[str, Node],
     source: str,
-    before: list[Step],
+    before: list[PipelineStep],
     shared: Layer,
-) -> Step:
+) -> PipelineStep:
     if not name and "name" in block:
         name = str(block.pop("name").plain())
     # A step between has its kind as its only key, beside `from`. Among other keys `mine` is the option of a training,
@@ -675,7 +677,7 @@ def _step(
                 f"{source}: stage {name} starts from {start.plain()}, and the stages before it are "
                 f"{', '.join(by_name) or 'none'}"
             )
-    return Step(name, kind, layer, options, task, model_step, data_step)
+    return PipelineStep(name, kind, layer, options, task, model_step, data_step)
 
 
 def require_earlier_stage(resolved: ResolvedRun) -> None:
@@ -710,7 +712,7 @@ def config_yaml(
         if values[name] is not None:
             del values[replaced]
     if "temperature" not in config.explicit_options:
-        # A learned temperature starts from the model's own, unless this option is given.
+        # Written, it would count as given: learned temperatures and those of several losses would start from it.
         del values["temperature"]
     lines: list[str] = []
     section = ""

@@ -22,10 +22,10 @@ from vembed.config.schema import (
     TrainConfig,
 )
 from vembed.config.terms import (
-    Term,
-    has_tasks,
+    ResolvedTerm,
     listed_teachers,
     loss_names,
+    losses_differ,
     needed_teachers,
     run_terms,
 )
@@ -178,7 +178,7 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
         yield f"mrl_dims: {dims} names a size twice: keep it once"
 
 
-def _loss_rules(config: TrainConfig, terms: Sequence[Term]) -> Iterator[str]:
+def _loss_rules(config: TrainConfig, terms: Sequence[ResolvedTerm]) -> Iterator[str]:
     objective = config.objective
     data = config.data
     dims = config.matryoshka.mrl_dims
@@ -261,14 +261,16 @@ def _source_rules(data: DataSection, batch: BatchSection) -> Iterator[str]:
             )
     if data.homogeneous_batches:
         return
-    if has_tasks(data) or is_sized:
-        what = "losses or a temperature" if has_tasks(data) else "a batch size"
+    if losses_differ(data) or is_sized:
+        what = "losses or a temperature" if losses_differ(data) else "a batch size"
         yield f"data_path: a source with {what} of its own needs batches of its own: set homogeneous_batches: true"
     if data.sampling == "round_robin" and len(sources) > 1:
         yield "sampling: round_robin takes a batch of each source in turn: set homogeneous_batches: true"
 
 
-def _task_rules(options: Mapping[str, Any], terms: Sequence[Term]) -> Iterator[str]:
+def _task_rules(
+    options: Mapping[str, Any], terms: Sequence[ResolvedTerm]
+) -> Iterator[str]:
     """Options that go only with one of the two tasks."""
     # By value: a config that a run has written names every option.
     changed = [
@@ -471,7 +473,7 @@ def _options_of_others(kinds: Mapping[str, Any], chosen: Sequence[str]) -> set[s
     return options
 
 
-def _names(objective: ObjectiveSection, terms: Sequence[Term]) -> str:
+def _names(objective: ObjectiveSection, terms: Sequence[ResolvedTerm]) -> str:
     names = loss_names(terms)
     if len(names) == 1 and objective.losses is None:
         return f"loss: {names[0]}"

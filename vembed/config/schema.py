@@ -163,7 +163,7 @@ class Teacher(Immutable):
         return self.name or self.model
 
 
-class _LossTerm(Immutable):
+class _LossEntry(Immutable):
     """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
 
     loss: LossName
@@ -173,14 +173,14 @@ class _LossTerm(Immutable):
 
 
 if TYPE_CHECKING:
-    LossTerm = _LossTerm
+    LossEntry = _LossEntry
 else:
     # Every option of every loss, or None.
     _optional = {
         name: (with_constraints(field) | None, None)
         for name, field in LOSS_OPTIONS.items()
     }
-    LossTerm = create_model("LossTerm", __base__=_LossTerm, **_optional)
+    LossEntry = create_model("LossEntry", __base__=_LossEntry, **_optional)
 
 
 class DataSource(Immutable):
@@ -201,7 +201,7 @@ class DataSource(Immutable):
     """Text put before the documents of this source, in place of the run's."""
     max_length: PositiveInt | None = None
     """Maximum length of this source's texts in tokens, where it is below the run's."""
-    losses: list[LossTerm] | None = None
+    losses: list[LossEntry] | None = None
     """The losses of this source, instead of those of the run; needs `homogeneous_batches`. A task of its own."""
     temperature: PositiveFloat | None = None
     """Like the option of the same name, for this source only; needs `homogeneous_batches`."""
@@ -504,7 +504,7 @@ class _Objective(Section, title="loss"):
     (`model_class`) names them. Other text models have a language-model head. Decoders: `next_token`, which is trained
     beside `loss` if it has a weight here, and alone with loss: none. Encoders: `masked_token`, only alone with loss: none. It
     predicts tokens that are hidden with probability 0.15."""
-    losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
+    losses: Annotated[list[LossEntry] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section, and those that only entries have
     (docs/teachers.md)."""
@@ -553,20 +553,20 @@ class BatchSection(Section, title="batch"):
     """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`)."""
 
-    def rows_per_process(self, world_size: int) -> int:
-        """Return the rows of a process in a batch. Raise UserError for a remainder."""
-        rows = self.global_batch_size
-        if rows is None:
+    def examples_per_process(self, world_size: int) -> int:
+        """Return the examples of a process in a batch. Raise UserError for a remainder."""
+        size = self.global_batch_size
+        if size is None:
             return self.batch_size
-        if rows % world_size:
-            below = rows // world_size * world_size
+        if size % world_size:
+            below = size // world_size * world_size
             above = f"{below + world_size:,d}"
             near = f"{below:,d} or {above}" if below else above
             raise UserError(
-                f"global_batch_size: {rows:,d} cannot be divided among "
+                f"global_batch_size: {size:,d} cannot be divided among "
                 f"{world_size:,d} processes: use {near}, or another number of processes"
             )
-        return rows // world_size
+        return size // world_size
 
 
 class OptimizerSection(Section, title="optimizer"):
@@ -671,7 +671,7 @@ class EvaluationSection(Section, title="evaluation"):
     """Evaluations during a run, and what they decide."""
 
     eval_steps: Auto | PositiveInt | None = "auto"
-    """Steps between evaluations. `auto`, with validation data: ten or more in a run, fewer where they would take over a
+    """Steps between evaluations. `auto`, with validation data: about ten in a run, fewer where they would take over a
     tenth of it, none in a very short run. null: only before and after training."""
     patience: Auto | PositiveInt | None = "auto"
     """End the run after so many evaluations in a row, past the warm-up, without a better score. `auto`: 4 where

@@ -11,21 +11,21 @@ from vembed.config.schema import (
     BatchSection,
     DataSection,
     DataSource,
-    LossTerm,
+    LossEntry,
     ModelSection,
     ObjectiveSection,
     Teacher,
 )
-from vembed.losses.declaration import SCORES, Loss
+from vembed.losses.declaration import SCORES, LossDeclaration
 from vembed.losses.table import LOSSES
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class ResolvedTerm:
     """One term of the sum that is trained, with its options resolved."""
 
     weight: float
-    loss: Loss
+    loss: LossDeclaration
     """The loss, with the options of this term."""
     teacher: str | None
     """Name of the teacher that it follows."""
@@ -49,7 +49,7 @@ def loss_terms(
     model_temperature: float | None = None,
     *,
     is_reranker: bool = False,
-) -> list[Term]:
+) -> list[ResolvedTerm]:
     """Return the terms of the loss of one source of the data.
 
     `start_model`: `model_name`, the teacher of the anchor. `model_temperature`: the
@@ -69,7 +69,7 @@ def loss_terms(
     labels |= {known.label: known.label for known in listed}
 
     terms = []
-    for entry in entries or [LossTerm(loss=objective.loss)]:
+    for entry in entries or [LossEntry(loss=objective.loss)]:
         loss_class = LOSSES[entry.loss]
         options: dict[str, Any] = {}
         for name, field in loss_class.model_fields.items():
@@ -109,7 +109,9 @@ def loss_terms(
             teacher = labels.get(teacher, teacher)
         guide = labels.get(guide, guide)
         terms.append(
-            Term(entry.weight, loss, teacher, guide, reason, is_alone=entries is None)
+            ResolvedTerm(
+                entry.weight, loss, teacher, guide, reason, is_alone=entries is None
+            )
         )
     return terms
 
@@ -121,20 +123,18 @@ def run_temperature(
     model_temperature: float | None = None,
     *,
     is_reranker: bool = False,
-) -> float:
-    """Return the value of the option `temperature` for the files of the run.
+) -> float | None:
+    """Return the temperature of the run's one loss, for `config.yaml` and the checkpoints.
 
-    Where no option named it, it is that of the run's one loss, so that a resumed run
-    keeps it. A learned temperature and those of several losses are not in the files.
+    None: an option gives it, or it is learned, or there are several losses. Then the run's
+    files name no other than the config does, so that each loss chooses its own again.
     """
-    if leaves_temperature(objective, data, start_model):
-        terms = loss_terms(
-            objective, start_model, None, model_temperature, is_reranker=is_reranker
-        )
-        if terms[0].temperature is not None:
-            return terms[0].temperature
-    default: float = dict(objective)["temperature"]
-    return default
+    if not leaves_temperature(objective, data, start_model):
+        return None
+    terms = loss_terms(
+        objective, start_model, None, model_temperature, is_reranker=is_reranker
+    )
+    return terms[0].temperature
 
 
 def leaves_temperature(
@@ -146,7 +146,7 @@ def leaves_temperature(
     if "temperature" in objective.model_fields_set or objective.losses is not None:
         return False
     term = loss_terms(objective, start_model)[0]
-    return not term.loss.learns_temperature() and not has_tasks(data)
+    return not term.loss.learns_temperature() and not losses_differ(data)
 
 
 def source_terms(
@@ -154,7 +154,7 @@ def source_terms(
     data: DataSection,
     start_model: str,
     **facts: Any,
-) -> list[list[Term]]:
+) -> list[list[ResolvedTerm]]:
     """Return the terms of the loss of each source. `facts`: further arguments of `loss_terms`."""
     terms = []
     for source in data.sources():
@@ -166,12 +166,12 @@ def run_terms(
     objective: ObjectiveSection,
     data: DataSection,
     start_model: str,
-) -> list[Term]:
+) -> list[ResolvedTerm]:
     """Return the terms of all sources."""
     return list(chain.from_iterable(source_terms(objective, data, start_model)))
 
 
-def has_tasks(data: DataSection) -> bool:
+def losses_differ(data: DataSection) -> bool:
     """Return whether sources differ in their losses."""
     return any(
         source.losses is not None or source.temperature is not None
@@ -179,25 +179,25 @@ def has_tasks(data: DataSection) -> bool:
     )
 
 
-def task_numbers(data: DataSection) -> list[int]:
-    """Return the number of each source's task.
+def source_groups(data: DataSection) -> list[int]:
+    """Return the number of each source's group, from which batches are drawn.
 
-    Every source is a task of its own. With `homogeneous_batches: task`, sources with the
+    Every source is a group of its own. With `homogeneous_batches: task`, sources with the
     same losses, temperature and batch size share the number of the first of them.
     """
     sources = data.sources()
     if data.homogeneous_batches != "task":
         return list(range(len(sources)))
-    tasks = []
+    groups = []
     for source in sources:
         sizes = (source.batch_size, source.global_batch_size)
-        tasks.append((source.losses, source.temperature, sizes))
-    return [tasks.index(task) for task in tasks]
+        groups.append((source.losses, source.temperature, sizes))
+    return [groups.index(group) for group in groups]
 
 
-def task_names(data: DataSection, names: Sequence[str]) -> list[str]:
-    """Return the name of the task of each source, from the names of the sources."""
-    numbers = task_numbers(data)
+def source_group_names(data: DataSection, names: Sequence[str]) -> list[str]:
+    """Return the name of the group of each source, from the names of the sources."""
+    numbers = source_groups(data)
     members: dict[int, list[str]] = {}
     for name, number in zip(names, numbers, strict=True):
         members.setdefault(number, []).append(name)
@@ -225,7 +225,7 @@ def source_batch_sizes(
     return sizes
 
 
-def reads_scores(terms: Sequence[Term]) -> bool:
+def reads_scores(terms: Sequence[ResolvedTerm]) -> bool:
     """Return whether one of the terms reads the scores of the data."""
     for term in terms:
         if term.loss.records == "scores":
@@ -236,7 +236,7 @@ def reads_scores(terms: Sequence[Term]) -> bool:
     return False
 
 
-def loss_names(terms: Sequence[Term]) -> tuple[str, ...]:
+def loss_names(terms: Sequence[ResolvedTerm]) -> tuple[str, ...]:
     """Return the names of the terms' losses, each once."""
     return tuple(dict.fromkeys(term.loss.name for term in terms))
 

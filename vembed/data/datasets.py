@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from vembed.config.schema import DataSection, ObjectiveSection
-from vembed.config.terms import task_names
+from vembed.config.terms import source_group_names
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Example, Examples, Item, Kind, ReadAs
 from vembed.data.near_duplicates import (
@@ -76,7 +76,7 @@ def open_sets(
     evaluation: EvalData | None = None
     # Of sources that name validation data, with the prompts of the source.
     by_task: dict[str, EvalData] = {}
-    tasks = task_names(options, store.names)
+    tasks = source_group_names(options, store.names)
     for name, source in zip(tasks, options.sources(), strict=True):
         if source.val_data_path is not None:
             data = open_eval_data(options, source.val_data_path, objective)
@@ -125,7 +125,7 @@ def open_sets(
 
 def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:
     """Return the examples held out of each task, where batches are of one task and there are several."""
-    names = task_names(data, parts.train.names)
+    names = source_group_names(data, parts.train.names)
     if not data.homogeneous_batches or len(set(names)) < 2:
         return {}
     by_task: dict[str, EvalData] = {}

@@ -73,7 +73,7 @@ NUM_NAMED = 10
 """Number of bad records that a message names; the others are counted."""
 IMAGE_THREADS = 8
 """Threads that check images; they hide the latency of network drives."""
-BLOCK_ROWS = 256
+BLOCK_RECORDS = 256
 """Records that are checked together."""
 CACHE_AFTER_SECONDS = 1.0
 """The result of a pass that took longer is stored in the cache folder."""
@@ -161,7 +161,7 @@ class _Source(Records):
 
     def summary(self) -> str:
         counts = self.index.counts
-        num_counted = counts["records"]
+        num_records = counts["records"]
         kinds = []
         for side in ("queries", "documents"):
             side_kinds = []
@@ -169,23 +169,24 @@ class _Source(Records):
                 if counts[f"{kind}_{side}"] > 0:
                     side_kinds.append(kind)
             kinds.append("+".join(side_kinds))
-        parts = [f"{self.name}: {len(self):,d} examples", " to ".join(kinds)]
-        if len(self) < num_counted:
-            parts.append(f"the first of {num_counted:,d}")
+        num_examples = f"{len(self):,d}"
+        if len(self) < num_records:
+            num_examples += f" of {num_records:,d}"
+        parts = [f"{self.name}: {num_examples} examples", " to ".join(kinds)]
         if counts["bad"]:
             parts.append(f"{counts['bad']:,d} bad records left out")
-        if counts["positives"] > num_counted:
-            parts.append(f"{counts['positives'] / num_counted:.1f} positives each")
+        if counts["positives"] > num_records:
+            parts.append(f"{counts['positives'] / num_records:.1f} positives each")
         if counts["negatives"]:
-            parts.append(f"{counts['negatives'] / num_counted:.1f} negatives each")
+            parts.append(f"{counts['negatives'] / num_records:.1f} negatives each")
         labels = self.index.labels
         if labels is not None:
             num_classes = len(np.unique(labels[labels >= 0]))
             parts.append(f"labelled with {num_classes:,d} classes")
-        if counts["scored"] == num_counted:
+        if counts["scored"] == num_records:
             parts.append("scored")
         elif counts["scored"]:
-            parts.append(f"{counts['scored']:,d} of them scored")
+            parts.append(f"{counts['scored']:,d} of {num_records:,d} records scored")
         if self.entry.weight != 1.0:
             parts.append(f"weight {self.entry.weight:g}")
         for name, value in asdict(self.read_as).items():
@@ -641,7 +642,9 @@ class Index:
 class PartIndex:
     """Good records of one part, and what else the pass has found there."""
 
-    def __init__(self) -> None:
+    def __init__(self, columns: Columns) -> None:
+        self.columns = columns
+        """Knows which columns the records have."""
         self.numbers = array("q")
         self.lines = array("q")
         """Counted from the part's first line."""
@@ -658,9 +661,6 @@ class PartIndex:
         """Map from image file to its problem, None if it is valid."""
         self.num_lines = 0
         """Lines of the part, also those without a good record."""
-        self.layouts: list[tuple[str, ...]] = []
-        """Columns of the records, for the lists of unused and missing ones."""
-        self.unused: set[str] = set()
 
     def count(self, example: Example, times: int = 1) -> None:
         """Count a record, or so many of its form."""
@@ -699,9 +699,7 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         checked = []
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
-            for columns in result.layouts:
-                form.columns.layout(columns)
-            form.columns.unused |= result.unused
+            form.columns.merge(result.columns)
             num_done += len(part)
             progress(num_done, whole)
         fingerprint = xxhash.xxh3_128_hexdigest(b"".join(digests))
@@ -721,11 +719,11 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         counts.update(result.counts)
         images.update(result.images)
 
-    def joined(name: str) -> np.ndarray:
+    def concatenated(name: str) -> np.ndarray:
         return np.concatenate([np.asarray(getattr(part, name)) for part in checked])
 
-    numbers = joined("numbers")
-    members = joined("members").reshape(-1, 2)
+    numbers = concatenated("numbers")
+    members = concatenated("members").reshape(-1, 2)
     labels = None
     if len(members):
         labels = members[:, 0].copy()
@@ -743,8 +741,8 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         numbers=numbers,
         lines=np.concatenate(lines),
         labels=labels,
-        keys=joined("keys"),
-        num_keys=joined("num_keys"),
+        keys=concatenated("keys"),
+        num_keys=concatenated("num_keys"),
         counts=counts,
         fingerprint=fingerprint,
         problems=problems[:NUM_NAMED],
@@ -760,10 +758,10 @@ def index_part(
     part: range,
 ) -> PartIndex:
     """Check the records of a part."""
-    index = PartIndex()
-    rows = reader.rows(part)
+    index = PartIndex(form.columns)
+    numbered_records = reader.rows(part)
     with ThreadPoolExecutor(IMAGE_THREADS) as pool:
-        while block := list(itertools.islice(rows, BLOCK_ROWS)):
+        while block := list(itertools.islice(numbered_records, BLOCK_RECORDS)):
             numbers, lines, records = zip(*block, strict=True)
             # The fast way: a block of plain text pairs is accepted as a whole, without an Example for each.
             plain = form.plain_example(records)
@@ -798,8 +796,6 @@ def index_part(
                     index.keys.extend(keys)
                     index.num_keys.append(len(keys))
     index.num_lines = reader.num_lines(part)
-    index.layouts = list(form.columns.layouts)
-    index.unused = form.columns.unused
     return index
 
 
@@ -941,12 +937,15 @@ def cached_index(
 
 @functools.cache
 def _code_hash() -> str:
-    """Return a hash of the code that reads records: an index is good for the code that made it."""
-    folder = Path(__file__).parent
+    """Return a hash of the code that reads records: an index is good for the code that made it.
+
+    That of the losses is part of it, since they declare which records they can use.
+    """
+    package = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=12)
-    sources = [*folder.glob("*.py"), *folder.glob("formats/*.py")]
-    for path in sorted(sources):
-        digest.update(path.read_bytes())
+    for name in ("data", "losses"):
+        for path in sorted((package / name).rglob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

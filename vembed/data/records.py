@@ -711,6 +711,12 @@ class Columns:
             self.layouts[columns] = layout
         return layout
 
+    def merge(self, other: Columns) -> None:
+        """Add what another process has seen of the same source."""
+        self.layouts |= other.layouts
+        self.unused |= other.unused
+        self.missing &= other.missing
+
     def note_unused(self, name: str) -> None:
         """Record a name that is not read."""
         if len(self.unused) < _LAYOUTS_KEPT:

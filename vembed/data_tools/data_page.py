@@ -121,9 +121,10 @@ def sections(
     `model`: None where no model is named."""
     numbers = _spread(len(examples), MAX_READ)
     sample = [examples[number] for number in numbers]
+    reads_pairs = model is not None and model.task == "rerank"
     page = [
         PageSection("what was read", list(lines)),
-        _repetitions(sample, len(examples)),
+        _repetitions(sample, len(examples), reads_pairs),
         _negatives(sample),
     ]
     if len(examples.names) > 1:
@@ -149,7 +150,6 @@ def sections(
             from vembed.models.families.description import describe
 
             featuriser = build_featuriser(describe(model))
-    reads_pairs = model is not None and model.task == "rerank"
     page.append(_lengths(sample, featuriser, reason, reads_pairs))
     page.append(_samples(sample[:NUM_SAMPLES], featuriser, reason, reads_pairs))
     return page
@@ -175,12 +175,24 @@ def _items(unit: tuple[Any, Any]) -> list[Item]:
     return [part for part in unit if isinstance(part, Item)]
 
 
-def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
+def _repetitions(
+    examples: Sequence[Example],
+    total: int,
+    reads_pairs: bool,
+) -> PageSection:
     contents: dict[str, list[Any]] = {"queries": [], "positives": [], "pairs": []}
+    positives_of: dict[int, set[int]] = {}
+    split_queries = set()
     num_equal = 0
     for example in examples:
         query = normal_key(example.query)
         positives = [normal_key(item) for item in example.positives]
+        # A reranker compares the documents of one record. Scores and labels tell which pairs match.
+        has_matches = example.scores is None and example.label is None
+        if has_matches and not reads_pairs:
+            first_positives = positives_of.setdefault(query, set(positives))
+            if first_positives != set(positives):
+                split_queries.add(query)
         contents["queries"].append(query)
         contents["positives"] += positives
         contents["pairs"] += [(query, positive) for positive in positives]
@@ -198,6 +210,13 @@ def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
     if num_equal:
         lines.append(f"{num_equal:,d} examples have their own query as a positive")
     figures["queries_that_are_their_positive"] = {"examples": num_equal}
+    if split_queries:
+        lines.append(
+            f"warning: queries with other positives in another record: {len(split_queries):,d}. Where such records meet "
+            "in a batch, each takes the other's positives for negatives: write them into one record, or set "
+            "no_duplicates: true"
+        )
+    figures["queries_with_several_records"] = {"queries": len(split_queries)}
     of = ""
     if len(examples) < total:
         of = f" (of {len(examples):,d} examples spread over all {total:,d})"

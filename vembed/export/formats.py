@@ -23,14 +23,14 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from vembed.config.terms import Term
+from vembed.config.terms import ResolvedTerm
 from vembed.data.examples import Kind
 from vembed.data.features import MAX_CHARACTERS_PER_TOKEN, cut_words
 from vembed.errors import RunError
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
-from vembed.losses.batch import EmbeddingLoss, LossBatch, TeacherVectors
-from vembed.losses.build import TermLoss
+from vembed.losses.batch import LossBatch, LossModule, TeacherVectors
+from vembed.losses.build import TermModule
 from vembed.losses.vectors import Relational
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import StaticConfig, quiet_transformers
@@ -554,7 +554,7 @@ def distil(
         min(MAX_DISTILLATION_EPOCHS, MAX_STEPS * BATCH_TEXTS // len(trained)), 1
     )
     num_steps = num_epochs * -(-len(trained) // BATCH_TEXTS)
-    loss = TermLoss(Term(1.0, Relational(), teacher=TEACHER, guide=None))
+    loss = TermModule(ResolvedTerm(1.0, Relational(), teacher=TEACHER, guide=None))
 
     table = table_VD.clone().requires_grad_()
     optimizer = torch.optim.AdamW([table], lr=LEARNING_RATE, weight_decay=0.0)
@@ -592,7 +592,7 @@ def embed(table_VD: Tensor, texts: Sequence[Tensor]) -> Tensor:
 
 
 def _relational(
-    loss: EmbeddingLoss,
+    loss: LossModule,
     table_VD: Tensor,
     texts: Sequence[Tensor],
     vectors_NE: Tensor,

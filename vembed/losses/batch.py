@@ -328,7 +328,7 @@ class LossBatch:
         return answers
 
 
-class EmbeddingLoss(nn.Module):
+class LossModule(nn.Module):
     """Base class of the modules that compute a loss of embeddings.
 
     `forward` returns the share of one rank. The shares of all ranks add up to the loss L
@@ -353,7 +353,7 @@ class EmbeddingLoss(nn.Module):
     def project_parameters(self) -> None:
         """Clamp all learned parameters to their ranges. Called after every optimizer step."""
         for module in self.modules():
-            if isinstance(module, EmbeddingLoss):
+            if isinstance(module, LossModule):
                 module.clamp_parameters()
 
     def scale_and_bias(self) -> tuple[float, float] | None:
@@ -362,7 +362,7 @@ class EmbeddingLoss(nn.Module):
         With several losses: those of the first one that learns a scale.
         """
         for module in self.modules():
-            if isinstance(module, EmbeddingLoss):
+            if isinstance(module, LossModule):
                 learned = module.learned_scale()
                 if learned is not None:
                     return learned

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import Term, has_tasks, source_terms, task_numbers
-from vembed.losses.batch import EmbeddingLoss, ListedPairs, LossBatch
+from vembed.config.terms import ResolvedTerm, losses_differ, source_groups, source_terms
+from vembed.losses.batch import ListedPairs, LossBatch, LossModule
 from vembed.losses.declaration import FixedTemperature, StartValues
 from vembed.losses.similarity import (
     Similarity,
@@ -31,7 +31,7 @@ EDGE = 1e-4
 StoredForm = Literal["int8", "binary"]
 
 
-class TermLoss(EmbeddingLoss):
+class TermModule(LossModule):
     """One term of a loss, with its similarity, its learned parameters and its teachers."""
 
     tiling: Tiling | None = None
@@ -39,7 +39,7 @@ class TermLoss(EmbeddingLoss):
 
     def __init__(
         self,
-        term: Term,
+        term: ResolvedTerm,
         similarity: Similarity | None = None,
         start: StartValues | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class TermLoss(EmbeddingLoss):
             self.register_parameter(name, nn.Parameter(value))
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         return self.declared.share(batch, self)
 
     def similarity(self, embeddings: Tensor) -> Similarity:
@@ -109,15 +109,15 @@ class TermLoss(EmbeddingLoss):
         return embeddings.new_full((), scale, dtype=dtype)
 
     def clamp_parameters(self) -> None:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         self.declared.clamp(dict(self.named_parameters()))
 
     def learned_scale(self) -> tuple[float, float] | None:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         return self.declared.scale_and_bias(dict(self.named_parameters()))
 
 
-class WeightedLosses(EmbeddingLoss):
+class WeightedLosses(LossModule):
     """L = sum over terms of weight * L_term.
 
     Terms are differentiated one after the other, so that one gradient of the embeddings
@@ -128,7 +128,7 @@ class WeightedLosses(EmbeddingLoss):
         self,
         names: Sequence[str],
         weights: Sequence[float],
-        terms: Sequence[EmbeddingLoss],
+        terms: Sequence[LossModule],
     ) -> None:
         super().__init__()
         self.names = tuple(names)
@@ -136,7 +136,7 @@ class WeightedLosses(EmbeddingLoss):
         self.terms = nn.ModuleList(terms)
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         # All terms read one new leaf [T, D]. `autograd.grad` frees a term's graph before the next term begins.
         dtype = arithmetic_dtype(batch.embeddings)
         leaf = batch.embeddings.detach().to(dtype).requires_grad_()
@@ -163,13 +163,13 @@ class WeightedLosses(EmbeddingLoss):
         return with_known_gradients(total, inputs, gradients)
 
 
-class LossBySource(EmbeddingLoss):
+class LossBySource(LossModule):
     """The loss of the source that a batch comes from.
 
     All ranks are in the same source at the same step.
     """
 
-    def __init__(self, sources: Sequence[EmbeddingLoss]) -> None:
+    def __init__(self, sources: Sequence[LossModule]) -> None:
         """`sources`: the loss of each source. Sources of one task have the same one."""
         super().__init__()
         # Each module once, for its parameters.
@@ -178,7 +178,7 @@ class LossBySource(EmbeddingLoss):
         self._sources = tuple(sources)
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         loss = self._sources[batch.source_index]
         share = loss.forward(batch)
         self.term_shares = loss.term_shares
@@ -193,7 +193,7 @@ def build_loss(
     start_bias: float | None = None,
     embedding_dim: int | None = None,
     teacher_dims: Mapping[str, int] | None = None,
-) -> EmbeddingLoss:
+) -> LossModule:
     """Return the loss that the config selects.
 
     `mrl_dims`: the model's Matryoshka sizes, used with `mrl_dims: auto`.
@@ -220,11 +220,11 @@ def build_loss(
         model_temperature=None if start_scale is None else 1.0 / start_scale,
         is_reranker=config.model.task == "rerank",
     )
-    has_several = has_tasks(config.data)
+    has_several = losses_differ(config.data)
     # For each source the index of the first source of its task: sources of one task share a loss, and so its learned
     # parameters. Without tasks all sources have the loss of the first.
-    first_of_task = task_numbers(config.data) if has_several else [0]
-    by_task: dict[int, EmbeddingLoss] = {}
+    first_of_task = source_groups(config.data) if has_several else [0]
+    by_task: dict[int, LossModule] = {}
     for index in sorted(set(first_of_task)):
         terms = terms_by_source[index]
         by_task[index] = _loss_of_terms(terms, similarity, start, teacher_dims or {})
@@ -236,11 +236,11 @@ def build_loss(
 
 
 def _loss_of_terms(
-    terms: Sequence[Term],
+    terms: Sequence[ResolvedTerm],
     similarity: Similarity,
     start: StartValues,
     teacher_dims: Mapping[str, int],
-) -> EmbeddingLoss:
+) -> LossModule:
     """Return the loss of one source: one term, or the weighted sum of several. Log the temperatures."""
     losses = []
     names = [term.loss.name for term in terms]
@@ -270,7 +270,7 @@ def _loss_of_terms(
             log.info(f"{label}: learned, starting at {value:.3g} ({reason})")
         elif value is not None and source not in ("given", "default"):
             log.info(f"{label}: {value:.3g} ({source})")
-        losses.append(TermLoss(term, similarity, term_start))
+        losses.append(TermModule(term, similarity, term_start))
     if len(terms) == 1 and terms[0].is_alone:
         return losses[0]
     return WeightedLosses(labels, [term.weight for term in terms], losses)
@@ -279,7 +279,7 @@ def _loss_of_terms(
 # ---- The loss of stored embeddings ------------------------------------------------------
 
 
-class StoredVectors(EmbeddingLoss):
+class StoredVectors(LossModule):
     """quantize_embeddings: the loss of the embeddings as they will be stored, beside that of the float embeddings.
 
     With Q(e) the embedding e in its stored form, brought back to floats, and L the loss that the config names,
@@ -298,7 +298,7 @@ class StoredVectors(EmbeddingLoss):
 
     def __init__(
         self,
-        inner: EmbeddingLoss,
+        inner: LossModule,
         form: StoredForm,
         *,
         cosine: bool,
@@ -309,7 +309,7 @@ class StoredVectors(EmbeddingLoss):
         self.cosine = cosine
 
     def forward(self, batch: LossBatch) -> Tensor:
-        """See EmbeddingLoss."""
+        """See LossModule."""
         vectors = as_stored(batch.embeddings, self.form, cosine=self.cosine)
         stored: Tensor = self.inner(replace(batch, embeddings=vectors))
         as_floats: Tensor = self.inner(batch)

@@ -41,7 +41,7 @@ from vembed.losses.declaration import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
     CandidateLoss,
-    Loss,
+    LossDeclaration,
     StartValues,
     Temperature,
 )
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from vembed.losses.batch import LossBatch
-    from vembed.losses.build import TermLoss
+    from vembed.losses.build import TermModule
     from vembed.losses.tiles import RowLoss
 
 START_BIAS = -10.0
@@ -75,7 +75,7 @@ class GuidedLoss(CandidateLoss):
     def tiled_share(
         self,
         batch: LossBatch,
-        term: TermLoss,
+        term: TermModule,
         row_loss: Callable[..., RowLoss],
         scale: Tensor,
         bias: Tensor | None = None,
@@ -152,8 +152,8 @@ class InfoNCE(GuidedLoss, Temperature):
     mix_negatives: NonNegativeInt = 0
     """loss: infonce: so many further hard negatives per example, each mixed from two of its own."""
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         from vembed.losses.batch import with_mixtures
         from vembed.losses.tiles import SoftmaxRows
 
@@ -215,8 +215,8 @@ class Circle(GuidedLoss):
     Default: 0.25. loss: triplet: minimum difference between the similarities of the positive and the negative. Default:
     0.2."""
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         from vembed.losses.tiles import CircleRows
 
         margin = 0.25 if self.margin is None else self.margin
@@ -243,11 +243,11 @@ class Sigmoid(GuidedLoss):
     negatives = "optional"
 
     def learns_temperature(self) -> bool:
-        """See Loss."""
+        """See LossDeclaration."""
         return True
 
     def start_values(self, start: StartValues) -> dict[str, Tensor]:
-        """See Loss."""
+        """See LossDeclaration."""
         import torch
 
         scale = 1.0 / self.temperature if start.scale is None else start.scale
@@ -268,13 +268,13 @@ class Sigmoid(GuidedLoss):
     def scale_and_bias(
         self, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[float, float]:
-        """See Loss."""
+        """See LossDeclaration."""
         log_scale = float(parameters["log_scale"].detach())
         bias = float(parameters["bias"].detach())
         return math.exp(log_scale), bias
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         from vembed.losses.tiles import SigmoidRows
 
         # Each logit is t s + b, whose sign says yes or no. No logit depends on another one.
@@ -285,7 +285,7 @@ class Sigmoid(GuidedLoss):
         )
 
 
-class Triplet(Loss):
+class Triplet(LossDeclaration):
     """The triplet loss: the mean over all M triplets (row i, hard negative n of it).
 
         L = 1/M * sum over triplets of max(0, s(q_i,n) - s(q_i,p_i) + margin)
@@ -303,8 +303,8 @@ class Triplet(Loss):
     margin: NonNegativeFloat | None = None
     """See Circle."""
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         pairs = batch.listed_by_row()
         margins = pairs.margins(term.scores(batch, pairs))  # [K, P]
         margin = 0.2 if self.margin is None else self.margin

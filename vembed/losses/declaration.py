@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from vembed.losses.batch import LossBatch
-    from vembed.losses.build import TermLoss
+    from vembed.losses.build import TermModule
 
 LOWEST_TEMPERATURE = 0.005
 """Lower limit of a learned temperature."""
@@ -58,7 +58,7 @@ class StartValues:
     seed: int = 0
 
 
-class Loss(Immutable):
+class LossDeclaration(Immutable):
     """Base class of all losses. An instance holds the options of one term of a run."""
 
     name: ClassVar[str]
@@ -84,7 +84,7 @@ class Loss(Immutable):
     """With equal scores it is the logarithm of the number of candidates, and 0 only without any."""
 
     @abstractmethod
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """Return this rank's share of the loss L of the global batch, a scalar.
 
         The shares of all ranks add up to L, and so do their gradients.
@@ -129,7 +129,7 @@ class Loss(Immutable):
         return None
 
 
-class FixedTemperature(Loss):
+class FixedTemperature(LossDeclaration):
     """Base class of losses on similarities divided by a temperature."""
 
     temperature: PositiveFloat = 0.05
@@ -145,7 +145,7 @@ class Temperature(FixedTemperature):
     """Learn the temperature, starting at `temperature` and limited to [0.005, 1]."""
 
     def start_values(self, start: StartValues) -> dict[str, Tensor]:
-        """See Loss."""
+        """See LossDeclaration."""
         import torch
 
         if not self.learn_temperature:
@@ -155,7 +155,7 @@ class Temperature(FixedTemperature):
         return {"temperature": torch.tensor(value)}
 
     def clamp(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """See Loss."""
+        """See LossDeclaration."""
         if "temperature" in parameters:
             temperature = parameters["temperature"].data
             temperature.clamp_(LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
@@ -163,7 +163,7 @@ class Temperature(FixedTemperature):
     def scale_and_bias(
         self, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[float, float] | None:
-        """See Loss. A softmax has no bias."""
+        """See LossDeclaration. A softmax has no bias."""
         if "temperature" not in parameters:
             return None
         return 1.0 / float(parameters["temperature"].detach()), 0.0
@@ -176,7 +176,7 @@ class CandidateLoss(FixedTemperature):
     """Rows that a hard negative is a candidate for: all rows of the batch, or only its own row."""
 
 
-class TeacherLoss(Loss):
+class TeacherLoss(LossDeclaration):
     """Base class of losses that may follow a teacher."""
 
     teacher: Annotated[str | None, NamesFiles("model")] = None

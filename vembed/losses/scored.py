@@ -18,7 +18,7 @@ from vembed.errors import UserError
 from vembed.losses.declaration import (
     SCORES,
     CandidateLoss,
-    Loss,
+    LossDeclaration,
     Negatives,
     TeacherLoss,
     Temperature,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.batch import ListedPairs, LossBatch, Teaching
-    from vembed.losses.build import TermLoss
+    from vembed.losses.build import TermModule
     from vembed.losses.similarity import Similarity
 
 CLOSE_WEIGHT = 10.0
@@ -56,8 +56,8 @@ class CoSENT(Temperature):
     default_temperature = 0.1
     ranks_pairs = True
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         import torch
 
         from vembed.losses.similarity import length_of
@@ -99,7 +99,7 @@ class Angle(CoSENT):
     summary = "the order of the scores, by the angle in the complex plane (AnglE)"
 
     def refusal(self, sizes: Sequence[int]) -> str | None:
-        """See Loss."""
+        """See LossDeclaration."""
         for size in sizes:
             if size % 2:
                 return (
@@ -134,7 +134,7 @@ class Angle(CoSENT):
         return torch.cat(scores)
 
 
-class Cosine(Loss):
+class Cosine(LossDeclaration):
     """The mean squared error of the similarity: L = 1/N * sum_i (s_i - y_i)^2.
 
     For the cosine the label scores must lie in [-1, 1], which is checked when they are
@@ -147,8 +147,8 @@ class Cosine(Loss):
     negatives = "unread"
     needs_cosine_scores = True
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         from vembed.losses.similarity import pair_scores
 
         rank_rows = batch.rank_rows
@@ -174,7 +174,7 @@ class ListedLoss(TeacherLoss):
     def targets(
         self,
         batch: LossBatch,
-        term: TermLoss,
+        term: TermModule,
         pairs: ListedPairs,
         *,
         may_lack: bool = False,
@@ -192,7 +192,7 @@ class ListedLoss(TeacherLoss):
     def labels(
         self,
         batch: LossBatch,
-        term: TermLoss,
+        term: TermModule,
         lists: ListedPairs,
     ) -> Tensor:
         """Return [n + P] the labels y."""
@@ -204,7 +204,7 @@ class ListedLoss(TeacherLoss):
         targets = self.targets(batch, term, lists, may_lack=True)
         return targets[0].nan_to_num(nan=0.0)
 
-    def num_ordered(self, batch: LossBatch, term: TermLoss) -> int:
+    def num_ordered(self, batch: LossBatch, term: TermModule) -> int:
         """Return the number of ordered pairs of documents on all ranks, the divisor of a mean over them."""
         lists = batch.listed_by_example(of_rank=False)
         above, _ = lists.ordered(self.labels(batch, term, lists))
@@ -224,7 +224,7 @@ class SoftmaxLoss(ListedLoss, Temperature):
     def log_softmaxes(
         self,
         batch: LossBatch,
-        term: TermLoss,
+        term: TermModule,
         pairs: ListedPairs,
         targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
@@ -253,15 +253,15 @@ class KL(SoftmaxLoss, CandidateLoss):
     """loss: kl: whether a row's candidates are its positive and its example's hard negatives, or all of the batch."""
 
     def needed_negatives(self) -> Negatives:
-        """See Loss."""
+        """See LossDeclaration."""
         return "optional" if self.distill_candidates == "batch" else "some"
 
     def needs_vectors(self) -> bool:
-        """See Loss."""
+        """See LossDeclaration."""
         return self.distill_candidates == "batch"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         if self.distill_candidates == "batch":
             return self._share_over_batch(batch, term)
         pairs = batch.listed_by_row()
@@ -271,7 +271,7 @@ class KL(SoftmaxLoss, CandidateLoss):
         # Divided by the rows of all ranks, of which this rank adds up its own: the shares of the ranks sum to L.
         return term.mean(losses, batch.num_rows)
 
-    def _share_over_batch(self, batch: LossBatch, term: TermLoss) -> Tensor:
+    def _share_over_batch(self, batch: LossBatch, term: TermModule) -> Tensor:
         from vembed.losses.candidates import CandidateRule, find_candidates
         from vembed.losses.tiles import DivergenceRows, Scoring, tiled_loss
 
@@ -302,8 +302,8 @@ class ScoreMSE(SoftmaxLoss):
     negatives = "some"
     follows = "teacher"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         pairs = batch.listed_by_row()
         targets = self.targets(batch, term, pairs)
         student, teacher = self.log_softmaxes(batch, term, pairs, targets)
@@ -325,8 +325,8 @@ class MarginMSE(ListedLoss):
     negatives = "some"
     follows = "teacher"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         pairs = batch.listed_by_row()
         # Both differences of the formula at once: (s_p - t_p) - (s_n - t_n).
         targets = self.targets(batch, term, pairs)
@@ -347,8 +347,8 @@ class MSE(ListedLoss):
     negatives = "optional"
     follows = "teacher"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         lists = batch.listed_by_example()
         targets = self.targets(batch, term, lists)
         errors = term.scores(batch, lists) - targets
@@ -368,8 +368,8 @@ class Listwise(SoftmaxLoss):
     negatives = "optional"
     follows = "scores_or_teacher"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         lists = batch.listed_by_example()
         targets = self.targets(batch, term, lists, may_lack=True)
         is_known = ~targets[0].isnan()
@@ -396,14 +396,14 @@ class RankNet(ListedLoss, Temperature):
     def labels(
         self,
         batch: LossBatch,
-        term: TermLoss,
+        term: TermModule,
         lists: ListedPairs,
     ) -> Tensor:
         """Return [n + P] the scores t, NaN where there is none."""
         return self.targets(batch, term, lists, may_lack=True)[0]
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         import torch.nn.functional as F
 
         num_pairs = self.num_ordered(batch, term)
@@ -432,8 +432,8 @@ class Lambda(ListedLoss):
     negatives = "optional"
     follows = "scores_or_teacher"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         import torch
         import torch.nn.functional as F
 
@@ -479,8 +479,8 @@ class BCE(ListedLoss):
     negatives = "optional"
     follows = "scores_or_teacher"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         import torch.nn.functional as F
 
         lists = batch.listed_by_example()

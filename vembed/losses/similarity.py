@@ -32,7 +32,7 @@ class Similarity:
 
     cosine: bool = True
     dims: tuple[int, ...] = ()
-    """The K sizes, ascending. Empty: the size of the embeddings, known to `TermLoss.similarity`."""
+    """The K sizes, ascending. Empty: the size of the embeddings, known to `TermModule.similarity`."""
     weights: tuple[float, ...] = (1.0,)
 
     @classmethod

@@ -13,7 +13,12 @@ from pydantic.fields import FieldInfo
 
 from vembed.declarations import check_parts
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
-from vembed.losses.declaration import Follows, Loss, Negatives, RequiredRecords
+from vembed.losses.declaration import (
+    Follows,
+    LossDeclaration,
+    Negatives,
+    RequiredRecords,
+)
 from vembed.losses.scored import (
     BCE,
     KL,
@@ -35,7 +40,7 @@ from vembed.losses.vectors import (
     SpreadOut,
 )
 
-_CLASSES: tuple[type[Loss], ...] = (
+_CLASSES: tuple[type[LossDeclaration], ...] = (
     InfoNCE,
     Sigmoid,
     Circle,
@@ -60,12 +65,12 @@ _CLASSES: tuple[type[Loss], ...] = (
 
 
 def check_losses(
-    classes: Sequence[type[Loss]],
-) -> tuple[dict[str, type[Loss]], dict[str, FieldInfo]]:
+    classes: Sequence[type[LossDeclaration]],
+) -> tuple[dict[str, type[LossDeclaration]], dict[str, FieldInfo]]:
     """Return the losses and their options, by name. Raise TypeError for a declaration that lacks something."""
     losses = check_parts(
         "loss",
-        Loss,
+        LossDeclaration,
         classes,
         lambda loss: (loss.name,),
         needed=("name", "summary", "records", "negatives"),
@@ -75,7 +80,7 @@ def check_losses(
             "follows": get_args(Follows),
         },
     )
-    owners: dict[str, type[Loss]] = {}
+    owners: dict[str, type[LossDeclaration]] = {}
     for loss in classes:
         where = f"loss {loss.__name__} of {loss.__module__}"
         for option, field in loss.model_fields.items():

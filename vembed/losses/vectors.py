@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.errors import UserError
-from vembed.losses.declaration import Loss, StartValues, TeacherLoss
+from vembed.losses.declaration import LossDeclaration, StartValues, TeacherLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.batch import LossBatch, TeacherVectors
-    from vembed.losses.build import TermLoss
+    from vembed.losses.build import TermModule
     from vembed.losses.candidates import ExclusionMask
     from vembed.losses.similarity import Similarity
 
@@ -50,15 +50,15 @@ class Embedding(TeacherLoss):
         values = torch.randn(shape, generator=draw)
         return {"projection": values / start.embedding_dim**0.5}
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         teacher = batch.teacher_vectors(str(term.teacher), "loss: embedding")
         projection = term.parameter("projection", batch.embeddings)
         similarity = term.similarity(batch.embeddings)
         return _mean_distance(batch, teacher, projection, similarity)
 
 
-class Anchor(Loss):
+class Anchor(LossDeclaration):
     """The distance to the embeddings of the start model, at the full size alone.
 
     The formula of `embedding` with W the identity: the mean of 1 - cos(z, t), with t the
@@ -71,8 +71,8 @@ class Anchor(Loss):
     negatives = "optional"
     follows = "start_model"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         import torch
 
         from vembed.losses.similarity import Similarity
@@ -105,8 +105,8 @@ class Relational(TeacherLoss):
     negatives = "optional"
     follows = "vectors"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         import torch
 
         from vembed.losses.candidates import ExclusionMask
@@ -125,7 +125,7 @@ class Relational(TeacherLoss):
         )
 
 
-class SpreadOut(Loss):
+class SpreadOut(LossDeclaration):
     """Queries away from queries, and positives away from positives.
 
         L = 1/(N (N-1)) * sum_{i != j} s(q_i,q_j)^2 + 1/(N (N-1)) * sum_{i != j} s(p_i,p_j)^2
@@ -138,8 +138,8 @@ class SpreadOut(Loss):
     records = "texts"
     negatives = "unread"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
-        """See Loss."""
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
+        """See LossDeclaration."""
         import torch
 
         from vembed.losses.batch import compact_keys, copied_together
@@ -174,7 +174,7 @@ class SpreadOut(Loss):
         return share
 
 
-class NoLoss(Loss):
+class NoLoss(LossDeclaration):
     """Zero, for runs that train by the model's own losses alone."""
 
     name = "none"
@@ -183,7 +183,7 @@ class NoLoss(Loss):
     records = "texts"
     negatives = "unread"
 
-    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+    def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """Return zero, with a zero gradient."""
         del term
         return batch.embeddings[:0].sum()
@@ -191,7 +191,7 @@ class NoLoss(Loss):
 
 def _squared_errors(
     batch: LossBatch,
-    term: TermLoss,
+    term: TermModule,
     rows: Tensor,
     columns: Tensor,
     masks: tuple[ExclusionMask, ...],

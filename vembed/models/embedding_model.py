@@ -853,6 +853,8 @@ class TwoTowers(nn.Module):
                 nn.init.orthogonal_(projection.weight)
             projections.append(projection)
         self.text_projection, self.visual_projection = projections
+        self.projections_are_new = True
+        """False once trained ones are loaded."""
 
     def load_projections(self, folder: Path) -> None:
         """Load the projections of a saved composed model."""
@@ -870,6 +872,7 @@ class TwoTowers(nn.Module):
                 f"{path} lacks {listed(missing) or 'nothing'} and has {listed(unexpected) or 'nothing'} besides: it is not "
                 "of this model"
             )
+        self.projections_are_new = False
 
     def save_pretrained(
         self, folder: str | Path, *, state_dict: dict[str, Tensor]

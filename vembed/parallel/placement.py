@@ -125,7 +125,7 @@ class Placement(Layout):
     """True if activations are recomputed in the backward pass (gradient checkpointing)."""
     compilation: Decision[bool]
     """True if layers are compiled. `auto` on a GPU is decided by `for_work`, when the data are known."""
-    rows: int
+    num_examples: int
     """Examples of a global batch on one process, at most."""
     size: ModelSize | None = None
     """Sizes of the model, where a decision has asked for them."""
@@ -236,16 +236,16 @@ def place(
             f"auto: on in runs of more than about {MIN_COMPILED_MINUTES:g} minutes, once the data are "
             "read"
         )
-    # The largest number of rows of a global batch on any process.
+    # The largest number of examples of a global batch on any process.
     batch = config.batch
     num_ranks = ranks.world_size
     run_size = batch.global_batch_size or batch.batch_size * num_ranks
     sizes = source_batch_sizes(config.data, batch, run_size)
-    rows = math.ceil(max(*sizes, batch.global_batch_size or 0) / num_ranks)
+    num_examples = math.ceil(max(*sizes, batch.global_batch_size or 0) / num_ranks)
     # Resumed on another number of processes, a run may divide its global batch unevenly. Otherwise
-    # `rows_per_process` refuses a remainder.
+    # `examples_per_process` refuses a remainder.
     if not config.run.resume or batch.global_batch_size is None:
-        rows = max(rows, batch.rows_per_process(num_ranks))
+        num_examples = max(num_examples, batch.examples_per_process(num_ranks))
     placement = Placement(
         run=run,
         ranks=ranks,
@@ -256,7 +256,7 @@ def place(
         precision=choose_precision(run.precision, device, gpu, auto_precision, resumed),
         recomputation=run.recomputation,
         compilation=Decision(compiles, why_compiled, origin),
-        rows=rows,
+        num_examples=num_examples,
         size=size,
         notes=(*_without_effect(run, ranks, strategy), *advice),
     )
@@ -268,7 +268,7 @@ def _recomputation(placement: Placement) -> Decision[bool]:
     """Return whether activations are recomputed: as asked for. By default with FSDP, unless memory is enough without."""
     run = placement.run
     size = placement.size
-    if run.recomputation.source != DEFAULT:
+    if run.recomputation.origin != DEFAULT:
         return run.recomputation
     # `strategy: auto` may have chosen FSDP.
     if placement.fsdp is None and not run.recomputation.value:
@@ -331,7 +331,7 @@ def choose_precision(
     if asked.value == "bf16" and not has_bf16:
         raise UserError(f"{asked.reason}, but {name} has no bfloat16: use fp16 or no.")
     if asked.value != "auto":
-        return Decision(asked.value, asked.reason, asked.source)
+        return Decision(asked.value, asked.reason, asked.origin)
     chosen: Decision[Precision]
     if device.type == "cpu":
         chosen = on_cpu
@@ -407,14 +407,14 @@ def _choose_strategy(
     if ranks.world_size == 1:
         if asked.value == "fsdp":
             reason = "FSDP needs at least two processes; training unsharded"
-            return Decision("single", reason, asked.source), None, []
+            return Decision("single", reason, asked.origin), None, []
         return Decision("single", "one process"), None, []
     if asked.value == "single":
         raise UserError(
             f"strategy: single, but {ranks.world_size} processes were started: start one, or use strategy: ddp."
         )
     if asked.value == "ddp":
-        return Decision("ddp", asked.reason, asked.source), None, []
+        return Decision("ddp", asked.reason, asked.origin), None, []
     # Only here, because it takes time: the model is built without weights to count its parameters.
     size = measure(run.config)
     share = size.state_bytes / memory
@@ -428,7 +428,7 @@ def _choose_strategy(
             advice.append(
                 f"FSDP is not needed here: {need}; strategy: ddp would be faster"
             )
-        return Decision("fsdp", asked.reason, asked.source), size, advice
+        return Decision("fsdp", asked.reason, asked.origin), size, advice
     if share > FITS_SHARE:
         return Decision("fsdp", f"auto: {need}, more than {FITS_SHARE:.0%}"), size, []
     return Decision("ddp", f"auto: {need}, so each process can hold a copy"), size, []
@@ -447,12 +447,12 @@ def _without_effect(
     how = "was started with" if ranks.launched else "is"
     running = f"{ranks.local_world_size} process(es) on this machine"
     if run.processes.value not in ("auto", ranks.local_world_size):
-        asked = f"num_processes: {run.processes.value} ({run.processes.source})"
+        asked = f"num_processes: {run.processes.value} ({run.processes.origin})"
         notes.append(
             f"{asked} has no effect: this run {how} {running}; `vembed train` starts as many as it says"
         )
     num_machines = ranks.world_size // ranks.local_world_size
-    if run.machines.source != "default" and run.machines.value != num_machines:
-        asked = f"num_machines: {run.machines.value} ({run.machines.source})"
+    if run.machines.origin != "default" and run.machines.value != num_machines:
+        asked = f"num_machines: {run.machines.value} ({run.machines.origin})"
         notes.append(f"{asked} has no effect: this run {how} {num_machines} machine(s)")
     return notes

@@ -14,7 +14,7 @@ import torch
 
 from vembed.cli.run_train import resolve_launch
 from vembed.config.arguments import TrainArguments
-from vembed.config.decisions import ResolvedRun, decide_epochs
+from vembed.config.decisions import ResolvedRun, decide_epochs, steps_of_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
 from vembed.data.examples import Item
@@ -156,7 +156,7 @@ def training_time(
         return None, f"hours: not estimated ({error})"
     world = placement.ranks.world_size
     micro_steps = config.batch.gradient_accumulation_steps
-    per_step = placement.rows * world * micro_steps
+    per_step = placement.num_examples * world * micro_steps
     steps = config.optimizer.max_steps
     if steps is None:
         num_train = data.num_examples * (1.0 - (config.data.val_split or 0.0))
@@ -164,8 +164,8 @@ def training_time(
         epochs = decide_epochs(
             config.optimizer, config.model, int(num_train), has_scale=has_scale
         ).value
-        batches = num_train // (placement.rows * world)
-        steps = max(math.ceil(epochs * batches / micro_steps), 1)
+        batches = num_train // (placement.num_examples * world)
+        steps = steps_of_epochs(epochs, batches, micro_steps)
     operations = operations_per_token(placement, size, data)
     # Every process has this peak.
     speed = peak * 1e12 * USED_SHARE[is_half] * world
@@ -214,7 +214,7 @@ def operations_per_token(
         count += 1.0
     # Gradient Cache runs the forward pass of what it does not keep twice.
     estimate = MemoryEstimate(placement, size)
-    count += estimate.repeated_share(placement.rows * data.tokens)
+    count += estimate.repeated_share(placement.num_examples * data.tokens)
     return count * _forward_operations(size, data.length)
 
 

@@ -23,7 +23,7 @@ from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import (
     DATA_FILES,
     Pipeline,
-    Step,
+    PipelineStep,
     resolve_run,
     values_by_option,
 )
@@ -106,8 +106,8 @@ def run_stages(
 
 def _require_earlier(
     pipeline: Pipeline,
-    step: Step,
-    chosen: Collection[Step],
+    step: PipelineStep,
+    chosen: Collection[PipelineStep],
 ) -> None:
     """Raise UserError if a step between trainings needs the result of one that is neither there nor run now."""
     if (
@@ -143,7 +143,7 @@ class _Stage:
     def __init__(
         self,
         pipeline: Pipeline,
-        step: Step,
+        step: PipelineStep,
         arguments: TrainArguments,
     ) -> None:
         self.pipeline = pipeline
@@ -379,7 +379,7 @@ class _Stage:
             print_progress(f"stage {self.step.name}: {line}")
 
 
-def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[Step]:
+def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[PipelineStep]:
     names = [step.name for step in pipeline.steps]
     first = arguments.first_stage
     last = arguments.last_stage
@@ -509,7 +509,7 @@ def named_paths(value: Any) -> list[str]:
     return paths
 
 
-def _with_shared_data(pipeline: Pipeline, step: Step) -> Mapping[str, Any]:
+def _with_shared_data(pipeline: Pipeline, step: PipelineStep) -> Mapping[str, Any]:
     """Return the options of a step. `mine` reads the data of the whole config unless it names its own."""
     shared = pipeline.shared.values
     if step.kind != "mine" or "data_path" not in shared:
@@ -527,7 +527,7 @@ def _with_shared_data(pipeline: Pipeline, step: Step) -> Mapping[str, Any]:
 
 def check_options(
     pipeline: Pipeline,
-    step: Step,
+    step: PipelineStep,
     options: Mapping[str, Any],
     future_folders: Sequence[Path],
 ) -> None:
@@ -670,7 +670,7 @@ NOT_ESTIMATED = "not estimated"
 class Estimate:
     """Memory of each process and time of a step, in words."""
 
-    step: Step
+    step: PipelineStep
     memory: str
     time: str = NOT_ESTIMATED
     seconds: float | None = None
@@ -769,7 +769,7 @@ def table(step_estimates: Sequence[Estimate]) -> str:
     return text
 
 
-def _between(step: Step, newest: Prediction | None) -> Estimate:
+def _between(step: PipelineStep, newest: Prediction | None) -> Estimate:
     """Return the estimate of a step between trainings. `newest`: the training before it, whose model has its shapes."""
     # 2**20 elements in float64: PIECE of weights/merge.py, which is not imported because it imports torch.
     if step.kind == "merge":

@@ -248,13 +248,13 @@ class FrozenTowers:
         self,
         features: Sequence[Features],
         budget: int,
-        max_rows: int | None,
+        max_inputs: int | None,
         check_interrupt: InterruptCheck | None,
     ) -> dict[Modality, Tensor]:
         """Return the same as `features`, outside of a training step. Collective: the ranks share their counts first."""
         cached, missing = self.look_up(features)
         splits = split_in_step(
-            features, missing, budget, max_rows, collectives.world_size()
+            features, missing, budget, max_inputs, collectives.world_size()
         )
         return self.features(features, cached, splits, check_interrupt)
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from vembed.config.decisions import rate_of
 from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
-from vembed.losses.batch import EmbeddingLoss
+from vembed.losses.batch import LossModule
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.parameters import (
@@ -283,7 +283,7 @@ class Update:
     """Gradient norm, clipping and the optimizer step."""
 
     model: nn.Module
-    loss: EmbeddingLoss
+    loss: LossModule
     optimizer: torch.optim.Optimizer
     session: Session
     max_grad_norm: float

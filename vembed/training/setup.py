@@ -6,7 +6,6 @@ Compiled layers are compared with plain ones here, at the start of a run.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,11 +23,12 @@ from vembed.config.decisions import (
     RateFacts,
     RunIntervals,
     RunSize,
-    What,
+    TrainedPart,
     decide_epochs,
     has_initial_weights,
     peak_rate,
     run_intervals,
+    steps_of_epochs,
 )
 from vembed.config.schema import (
     FILE_OPTIONS,
@@ -41,7 +41,7 @@ from vembed.config.terms import (
     needed_teachers,
     run_temperature,
     source_batch_sizes,
-    task_numbers,
+    source_groups,
 )
 from vembed.data.batching.rank_batch import (
     Feeder,
@@ -57,11 +57,11 @@ from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml
 from vembed.inference.encoding import encode_items
-from vembed.losses.batch import EmbeddingLoss
+from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
 from vembed.models.building import build_model
-from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.embedding_model import EmbeddingModel, TwoTowers
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import (
     ModelDescription,
@@ -118,7 +118,7 @@ NUM_COUNTED_EXAMPLES = 64
 ADAMW_BYTES_PER_PARAMETER = 12
 """The weight and the two moments of AdamW, in float32."""
 
-TASK_OPTIONS = {"losses", "temperature", "batch_size", "global_batch_size"}
+SOURCE_GROUP_OPTIONS = {"losses", "temperature", "batch_size", "global_batch_size"}
 """Options of a source that are no part of the data's fingerprint."""
 
 
@@ -152,7 +152,7 @@ class TrainingComponents:
     """The model as it was built: description and layout of the files. Its parameters may be shards by now."""
     model: nn.Module
     """The model as it is called: replicated or sharded."""
-    loss: EmbeddingLoss
+    loss: LossModule
     optimizer: torch.optim.Optimizer
     featuriser: BaseFeaturiser
     input_builder: InputBuilder
@@ -162,7 +162,7 @@ class TrainingComponents:
 
 def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
-    options = config.data
+    data_options = config.data
     # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
     turn_of_rank = 0 if session.is_main else 1 + min(session.local_rank, 1)
     for turn in range(3):
@@ -170,7 +170,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         if turn == turn_of_rank:
             try:
                 sets = open_sets(
-                    options,
+                    data_options,
                     config.objective,
                     model_name=config.model.model_name,
                     seed=config.run.seed,
@@ -184,16 +184,23 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
 
     store = sets.examples
     is_reranker = config.model.task == "rerank"
-    if is_reranker and not options.in_batch_negatives and not store.has_comparisons():
+    if (
+        is_reranker
+        and not data_options.in_batch_negatives
+        and not store.has_comparisons()
+    ):
         raise UserError(
             "task: rerank compares the documents of one query, and every record has one alone: find negatives with "
             "`vembed mine`, or take those of other queries with in_batch_negatives: 7"
         )
-    optimizer = config.optimizer
-    # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
-    is_open = not optimizer.gives_length()
+    optimizer_options = config.optimizer
+    # `describe` reads the model, so it is called only if epochs are left to `auto`. Otherwise the checkpoint is checked
+    # first, and a model of another kind is refused by name.
+    is_open = not optimizer_options.gives_length()
     has_scale = is_open and describe(config.model).traits.has_scale_and_bias
-    decision = decide_epochs(optimizer, config.model, len(store), has_scale=has_scale)
+    decision = decide_epochs(
+        optimizer_options, config.model, len(store), has_scale=has_scale
+    )
     epochs = decision.value
     if is_open:
         log.info(f"epochs: {epochs:g} (auto; {decision.reason})")
@@ -206,17 +213,18 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         config.run.seed,
         weights=store.weights,
         names=store.names,
-        homogeneous=bool(options.homogeneous_batches),
-        tasks=task_numbers(options),
-        batch_sizes=source_batch_sizes(options, config.batch, size),
-        sampling=parse_sampling(options.sampling),
-        keys=store.all_keys() if options.no_duplicates else None,
+        homogeneous=bool(data_options.homogeneous_batches),
+        source_groups=source_groups(data_options),
+        batch_sizes=source_batch_sizes(data_options, config.batch, size),
+        sampling=parse_sampling(data_options.sampling),
+        keys=store.all_keys() if data_options.no_duplicates else None,
         labels=store.labels,
     )
     log.info(batch_schedule.summary())
     batches_per_step = config.batch.gradient_accumulation_steps
-    num_batches = epochs * batch_schedule.batches_per_epoch
-    total_steps = optimizer.max_steps or math.ceil(num_batches / batches_per_step)
+    total_steps = optimizer_options.max_steps or steps_of_epochs(
+        epochs, batch_schedule.batches_per_epoch, batches_per_step
+    )
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     line = f"global batch: {size:,d} examples over {processes} ({size / world_size:,.6g} each)"
     if batches_per_step > 1:
@@ -237,7 +245,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         batch_schedule=batch_schedule,
         batches_per_step=batches_per_step,
         epochs=epochs,
-        total_steps=max(total_steps, 1),
+        total_steps=total_steps,
     )
 
 
@@ -254,7 +262,9 @@ def identity_of(
     tasks = []
     for source in sources:
         tasks.append(
-            source.model_dump(mode="json", include=TASK_OPTIONS, exclude_none=True)
+            source.model_dump(
+                mode="json", include=SOURCE_GROUP_OPTIONS, exclude_none=True
+            )
         )
     identity = {
         "data": data.examples.fingerprint,
@@ -414,12 +424,14 @@ def build_components(
         None if scale is None else 1 / scale,
         is_reranker=model_options.task == "rerank",
     )
-    return components, config.changed(temperature=temperature)
+    if temperature is not None:
+        config = config.changed(temperature=temperature)
+    return components, config
 
 
-def configured_hooks(run: Trainer) -> list[Hook]:
+def configured_hooks(trainer: Trainer) -> list[Hook]:
     """Return the hooks of a run, in the order of their calls."""
-    config = run.config
+    config = trainer.config
     hooks: list[Hook] = []
     # Before those that write the scores, since some of these add scores.
     if config.optimizer.ema is not None:
@@ -428,16 +440,18 @@ def configured_hooks(run: Trainer) -> list[Hook]:
         hooks.append(Guards())
     if config.data.mine is not None:
         hooks.append(EpochMiner(config.data.mine))
-    if run.intervals.patience is not None:
-        hooks.append(Patience(run.intervals.patience, run.schedule.warmup_steps))
+    if trainer.intervals.patience is not None:
+        hooks.append(
+            Patience(trainer.intervals.patience, trainer.schedule.warmup_steps)
+        )
     if config.logging.push_to_hub is not None:
         hooks.append(PushBest())  # after the guards, whose scores are in the card
-    hooks.append(ProgressBar(run.run_log.console))
+    hooks.append(ProgressBar(trainer.run_log.console))
     if config.logging.profile_steps is not None:
         hooks.append(Profile(*config.logging.profile_steps))
-    if run.data.by_task:
+    if trainer.data.by_task:
         hooks.append(TaskScores())
-    if run.data.evaluation is not None:
+    if trainer.data.evaluation is not None:
         hooks.append(QueryRecord())
     return [*hooks, StepMetrics(), Watch(), MetricsLog()]
 
@@ -542,7 +556,7 @@ def decide_rates(
         name for name, weight in embedder.named_parameters() if weight.requires_grad
     ]
     heads = head_prefixes(embedder)
-    what: What = "weights"
+    what: TrainedPart = "weights"
     if config.adapters.use_lora:
         what = "adapters"
     elif trained_names and all(name.startswith(heads) for name in trained_names):
@@ -560,7 +574,8 @@ def decide_rates(
     head_rate = config.optimizer.head_learning_rate
     log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
     new_layers = None
-    if description.traits.has_two_models:
+    backbone = embedder.backbone
+    if isinstance(backbone, TwoTowers) and backbone.projections_are_new:
         new_layers = "the projections of the two towers are"
     elif getattr(embedder.head, "is_new", False):
         new_layers = "the layer of the score is"

@@ -61,8 +61,8 @@ from vembed.data.features import PairFeaturiser
 from vembed.errors import RunError
 from vembed.losses.batch import (
     INDEX_FIELDS,
-    EmbeddingLoss,
     LossBatch,
+    LossModule,
     copied_together,
 )
 from vembed.models.families.family import Modality
@@ -148,7 +148,7 @@ class StepBatch:
 
         None where each input has one: dense vectors of texts and images, scores of pairs.
         """
-        num_vectors = [feature.rows for feature in self.rank_batch.features]
+        num_vectors = [feature.num_vectors for feature in self.rank_batch.features]
         if all(count == 1 for count in num_vectors):
             return None
         return np.cumsum([0, *num_vectors])
@@ -248,7 +248,7 @@ class ContrastiveStep:
     def __init__(
         self,
         model: nn.Module,
-        loss: EmbeddingLoss,
+        loss: LossModule,
         input_builder: InputBuilder,
         session: Session,
         budget: Budget,
@@ -350,16 +350,15 @@ class ContrastiveStep:
         rank_batch = batch.rank_batch
         budget = self.budget
         features = rank_batch.features
-        modalities = self.input_builder.feeder.featuriser.modalities
         limit = budget.micro_batch_tokens
-        trained_split = rank_batch.split(modalities, limit)
+        trained_split = rank_batch.split(limit)
         lengths = trained_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
         has_negative_scores = rank_batch.negative_scores is not None
         rank_counts = {
             "inputs": len(features),
-            "vectors": sum(feature.rows for feature in features),
+            "vectors": sum(feature.num_vectors for feature in features),
             "rows": len(rank_batch.query),
             "negatives": num_negatives,
             "has_scores": rank_batch.scores is not None,
@@ -463,7 +462,7 @@ class ContrastiveStep:
             rank_rows=rank_slice(rank, counts.rows),
             rank_negatives=rank_slice(rank, counts.negatives),
             batch_index=batch.batch_index,
-            source_index=rank_batch.source,
+            source_index=rank_batch.source_index,
             embeddings_are_scores=is_reranker,
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
         )
@@ -594,7 +593,7 @@ class ContrastiveStep:
         }
         # Some inputs have several vectors. Every rank sees this in the shared counts.
         if counts.vectors != counts.inputs:
-            num_vectors = np.array([feature.rows for feature in features])
+            num_vectors = np.array([feature.num_vectors for feature in features])
             columns["num_vectors"] = Column(num_vectors, counts.inputs)
         # Scores are used only if every rank has them: all ranks pass the same columns.
         if all(counts.has_scores) and rank_batch.scores is not None:

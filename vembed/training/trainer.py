@@ -105,15 +105,15 @@ class TrainResult:
     steps: int
 
 
-def train_run(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
+def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
     """Train on this process of the group; return the model's folder and its scores.
 
     `hooks`: additions to the loop (`vembed/training/hooks/base.py`).
     """
-    config = run.config
+    config = resolved.config
     require_output_folder(config.run.output_dir)
     output = Path(config.run.output_dir)
-    require_earlier_stage(run)
+    require_earlier_stage(resolved)
     require_trackers(config.logging.report_to)
     hub = None
     if config.logging.push_to_hub is not None:
@@ -124,11 +124,11 @@ def train_run(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         """Check what can be checked before devices are chosen. Return the facts that all ranks compare."""
         if ranks.rank == 0:
             # Now, since a pass over large data takes minutes.
-            require_paths(config.model, config.data, run.origins)
+            require_paths(config.model, config.data, resolved.origins)
             lock.take()  # before anything is read
             if hub is not None:
                 hub.open()
-        return facts_of(run) if ranks.world_size > 1 else {}
+        return facts_of(resolved) if ranks.world_size > 1 else {}
 
     with (
         # They are left from last to first: the newest checkpoint is on disk before the group of processes ends, and
@@ -137,13 +137,13 @@ def train_run(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         RunLog(config.logging, output, launched_rank()) as run_log,
         Interrupts(config.run.max_train_minutes) as interrupts,
         start_session(
-            run, prepare_launch, lambda: precision_before(config.run)
+            resolved, prepare_launch, lambda: precision_before(config.run)
         ) as session,
         Checkpointer(config.run, session) as checkpointer,
     ):
-        for line in run.translated:
+        for line in resolved.translated:
             log.info(line)
-        for line in run.notes:
+        for line in resolved.notes:
             log.info(f"note: {line}", extra=HEADLINE)
         try:
             trainer = Trainer(config, session, checkpointer, interrupts, run_log, hooks)
@@ -157,14 +157,14 @@ def train_run(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         return result
 
 
-def facts_of(run: ResolvedRun) -> dict[str, Any]:
+def facts_of(resolved: ResolvedRun) -> dict[str, Any]:
     """Return what must be equal on all ranks, by name: the options, the decisions behind them, and their files."""
-    config = run.config
+    config = resolved.config
     facts: dict[str, Any] = {}
     for name, value in config.to_dict().items():
         if name == "resume":
             # Rank 0 chooses the checkpoint; the ranks compare it when they have found it.
-            is_switch = isinstance(value, bool) or value == "auto"
+            is_switch = isinstance(value, bool) or value in ("auto", "force")
             facts[name] = value if is_switch else "a path"
         elif name in FILE_OPTIONS:
             content = of_option(name, value, config.model.model_revision)
@@ -175,13 +175,13 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
             facts[name] = value
     # What follows from options, files and the environment together.
     decisions: dict[str, Any] = {
-        "strategy": run.strategy.value,
-        "gradient checkpointing": run.recomputation.value,
-        "mixed precision": run.precision.value,
-        "dist_timeout_minutes": run.timeout_minutes.value,
+        "strategy": resolved.strategy.value,
+        "gradient checkpointing": resolved.recomputation.value,
+        "mixed precision": resolved.precision.value,
+        "dist_timeout_minutes": resolved.timeout_minutes.value,
     }
-    if run.fsdp is not None:
-        for name, value in asdict(run.fsdp).items():
+    if resolved.fsdp is not None:
+        for name, value in asdict(resolved.fsdp).items():
             if name != "source":
                 decisions[f"fsdp {name}"] = str(value)
     for name, value in decisions.items():
@@ -267,7 +267,7 @@ class Trainer:
             kept_options = kept_decisions(config, point.state, session.world_size)
             config = config.changed(**kept_options)
             precision = session.placement.precision
-            if precision.source == CHECKPOINT:
+            if precision.origin == CHECKPOINT:
                 log.info(f"mixed precision: {precision}", extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.

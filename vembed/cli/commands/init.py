@@ -45,7 +45,7 @@ from vembed.data_tools.starter import (
 from vembed.errors import UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
 from vembed.files import is_pattern
-from vembed.losses.declaration import Loss
+from vembed.losses.declaration import LossDeclaration
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
 from vembed.models.families.table import FAMILIES
@@ -81,7 +81,7 @@ class DataSummary:
 
     sample: FileSample
     mapping: dict[str, str]
-    loss: type[Loss]
+    loss: type[LossDeclaration]
     about: str
     """One line on the records."""
     has_negatives: bool = True
@@ -407,7 +407,7 @@ def look_at(
     )
 
 
-def starter_loss(task: Task, *, is_scored: bool = False) -> type[Loss]:
+def starter_loss(task: Task, *, is_scored: bool = False) -> type[LossDeclaration]:
     """Return bce for rerankers, else the first loss of the table that learns from such records."""
     if task == "rerank":
         return LOSSES["bce"]

@@ -1,4 +1,4 @@
-"""Batch schedule: the examples of each global batch, as a pure function of seed, epoch and step.
+"""Batch schedule: the examples of each global batch, as a pure function of seed, epoch and place in the epoch.
 
 With `no_duplicates` the examples of an epoch are arranged into batches in which no content occurs twice. Batches of
 labelled examples hold no class twice, and come with a positive of the same class for each example.
@@ -60,13 +60,15 @@ def shuffled(
     return np.argsort(random_bits(seed, size, *stream), kind="stable")
 
 
-def rank_rows(
-    num_rows: int,
+def rank_examples(
+    num_examples: int,
     rank: int,
     world_size: int,
 ) -> slice:
-    """Return the rows of a global batch for a rank. The sizes of the parts differ by at most one row."""
-    return slice(rank * num_rows // world_size, (rank + 1) * num_rows // world_size)
+    """Return a rank's examples of a global batch. The sizes of the parts differ by at most one example."""
+    start = rank * num_examples // world_size
+    stop = (rank + 1) * num_examples // world_size
+    return slice(start, stop)
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class BatchSchedule:
 
     A source of weight w contributes w times its size to each epoch. It is drawn in random passes that continue over
     epochs, so that no example repeats before all others of its source were drawn. With `homogeneous`, all examples of a
-    batch come from one source, or with `tasks` from sources of one task, and a source may have a batch size of its own
+    batch come from one source, or with `source_groups` from sources of one group, and a source may have a batch size of its own
     (over all ranks). With `keys`, no two examples of a batch share content: examples of the same content go
     to different batches. With `labels`, no two examples of a batch share a class (ClassBatches), and all are of one
     source.
@@ -117,7 +119,7 @@ class BatchSchedule:
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
         homogeneous: bool = False,
-        tasks: Sequence[int] | None = None,
+        source_groups: Sequence[int] | None = None,
         batch_sizes: Sequence[int] | None = None,
         sampling: Sampling = PROPORTIONAL,
         keys: ContentKeys | None = None,
@@ -158,13 +160,13 @@ class BatchSchedule:
             if source in self._classes:
                 group = -1 - source  # labelled data are their own group
             elif homogeneous:
-                group = source if tasks is None else tasks[source]
+                group = source if source_groups is None else source_groups[source]
             groups.setdefault(group, []).append(source)
         self._members = list(groups.values())
-        """The sources of each group: one source, those of a task, or all of them."""
+        """The sources of each group: one source, several of the same losses, or all of them."""
         self._orders: dict[int, Batches] = {}
         self._lock = threading.Lock()
-        # Epoch 0 fixes the number of batches of every epoch, so that a step number gives epoch and batch.
+        # Epoch 0 fixes the number of batches of every epoch, so that the number of a batch in the run gives both.
         first = self._groups(0)
         self._num_batches = list(map(len, first))
         self.batches_per_epoch = sum(self._num_batches)
@@ -186,7 +188,7 @@ class BatchSchedule:
         vars(self).update(state)
         self._lock = threading.Lock()
 
-    def batch(self, epoch: int, step: int) -> np.ndarray:
+    def batch(self, epoch: int, batch_index: int) -> np.ndarray:
         """Return the int64 indices of the examples of one global batch, in order."""
         # Threads prepare several batches at once, and must not compute one epoch's order twice.
         with self._lock:
@@ -196,16 +198,17 @@ class BatchSchedule:
                 while len(self._orders) >= EPOCHS_KEPT:
                     self._orders.pop(next(iter(self._orders)))
                 self._orders[epoch] = order
-        return order[step].copy()
+        return order[batch_index].copy()
 
-    def positives(self, epoch: int, step: int) -> np.ndarray | None:
+    def positives(self, epoch: int, batch_index: int) -> np.ndarray | None:
         """Return another example of the same class for each example of a batch of a labelled source, else None."""
-        examples = self.batch(epoch, step)
+        examples = self.batch(epoch, batch_index)
         source = self.source_of(int(examples[0]))
         if source not in self._classes:
             return None
         first = int(self._first[source])
-        return self._classes[source].positives(examples - first, epoch, step) + first
+        classes = self._classes[source]
+        return classes.positives(examples - first, epoch, batch_index) + first
 
     def source_of(self, index: int) -> int:
         """Return the number of the source that an example comes from."""
@@ -640,13 +643,13 @@ class ClassBatches:
         self,
         examples: np.ndarray,
         epoch: int,
-        step: int,
+        batch_index: int,
     ) -> np.ndarray:
         """Return another example of the same class for each example of a batch."""
         classes = self._class_of[examples]
         start = self._starts[classes]
         size = self._sizes[classes]
-        stream = (_POSITIVES, self._source, epoch, step)
+        stream = (_POSITIVES, self._source, epoch, batch_index)
         bits = random_bits(self._seed, len(examples), *stream)
         # Further by 1 to size - 1 places, in a circle: any other member, never the example itself.
         others_of_class = (size - 1).astype(np.uint64)

@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from vembed.config.decisions import has_initial_weights
-from vembed.config.terms import loss_terms, task_names
+from vembed.config.terms import loss_terms, source_group_names
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.plots import Curve, plot_curve, plot_evaluations
 from vembed.evaluation.report.record import metric_name, read_run
@@ -73,7 +73,7 @@ class StepMetrics(Hook):
         """Name of the task of each source; empty if batches are not of one task each."""
         names = run.data.examples.names
         if run.config.data.homogeneous_batches and len(names) > 1:
-            self._tasks = task_names(run.config.data, names)
+            self._tasks = source_group_names(run.config.data, names)
 
     @override
     def before_step(self, step: int) -> None:
@@ -92,7 +92,7 @@ class StepMetrics(Hook):
             )
             prefix = "loss/"
             if self._tasks:
-                task = self._tasks[rank_batch.source]
+                task = self._tasks[rank_batch.source_index]
                 self._shares[f"loss/{task}"].append(result.loss_share)
                 prefix = f"loss/{task}/"
             for term, share in result.terms.items():
