@@ -379,7 +379,7 @@ def test_records_checked_together_are_those_checked_alone(
         "pairs": b'{"query": "a", "positive": "b"}\r\n' * 9,
     }
     monkeypatch.setattr(base, "MAX_RECORD_BYTES", longest)
-    monkeypatch.setattr(example_store, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(example_store, "BLOCK_RECORDS", 5)
     for name, data in files.items():
         path = tmp_path / name
         path.write_bytes(data)

@@ -553,20 +553,20 @@ class BatchSection(Section, title="batch"):
     """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`)."""
 
-    def rows_per_process(self, world_size: int) -> int:
-        """Return the rows of a process in a batch. Raise UserError for a remainder."""
-        rows = self.global_batch_size
-        if rows is None:
+    def examples_per_process(self, world_size: int) -> int:
+        """Return the examples of a process in a batch. Raise UserError for a remainder."""
+        size = self.global_batch_size
+        if size is None:
             return self.batch_size
-        if rows % world_size:
-            below = rows // world_size * world_size
+        if size % world_size:
+            below = size // world_size * world_size
             above = f"{below + world_size:,d}"
             near = f"{below:,d} or {above}" if below else above
             raise UserError(
-                f"global_batch_size: {rows:,d} cannot be divided among "
+                f"global_batch_size: {size:,d} cannot be divided among "
                 f"{world_size:,d} processes: use {near}, or another number of processes"
             )
-        return rows // world_size
+        return size // world_size
 
 
 class OptimizerSection(Section, title="optimizer"):

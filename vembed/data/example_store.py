@@ -73,7 +73,7 @@ NUM_NAMED = 10
 """Number of bad records that a message names; the others are counted."""
 IMAGE_THREADS = 8
 """Threads that check images; they hide the latency of network drives."""
-BLOCK_ROWS = 256
+BLOCK_RECORDS = 256
 """Records that are checked together."""
 CACHE_AFTER_SECONDS = 1.0
 """The result of a pass that took longer is stored in the cache folder."""
@@ -719,11 +719,11 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         counts.update(result.counts)
         images.update(result.images)
 
-    def joined(name: str) -> np.ndarray:
+    def concatenated(name: str) -> np.ndarray:
         return np.concatenate([np.asarray(getattr(part, name)) for part in checked])
 
-    numbers = joined("numbers")
-    members = joined("members").reshape(-1, 2)
+    numbers = concatenated("numbers")
+    members = concatenated("members").reshape(-1, 2)
     labels = None
     if len(members):
         labels = members[:, 0].copy()
@@ -741,8 +741,8 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         numbers=numbers,
         lines=np.concatenate(lines),
         labels=labels,
-        keys=joined("keys"),
-        num_keys=joined("num_keys"),
+        keys=concatenated("keys"),
+        num_keys=concatenated("num_keys"),
         counts=counts,
         fingerprint=fingerprint,
         problems=problems[:NUM_NAMED],
@@ -759,9 +759,9 @@ def index_part(
 ) -> PartIndex:
     """Check the records of a part."""
     index = PartIndex(form.columns)
-    rows = reader.rows(part)
+    numbered_records = reader.rows(part)
     with ThreadPoolExecutor(IMAGE_THREADS) as pool:
-        while block := list(itertools.islice(rows, BLOCK_ROWS)):
+        while block := list(itertools.islice(numbered_records, BLOCK_RECORDS)):
             numbers, lines, records = zip(*block, strict=True)
             # The fast way: a block of plain text pairs is accepted as a whole, without an Example for each.
             plain = form.plain_example(records)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -58,14 +58,17 @@ class Features:
     """int32, special tokens included."""
     images: tuple[ImageRef, ...] = ()
     """Decoded only in `collate`."""
-    rows: int = 1
-    """Rows that the model gives for this input, known from its tokens: one vector, or one score of a pair."""
+    num_vectors: int = 1
+    """Vectors that the model gives for this input, known from its tokens. The score of a pair is a vector of width 1."""
     segments: np.ndarray | None = None
     """int32, 0 for tokens of a pair's query and 1 for those of its document, where the tokenizer tells."""
 
 
 class BaseFeaturiser(ABC):
     """Converter from what a model reads at once (an input, or a pair of them) to features and tensors. Thread-safe."""
+
+    reads_pairs: ClassVar[bool] = False
+    """True if each unit is a pair of query and document."""
 
     def __init__(
         self,
@@ -290,6 +293,8 @@ IMAGE_ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n"
 class PairFeaturiser(BaseFeaturiser):
     """Converter from pairs of texts (of vision-language models also images) to token ids, and to the tensors of a forward
     pass."""
+
+    reads_pairs = True
 
     def __init__(
         self,

@@ -196,7 +196,7 @@ class BatchInputs:
                     if chats:
                         # Without a graph: for the trained language model behind it the features are constants.
                         with torch.no_grad():
-                            (features,) = self.builder.model(chats, images_only=True)
+                            (features,) = self.builder.model(chats, until="images")
                     self._images.append(features)
                 # Features stand in the place of pixels.
                 for _, tensors in chats:
@@ -248,13 +248,13 @@ class FrozenTowers:
         self,
         features: Sequence[Features],
         budget: int,
-        max_rows: int | None,
+        max_inputs: int | None,
         check_interrupt: InterruptCheck | None,
     ) -> dict[Modality, Tensor]:
         """Return the same as `features`, outside of a training step. Collective: the ranks share their counts first."""
         cached, missing = self.look_up(features)
         splits = split_in_step(
-            features, missing, budget, max_rows, collectives.world_size()
+            features, missing, budget, max_inputs, collectives.world_size()
         )
         return self.features(features, cached, splits, check_interrupt)
 
@@ -321,7 +321,7 @@ class FrozenTowers:
     ) -> Iterator[Tensor]:
         for inputs in self.feeder.feed(micro_batches, features):
             with torch.no_grad():
-                (output,) = self.model(inputs, features_only=True)
+                (output,) = self.model(inputs, until="features")
             yield output
 
 

@@ -60,13 +60,15 @@ def shuffled(
     return np.argsort(random_bits(seed, size, *stream), kind="stable")
 
 
-def rank_rows(
-    num_rows: int,
+def rank_examples(
+    num_examples: int,
     rank: int,
     world_size: int,
 ) -> slice:
-    """Return the rows of a global batch for a rank. The sizes of the parts differ by at most one row."""
-    return slice(rank * num_rows // world_size, (rank + 1) * num_rows // world_size)
+    """Return a rank's examples of a global batch. The sizes of the parts differ by at most one example."""
+    start = rank * num_examples // world_size
+    stop = (rank + 1) * num_examples // world_size
+    return slice(start, stop)
 
 
 @dataclass(frozen=True)

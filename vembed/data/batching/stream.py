@@ -25,7 +25,7 @@ from vembed.data.batching.rank_batch import (
     make_rank_batch,
     with_in_batch_negatives,
 )
-from vembed.data.batching.schedule import BatchSchedule, rank_rows
+from vembed.data.batching.schedule import BatchSchedule, rank_examples
 from vembed.data.child_process import Child, answers, send
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Examples, ImageRef
@@ -72,7 +72,7 @@ class RankBatchStream:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
         epoch, batch_index = divmod(batch_number, self.batch_schedule.batches_per_epoch)
         indices = self.batch_schedule.batch(epoch, batch_index)
-        rows = rank_rows(len(indices), self.rank, self.world_size)
+        positions = rank_examples(len(indices), self.rank, self.world_size)
         positives = None
         if self.pair is not None:
             positives = self.batch_schedule.positives(epoch, batch_index)
@@ -85,7 +85,7 @@ class RankBatchStream:
             return self.pair(index, int(positives[position]))
 
         examples = []
-        for position in range(rows.start, rows.stop):
+        for position in range(positions.start, positions.stop):
             example = example_at(position)
             if self.in_batch_negatives:
                 # The examples after it in the batch, wrapping around at the end.
@@ -97,12 +97,12 @@ class RankBatchStream:
                     example, others, self.in_batch_negatives
                 )
             examples.append(example)
-        source = self.batch_schedule.source_of(int(indices[0]))
+        source_index = self.batch_schedule.source_of(int(indices[0]))
         batch = make_rank_batch(
             examples,
-            rows.start,
+            positions.start,
             self.featuriser,
-            source,
+            source_index,
             encodes_copies=self.encodes_copies,
         )
         if self.micro_batch_tokens is not None:
@@ -132,7 +132,7 @@ class RankBatchStream:
         next_number = first
         try:
             for _ in range(first, end):
-                # Bounded: batches ahead hold token ids and rows in memory.
+                # Bounded: batches ahead hold token ids in memory.
                 while next_number < end and len(waiting) <= AHEAD * self.num_workers:
                     waiting.append(pool.submit(prepare, next_number))
                     next_number += 1
@@ -234,7 +234,7 @@ class PackedBatch:
     batch: RankBatch
     """Without features."""
     columns: list[tuple[Modality, int, int, int, tuple[ImageRef, ...], int]]
-    """Modality, length, key, content, images and rows of each input."""
+    """Modality, length, key, content, images and number of vectors of each input."""
     token_ids: Ragged
     segments: Ragged
 
@@ -250,11 +250,18 @@ class PackedBatch:
             key,
             content,
             images,
-            num_rows,
+            num_vectors,
         ), tokens, segments in rows:
             features.append(
                 Features(
-                    modality, length, key, content, tokens, images, num_rows, segments
+                    modality,
+                    length,
+                    key,
+                    content,
+                    tokens,
+                    images,
+                    num_vectors,
+                    segments,
                 )
             )
         return replace(self.batch, features=features)
@@ -271,7 +278,7 @@ def pack(batch: RankBatch) -> PackedBatch:
                 feature.key,
                 feature.content,
                 feature.images,
-                feature.rows,
+                feature.num_vectors,
             )
         )
     return PackedBatch(
