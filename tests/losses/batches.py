@@ -89,7 +89,7 @@ def make_batch(
         rank_rows=slice(0, num_rows),
         rank_negatives=slice(0, len(negative)),
         negative_scores=negative_scores,
-        number=seed,
+        batch_index=seed,
     )
     return replace(batch, teachers=teachers_of(batch, draw))
 

@@ -255,7 +255,7 @@ def plain_batch(case, model, featuriser):
         negative_scores=torch.tensor(negative_scores, dtype=torch.float64)
         if negative_scores
         else None,
-        holds_scores=is_reranker,
+        embeddings_are_scores=is_reranker,
     )
 
 
@@ -334,7 +334,7 @@ def drawn_batch(case, model, featuriser, world_size):
         rank_negatives=slice(
             0, sum(len(rank_batch.negative) for rank_batch in rank_batches)
         ),
-        holds_scores=gives_scores(model),
+        embeddings_are_scores=gives_scores(model),
     )
 
 

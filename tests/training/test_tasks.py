@@ -294,7 +294,7 @@ def test_the_loss_is_that_of_the_source():
     batch = make_batch(5)
     for number, temperature in enumerate((0.05, 0.5)):
         alone = config_of(temperature=temperature)
-        of_source = replace(batch, source=number)
+        of_source = replace(batch, source_index=number)
         check(of_source, alone, build_loss(alone))
         assert torch.equal(
             loss.double()(of_source), build_loss(alone).double()(of_source)

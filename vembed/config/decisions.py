@@ -20,6 +20,7 @@ from vembed.config.schema import (
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
+    ParallelSection,
     RunSection,
     TrainConfig,
     option_fields,
@@ -160,38 +161,10 @@ def decide(
     `values`: each option that any source gives, as the strongest source gives it.
     `base`: the file or launcher that the FSDP settings start from.
     """
+    model = config.model
     parallel = config.parallel
-    sharding = values.get("fsdp_sharding_strategy")
-    # ---- strategy
-    strategy: Decision[AskedStrategy]
-    if parallel.strategy == "auto":
-        reason = "decided by the size of the model: ddp where it fits, fsdp where it does not"
-        strategy = Decision("auto", reason)
-    else:
-        asked = values["strategy"]
-        is_sharded = parallel.strategy == "fsdp"
-        # Contradiction: the Accelerate file is for another strategy. No contradiction if a stronger source than the one
-        # that names the file asks for FSDP: it overrides the file.
-        if (
-            is_sharded
-            and file is not None
-            and file.distribution != "fsdp"
-            and asked.level <= values["accelerate_config"].level
-        ):
-            raise UserError(
-                f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} is for "
-                f"{file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
-                f"accelerate_fsdp), or leave {asked.key} out"
-            )
-        reason = "asked for" if asked.key == "strategy" else f"asked for by {asked.key}"
-        strategy = Decision(parallel.strategy, reason, asked.source)
-        if is_sharded and sharding is not None and sharding.value == "NO_SHARD":
-            # A copy on each process, which ddp gives without wrapping.
-            reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
-            strategy = Decision("ddp", reason, asked.source)
-        elif is_sharded:
-            reason = f"asked for, with the options of {base}"
-            strategy = Decision("fsdp", reason, asked.source)
+    strategy = _strategy(parallel, values, file, base)
+    lines = list(notes)
 
     # ---- FSDP
     fsdp_values = {}
@@ -205,7 +178,6 @@ def decide(
             fsdp_given.append(str(value))
     fsdp = None
     fsdp_notes: list[str] = []
-    lines = list(notes)
     # For `auto` too: the placement may choose FSDP later, and then needs the settings.
     if strategy.value in ("auto", "fsdp"):
         fsdp, fsdp_notes = resolve_fsdp(fsdp_values, base)
@@ -220,41 +192,20 @@ def decide(
 
     # ---- gradient checkpointing and precision
     recomputation = Decision(False, "default without FSDP")
-    if config.model.gradient_checkpointing is not None:
-        recomputes = config.model.gradient_checkpointing
-        recomputation = _asked("gradient_checkpointing", recomputes, values)
+    if model.gradient_checkpointing is not None:
+        recomputation = _asked(
+            "gradient_checkpointing", model.gradient_checkpointing, values
+        )
     elif strategy.value == "fsdp":
         recomputation = Decision(True, "default with FSDP")
-    precision = _asked("mixed_precision", config.model.mixed_precision, values)
+    precision = _asked("mixed_precision", model.mixed_precision, values)
     precision_reason = f"mixed_precision: {precision.value}"
     if precision.value == "auto":
         precision_reason = "auto"
     elif precision.reason != "mixed_precision":
         precision_reason += f", set by {precision.reason}"
 
-    # ---- timeout
-    minutes = parallel.dist_timeout_minutes
-    timeout = _asked("dist_timeout_minutes", minutes, values)
-    limit = env.get(TIMEOUT_VARIABLE)
-    if limit:
-        try:
-            seconds = float(limit)
-        except ValueError:
-            seconds = 0.0  # refused below
-        if not 0 < seconds < math.inf:
-            raise UserError(
-                f"{TIMEOUT_VARIABLE}={limit} must be a number of seconds above 0; or use "
-                "dist_timeout_minutes"
-            )
-        # An option overrides the environment variable, even if it has the default value.
-        stated_timeout = values.get("dist_timeout_minutes")
-        if stated_timeout is None:
-            reason_of_timeout = f"{TIMEOUT_VARIABLE}={limit}"
-            timeout = Decision(seconds / 60, reason_of_timeout, "environment")
-        elif seconds != 60 * minutes:
-            lines.append(
-                f"{stated_timeout} overrides {TIMEOUT_VARIABLE}={limit} (environment)"
-            )
+    timeout, timeout_notes = _timeout(parallel.dist_timeout_minutes, values, env)
     return ResolvedRun(
         config=config,
         origins=origins,
@@ -268,9 +219,71 @@ def decide(
         processes=_asked("num_processes", parallel.num_processes, values),
         machines=_asked("num_machines", parallel.num_machines, values),
         timeout_minutes=timeout,
-        notes=tuple(lines),
+        notes=(*lines, *timeout_notes),
         file=file,
     )
+
+
+def _strategy(
+    parallel: ParallelSection,
+    values: Mapping[str, OptionValue],
+    file: AccelerateFile | None,
+    base: str,
+) -> Decision[AskedStrategy]:
+    """Return the strategy that is asked for. Raise UserError if the Accelerate file is for another one."""
+    if parallel.strategy == "auto":
+        reason = "decided by the size of the model: ddp where it fits, fsdp where it does not"
+        return Decision("auto", reason)
+    asked = values["strategy"]
+    if parallel.strategy != "fsdp":
+        reason = "asked for" if asked.key == "strategy" else f"asked for by {asked.key}"
+        return Decision(parallel.strategy, reason, asked.source)
+    # No contradiction if a stronger source than the one that names the file asks for FSDP: it overrides the file.
+    if (
+        file is not None
+        and file.distribution != "fsdp"
+        and asked.level <= values["accelerate_config"].level
+    ):
+        raise UserError(
+            f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} is for "
+            f"{file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
+            f"accelerate_fsdp), or leave {asked.key} out"
+        )
+    sharding = values.get("fsdp_sharding_strategy")
+    if sharding is not None and sharding.value == "NO_SHARD":
+        # A copy on each process, which ddp gives without wrapping.
+        reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
+        return Decision("ddp", reason, asked.source)
+    return Decision("fsdp", f"asked for, with the options of {base}", asked.source)
+
+
+def _timeout(
+    minutes: float,
+    values: Mapping[str, OptionValue],
+    env: Mapping[str, str],
+) -> tuple[Decision[float], list[str]]:
+    """Return the time that a collective may take, and notes for the log. `minutes`: the option's value."""
+    name = "dist_timeout_minutes"
+    timeout = _asked(name, minutes, values)
+    limit = env.get(TIMEOUT_VARIABLE)
+    if not limit:
+        return timeout, []
+    try:
+        seconds = float(limit)
+    except ValueError:
+        seconds = 0.0  # refused below
+    if not 0 < seconds < math.inf:
+        raise UserError(
+            f"{TIMEOUT_VARIABLE}={limit} must be a number of seconds above 0; or use {name}"
+        )
+    # An option overrides the environment variable, even if it has the default value.
+    if name not in values:
+        reason = f"{TIMEOUT_VARIABLE}={limit}"
+        return Decision(seconds / 60, reason, "environment"), []
+    if seconds == 60 * minutes:
+        return timeout, []
+    note = f"{values[name]} overrides {TIMEOUT_VARIABLE}={limit} (environment)"
+    return timeout, [note]
 
 
 def resolve_fsdp(

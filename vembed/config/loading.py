@@ -711,7 +711,7 @@ def config_yaml(
     for name, replaced in REPLACES.items():
         if values[name] is not None:
             del values[replaced]
-    if "temperature" not in config.explicit_options:
+    if "temperature" not in config.objective.model_fields_set:
         # Written, it would count as given: learned temperatures and those of several losses would start from it.
         del values["temperature"]
     lines: list[str] = []

@@ -613,7 +613,6 @@ def _relational(
         example=query,
         negative=no_rows,
         negative_example=no_rows,
-        scores=None,
         rank_rows=slice(0, half),
         rank_negatives=slice(0, 0),
         teachers={TEACHER: teacher},

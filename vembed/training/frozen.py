@@ -196,7 +196,7 @@ class BatchInputs:
                     if chats:
                         # Without a graph: for the trained language model behind it the features are constants.
                         with torch.no_grad():
-                            (features,) = self.builder.model(chats, images_only=True)
+                            (features,) = self.builder.model(chats, until="images")
                     self._images.append(features)
                 # Features stand in the place of pixels.
                 for _, tensors in chats:
@@ -321,7 +321,7 @@ class FrozenTowers:
     ) -> Iterator[Tensor]:
         for inputs in self.feeder.feed(micro_batches, features):
             with torch.no_grad():
-                (output,) = self.model(inputs, features_only=True)
+                (output,) = self.model(inputs, until="features")
             yield output
 
 
