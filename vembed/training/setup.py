@@ -631,12 +631,9 @@ def decide_intervals(
         num_training=num_inputs / max(num_counted, 1),
         num_evaluated=num_evaluated,
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
-        has_validation=config.data.has_validation,
         is_length_given=is_length_given,
     )
-    intervals, reasons = run_intervals(
-        config.evaluation, config.run, config.logging, size
-    )
+    intervals, reasons = run_intervals(config, size)
     for name, reason in reasons.items():
         interval = getattr(intervals, name)
         value = "none" if interval is None else str(interval).lower()
