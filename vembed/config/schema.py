@@ -257,11 +257,9 @@ class ChoiceOptions(Immutable):
     @property
     def takes_claimed(self) -> bool:
         """True if claimed candidates come first."""
-        return (
-            not (LIMITS & self.model_fields_set)
-            if self.prefer_claimed == "auto"
-            else self.prefer_claimed
-        )
+        if self.prefer_claimed != "auto":
+            return self.prefer_claimed
+        return LIMITS.isdisjoint(self.model_fields_set)
 
     @property
     def budget(self) -> int:
