@@ -308,23 +308,10 @@ class LossBatch:
             negative = positive.new_full(self.negative.shape, float("nan"))
         return TeacherScores(positive, negative)
 
-    def teacher(self, name: str) -> Teaching:
-        """Return the answers of a teacher. Raise UserError if it has none for this batch."""
-        if name not in self.teachers:
-            raise UserError(
-                f"teacher {name} says nothing about this batch (there are {', '.join(self.teachers) or 'none'}): "
-                "name a model under teacher, or scores for every positive and negative in the data."
-            )
-        return self.teachers[name]
-
-    def teacher_vectors(self, name: str, needed_by: str) -> TeacherVectors:
+    def teacher_vectors(self, name: str | None) -> TeacherVectors:
         """Return the vectors of a teacher, for what needs more than scores of listed pairs."""
-        answers = self.teacher(name)
-        if not isinstance(answers, TeacherVectors):
-            raise UserError(
-                f"{needed_by} needs the teacher's vectors, and {name} gives scores of listed pairs only: "
-                "name an embedding model in its place."
-            )
+        answers = self.teachers[str(name)]
+        assert isinstance(answers, TeacherVectors), "`Teachers` refuses another model"
         return answers
 
 
@@ -576,9 +563,7 @@ def _mixed(
     *,
     unit: bool,
 ) -> Tensor:
-    weight = share[:, None].to(arithmetic_dtype(left))
-    left = left.to(weight.dtype)
-    right = right.to(weight.dtype)
+    weight = share[:, None].to(left.dtype)
     if unit:
         left = F.normalize(left, dim=1)
         right = F.normalize(right, dim=1)

@@ -21,7 +21,6 @@ from vembed.losses.similarity import (
     pair_scores,
     with_known_gradients,
 )
-from vembed.losses.tiles import Tiling
 
 log = logging.getLogger("vembed")
 
@@ -33,9 +32,6 @@ StoredForm = Literal["int8", "binary"]
 
 class TermModule(LossModule):
     """One term of a loss, with its similarity, its learned parameters and its teachers."""
-
-    tiling: Tiling | None = None
-    """Size of the tiles of scores, in place of one that fits in memory."""
 
     def __init__(
         self,

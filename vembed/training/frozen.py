@@ -230,18 +230,14 @@ class FrozenTowers:
         cached: dict[Modality, CachedRows] = {}
         missing: dict[Modality, list[int]] = {}
         for modality, indices in indices_by_modality(features, self.modalities).items():
-            cached[modality] = {}
+            rows: CachedRows = {}
             if modality in self.stores:
                 store = self.stores[modality]
-                stored = store.find_rows(
-                    store.keys([features[index] for index in indices])
-                )
-                cached[modality] = {
-                    indices[index]: row for index, row in stored.items()
-                }
-            missing[modality] = [
-                index for index in indices if index not in cached[modality]
-            ]
+                keys = store.keys([features[index] for index in indices])
+                for position, row in store.find_rows(keys).items():
+                    rows[indices[position]] = row
+            cached[modality] = rows
+            missing[modality] = [index for index in indices if index not in rows]
         return cached, missing
 
     def encode(
