@@ -330,7 +330,8 @@ class _PairScores(torch.autograd.Function):
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
             table = similarity.table(embeddings, index, with_gradient=False)
-            scores[:, pairs] = table.pair_scores(*_halves(index))
+            left_entries, right_entries = chunks(len(index), length_of(pairs))
+            scores[:, pairs] = table.pair_scores(left_entries, right_entries)
         # Save indices and scores only: the gathered vectors [2P, D] may take more memory than the embeddings, so
         # `backward` gathers them again.
         ctx.save_for_backward(embeddings, left, right, scores)
@@ -345,7 +346,7 @@ class _PairScores(torch.autograd.Function):
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
             table = ctx.similarity.table(embeddings, index, with_gradient=True)
-            left_entries, right_entries = _halves(index)
+            left_entries, right_entries = chunks(len(index), length_of(pairs))
             table.add_pair_gradient(
                 left_entries, right_entries, scores[:, pairs], d_scores[:, pairs]
             )
@@ -400,11 +401,6 @@ def chunks(num: int, size: int) -> list[slice]:
     for start in range(0, num, size):
         slices.append(slice(start, min(start + size, num)))
     return slices
-
-
-def _halves(index: Tensor) -> tuple[slice, slice]:
-    half = index.numel() // 2
-    return slice(0, half), slice(half, 2 * half)
 
 
 def _running_sums(parts: Iterable[Tensor]) -> Tensor:
