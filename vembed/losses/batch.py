@@ -202,7 +202,8 @@ class LossBatch:
         positives = positive.new_full((len(size), width), NO_KEY_ROW)
         positives[ordered_example, slot] = positive[order]
         query = content[self.query]
-        row_keys = torch.cat((query[:, None], positives[example]), dim=1)
+        row_positives = positives[example]
+        row_keys = torch.cat((query[:, None], row_positives), dim=1)
         parts = self.negative_parts
         if parts is None:
             parts = self.negative[:, None]
@@ -485,8 +486,9 @@ def draw_mixtures(
     # [examples, count] each.
     first, second, *three = table[example].unbind(2)
     # j of m numbers, and k of m - 1. The minimum: a product may be rounded up to m.
-    left = torch.minimum((first * size).long(), size - 1)
-    right = torch.minimum((second * (size - 1)).long(), size - 2)
+    last = size - 1
+    left = torch.minimum((first * size).long(), last)
+    right = torch.minimum((second * last).long(), last - 1)
     # k is drawn from m - 1 numbers and steps over j, so that j != k and every pair is equally likely.
     right = right + (right >= left)
     # The middle one of three uniform numbers has the distribution Beta(2, 2).

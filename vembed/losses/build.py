@@ -57,14 +57,9 @@ class TermModule(LossModule):
     def similarity(self, embeddings: Tensor) -> Similarity:
         """Return the similarity at all sizes, for embeddings [U, D]."""
         similarity = self.run_similarity
-        embedding_dim = embeddings.shape[1]
-        if not similarity.dims:
-            return replace(similarity, dims=(embedding_dim,))
-        if similarity.dims[-1] > embedding_dim:
-            raise ValueError(
-                f"Matryoshka sizes {similarity.dims} for embeddings of size {embedding_dim}"
-            )
-        return similarity
+        if similarity.dims:
+            return similarity
+        return replace(similarity, dims=(embeddings.shape[1],))
 
     def scores(self, batch: LossBatch, pairs: ListedPairs) -> Tensor:
         """Return [K, n + P] the scores of listed pairs: similarities, or a reranker's own. Differentiable once."""
@@ -242,10 +237,11 @@ def _loss_of_terms(
     names = [term.loss.name for term in terms]
     labels = []
     for index, name in enumerate(names):
-        # Two terms of one loss are logged as NAME_1 and NAME_2.
-        is_repeated = names.count(name) > 1
-        number = names[:index].count(name) + 1
-        labels.append(f"{name}_{number}" if is_repeated else name)
+        label = name
+        if names.count(name) > 1:
+            # Two terms of one loss are logged as NAME_1 and NAME_2.
+            label = f"{name}_{names[: index + 1].count(name)}"
+        labels.append(label)
     for term in terms:
         teacher_dim = teacher_dims.get(str(term.teacher))
         term_start = replace(start, teacher_dim=teacher_dim)
