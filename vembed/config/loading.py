@@ -34,7 +34,7 @@ from vembed.config.options import (
     plain_layer,
 )
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
-from vembed.config.schema import DataSource, TrainConfig
+from vembed.config.schema import TrainConfig, sources_of
 from vembed.config.values import RESULT_OF, Immutable
 from vembed.errors import UserError
 from vembed.files import existing, short_name
@@ -144,7 +144,8 @@ def resolve_run(
         problems += layer.problems
         translated += layer.translated
         refused |= layer.refused
-    values = _merge(layers, notes)
+    values, notes_on_overrides = _merge(layers)
+    notes += notes_on_overrides
     _resolve_values(values, config_file, env, notes, problems)
     for name, option in all_options().items():
         if option.is_required and name not in values and name not in refused:
@@ -238,23 +239,24 @@ def _override_stage(
                     notes.append(f"{new} overrides {layer.values.pop(other)}")
 
 
-def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
-    """Merge the layers, from the weakest to the strongest. Adds a note for each overridden value.
+def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
+    """Merge the layers, from the weakest to the strongest. Return the values, and a note for each overridden one.
 
     A new value takes the place of the option itself, and of the option of the same meaning (REPLACES).
     """
-    merged: dict[str, OptionValue] = {}
+    # Meaning -> the values that hold, by option: one, or both of its two options.
+    merged: dict[str, dict[str, OptionValue]] = {}
+    notes = []
     for layer in layers:
         for new in layer.values.values():
-            old = merged.get(new.option)
-            # `auto` in the config keeps the value of the Accelerate file or of the launcher.
-            if old is not None and new.value == "auto" and old.level < Level.CONFIG:
-                continue
             meaning = REPLACES.get(new.option, new.option)
-            for name in list(merged):
-                if REPLACES.get(name, name) != meaning:
-                    continue
-                old = merged[name]
+            holding = merged.setdefault(meaning, {})
+            current = holding.get(new.option)
+            # `auto` in the config keeps the value of the Accelerate file or of the launcher.
+            is_weaker = current is not None and current.level < Level.CONFIG
+            if is_weaker and new.value == "auto":
+                continue
+            for name, old in list(holding.items()):
                 is_other = name != new.option
                 is_auto = "auto" in (new.value, old.value)
                 # Both may stay: `auto` sets nothing, and one source may set both, which the rules check.
@@ -266,9 +268,12 @@ def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
                 is_other_source = is_other or old.level != new.level
                 if is_from_user and is_other_source and old.value != new.value:
                     notes.append(f"{new} overrides {old}")
-                del merged[name]
-            merged[new.option] = new
-    return merged
+                del holding[name]
+            holding[new.option] = new
+    values: dict[str, OptionValue] = {}
+    for holding in merged.values():
+        values |= holding
+    return values, notes
 
 
 def _resolve_values(
@@ -406,10 +411,7 @@ def expand_output_dir(
 
             seconds = float(psutil.Process(os.getppid()).create_time())
         start = datetime.fromtimestamp(seconds).strftime("%Y%m%d-%H%M%S")
-    source = options["data_path"]
-    if isinstance(source, list) and source:
-        source = source[0]
-    path = source.path if isinstance(source, DataSource) else str(source)
+    path = sources_of(options["data_path"] or "")[0].path
 
     def folder_name(name: str) -> str:
         return re.sub(r"[^\w.-]+", "-", short_name(name)).strip("-.") or "run"
@@ -500,17 +502,17 @@ class Pipeline:
             )
         step = trainings[stage]
         source = self.source
-        implied = Layer(source)
-        place = f"{source}, {TRAINING_STAGES}.{stage}"
-        implied.enter("output_dir", str(self.folder(stage)), "output_dir", place)
+        # Option -> its path and where that comes from.
+        paths = {"output_dir": (self.folder(stage), f", {TRAINING_STAGES}.{stage}")}
         if step.model_step is not None:
-            model = str(self.folder(step.model_step.name) / "final")
-            place = f"{source}{RESULT_OF}{step.model_step.name}"
-            implied.enter("model_name", model, "model_name", place)
+            model = self.folder(step.model_step.name) / "final"
+            paths["model_name"] = (model, f"{RESULT_OF}{step.model_step.name}")
         if step.data_step is not None:
-            path = str(self.data_of(step.data_step))
-            place = f"{source}{RESULT_OF}{step.data_step.name}"
-            implied.enter("data_path", path, "data_path", place)
+            data = self.data_of(step.data_step)
+            paths["data_path"] = (data, f"{RESULT_OF}{step.data_step.name}")
+        implied = Layer(source)
+        for option, (path, place) in paths.items():
+            implied.enter(option, str(path), option, f"{source}{place}")
         return [self.shared, implied, step.layer]
 
 
@@ -711,7 +713,7 @@ def config_yaml(
     for name, replaced in REPLACES.items():
         if values[name] is not None:
             del values[replaced]
-    if "temperature" not in config.explicit_options:
+    if "temperature" not in config.objective.model_fields_set:
         # Written, it would count as given: learned temperatures and those of several losses would start from it.
         del values["temperature"]
     lines: list[str] = []

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -35,6 +36,8 @@ from vembed.models.families.family import Modality
 
 log = logging.getLogger("vembed")
 
+COLUMNS_OF = attrgetter("modality", "length", "key", "content", "images", "num_vectors")
+"""Returns the fields of `Features` before its arrays."""
 AHEAD = 2
 """Number of batches that each worker prepares ahead."""
 _CODE = (
@@ -234,56 +237,25 @@ class PackedBatch:
     batch: RankBatch
     """Without features."""
     columns: list[tuple[Modality, int, int, int, tuple[ImageRef, ...], int]]
-    """Modality, length, key, content, images and number of vectors of each input."""
+    """The first fields of the features of each input."""
     token_ids: Ragged
     segments: Ragged
 
     def unpacked(self) -> RankBatch:
         """Return the rank batch."""
         features = []
-        rows = zip(
-            self.columns, self.token_ids.rows(), self.segments.rows(), strict=True
-        )
-        for (
-            modality,
-            length,
-            key,
-            content,
-            images,
-            num_vectors,
-        ), tokens, segments in rows:
-            features.append(
-                Features(
-                    modality,
-                    length,
-                    key,
-                    content,
-                    tokens,
-                    images,
-                    num_vectors,
-                    segments,
-                )
-            )
+        for columns, token_ids, segments in zip(
+            self.columns, self.token_ids.arrays(), self.segments.arrays(), strict=True
+        ):
+            features.append(Features(*columns, token_ids, segments))
         return replace(self.batch, features=features)
 
 
 def pack(batch: RankBatch) -> PackedBatch:
     """Return a rank batch in the form that is sent."""
-    columns = []
-    for feature in batch.features:
-        columns.append(
-            (
-                feature.modality,
-                feature.length,
-                feature.key,
-                feature.content,
-                feature.images,
-                feature.num_vectors,
-            )
-        )
     return PackedBatch(
         replace(batch, features=[]),
-        columns,
+        list(map(COLUMNS_OF, batch.features)),
         Ragged.of([feature.token_ids for feature in batch.features]),
         Ragged.of([feature.segments for feature in batch.features]),
     )
@@ -291,24 +263,24 @@ def pack(batch: RankBatch) -> PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Rows of int32 of different lengths, of which some are missing, in one array."""
+    """Int32 arrays of different lengths, of which some are missing, in one array."""
 
     lengths: list[int]
-    """-1: the row is missing."""
+    """-1: the array is missing."""
     values: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[np.ndarray | None]) -> Ragged:
-        """Join rows."""
-        lengths = [-1 if row is None else len(row) for row in rows]
-        present = [row for row in rows if row is not None]
+    def of(cls, arrays: Sequence[np.ndarray | None]) -> Ragged:
+        """Join arrays."""
+        lengths = [-1 if array is None else len(array) for array in arrays]
+        present = [array for array in arrays if array is not None]
         empty = np.empty(0, dtype=np.int32)
         return cls(lengths, np.concatenate([empty, *present]))
 
-    def rows(self) -> list[np.ndarray | None]:
-        """Return the rows, as views."""
+    def arrays(self) -> list[np.ndarray | None]:
+        """Return the arrays, as views."""
         ends = np.cumsum([0, *np.maximum(self.lengths, 0)]).tolist()
-        rows: list[np.ndarray | None] = []
+        arrays: list[np.ndarray | None] = []
         for length, (start, end) in zip(self.lengths, pairwise(ends), strict=True):
-            rows.append(None if length < 0 else self.values[start:end])
-        return rows
+            arrays.append(None if length < 0 else self.values[start:end])
+        return arrays
