@@ -57,9 +57,14 @@ class TermModule(LossModule):
     def similarity(self, embeddings: Tensor) -> Similarity:
         """Return the similarity at all sizes, for embeddings [U, D]."""
         similarity = self.run_similarity
-        if similarity.dims:
-            return similarity
-        return replace(similarity, dims=(embeddings.shape[1],))
+        embedding_dim = embeddings.shape[1]
+        if not similarity.dims:
+            return replace(similarity, dims=(embedding_dim,))
+        if similarity.dims[-1] > embedding_dim:
+            raise ValueError(
+                f"Matryoshka sizes {similarity.dims} for embeddings of size {embedding_dim}"
+            )
+        return similarity
 
     def scores(self, batch: LossBatch, pairs: ListedPairs) -> Tensor:
         """Return [K, n + P] the scores of listed pairs: similarities, or a reranker's own. Differentiable once."""
