@@ -125,6 +125,7 @@ class CandidateRule:
     """Which scores a loss reads, besides those of each query with the documents."""
 
     hard_negatives_scope: Literal["all", "own"] = "all"
+    """As the option of this name."""
     query_query: bool = False
     """Queries against queries, too."""
     document_document: bool = False

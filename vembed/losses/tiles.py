@@ -110,7 +110,6 @@ class Scoring:
     """Makes the losses of a row block."""
     coefficients: tuple[float, ...]
     """Factor of each direction (forward, reverse)."""
-    tiling: Tiling | None
     margin_above_positive: float | None = None
     """Leave out candidates with a score above the positive's score plus this margin. None: keep all."""
     guide: Guide | None = None
@@ -256,9 +255,8 @@ class _ScorePass:
         self.num_matrices = self.num_sizes + (self.teacher_table is not None)
         widths = [length_of(group.columns) for group in candidates.column_groups]
         num_columns = sum(widths)
-        self.tiling = scoring.tiling or Tiling.for_scores(
-            num_columns * self.num_matrices, embeddings
-        )
+        scores_per_row = num_columns * self.num_matrices
+        self.tiling = Tiling.for_scores(scores_per_row, embeddings)
         self.keeps_tiles = not scoring.is_separable
         # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
         # of the size of a tile.

@@ -886,10 +886,7 @@ class TwoTowers(nn.Module):
         target = folder / IMAGE_TOWER_FOLDER
         self.vision_model.save_pretrained(target, state_dict=vision)
         known = {"text_projection.weight", "visual_projection.weight"}
-        if state_dict.keys() != known:
-            raise RuntimeError(
-                f"two towers are saved with {sorted(known)}, and not with {sorted(state_dict)}"
-            )
+        assert state_dict.keys() == known, sorted(state_dict)
         projections = {key: value.contiguous() for key, value in state_dict.items()}
         save_file(projections, folder / PROJECTIONS_FILE)
 

@@ -318,11 +318,10 @@ class ContrastiveStep:
             with self.timer("backward"), self._watching_memory(can_repeat=has_copy):
                 self.backward(batch, gradient, weight * scale)
         num_forwards = len(batch.micro_batches)
+        feeder = self.input_builder.feeder
         padded_tokens = 0
         for micro_batch in batch.micro_batches:
-            padded_tokens += self.input_builder.feeder.padded_tokens(
-                micro_batch, rank_batch.features
-            )
+            padded_tokens += feeder.padded_tokens(micro_batch, rank_batch.features)
         auxiliary = {} if batch.auxiliary is None else batch.auxiliary.means()
         return BatchResult(
             loss_share=loss_share,
@@ -701,7 +700,8 @@ def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
     # All columns share one int64 collective. Floating-point columns are sent as their bits, without conversion.
     flat = [column.values.view(np.int64) for column in columns.values()]
     # [ranks, columns] how many numbers each rank has in each column.
-    sizes = np.array([column.counts for column in columns.values()]).T
+    counts = [column.counts for column in columns.values()]
+    sizes = np.array(counts).T
     per_rank = sizes.sum(axis=1).tolist()
     # [this rank's numbers], column by column. Where there is a group for CPU tensors the host gathers them: the results
     # of a GPU would have to be waited for.
