@@ -93,7 +93,7 @@ def run_train(
             read_rank_info(env)
     # Resuming compares the global batch with the checkpoint's, and keeps that one.
     if not config.run.resume:
-        config.batch.rows_per_process(launch.world_size)
+        config.batch.examples_per_process(launch.world_size)
     require_trackers(config.logging.report_to)
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(run, launch, arguments))

@@ -542,7 +542,7 @@ def load_options(
             )
     if problems:
         raise UserError("\nalso: ".join(problems))
-    resolve_paths(values, MINING_PATH_OPTIONS, file, [])
+    resolve_paths(values, MINING_PATH_OPTIONS, file)
     try:
         return kind.model_validate(
             {name: value.value for name, value in values.items()}

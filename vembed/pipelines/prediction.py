@@ -156,7 +156,7 @@ def training_time(
         return None, f"hours: not estimated ({error})"
     world = placement.ranks.world_size
     micro_steps = config.batch.gradient_accumulation_steps
-    per_step = placement.rows * world * micro_steps
+    per_step = placement.num_examples * world * micro_steps
     steps = config.optimizer.max_steps
     if steps is None:
         num_train = data.num_examples * (1.0 - (config.data.val_split or 0.0))
@@ -164,7 +164,7 @@ def training_time(
         epochs = decide_epochs(
             config.optimizer, config.model, int(num_train), has_scale=has_scale
         ).value
-        batches = num_train // (placement.rows * world)
+        batches = num_train // (placement.num_examples * world)
         steps = steps_of_epochs(epochs, batches, micro_steps)
     operations = operations_per_token(placement, size, data)
     # Every process has this peak.
@@ -214,7 +214,7 @@ def operations_per_token(
         count += 1.0
     # Gradient Cache runs the forward pass of what it does not keep twice.
     estimate = MemoryEstimate(placement, size)
-    count += estimate.repeated_share(placement.rows * data.tokens)
+    count += estimate.repeated_share(placement.num_examples * data.tokens)
     return count * _forward_operations(size, data.length)
 
 

@@ -92,7 +92,7 @@ class StepMetrics(Hook):
             )
             prefix = "loss/"
             if self._tasks:
-                task = self._tasks[rank_batch.source]
+                task = self._tasks[rank_batch.source_index]
                 self._shares[f"loss/{task}"].append(result.loss_share)
                 prefix = f"loss/{task}/"
             for term, share in result.terms.items():
