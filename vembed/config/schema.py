@@ -27,6 +27,7 @@ from vembed.config.values import (
     PositiveFloat,
     PositiveInt,
     ProperFraction,
+    RetrievalMode,
     Task,
 )
 from vembed.errors import UserError
@@ -257,11 +258,9 @@ class ChoiceOptions(Immutable):
     @property
     def takes_claimed(self) -> bool:
         """True if claimed candidates come first."""
-        return (
-            not (LIMITS & self.model_fields_set)
-            if self.prefer_claimed == "auto"
-            else self.prefer_claimed
-        )
+        if self.prefer_claimed != "auto":
+            return self.prefer_claimed
+        return LIMITS.isdisjoint(self.model_fields_set)
 
     @property
     def budget(self) -> int:
@@ -414,7 +413,7 @@ class DataSection(Section, title="data"):
     documents of the data are searched."""
     column_mapping: dict[str, str] | None = None
     """Names in your file -> names that vembed reads, e.g. {question: query, answer: positive}."""
-    retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"
+    retrieval_mode: RetrievalMode = "auto"
     """Meaning of plain strings, as query 2 document: t text, i image path, m a record with both. `auto`: plain strings
     are text, and images are written as {"image": path}."""
     image_root: str | None = None
