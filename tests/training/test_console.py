@@ -104,5 +104,10 @@ def test_step_lines_fit_and_time_left_follows_the_recent_rate(
     clock.start_loop(0)
     for step in range(1, 21):
         current_time += 100 if step <= 10 else 1  # slow at first
-        left = clock.seconds_left(step, 120)
+        left = clock.seconds_left(step, 120, 0)
     assert left == pytest.approx(100)
+    # An evaluation of 30 s: each one to come takes as long, and the steps around it are no slower.
+    current_time += 30
+    clock.add_evaluation(30)
+    current_time += 1
+    assert clock.seconds_left(21, 120, 2) == pytest.approx(99 + 2 * 30)
