@@ -204,7 +204,8 @@ def _user_preset(
     layer = _naming_layer(layers)
     if layer is None:
         return []
-    name = layer.values["accelerate_config"].value
+    named = layer.values["accelerate_config"]
+    name = named.value
     if name in presets:
         del layer.values["accelerate_config"]
         block = {"distributed": presets[name]}
@@ -214,8 +215,7 @@ def _user_preset(
         return []
     known = ", ".join([*presets, *preset_names()])
     raise UserError(
-        f"accelerate_config: {name!r} ({layer.values['accelerate_config'].place}) is neither a file nor "
-        f"a preset ({known})"
+        f"accelerate_config: {name!r} ({named.place}) is neither a file nor a preset ({known})"
     )
 
 
