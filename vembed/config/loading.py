@@ -530,11 +530,8 @@ def source_layers(
     """
     if isinstance(source, TrainConfig):
         # Only what was set: defaults would win over the launcher and files.
-        options = source.options()
-        set_options = {
-            name: options[name] for name in options if name in source.explicit_options
-        }
-        return [plain_layer("TrainConfig", Level.CONFIG, set_options)], {}
+        layer = plain_layer("TrainConfig", Level.CONFIG, source.given_options())
+        return [layer], {}
     tree, name = source_tree(source)
     presets = tree.value.get(USER_PRESETS, Node({}, None))
     if not isinstance(presets.value, dict):
