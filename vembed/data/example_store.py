@@ -103,7 +103,7 @@ class Records:
     """Its files, as they were before they were read."""
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.index.numbers)
 
     @property
     def name(self) -> str:
@@ -642,9 +642,6 @@ class Index:
     """Hash of the class of each record, in labelled data. Negative: a record whose text or image its class has already,
     as a class of its own, since two equal inputs are no pair to learn from."""
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
     def subset(self, chosen: np.ndarray) -> Index:
         """Return the index of some records by their numbers, with the statistics of all."""
         keys = self.keys
@@ -705,6 +702,7 @@ class PartIndex:
 def build_index(reader: Format, form: RecordFormat) -> Index:
     """Check all records of a source."""
     parts = reader.parts()
+    num_processes = min(len(parts), num_cores(), MAX_PROCESSES)
     num_done = 0
     num_records = sum(map(len, parts))
     checked = []
@@ -714,7 +712,10 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
     ):
         # Begins beside the first parts, and is faster than they are.
         digests = pool.map(_file_hash, reader.files())
-        results = check_parts(reader, form, parts)
+        if num_processes > 1:
+            results = in_processes(reader, form, parts, num_processes)
+        else:
+            results = (index_part(reader, form, part) for part in parts)
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
             form.columns.merge(result.columns)
@@ -863,17 +864,13 @@ def _file_hash(path: Path) -> bytes:
 # ---- several processes -----------------------------------------------------------
 
 
-def check_parts(
+def in_processes(
     reader: Format,
     form: RecordFormat,
     parts: Sequence[range],
+    num_processes: int,
 ) -> Iterator[PartIndex]:
-    """Yield the results of the parts in order. Of several processes each checks every n-th part."""
-    num_processes = min(len(parts), num_cores(), MAX_PROCESSES)
-    if num_processes <= 1:
-        for part in parts:
-            yield index_part(reader, form, part)
-        return
+    """Index the parts in several processes, each with every n-th part, and yield them in order."""
     children = []
     with ExitStack() as stack:
         for first in range(num_processes):
