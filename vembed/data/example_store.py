@@ -198,15 +198,6 @@ class _Source(Records):
         counts = index.counts
         numbers = range(min(NUM_INSPECTED, len(self)))
         examples = [self.example(number) for number in numbers]
-        score_column = None
-        for number in numbers:
-            record = self.record(number)
-            name: str | None = LABEL
-            if not is_conversation(record):
-                name = self.form.columns.layout(tuple(record)).score
-            if name is not None and record.get(name) is not None:
-                score_column = name
-                break
         losses = self.form.losses
         # Pairs without scores are taken for matches: by a loss, or by an evaluation.
         takes_matches = not losses or any(
@@ -223,10 +214,10 @@ class _Source(Records):
                 if counts["negatives"]:
                     way_out = "loss: kl and teacher: scores if it is a teacher's"
                 sentences.append(
-                    f"{score_column or 'score'} is not read by loss: {' and '.join(losses)}, and every pair is taken "
-                    f"for a match: set {way_out}, or leave out the pairs that do not match"
+                    f"{self._score_column() or 'score'} is not read by loss: {' and '.join(losses)}, and every pair is "
+                    f"taken for a match: set {way_out}, or leave out the pairs that do not match"
                 )
-        if self.reads_scores and score_column == LABEL:
+        if self.reads_scores and self._score_column() == LABEL:
             scores: set[float] = set()
             for example in examples:
                 scores.update(example.scores or ())
@@ -238,6 +229,17 @@ class _Source(Records):
             )
         sentences += taken_for_texts(examples, index.unused)
         return [sentence for sentence in sentences if sentence is not None]
+
+    def _score_column(self) -> str | None:
+        """Return the column of the first score in the inspected records; None without one."""
+        for number in range(min(NUM_INSPECTED, len(self))):
+            record = self.record(number)
+            name: str | None = LABEL
+            if not is_conversation(record):
+                name = self.form.columns.layout(tuple(record)).score
+            if name is not None and record.get(name) is not None:
+                return name
+        return None
 
 
 def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> list[str]:
