@@ -35,7 +35,6 @@ SIZE = RunSize(
     num_training=2.0,
     num_evaluated=400,
     checkpoint_bytes=10**8,
-    has_validation=True,
     is_length_given=False,
 )
 UNSCORED = {"val_data_path": None}
@@ -253,11 +252,10 @@ def test_intervals_suit_the_size_of_the_run(options, size, actual):
     config = TrainConfig(**{**SCORED, **options})
     facts = replace(
         SIZE,
-        has_validation=config.data.has_validation,
         is_length_given=config.optimizer.gives_length(),
         **size,
     )
-    intervals, _ = run_intervals(config.evaluation, config.run, config.logging, facts)
+    intervals, _ = run_intervals(config, facts)
     assert (
         intervals.eval_steps,
         intervals.save_steps,

@@ -15,13 +15,10 @@ from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.options import Level, OptionValue, yaml_word
 from vembed.config.schema import (
     AdapterSection,
-    EvaluationSection,
-    LoggingSection,
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
     ParallelSection,
-    RunSection,
     TrainConfig,
     option_fields,
 )
@@ -616,7 +613,6 @@ class RunSize:
     num_evaluated: int
     """Texts and images of the evaluation data; 0 without them."""
     checkpoint_bytes: int
-    has_validation: bool
     is_length_given: bool
     """The user has said how many epochs or steps the run has."""
 
@@ -637,13 +633,14 @@ class RunIntervals:
 
 
 def run_intervals(
-    evaluation: EvaluationSection,
-    run_options: RunSection,
-    logging: LoggingSection,
+    config: TrainConfig,
     size: RunSize,
 ) -> tuple[RunIntervals, dict[str, str]]:
     """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run, with the reason
     by option."""
+    evaluation = config.evaluation
+    run_options = config.run
+    has_validation = size.num_evaluated > 0
     reasons: dict[str, str] = {}
     steps = size.total_steps
     needs_checkpoints = (
@@ -652,14 +649,16 @@ def run_intervals(
 
     eval_steps = evaluation.eval_steps
     if eval_steps == "auto":
-        eval_steps = _auto_eval_steps(
-            size, run_options.save_steps, reasons, is_needed=needs_checkpoints
-        )
+        eval_steps = None
+        if has_validation:
+            eval_steps, reasons["eval_steps"] = _auto_eval_steps(
+                size, run_options.save_steps, is_needed=needs_checkpoints
+            )
 
     save_steps = run_options.save_steps
     if save_steps == "auto":
         save_steps = None
-        is_evaluated = eval_steps is not None and size.num_evaluated > 0
+        is_evaluated = has_validation and eval_steps is not None
         if size.checkpoint_bytes > LARGE_CHECKPOINT_BYTES and not needs_checkpoints:
             gigabytes = size.checkpoint_bytes / 1e9
             reasons["save_steps"] = (
@@ -679,7 +678,7 @@ def run_intervals(
     keeps_best = run_options.load_best_model_at_end
     if keeps_best == "auto":
         keeps_best = False
-        if size.has_validation and eval_steps is not None and save_steps is not None:
+        if has_validation and eval_steps is not None and save_steps is not None:
             if evaluation.guards:
                 reason = "the guards decide which checkpoint final/ gets"
             elif save_steps % eval_steps:
@@ -692,7 +691,7 @@ def run_intervals(
                 reason = "there are validation data: final/ gets the checkpoint with the best score"
             reasons["load_best_model_at_end"] = reason
 
-    logging_steps = logging.logging_steps
+    logging_steps = config.logging.logging_steps
     if logging_steps == "auto":
         interval = min(max(steps // LOG_LINES_PER_RUN, 1), MAX_STEPS_PER_LOG_LINE)
         logging_steps = _round_down(interval)
@@ -702,7 +701,7 @@ def run_intervals(
     patience = evaluation.patience
     if patience == "auto":
         patience = None
-        if eval_steps is not None and size.has_validation:
+        if has_validation and eval_steps is not None:
             reasons["patience"] = "the config says how long the run is"
             if not size.is_length_given:
                 patience = AUTO_PATIENCE
@@ -718,26 +717,20 @@ def run_intervals(
 def _auto_eval_steps(
     size: RunSize,
     save_steps: Any,
-    reasons: dict[str, str],
     *,
     is_needed: bool,
-) -> int | None:
-    """Return the interval of evaluations. `is_needed`: the config asks for evaluated checkpoints."""
+) -> tuple[int | None, str]:
+    """Return the interval of evaluations and the reason. `is_needed`: the config asks for evaluated checkpoints."""
     steps = size.total_steps
-    if not size.num_evaluated:
-        return None
     if steps < SHORT_RUN_STEPS and not is_needed:
-        reasons["eval_steps"] = f"before and after a run of {steps:,d} steps"
-        return None
+        return None, f"before and after a run of {steps:,d} steps"
     # Forward passes of an evaluation over those of the run. A backward pass counts as two.
     num_trained = steps * size.examples_per_step * size.num_training
     share = size.num_evaluated / (3 * num_trained)
     # Even the fewest evaluations would take longer than the training itself.
     if MIN_EVALUATIONS * share > 1 and not is_needed:
-        reasons["eval_steps"] = (
-            f"before and after training: one evaluation takes {share:.0%} of the computation"
-        )
-        return None
+        reason = f"before and after training: one evaluation takes {share:.0%} of the computation"
+        return None, reason
     num_affordable = max(MAX_EVALUATION_SHARE / share, MIN_EVALUATIONS)
     count = int(min(num_affordable, MAX_EVALUATIONS))
     interval = _round_down(max(steps // count, 1))
@@ -750,11 +743,11 @@ def _auto_eval_steps(
                 divisors.append(divisor)
         interval = min(divisors, key=lambda divisor: abs(math.log(divisor / interval)))
     num_evaluations = steps // interval
-    reasons["eval_steps"] = (
+    reason = (
         f"{num_evaluations:,d} evaluations in {steps:,d} steps take about "
         f"{num_evaluations * share:.0%} of the computation"
     )
-    return interval
+    return interval, reason
 
 
 def _round_down(value: int) -> int:

@@ -80,13 +80,15 @@ def loss_terms(
             options[name] = value
         reason = "default"
         if "temperature" in options:
-            is_given = "temperature" in objective.model_fields_set
-            if dict(entry)["temperature"] is not None:
-                reason = "given"
-            elif source is not None and source.temperature is not None:
+            is_of_entry = dict(entry)["temperature"] is not None
+            if (
+                source is not None
+                and source.temperature is not None
+                and not is_of_entry
+            ):
                 options["temperature"] = source.temperature
                 reason = "given"
-            elif is_given:
+            elif is_of_entry or "temperature" in objective.model_fields_set:
                 reason = "given"
             elif is_reranker:
                 options["temperature"] = 1.0

@@ -34,19 +34,22 @@ def copied_together(
     tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
     """Return host tensors on a device, by one copy for each dtype, which the host does not wait for."""
+    copies = {}
     if device.type != "cuda":
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            copies[name] = tensor.to(device)
+        return copies
     names_by_dtype: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors.items():
         names_by_dtype.setdefault(tensor.dtype, []).append(name)
-    copies = {}
     for names in names_by_dtype.values():
         flat = torch.cat([tensors[name].reshape(-1) for name in names])
         if flat.numel() and flat.device != device:
             flat = flat.pin_memory()
         flat = flat.to(device, non_blocking=True)
         sizes = [tensors[name].numel() for name in names]
-        for name, piece in zip(names, torch.split(flat, sizes), strict=True):
+        pieces = torch.split(flat, sizes)
+        for name, piece in zip(names, pieces, strict=True):
             copies[name] = piece.view(tensors[name].shape)
     return copies
 
@@ -202,7 +205,8 @@ class LossBatch:
         positives = positive.new_full((len(size), width), NO_KEY_ROW)
         positives[ordered_example, slot] = positive[order]
         query = content[self.query]
-        row_keys = torch.cat((query[:, None], positives[example]), dim=1)
+        row_positives = positives[example]
+        row_keys = torch.cat((query[:, None], row_positives), dim=1)
         parts = self.negative_parts
         if parts is None:
             parts = self.negative[:, None]
@@ -308,23 +312,10 @@ class LossBatch:
             negative = positive.new_full(self.negative.shape, float("nan"))
         return TeacherScores(positive, negative)
 
-    def teacher(self, name: str) -> Teaching:
-        """Return the answers of a teacher. Raise UserError if it has none for this batch."""
-        if name not in self.teachers:
-            raise UserError(
-                f"teacher {name} says nothing about this batch (there are {', '.join(self.teachers) or 'none'}): "
-                "name a model under teacher, or scores for every positive and negative in the data."
-            )
-        return self.teachers[name]
-
-    def teacher_vectors(self, name: str, needed_by: str) -> TeacherVectors:
+    def teacher_vectors(self, name: str | None) -> TeacherVectors:
         """Return the vectors of a teacher, for what needs more than scores of listed pairs."""
-        answers = self.teacher(name)
-        if not isinstance(answers, TeacherVectors):
-            raise UserError(
-                f"{needed_by} needs the teacher's vectors, and {name} gives scores of listed pairs only: "
-                "name an embedding model in its place."
-            )
+        answers = self.teachers[str(name)]
+        assert isinstance(answers, TeacherVectors), "`Teachers` refuses another model"
         return answers
 
 
@@ -498,8 +489,9 @@ def draw_mixtures(
     # [examples, count] each.
     first, second, *three = table[example].unbind(2)
     # j of m numbers, and k of m - 1. The minimum: a product may be rounded up to m.
-    left = torch.minimum((first * size).long(), size - 1)
-    right = torch.minimum((second * (size - 1)).long(), size - 2)
+    last = size - 1
+    left = torch.minimum((first * size).long(), last)
+    right = torch.minimum((second * last).long(), last - 1)
     # k is drawn from m - 1 numbers and steps over j, so that j != k and every pair is equally likely.
     right = right + (right >= left)
     # The middle one of three uniform numbers has the distribution Beta(2, 2).
@@ -556,12 +548,14 @@ def with_mixtures(
                 negative=torch.cat((teacher.negative, len(vectors) + places)),
             )
     parts_of_mixtures = torch.stack((left, right), dim=1)
+    # Exclusion looks at both parts (`negative_parts`). This only gives each input an id.
+    content = batch.content[left]
+    index = len(embeddings) + places
     return replace(
         batch,
         embeddings=torch.cat((embeddings, mixed)),
-        # Exclusion looks at both parts (`negative_parts`). This only gives each input an id.
-        content=torch.cat((batch.content, batch.content[left])),
-        negative=torch.cat((batch.negative, len(embeddings) + places)),
+        content=torch.cat((batch.content, content)),
+        negative=torch.cat((batch.negative, index)),
         negative_example=torch.cat((batch.negative_example, drawn.example)),
         negative_parts=torch.cat((twice, parts_of_mixtures)),
         teachers=teachers,
@@ -576,9 +570,7 @@ def _mixed(
     *,
     unit: bool,
 ) -> Tensor:
-    weight = share[:, None].to(arithmetic_dtype(left))
-    left = left.to(weight.dtype)
-    right = right.to(weight.dtype)
+    weight = share[:, None].to(left.dtype)
     if unit:
         left = F.normalize(left, dim=1)
         right = F.normalize(right, dim=1)

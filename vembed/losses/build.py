@@ -21,7 +21,6 @@ from vembed.losses.similarity import (
     pair_scores,
     with_known_gradients,
 )
-from vembed.losses.tiles import Tiling
 
 log = logging.getLogger("vembed")
 
@@ -33,9 +32,6 @@ StoredForm = Literal["int8", "binary"]
 
 class TermModule(LossModule):
     """One term of a loss, with its similarity, its learned parameters and its teachers."""
-
-    tiling: Tiling | None = None
-    """Size of the tiles of scores, in place of one that fits in memory."""
 
     def __init__(
         self,
@@ -246,10 +242,11 @@ def _loss_of_terms(
     names = [term.loss.name for term in terms]
     labels = []
     for index, name in enumerate(names):
-        # Two terms of one loss are logged as NAME_1 and NAME_2.
-        is_repeated = names.count(name) > 1
-        number = names[:index].count(name) + 1
-        labels.append(f"{name}_{number}" if is_repeated else name)
+        label = name
+        if names.count(name) > 1:
+            # Two terms of one loss are logged as NAME_1 and NAME_2.
+            label = f"{name}_{names[: index + 1].count(name)}"
+        labels.append(label)
     for term in terms:
         teacher_dim = teacher_dims.get(str(term.teacher))
         term_start = replace(start, teacher_dim=teacher_dim)

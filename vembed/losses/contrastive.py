@@ -97,7 +97,7 @@ class GuidedLoss(CandidateLoss):
         )
         guide = None
         if term.guide is not None:
-            vectors = batch.teacher_vectors(term.guide, "guide")
+            vectors = batch.teacher_vectors(term.guide)
             # "5%" leaves out c with g(q,c) > g(q,p) - 0.05 |g(q,p)|, and 0.05 those with g(q,c) > g(q,p) - 0.05.
             if isinstance(self.guide_margin, str):
                 share_of_score = float(self.guide_margin.rstrip("%")) / 100
@@ -112,7 +112,6 @@ class GuidedLoss(CandidateLoss):
             similarity=term.similarity(batch.embeddings),
             row_loss=row_loss,
             coefficients=coefficients,
-            tiling=term.tiling,
             margin_above_positive=self.false_negative_margin,
             guide=guide,
             is_separable=is_separable,

@@ -186,7 +186,7 @@ class ListedLoss(TeacherLoss):
         if term.teacher in (None, SCORES):
             answers: Teaching = batch.scores_of_data(self.name, may_lack=may_lack)
         else:
-            answers = batch.teacher(str(term.teacher))
+            answers = batch.teachers[str(term.teacher)]
         return batch.like_scores(answers.scores_of(pairs))
 
     def labels(
@@ -281,10 +281,7 @@ class KL(SoftmaxLoss, CandidateLoss):
             similarity=term.similarity(batch.embeddings),
             row_loss=partial(DivergenceRows, target_scale=self.target_scale()),
             coefficients=(1.0 / max(1, batch.num_rows),),
-            tiling=term.tiling,
-            teacher=batch.teacher_vectors(
-                str(term.teacher), "loss: kl with distill_candidates: batch"
-            ),
+            teacher=batch.teacher_vectors(term.teacher),
         )
         scale = term.scale(batch.embeddings)
         return tiled_loss(batch.embeddings, scoring, scale)

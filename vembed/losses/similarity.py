@@ -141,8 +141,11 @@ class PrefixTable:
     def _table_vectors(self, entries: slice) -> tuple[Tensor, Tensor]:
         """Return `x` [n, d] of some entries, and [K, n] one over the norm of each prefix of their embeddings."""
         vectors = self.embeddings.index_select(0, self.index[entries])
-        x = vectors[:, : self.dims[-1]].to(arithmetic_dtype(vectors))
-        squares = _running_sums(x[:, part].square().sum(1) for part in self.parts)
+        prefixes = vectors[:, : self.dims[-1]]
+        x = prefixes.to(arithmetic_dtype(vectors))
+        # [K, n] the squares of the coordinates that each size adds, and their sums over the smaller sizes.
+        added = [x[:, part].square().sum(1) for part in self.parts]
+        squares = _running_sums(added)
         zeros = torch.zeros_like(squares)
         inverse_norms = torch.where(squares > 0, squares.rsqrt(), zeros)
         if self.is_cosine:
@@ -155,7 +158,8 @@ class PrefixTable:
         """Return the scores [K, P] of the pairs (left_n, right_n) at all K sizes."""
         product = self.x[left] * self.x[right]
         # Sum the coordinates that each size adds once. The running sum over sizes gives every prefix.
-        scores = _running_sums(product[:, part].sum(1) for part in self.parts)
+        added = [product[:, part].sum(1) for part in self.parts]
+        scores = _running_sums(added)
         if self.prefix_scales is not None:
             left_scales = self.prefix_scales[:, left]
             scores[:-1] *= left_scales * self.prefix_scales[:, right]
@@ -246,8 +250,10 @@ class PrefixTable:
             d_products += self._scale_prefixes(d_logits, k, rows, columns, scratch)
         part = self.parts[k]
         # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
-        rows.dx[:, part].addmm_(d_products, self.x[columns, part])
-        self.dx[columns, part].addmm_(d_products.T, rows.x[:, part])
+        column_part = self.x[columns, part]
+        rows.dx[:, part].addmm_(d_products, column_part)
+        row_part = rows.x[:, part]
+        self.dx[columns, part].addmm_(d_products.T, row_part)
 
     def _scale_prefixes(
         self,
@@ -330,7 +336,8 @@ class _PairScores(torch.autograd.Function):
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
             table = similarity.table(embeddings, index, with_gradient=False)
-            scores[:, pairs] = table.pair_scores(*_halves(index))
+            left_entries, right_entries = chunks(len(index), length_of(pairs))
+            scores[:, pairs] = table.pair_scores(left_entries, right_entries)
         # Save indices and scores only: the gathered vectors [2P, D] may take more memory than the embeddings, so
         # `backward` gathers them again.
         ctx.save_for_backward(embeddings, left, right, scores)
@@ -345,7 +352,7 @@ class _PairScores(torch.autograd.Function):
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
             table = ctx.similarity.table(embeddings, index, with_gradient=True)
-            left_entries, right_entries = _halves(index)
+            left_entries, right_entries = chunks(len(index), length_of(pairs))
             table.add_pair_gradient(
                 left_entries, right_entries, scores[:, pairs], d_scores[:, pairs]
             )
@@ -400,11 +407,6 @@ def chunks(num: int, size: int) -> list[slice]:
     for start in range(0, num, size):
         slices.append(slice(start, min(start + size, num)))
     return slices
-
-
-def _halves(index: Tensor) -> tuple[slice, slice]:
-    half = index.numel() // 2
-    return slice(0, half), slice(half, 2 * half)
 
 
 def _running_sums(parts: Iterable[Tensor]) -> Tensor:

@@ -110,7 +110,6 @@ class Scoring:
     """Makes the losses of a row block."""
     coefficients: tuple[float, ...]
     """Factor of each direction (forward, reverse)."""
-    tiling: Tiling | None
     margin_above_positive: float | None = None
     """Leave out candidates with a score above the positive's score plus this margin. None: keep all."""
     guide: Guide | None = None
@@ -164,7 +163,8 @@ class _VectorTable:
 
     def score(self, rows: slice, columns: slice, out: Tensor) -> None:
         """Write the scores of a tile to `out` [n, t]."""
-        torch.mm(self.at(rows), self.at(columns).T, out=out)
+        row_vectors = self.at(rows)
+        torch.mm(row_vectors, self.at(columns).T, out=out)
 
     def pair_scores(self, left: Entries, right: Entries) -> Tensor:
         """Return [n] scores of pairs."""
@@ -256,9 +256,8 @@ class _ScorePass:
         self.num_matrices = self.num_sizes + (self.teacher_table is not None)
         widths = [length_of(group.columns) for group in candidates.column_groups]
         num_columns = sum(widths)
-        self.tiling = scoring.tiling or Tiling.for_scores(
-            num_columns * self.num_matrices, embeddings
-        )
+        scores_per_row = num_columns * self.num_matrices
+        self.tiling = Tiling.for_scores(scores_per_row, embeddings)
         self.keeps_tiles = not scoring.is_separable
         # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
         # of the size of a tile.
@@ -827,7 +826,8 @@ class DivergenceRows(RowLoss):
         teacher = self._targets(candidates)
         teacher.sub_(for_each(self.teacher_log_sum, row)).exp_()
         log_sum = for_each(self.student_log_sum, row)
-        student = torch.sub(candidates.logits, log_sum, out=candidates.out).exp_()
+        student = torch.sub(candidates.logits, log_sum, out=candidates.out)
+        student.exp_()
         return student.sub_(teacher).mul_(self.coefficient)
 
     def d_positive(self) -> Tensor:

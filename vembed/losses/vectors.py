@@ -52,7 +52,7 @@ class Embedding(TeacherLoss):
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
-        teacher = batch.teacher_vectors(str(term.teacher), "loss: embedding")
+        teacher = batch.teacher_vectors(term.teacher)
         projection = term.parameter("projection", batch.embeddings)
         similarity = term.similarity(batch.embeddings)
         return _mean_distance(batch, teacher, projection, similarity)
@@ -77,7 +77,7 @@ class Anchor(LossDeclaration):
 
         from vembed.losses.similarity import Similarity
 
-        teacher = batch.teacher_vectors(str(term.teacher), "loss: anchor")
+        teacher = batch.teacher_vectors(term.teacher)
         embeddings = batch.embeddings
         dim = embeddings.shape[1]
         teacher_dim = teacher.vectors.shape[1]
@@ -119,7 +119,7 @@ class Relational(TeacherLoss):
         column_keys = columns[:, None].int()
         diagonal = ExclusionMask(row_keys, column_keys)
         coefficient = 1.0 / max(1, num_occurrences) ** 2
-        teacher = batch.teacher_vectors(str(term.teacher), "loss: relational")
+        teacher = batch.teacher_vectors(term.teacher)
         return _squared_errors(
             batch, term, rows, columns, (diagonal,), coefficient, teacher
         )
@@ -226,7 +226,6 @@ def _squared_errors(
         row_loss=SquaredErrorRows,
         is_separable=True,
         coefficients=(coefficient,),
-        tiling=term.tiling,
         teacher=teacher,
     )
     scale = batch.like_scores(torch.ones((), device=embeddings.device))

@@ -33,7 +33,6 @@ from vembed.config.decisions import (
 from vembed.config.schema import (
     FILE_OPTIONS,
     DataSection,
-    DataSource,
     TrainConfig,
     parse_sampling,
 )
@@ -230,15 +229,11 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     if batches_per_step > 1:
         line += f", {batches_per_step} batches per step"
     log.info(f"{line}; {total_steps:,d} steps")
-    if size < world_size:
-        raise UserError(
-            f"global_batch_size: {size} is less than the number of processes, {world_size}"
-        )
     smallest = batch_schedule.smallest_batch
     if smallest < world_size:
         raise UserError(
             f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
-            "or add data"
+            "a larger global_batch_size, or more data"
         )
     return RunData(
         **vars(sets),
@@ -250,8 +245,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
 
 
 def identity_of(
-    options: Mapping[str, Any],
-    sources: Sequence[DataSource],
+    config: TrainConfig,
     data: RunData,
 ) -> dict[str, Any]:
     """Return what besides the options must stay when the run is resumed.
@@ -259,8 +253,9 @@ def identity_of(
     The content of every file and folder that an option names is part of it. A model that is not on this machine yet
     (a Hub name) has no fingerprint.
     """
+    options = config.to_dict()
     tasks = []
-    for source in sources:
+    for source in config.data.sources():
         tasks.append(
             source.model_dump(
                 mode="json", include=SOURCE_GROUP_OPTIONS, exclude_none=True
@@ -631,12 +626,9 @@ def decide_intervals(
         num_training=num_inputs / max(num_counted, 1),
         num_evaluated=num_evaluated,
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
-        has_validation=config.data.has_validation,
         is_length_given=is_length_given,
     )
-    intervals, reasons = run_intervals(
-        config.evaluation, config.run, config.logging, size
-    )
+    intervals, reasons = run_intervals(config, size)
     for name, reason in reasons.items():
         interval = getattr(intervals, name)
         value = "none" if interval is None else str(interval).lower()

@@ -133,8 +133,8 @@ class BatchSchedule:
         self._first = np.cumsum([0, *sizes])
         self._batch_sizes = batch_sizes or [global_batch_size] * num_sources
         self._turns = sampling.kind == "round_robin"
-        self._num_drawn = sampling.num_drawn(
-            sizes, weights or [1.0] * num_sources, self._batch_sizes
+        self._num_drawn = examples_per_epoch(
+            sampling, sizes, weights or [1.0] * num_sources, self._batch_sizes
         )
         self._names = names or [f"source {number + 1}" for number in range(num_sources)]
         self._classes: dict[int, ClassBatches] = {}
@@ -342,6 +342,27 @@ class BatchSchedule:
             order = shuffled(self.seed, len(first), _ORDER_OF_FIRST, epoch, group)
             return [first[number] for number in order.tolist()]
         return [stream[positions] for positions in batches]
+
+
+def examples_per_epoch(
+    sampling: Sampling,
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    batch_sizes: Sequence[int],
+) -> list[int]:
+    """Return how many examples of each source an epoch draws: about as many in all as with `proportional`."""
+    counts = [size * weight for size, weight in zip(sizes, weights, strict=True)]
+    if sampling.kind == "round_robin":
+        num_batches = max(1, round(sum(counts) / sum(batch_sizes)))
+        return [num_batches * size for size in batch_sizes]
+    if sampling.alpha != 1.0:
+        shares = [
+            weight * size**sampling.alpha
+            for size, weight in zip(sizes, weights, strict=True)
+        ]
+        factor = sum(counts) / sum(shares)
+        counts = [share * factor for share in shares]
+    return [max(1, round(count)) for count in counts]
 
 
 # ---- batches without duplicates ------------------------------------------------------------------------------------
