@@ -256,6 +256,29 @@ def siglip(tmp_path_factory):
     return folder
 
 
+def without_input_names(folder):
+    """Without them Transformers makes a mask, and Sentence Transformers passes it."""
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_text())
+    del values["model_input_names"]
+    path.write_text(json.dumps(values))
+
+
+def test_siglip_is_saved_so_that_its_texts_get_no_mask(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(siglip_folder(), model)
+    without_input_names(model)
+    done = run("export", model, "--check")
+    assert done.exit_code == 0, done.output
+
+
+def test_what_differs_in_siglip_is_named(monkeypatch):
+    write = broken(SafetensorsFormat.write, without_input_names)
+    monkeypatch.setattr(SafetensorsFormat, "write", write)
+    done = run("export", siglip_folder(), "--check")
+    assert done.exit_code == 2 and "its arithmetic or weights" in done.stderr
+
+
 def test_images_have_a_graph_of_their_own(siglip, tmp_path, monkeypatch):
     model = vembed.Embedder(siglip_folder(), device="cpu")
     images = onnx_format.made_images(11)

@@ -526,6 +526,23 @@ def test_sigterm_answers_what_has_arrived():
         idle.close()
 
 
+def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(capfd):
+    limits = json.dumps({"drain_seconds": 1, "inputs": 20_000})
+    command = ["-m", "tests.serve.start_server", str(model_folder()), limits]
+    texts = [f"{number} red green " * 8 for number in range(20_000)]
+    with started(command) as server, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(server.send, "/embed", {"inputs": texts})
+        time.sleep(1.5)
+        waiting = pool.submit(server.send, "/embed", {"inputs": ["a"]})
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        for answer in (running, waiting):
+            status, content = answer.result(60)
+            assert status == 503 and "1 s" in content["error"]["message"]
+        assert server.process.wait(60) == 0
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_what_cannot_be_served():
     with pytest.raises(UserError, match="images only"):
         open_encoder(str(shared(tiny_vit)))

@@ -132,9 +132,8 @@ class FolderTexts:
     def __init__(self, folder: Path) -> None:
         stored = (read_object(folder / PROMPTS_FILE) or {}).get("prompts") or {}
         self.prompts = {name: prompt or "" for name, prompt in stored.items()}
-        lengths = read_object(folder / LENGTH_FILE) or {}
-        self.max_length = int(lengths["max_seq_length"])
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.max_length = int(self.tokenizer.model_max_length)
 
     def with_prompt(self, text: str, kind: Kind | None) -> str:
         """Return a text with the prompt of its kind."""

@@ -86,7 +86,7 @@ class RequestLimits:
     wait_seconds: float = 120
     """Time that a request waits for the model; longer: 429."""
     drain_seconds: float = 30
-    """Time for the requests that are being answered when the server is stopped."""
+    """Time for the requests that have arrived when the server is stopped; longer: 503."""
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to the client, not a fault of the server
@@ -112,6 +112,8 @@ class Service:
     limits: RequestLimits
     api_key: str | None
     held_bytes: int = 0
+    out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set `drain_seconds` after the server was told to stop."""
     num_requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Answered requests by route and status."""
     num_within: Counter[float] = field(default_factory=Counter)
@@ -372,17 +374,31 @@ class Service:
         result = self.batcher.submit(inputs)
         encoded = asyncio.wrap_future(result)
         client_gone = asyncio.create_task(wait_for_disconnect(request))
-        waiting: set[asyncio.Future[Any]] = {encoded, client_gone}
+        out_of_time = asyncio.create_task(self.out_of_time.wait())
         await asyncio.wait(
-            waiting,
+            (encoded, client_gone, out_of_time),
             timeout=self.limits.wait_seconds,
             return_when=asyncio.FIRST_COMPLETED,
         )
         has_gone = client_gone.done()
         client_gone.cancel()
-        if not result.done() and result.cancel():
-            if has_gone:
-                raise ClientDisconnect
+        # A request whose turn has come is computed to its end, also when it has waited long or its client has gone.
+        was_waiting = not result.done() and result.cancel()
+        if not was_waiting:
+            await asyncio.wait(
+                (encoded, out_of_time), return_when=asyncio.FIRST_COMPLETED
+            )
+        out_of_time.cancel()
+        if has_gone and was_waiting:
+            raise ClientDisconnect
+        if self.out_of_time.is_set() and (was_waiting or not encoded.done()):
+            raise Refusal(
+                503,
+                f"the server stops, and this request was not computed within {self.limits.drain_seconds:g} s; send it "
+                "to another one",
+                CLOSE,
+            )
+        if was_waiting:
             raise Refusal(
                 429,
                 f"the server is busy: this request has waited {self.limits.wait_seconds:g} s",
@@ -589,10 +605,27 @@ def openai_answer(
 
 BACKLOG = 512
 MAX_HEAD_BYTES = 65_536
+REFUSE_SECONDS = 5
+"""Time for the answers to requests that were not computed before the server stops."""
 TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
     b"Content-Length: 0\r\n\r\n"
 )
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server. Before it cuts off what is not answered in time, it lets the application refuse it."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what has arrived, for `drain_seconds`."""
+        loop = asyncio.get_running_loop()
+        drain_seconds = self.service.limits.drain_seconds
+        loop.call_later(drain_seconds, self.service.out_of_time.set)
+        await super().shutdown(sockets)
 
 
 class Connection(H11Protocol):
@@ -698,7 +731,7 @@ def serve(
             backlog=BACKLOG,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=int(limits.head_seconds) + 1,
-            timeout_graceful_shutdown=int(limits.drain_seconds),
+            timeout_graceful_shutdown=int(limits.drain_seconds + REFUSE_SECONDS),
         )
         listener.listen(BACKLOG)
         on_ready(listener.getsockname()[1], encoder.gives_scores)
@@ -707,7 +740,7 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, lambda *_: None)
         try:
-            uvicorn.Server(config).run(sockets=[listener])
+            Server(config, service).run(sockets=[listener])
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -49,11 +49,15 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     UserError for a tokenizer of another model."""
     source = _texts_folder(description)
     # Pass these at loading: set later, they would be missing from the saved tokenizer.
+    options: dict[str, Any] = {
+        "model_max_length": description.max_length,
+        "padding_side": description.padding_side,
+    }
+    if description.traits.has_fixed_length:
+        # SigLIP was trained without an attention mask; this keeps other programs from creating one.
+        options["model_input_names"] = ["input_ids"]
     tokenizer = open_tokenizer(
-        source,
-        trust_remote_code=description.trust_remote_code,
-        model_max_length=description.max_length,
-        padding_side=description.padding_side,
+        source, trust_remote_code=description.trust_remote_code, **options
     )
     folder = Path(description.source)
     values = read_object(folder / "config.json") or {}
@@ -69,9 +73,6 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         )
     if not is_own(folder):
         _check_special_tokens(source, folder, values, tokenizer)
-    if description.traits.has_fixed_length:
-        # SigLIP was trained without an attention mask; this keeps other programs from creating one.
-        tokenizer.model_input_names = ["input_ids"]
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise UserError(
             f"the tokenizer of {source} has neither a padding nor an end token; add `pad_token` to it"

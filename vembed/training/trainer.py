@@ -634,9 +634,8 @@ class Trainer:
             metric = self.config.evaluation.eval_metric
             state.set_best(deciding_metric(metric, data, state.scores))
         if not self.config.evaluation.guards:
-            state.guard_drop = (
-                None  # the guard that ended the run is no longer asked for
-            )
+            # The guard that ended the run is no longer asked for.
+            state.guard_drop = None
         self.hooks.load_states(state.hooks)
         self.clock.earlier_seconds = state.seconds
         return state
