@@ -57,6 +57,12 @@ ColumnMapping = Annotated[
 ImageRootOption = Annotated[
     str | None, Option(help="Where relative image paths start, and must stay.")
 ]
+RetrievalModeOption = Annotated[
+    Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] | None,
+    Option(
+        help="What plain strings of the data are, as the option of that name. Default: as in the model's run."
+    ),
+]
 BatchTokens = Annotated[
     int | None, Option(min=1, help="Padded tokens per micro-batch.")
 ]

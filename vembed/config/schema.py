@@ -27,6 +27,7 @@ from vembed.config.values import (
     PositiveFloat,
     PositiveInt,
     ProperFraction,
+    RetrievalMode,
     Task,
 )
 from vembed.errors import UserError
@@ -412,7 +413,7 @@ class DataSection(Section, title="data"):
     documents of the data are searched."""
     column_mapping: dict[str, str] | None = None
     """Names in your file -> names that vembed reads, e.g. {question: query, answer: positive}."""
-    retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"
+    retrieval_mode: RetrievalMode = "auto"
     """Meaning of plain strings, as query 2 document: t text, i image path, m a record with both. `auto`: plain strings
     are text, and images are written as {"image": path}."""
     image_root: str | None = None
@@ -768,13 +769,14 @@ class TrainConfig(Immutable):
             sections[section_of(name)][name] = value
         super().__init__(**sections)
 
-    @property
-    def explicit_options(self) -> set[str]:
-        """Names of the options that were set, rather than left at their default."""
-        names: set[str] = set()
+    def given_options(self) -> dict[str, Any]:
+        """Return the options that were set, rather than left at their default."""
+        values: dict[str, Any] = {}
         for _, section in self:
-            names |= section.model_fields_set
-        return names
+            for name, value in section:
+                if name in section.model_fields_set:
+                    values[name] = value
+        return values
 
     def options(self) -> dict[str, Any]:
         """Return all options by their flat names, in the order of the schema."""

@@ -103,7 +103,7 @@ class Records:
     """Its files, as they were before they were read."""
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.index.numbers)
 
     @property
     def name(self) -> str:
@@ -198,15 +198,6 @@ class _Source(Records):
         counts = index.counts
         numbers = range(min(NUM_INSPECTED, len(self)))
         examples = [self.example(number) for number in numbers]
-        score_column = None
-        for number in numbers:
-            record = self.record(number)
-            name: str | None = LABEL
-            if not is_conversation(record):
-                name = self.form.columns.layout(tuple(record)).score
-            if name is not None and record.get(name) is not None:
-                score_column = name
-                break
         losses = self.form.losses
         # Pairs without scores are taken for matches: by a loss, or by an evaluation.
         takes_matches = not losses or any(
@@ -223,10 +214,10 @@ class _Source(Records):
                 if counts["negatives"]:
                     way_out = "loss: kl and teacher: scores if it is a teacher's"
                 sentences.append(
-                    f"{score_column or 'score'} is not read by loss: {' and '.join(losses)}, and every pair is taken "
-                    f"for a match: set {way_out}, or leave out the pairs that do not match"
+                    f"{self._score_column() or 'score'} is not read by loss: {' and '.join(losses)}, and every pair is "
+                    f"taken for a match: set {way_out}, or leave out the pairs that do not match"
                 )
-        if self.reads_scores and score_column == LABEL:
+        if self.reads_scores and self._score_column() == LABEL:
             scores: set[float] = set()
             for example in examples:
                 scores.update(example.scores or ())
@@ -238,6 +229,17 @@ class _Source(Records):
             )
         sentences += taken_for_texts(examples, index.unused)
         return [sentence for sentence in sentences if sentence is not None]
+
+    def _score_column(self) -> str | None:
+        """Return the column of the first score in the inspected records; None without one."""
+        for number in range(min(NUM_INSPECTED, len(self))):
+            record = self.record(number)
+            name: str | None = LABEL
+            if not is_conversation(record):
+                name = self.form.columns.layout(tuple(record)).score
+            if name is not None and record.get(name) is not None:
+                return name
+        return None
 
 
 def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> list[str]:
@@ -642,9 +644,6 @@ class Index:
     """Hash of the class of each record, in labelled data. Negative: a record whose text or image its class has already,
     as a class of its own, since two equal inputs are no pair to learn from."""
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
     def subset(self, chosen: np.ndarray) -> Index:
         """Return the index of some records by their numbers, with the statistics of all."""
         keys = self.keys
@@ -705,6 +704,7 @@ class PartIndex:
 def build_index(reader: Format, form: RecordFormat) -> Index:
     """Check all records of a source."""
     parts = reader.parts()
+    num_processes = min(len(parts), num_cores(), MAX_PROCESSES)
     num_done = 0
     num_records = sum(map(len, parts))
     checked = []
@@ -714,7 +714,10 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
     ):
         # Begins beside the first parts, and is faster than they are.
         digests = pool.map(_file_hash, reader.files())
-        results = check_parts(reader, form, parts)
+        if num_processes > 1:
+            results = in_processes(reader, form, parts, num_processes)
+        else:
+            results = (index_part(reader, form, part) for part in parts)
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
             form.columns.merge(result.columns)
@@ -863,17 +866,13 @@ def _file_hash(path: Path) -> bytes:
 # ---- several processes -----------------------------------------------------------
 
 
-def check_parts(
+def in_processes(
     reader: Format,
     form: RecordFormat,
     parts: Sequence[range],
+    num_processes: int,
 ) -> Iterator[PartIndex]:
-    """Yield the results of the parts in order. Of several processes each checks every n-th part."""
-    num_processes = min(len(parts), num_cores(), MAX_PROCESSES)
-    if num_processes <= 1:
-        for part in parts:
-            yield index_part(reader, form, part)
-        return
+    """Index the parts in several processes, each with every n-th part, and yield them in order."""
     children = []
     with ExitStack() as stack:
         for first in range(num_processes):

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any
 
+from vembed.config.values import RetrievalMode
 from vembed.data.examples import (
     LONE_SURROGATE,
     BadRecord,
@@ -26,8 +27,6 @@ from vembed.data.examples import (
 )
 from vembed.errors import UserError, listed, nearest, printable
 from vembed.losses.table import LOSSES
-
-Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
 LARGEST_SCORE = 3.4e38
 """Larger scores are infinite in float32, and all the same."""
@@ -43,7 +42,7 @@ class RecordFormat:
         columns: Columns,
         images: ImageRoot,
         *,
-        mode: Mode = "auto",
+        mode: RetrievalMode = "auto",
         losses: Collection[str] = (),
         max_negatives: int | None = None,
         numbers_in_text: bool = False,

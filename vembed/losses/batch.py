@@ -34,19 +34,22 @@ def copied_together(
     tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
     """Return host tensors on a device, by one copy for each dtype, which the host does not wait for."""
+    copies = {}
     if device.type != "cuda":
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            copies[name] = tensor.to(device)
+        return copies
     names_by_dtype: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors.items():
         names_by_dtype.setdefault(tensor.dtype, []).append(name)
-    copies = {}
     for names in names_by_dtype.values():
         flat = torch.cat([tensors[name].reshape(-1) for name in names])
         if flat.numel() and flat.device != device:
             flat = flat.pin_memory()
         flat = flat.to(device, non_blocking=True)
         sizes = [tensors[name].numel() for name in names]
-        for name, piece in zip(names, torch.split(flat, sizes), strict=True):
+        pieces = torch.split(flat, sizes)
+        for name, piece in zip(names, pieces, strict=True):
             copies[name] = piece.view(tensors[name].shape)
     return copies
 
@@ -545,12 +548,14 @@ def with_mixtures(
                 negative=torch.cat((teacher.negative, len(vectors) + places)),
             )
     parts_of_mixtures = torch.stack((left, right), dim=1)
+    # Exclusion looks at both parts (`negative_parts`). This only gives each input an id.
+    content = batch.content[left]
+    index = len(embeddings) + places
     return replace(
         batch,
         embeddings=torch.cat((embeddings, mixed)),
-        # Exclusion looks at both parts (`negative_parts`). This only gives each input an id.
-        content=torch.cat((batch.content, batch.content[left])),
-        negative=torch.cat((batch.negative, len(embeddings) + places)),
+        content=torch.cat((batch.content, content)),
+        negative=torch.cat((batch.negative, index)),
         negative_example=torch.cat((batch.negative_example, drawn.example)),
         negative_parts=torch.cat((twice, parts_of_mixtures)),
         teachers=teachers,

@@ -237,12 +237,10 @@ def _keys(
     if rule.lists_own_negatives:
         # A second mask, by the example that a text comes from. Positives have no key in it.
         of_negatives = batch.negative_example[:num_negatives]
-        example_keys = compact_keys(torch.cat((of_negatives, batch.example)))
-        of_rows = example_keys[num_negatives:]
-        keys["row_example"] = of_rows[rank_rows, None]
-        document_example = example_keys.clone()
-        document_example[num_negatives:] = NO_KEY_COLUMN
-        keys["document_example"] = document_example[:, None]
+        of_positives = torch.full_like(batch.example, NO_KEY_COLUMN)
+        document_example = torch.cat((of_negatives, of_positives))
+        keys["document_example"] = document_example[:, None].int()
+        keys["row_example"] = batch.example[rank_rows, None].int()
     if rule.both_directions:
         column_keys = row_keys[layout.query_rows]
         is_key = column_keys != NO_KEY_ROW

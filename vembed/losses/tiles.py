@@ -163,7 +163,8 @@ class _VectorTable:
 
     def score(self, rows: slice, columns: slice, out: Tensor) -> None:
         """Write the scores of a tile to `out` [n, t]."""
-        torch.mm(self.at(rows), self.at(columns).T, out=out)
+        row_vectors = self.at(rows)
+        torch.mm(row_vectors, self.at(columns).T, out=out)
 
     def pair_scores(self, left: Entries, right: Entries) -> Tensor:
         """Return [n] scores of pairs."""
@@ -825,7 +826,8 @@ class DivergenceRows(RowLoss):
         teacher = self._targets(candidates)
         teacher.sub_(for_each(self.teacher_log_sum, row)).exp_()
         log_sum = for_each(self.student_log_sum, row)
-        student = torch.sub(candidates.logits, log_sum, out=candidates.out).exp_()
+        student = torch.sub(candidates.logits, log_sum, out=candidates.out)
+        student.exp_()
         return student.sub_(teacher).mul_(self.coefficient)
 
     def d_positive(self) -> Tensor:

@@ -220,29 +220,29 @@ class EmbeddingModel(nn.Module):
                 )
             return TowerOutput(features)
         trained_pooling = self.pooling
+        is_packed = forward == "text" and packs(backbone)
         if forward == "image":
             pooling = self.description.image_pooling or pooling
             if family.has_two_models:
                 trained_pooling = None  # that of the text tower
             output = run_images(backbone, inputs)
-            states = output.last_hidden_state
-            if states.ndim == 4:
-                # Convolutional: [n, channels, height, width] to [n, positions, channels].
-                states = states.flatten(2).transpose(1, 2)
         elif forward == "chat":
             output = run_chats(backbone, inputs, mask)
-            states = output.last_hidden_state
-        elif packs(backbone):
+        elif is_packed:
+            output = run_packed(backbone, inputs, mask)
+        else:
+            output = run_texts(self.description, backbone, inputs, mask)
+        states = output.last_hidden_state
+        if is_packed:
             # From states [1, all tokens, dim] of one row back to [n, tokens, dim]. Not `[0]`, whose derivative is a tensor
             # of zeros and a copy into it.
-            output = run_packed(backbone, inputs, mask)
-            states = output.last_hidden_state.squeeze(0)
+            states = states.squeeze(0)
             if PREFIX in inputs:
                 states = states[len(inputs[PREFIX]) :]
             states = padded_states(states, inputs, mask)
-        else:
-            output = run_texts(self.description, backbone, inputs, mask)
-            states = output.last_hidden_state
+        elif states.ndim == 4:
+            # Convolutional: [n, channels, height, width] to [n, positions, channels].
+            states = states.flatten(2).transpose(1, 2)
         if pooling == MODEL_POOLING:
             features = output.pooler_output.flatten(1)
         else:

@@ -374,7 +374,8 @@ class ContrastiveStep:
             [*numbers, *trained_split.counts, *frozen_split.counts]
         )
         columns = [list(column) for column in zip(*table, strict=True)]
-        batch.counts = Counts(**dict(zip(rank_counts, columns, strict=False)))
+        counts = dict(zip(rank_counts, columns, strict=False))
+        batch.counts = Counts(**counts)
         self._raise_if_any(batch.counts.failed)
         # The maximum over the ranks for each modality. A rank with fewer micro-batches splits its inputs finer, or runs
         # dummies.
@@ -449,7 +450,8 @@ class ContrastiveStep:
         num_vectors = on_host.pop("num_vectors", None)
         if num_vectors is not None:
             # From the number of vectors of each of the U inputs to [U + 1] where they begin in E.
-            on_host["starts"] = F.pad(num_vectors.cumsum(0), (1, 0))
+            ends = num_vectors.cumsum(0)
+            on_host["starts"] = F.pad(ends, (1, 0))
         fields: dict[str, Any] = copied_together(on_host, self.session.device)
         for name, values in fields.items():
             if values.is_floating_point():
@@ -581,7 +583,8 @@ class ContrastiveStep:
         features = rank_batch.features
         # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
         offset = sum(counts.inputs[: self.session.rank])
-        content = np.array([feature.content for feature in features], dtype=np.int64)
+        contents = [feature.content for feature in features]
+        content = np.array(contents, dtype=np.int64)
         columns = {
             "content": Column(content, counts.inputs),
             "query": Column(rank_batch.query + offset, counts.rows),
@@ -709,7 +712,8 @@ def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
     rank_numbers = rank_numbers.to(collectives.number_device())
     gathered = collectives.all_gather_rows(rank_numbers, per_rank).cpu().numpy()
     # [numbers of all ranks], rank by rank, and column by column within a rank. `column_of` gives the column of each.
-    indices = np.tile(np.arange(len(columns)), len(sizes))
+    indices = np.arange(len(columns))
+    indices = np.tile(indices, len(sizes))
     column_of = np.repeat(indices, sizes.ravel())
     results = {}
     for index, (name, column) in enumerate(columns.items()):
