@@ -21,6 +21,7 @@ from tests.tiny import (
     tiny_qwen3_vl,
     tiny_siglip,
     tiny_siglip2,
+    tiny_vit,
 )
 from vembed.cli.main import app
 from vembed.data.examples import Item
@@ -277,6 +278,23 @@ def test_what_differs_in_siglip_is_named(monkeypatch):
     monkeypatch.setattr(SafetensorsFormat, "write", write)
     done = run("export", siglip_folder(), "--check")
     assert done.exit_code == 2 and "its arithmetic or weights" in done.stderr
+
+
+def test_a_check_of_images_alone_says_how_to_copy(tmp_path):
+    done = run("export", shared(tiny_vit), "--check")
+    assert done.exit_code == 2
+    assert (
+        "without --check" in done.stderr and "--format safetensors" not in done.stderr
+    )
+
+
+def test_a_check_without_torchvision_names_it(monkeypatch):
+    def load(*_, **__):
+        raise ImportError("a processor requires the Torchvision library: torchvision")
+
+    monkeypatch.setattr("sentence_transformers.SentenceTransformer", load)
+    done = run("export", model_folder(), "--check")
+    assert done.exit_code == 2 and "pip install torchvision" in done.stderr
 
 
 def test_images_have_a_graph_of_their_own(siglip, tmp_path, monkeypatch):

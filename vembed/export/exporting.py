@@ -148,9 +148,7 @@ def export_model(
         check_served(server, description)
     refusal = export_format.refusal(embedder)
     if refusal is not None:
-        raise UserError(
-            f"--format {format_name}: {model} cannot be exported: {refusal}"
-        )
+        raise UserError(f"{model} cannot be exported as {format_name}: {refusal}")
     if precision is None:
         precision = "float32"
         if format_name == "safetensors":
