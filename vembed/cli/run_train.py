@@ -27,6 +27,7 @@ from vembed.parallel.launch import (
     run_ranks,
 )
 from vembed.training.checkpoint.folders import (
+    LOCK,
     candidates,
     refuse_own_model,
     require_output_folder,
@@ -111,9 +112,11 @@ def run_train(
         }
     require_earlier_stage(run)
     if rank_info is None:
-        # A folder with an earlier run is refused before any process is started.
+        # A folder with an earlier run is refused before any process is started. Where a run has the lock, it may be going
+        # on: training looks at the lock first, and at the checkpoints then.
         refuse_own_model(config.run, config.model)
-        candidates(config.run)
+        if not (Path(config.run.output_dir) / LOCK).exists():
+            candidates(config.run)
     code = 0
     if rank_info is not None or launch.world_size == 1:
         from vembed.training.trainer import train_run

@@ -204,7 +204,8 @@ def _user_preset(
     layer = _naming_layer(layers)
     if layer is None:
         return []
-    name = layer.values["accelerate_config"].value
+    named = layer.values["accelerate_config"]
+    name = named.value
     if name in presets:
         del layer.values["accelerate_config"]
         block = {"distributed": presets[name]}
@@ -214,8 +215,7 @@ def _user_preset(
         return []
     known = ", ".join([*presets, *preset_names()])
     raise UserError(
-        f"accelerate_config: {name!r} ({layer.values['accelerate_config'].place}) is neither a file nor "
-        f"a preset ({known})"
+        f"accelerate_config: {name!r} ({named.place}) is neither a file nor a preset ({known})"
     )
 
 
@@ -530,11 +530,8 @@ def source_layers(
     """
     if isinstance(source, TrainConfig):
         # Only what was set: defaults would win over the launcher and files.
-        options = source.options()
-        set_options = {
-            name: options[name] for name in options if name in source.explicit_options
-        }
-        return [plain_layer("TrainConfig", Level.CONFIG, set_options)], {}
+        layer = plain_layer("TrainConfig", Level.CONFIG, source.given_options())
+        return [layer], {}
     tree, name = source_tree(source)
     presets = tree.value.get(USER_PRESETS, Node({}, None))
     if not isinstance(presets.value, dict):

@@ -769,13 +769,14 @@ class TrainConfig(Immutable):
             sections[section_of(name)][name] = value
         super().__init__(**sections)
 
-    @property
-    def explicit_options(self) -> set[str]:
-        """Names of the options that were set, rather than left at their default."""
-        names: set[str] = set()
+    def given_options(self) -> dict[str, Any]:
+        """Return the options that were set, rather than left at their default."""
+        values: dict[str, Any] = {}
         for _, section in self:
-            names |= section.model_fields_set
-        return names
+            for name, value in section:
+                if name in section.model_fields_set:
+                    values[name] = value
+        return values
 
     def options(self) -> dict[str, Any]:
         """Return all options by their flat names, in the order of the schema."""

@@ -287,10 +287,9 @@ def _texts(
     negatives = []
     for name in layout.negatives:
         negatives += field_texts(record.get(name))
-    documents = [*documents, *negatives[:max_negatives]]
-    plain_queries = [text for text in queries if text is not None]
-    plain_documents = [text for text in documents if text is not None]
-    num_plain = len(plain_queries) + len(plain_documents)
-    if num_plain < len(queries) + len(documents):
+    documents += negatives[:max_negatives]
+    if None in queries or None in documents:
         return None
+    plain_queries = [str(text) for text in queries]
+    plain_documents = [str(text) for text in documents]
     return plain_queries, plain_documents

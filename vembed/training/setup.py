@@ -54,12 +54,14 @@ from vembed.data.example_store import ExampleStore
 from vembed.data.features import BaseFeaturiser, Features, build_featuriser
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
-from vembed.files import read_yaml
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
-from vembed.losses.table import LOSSES
-from vembed.models.building import build_model
+from vembed.models.building import (
+    build_model,
+    has_initial_norms,
+    is_embedding_model,
+)
 from vembed.models.embedding_model import EmbeddingModel, TwoTowers
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import (
@@ -312,13 +314,12 @@ def build_components(
     torch.use_deterministic_algorithms(config.run.deterministic)
     description = describe_model(config, data)
     # Both phases of Gradient Cache read the pixels of a batch: a large batch should fit.
-    image_bytes = IMAGE_CACHE_SHARE * psutil.virtual_memory().available
+    num_sharing = session.local_world_size
+    image_bytes = int(IMAGE_CACHE_SHARE * psutil.virtual_memory().available)
     featuriser = build_featuriser(
         description,
-        image_cache_bytes=max(
-            MIN_IMAGE_CACHE_BYTES, int(image_bytes) // session.local_world_size
-        ),
-        decoders=max(num_cores() // session.local_world_size, 1),
+        image_cache_bytes=max(MIN_IMAGE_CACHE_BYTES, image_bytes // num_sharing),
+        decoders=max(num_cores() // num_sharing, 1),
     )
     # On CPUs `auto` is false.
     is_left_to_auto = model_options.torch_compile == "auto"
@@ -574,34 +575,6 @@ def decide_rates(
         head_rate = max(HEAD_RATE, decision.value)
         log.info(f"head_learning_rate: {head_rate:g} (auto; {new_layers} new)")
     return config.changed(learning_rate=decision.value, head_learning_rate=head_rate)
-
-
-def is_embedding_model(folder: Path) -> bool:
-    """Return whether a folder is that of an embedding model: it names a pooling, and has learned from pairs."""
-    # A run of vembed by the model's own losses (such as one on the next token) writes the same layout.
-    config_path = folder.parent / "config.yaml"
-    if folder.name == "final" and config_path.is_file():
-        options = read_yaml(config_path)
-        loss = LOSSES.get(str(options.get("loss")))
-        if loss is not None and loss.is_of_model and not options.get("losses"):
-            return False
-    return (folder / "modules.json").is_file() or (
-        folder.parent / "modules.json"
-    ).is_file()
-
-
-def has_initial_norms(model: nn.Module) -> bool:
-    """Return whether every norm has its initial weights, ones and zeros, which no trained model has."""
-    has_norms = False
-    for module in model.modules():
-        if "Norm" not in type(module).__name__:
-            continue
-        for name, weight in module.named_parameters(recurse=False):
-            has_norms = True
-            initial = 0.0 if name == "bias" else 1.0
-            if not bool((weight == initial).all()):
-                return False
-    return has_norms
 
 
 def decide_intervals(

@@ -15,6 +15,7 @@ writes a checkpoint and raises `Stopped`; `resume` goes on.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -499,7 +500,13 @@ class Trainer:
         for hook in self.hooks:
             hook.on_log(values)
         total_steps = self.data.total_steps
-        seconds_left = self.clock.seconds_left(report.step, total_steps)
+        # At least the one after the last step. Those without data take no time.
+        eval_steps = self.intervals.eval_steps or total_steps
+        num_scored = (report.step - 1) // eval_steps
+        num_evaluations = math.ceil(total_steps / eval_steps) - num_scored
+        seconds_left = self.clock.seconds_left(
+            report.step, total_steps, num_evaluations
+        )
         log.info(log_line(values, total_steps, seconds_left))
 
     def evaluate(self) -> None:
@@ -552,6 +559,7 @@ class Trainer:
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.end_requested = True
         self.interrupts.share_end_request()
+        self.clock.add_evaluation(self.clock.seconds() - start)
 
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective."""
@@ -626,9 +634,8 @@ class Trainer:
             metric = self.config.evaluation.eval_metric
             state.set_best(deciding_metric(metric, data, state.scores))
         if not self.config.evaluation.guards:
-            state.guard_drop = (
-                None  # the guard that ended the run is no longer asked for
-            )
+            # The guard that ended the run is no longer asked for.
+            state.guard_drop = None
         self.hooks.load_states(state.hooks)
         self.clock.earlier_seconds = state.seconds
         return state
@@ -681,21 +688,41 @@ class RunClock:
         self.began = time.perf_counter()
         self.earlier_seconds = 0.0
         """Seconds that earlier parts of a resumed run took."""
-        # (time, step) at the last few log lines. Not at all of them: the first steps of a run are slower.
+        self._evaluations_seconds = 0.0
+        """Seconds of all evaluations so far."""
+        self._evaluation_seconds = 0.0
+        """Seconds of the last evaluation."""
+        # (time without evaluations, step) at the last few log lines. Not at all of them: the first steps of a run are
+        # slower.
         self._marks: deque[tuple[float, int]] = deque(maxlen=6)
 
     def start_loop(self, step: int) -> None:
         """Begin the loop after `step` steps."""
-        self._marks.append((time.perf_counter(), step))
+        self._marks.append((self._step_seconds(), step))
+
+    def add_evaluation(self, seconds: float) -> None:
+        """Take note of an evaluation. Its time is not counted as that of the steps around it."""
+        self._evaluations_seconds += seconds
+        self._evaluation_seconds = seconds
 
     def seconds(self) -> float:
         """Return the seconds of the whole run so far."""
         return self.earlier_seconds + time.perf_counter() - self.began
 
-    def seconds_left(self, step: int, total_steps: int) -> float:
-        """Return the seconds that the steps after `step` will take at the rate of the last few calls."""
-        current_time = time.perf_counter()
+    def seconds_left(
+        self,
+        step: int,
+        total_steps: int,
+        num_evaluations: int,
+    ) -> float:
+        """Return the seconds that the steps after `step` will take at the rate of the last few calls, and the evaluations
+        that are left, each as long as the last one."""
+        current_seconds = self._step_seconds()
         began, first = self._marks[0]
-        self._marks.append((current_time, step))
-        seconds_per_step = (current_time - began) / (step - first)
-        return seconds_per_step * (total_steps - step)
+        self._marks.append((current_seconds, step))
+        seconds_per_step = (current_seconds - began) / (step - first)
+        evaluation_seconds = self._evaluation_seconds * num_evaluations
+        return seconds_per_step * (total_steps - step) + evaluation_seconds
+
+    def _step_seconds(self) -> float:
+        return self.seconds() - self._evaluations_seconds
