@@ -152,12 +152,22 @@ class Service:
 
     async def tei_embeddings(self, request: Request, values: Values) -> Any:
         """Return a list of vectors. `prompt_name`: query or document."""
+        normalize = values.get("normalize")
+        if normalize is False:
+            raise Refusal(
+                400,
+                "normalize is false, and this server gives the vectors that the model was trained for; leave it out",
+            )
         embeddings, _ = await self.encode(request, values, "inputs", "prompt_name")
+        if normalize:
+            embeddings = first_dims(embeddings, embeddings.shape[1], True)
         return await asyncio.to_thread(embeddings.tolist)
 
     async def rerank(self, request: Request, values: Values) -> Any:
         """Return the scores of the documents of a query, best first: `texts` as TEI has them, `documents` as Cohere."""
         is_tei = "texts" in values
+        if is_tei and "documents" in values:
+            raise Refusal(400, "send texts (TEI) or documents (Cohere), not both")
         key = "texts" if is_tei else "documents"
         documents = request_texts(values, key, self.limits)
         queries = request_texts(values, "query", self.limits)
@@ -261,6 +271,12 @@ class Service:
                 if path.endswith(SCORE_ROUTES) != self.batcher.encoder.gives_scores:
                     raise Refusal(
                         400, f"{path} is of another kind of model; {self._routes()}"
+                    )
+                if values.get("truncate") is False:
+                    max_length = self.batcher.encoder.max_length
+                    raise Refusal(
+                        400,
+                        f"truncate is false, and this server cuts inputs at {max_length:,d} tokens; leave it out",
                     )
                 answer = await self.answers[path](request, values)
                 response = await asyncio.to_thread(json_response, 200, answer)
@@ -467,6 +483,14 @@ def json_response(
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
+def sent_value(values: Values, key: str) -> Any:
+    """Return what a request has under `key`."""
+    if key not in values:
+        sent = reprlib.repr(list(values))
+        raise Refusal(400, f"{key} is missing; the request has {sent}")
+    return values[key]
+
+
 def request_inputs(
     values: Values,
     key: str,
@@ -481,7 +505,7 @@ def request_inputs(
         raise Refusal(
             400, f"{kind_key} is {said}; give query or document, or leave it out"
         )
-    content: Any = values.get(key)
+    content: Any = sent_value(values, key)
     # A single text, or the token ids of one, need not be in a list.
     is_list = isinstance(content, list) and content and type(content[0]) is not int
     contents = content if is_list else [content]
@@ -490,6 +514,8 @@ def request_inputs(
     for number, content in enumerate(contents):
         name = f"{key}[{number}]"
         if are_texts and isinstance(content, str):
+            if not content:
+                raise Refusal(400, f"{name} is an empty text; leave it out")
             _check_text(name, content, limits)
             continue
         are_ids = isinstance(content, list) and {*map(type, content)} == {int}
@@ -524,7 +550,7 @@ def request_texts(
     limits: RequestLimits,
 ) -> list[str]:
     """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
-    content = values.get(key)
+    content = sent_value(values, key)
     entries = content if isinstance(content, list) else [content]
     _check_count(key, entries, limits)
     texts = []
@@ -578,7 +604,7 @@ def openai_answer(
         if type(dimensions) is not int or not 1 <= dimensions <= vectors.shape[1]:
             raise Refusal(
                 400,
-                f"dimensions is {reprlib.repr(dimensions)}; this model gives 1 to {vectors.shape[1]}",
+                f"dimensions must be a whole number from 1 to {vectors.shape[1]}, and is {reprlib.repr(dimensions)}",
             )
         vectors = first_dims(vectors, dimensions, True)  # of length 1, as OpenAI's
     encoding = values.get("encoding_format") or "float"
@@ -595,7 +621,7 @@ def openai_answer(
     return {
         "object": "list",
         "data": rows,
-        "model": str(values.get("model") or model_name),
+        "model": model_name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
 

@@ -224,6 +224,13 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
         if description.traits.reads_chats:
             chat = load_chat_template(description, tokenizer)
             tokenizer.chat_template = chat.template
+        if tokenizer.is_fast:
+            # For readers of tokenizer.json alone. Transformers sets both in each call.
+            backend: Any = tokenizer.backend_tokenizer
+            backend.enable_truncation(
+                description.max_length, direction=tokenizer.truncation_side
+            )
+            backend.no_padding()
         tokenizer.save_pretrained(folder)
         # The key names of Transformers 4 (used by Sentence Transformers 3 to 5.1); version 5 reads them as well.
         path = folder / "tokenizer_config.json"
@@ -232,7 +239,8 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
             values["tokenizer_class"] = "PreTrainedTokenizerFast"
         if isinstance(values.get("extra_special_tokens"), list):
             values["additional_special_tokens"] = values.pop("extra_special_tokens")
-        for key in ("backend", "is_local", "local_files_only"):
+        # max_length: that of the truncation in the tokenizer.json that was read.
+        for key in ("backend", "is_local", "local_files_only", "max_length"):
             values.pop(key, None)
         write_json(path, values)
     if description.modalities != ("text",):
