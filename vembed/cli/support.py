@@ -153,7 +153,12 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; `--json` that no file follows means standard output."""
         self.words = list(args)
-        return super().parse_args(ctx, with_json_target(args))
+        try:
+            return super().parse_args(ctx, with_json_target(args))
+        except typer.BadParameter as error:
+            # Typer keeps the words in which Pydantic introduces a ValueError.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command and exit with its code."""

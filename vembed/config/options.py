@@ -819,7 +819,8 @@ class Option:
             return f"{self.name} {message}"
         if value is None:
             return f"{self.name} has no value; give {self.accepts}, or leave the line out for {quoted(self.default)}"
-        near = nearest(str(value), self.choices) if isinstance(value, str) else None
+        entry = problem["input"]  # of a list, the one that is refused
+        near = nearest(entry, self.choices) if isinstance(entry, str) else None
         hint = f"; did you mean {near!r}?" if near else ""
         return f"{self.name} must be {self.accepts}, but is {quoted(value)}{hint}"
 
@@ -930,8 +931,8 @@ def _accepted(
         texts = [value for value in values if isinstance(value, str)]
         return [str(value) for value in values], texts, set() if texts else {"int"}
     if origin is list:
-        words, _, _ = _accepted(get_args(annotation)[0])
-        return [f"a list, each entry {join_words(words)}"], [], {"list"}
+        words, choices, _ = _accepted(get_args(annotation)[0])
+        return [f"a list, each entry {join_words(words)}"], choices, {"list"}
     if origin is dict:
         return ["names in the form {yours: ours}"], [], {"mapping"}
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):

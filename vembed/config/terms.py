@@ -79,14 +79,11 @@ def loss_terms(
                 value = run_options.get(name, field.default)
             options[name] = value
         reason = "default"
+        of_source = None if source is None else source.temperature
         if "temperature" in options:
             is_of_entry = dict(entry)["temperature"] is not None
-            if (
-                source is not None
-                and source.temperature is not None
-                and not is_of_entry
-            ):
-                options["temperature"] = source.temperature
+            if of_source is not None and not is_of_entry:
+                options["temperature"] = of_source
                 reason = "given"
             elif is_of_entry or "temperature" in objective.model_fields_set:
                 reason = "given"

@@ -326,7 +326,7 @@ class ExampleStore:
         return self._locate(index)[0].read_as.apply(example)
 
     def source_of(self, index: int) -> int:
-        """Return the number of the source that an example comes from."""
+        """Return the index of the source that an example comes from."""
         return bisect.bisect_right(self._ends, index)
 
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
@@ -742,7 +742,7 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
     numbers = np.concatenate([result.numbers for result in checked])
     members = np.concatenate([result.members for result in checked])
     num_labelled = len(members) // 2
-    # A batch of labelled data is made by classes, one of pairs by rows.
+    # A batch of labelled data is made by classes, one of pairs by records.
     if 0 < num_labelled < len(numbers):
         raise UserError(
             f"{reader.name}: {num_labelled:,d} of its records are a text or image with a label, "

@@ -456,7 +456,7 @@ class ContrastiveStep:
         for name, values in fields.items():
             if values.is_floating_point():
                 fields[name] = values.to(embeddings.dtype)
-        is_reranker = isinstance(self.input_builder.feeder.featuriser, PairFeaturiser)
+        featuriser = self.input_builder.feeder.featuriser
         loss_batch = LossBatch(
             embeddings=embeddings,
             **fields,
@@ -464,7 +464,7 @@ class ContrastiveStep:
             rank_negatives=rank_slice(rank, counts.negatives),
             batch_index=batch.batch_index,
             source_index=rank_batch.source_index,
-            embeddings_are_scores=is_reranker,
+            embeddings_are_scores=isinstance(featuriser, PairFeaturiser),
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
         )
         if self.teachers is None:

@@ -213,7 +213,7 @@ class BatchSchedule:
         return classes.positives(examples - first, epoch, batch_index) + first
 
     def source_of(self, index: int) -> int:
-        """Return the number of the source that an example comes from."""
+        """Return the index of the source that an example comes from."""
         return int(np.searchsorted(self._first, index, side="right")) - 1
 
     def summary(self) -> str:
