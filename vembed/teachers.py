@@ -466,7 +466,7 @@ class PairTeacher(CachedTeacher):
     def compute(self, pairs: Sequence[Pair]) -> np.ndarray:
         """Return scores [n, 1] of this rank's pairs, before `scale`. Collective, where the teacher is sharded."""
         self._reranker = self._reranker or self._load()
-        return self._reranker.score(pairs, self._world_size)
+        return self._reranker.pair_scores(pairs, self._world_size)
 
     def questions(self, example: Example) -> Iterator[tuple[bytes, Pair]]:
         """Yield the pair of each document of an example."""

@@ -161,7 +161,7 @@ BUILT = {
     ),
     "mrl_dims": (
         "many",
-        "components.loss.configured.dims",
+        "components.loss.run_similarity.dims",
         (8, 16),
     ),
     "mrl_projection": (

@@ -118,6 +118,8 @@ def test_unknown_key_of_toml_and_json_has_a_line_too(write_config):
             "learning_rate must be auto or a number (above 0), but is nan",
         ),
         ("pooling: meen", "but is 'meen'; did you mean 'mean'?"),
+        ("report_to: tensorbord", "did you mean 'tensorboard'?"),
+        ("report_to: [none, wandbb]", "did you mean 'wandb'?"),
         (
             "fsdp_sharding_strategy: SHARD",
             "FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD, but is 'SHARD'",

@@ -151,8 +151,8 @@ def test_a_good_config_breaks_no_rule(write_config):
 
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 96), (2, 48), (3, 32)])
 def test_global_batch_is_divided_among_processes(world_size, rows):
-    assert config(global_batch_size=96).batch.rows_per_process(world_size) == rows
-    assert config(batch_size=7).batch.rows_per_process(world_size) == 7
+    assert config(global_batch_size=96).batch.examples_per_process(world_size) == rows
+    assert config(batch_size=7).batch.examples_per_process(world_size) == 7
 
 
 @pytest.mark.promise("E26")
@@ -161,9 +161,9 @@ def test_global_batch_that_cannot_be_divided():
         UserError,
         match="global_batch_size: 100 cannot be divided among 3 processes: use 99 or 102",
     ):
-        config(global_batch_size=100).batch.rows_per_process(3)
+        config(global_batch_size=100).batch.examples_per_process(3)
     with pytest.raises(UserError, match="use 8, or another number"):
-        config(global_batch_size=3).batch.rows_per_process(8)
+        config(global_batch_size=3).batch.examples_per_process(8)
 
 
 @pytest.mark.parametrize(

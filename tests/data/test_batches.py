@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.data.batching.schedule import BatchSchedule, ContentKeys, rank_rows
+from vembed.data.batching.schedule import BatchSchedule, ContentKeys, rank_examples
 from vembed.errors import UserError
 
 
@@ -66,7 +66,7 @@ def test_the_order_is_the_same_in_every_release():
 
 @given(st.integers(1, 100), st.integers(1, 9))
 def test_ranks_share_the_batch(num_rows, world_size):
-    parts = [rank_rows(num_rows, rank, world_size) for rank in range(world_size)]
+    parts = [rank_examples(num_rows, rank, world_size) for rank in range(world_size)]
     rows = [row for part in parts for row in range(part.start, part.stop)]
     assert rows == list(range(num_rows))
     sizes = [part.stop - part.start for part in parts]

@@ -10,13 +10,14 @@ from vembed.errors import UserError
 BAD_LINES = [
     (
         '{"query": "a" "positive": "b"}',
-        "not JSON .Expecting ',' delimiter at column 15",
+        "not JSON .Expecting ',' delimiter: column 15",
     ),
     (
         '{"query": "a", "positive": "b"} trailing',
         "more text after its end at column 32",
     ),
     ('{"query": "a", "positive": "b"', "not JSON"),
+    ('{"query": "a', "not JSON .Unterminated string starting at: column 11"),
     ('{"query": "a", "positive": NaN}', "NaN is no number in JSON"),
     ('{"query": "a", "positive": "b", "score": -Infinity}', "-Infinity is no number"),
     ('{"query": "a", "positive": "b", "score": 1e999}', "score is inf"),

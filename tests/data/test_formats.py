@@ -379,14 +379,14 @@ def test_records_checked_together_are_those_checked_alone(
         "pairs": b'{"query": "a", "positive": "b"}\r\n' * 9,
     }
     monkeypatch.setattr(base, "MAX_RECORD_BYTES", longest)
-    monkeypatch.setattr(example_store, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(example_store, "BLOCK_RECORDS", 5)
     for name, data in files.items():
         path = tmp_path / name
         path.write_bytes(data)
         together = results(path)
         assert len(together["numbers"]) + together["counts"]["bad"] >= 9
         with pytest.MonkeyPatch.context() as alone:
-            alone.setattr(RecordFormat, "plain_example", lambda *_: None)
+            alone.setattr(RecordFormat, "example_of_plain_block", lambda *_: None)
             assert results(path) == together
 
 
@@ -437,7 +437,7 @@ def test_texts_that_are_taken_together_are_taken_alone(name):
     records = [pair(query=value) for value in VALUES[name]]
     images = ImageRoot("/", allow_urls=False)
     form = RecordFormat(Columns(), images, losses=("infonce",))
-    together = form.plain_example(records) is not None
+    together = form.example_of_plain_block(records) is not None
     assert together == (name in ("ascii", "not ascii", "begins with space"))
     if together:
         for record in records:

@@ -17,23 +17,23 @@ from vembed.data.batching.rank_batch import (
 
 LENGTHS = st.lists(st.integers(0, 600), max_size=60)
 BUDGETS = st.integers(1, 5_000)
-MAX_ROWS = st.none() | st.integers(1, 20)
+MAX_INPUTS = st.none() | st.integers(1, 20)
 
 
 def padded_size(lengths, rows):
     return len(rows) * max((lengths[row] for row in rows), default=0)
 
 
-@given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
-def test_every_index_once_within_the_budget(lengths, budget, max_rows, at_least):
-    split = split_by_length(lengths, budget, max_rows, at_least)
+@given(LENGTHS, BUDGETS, MAX_INPUTS, st.integers(0, 80))
+def test_every_index_once_within_the_budget(lengths, budget, max_inputs, at_least):
+    split = split_by_length(lengths, budget, max_inputs, at_least)
     assert sorted(itertools.chain.from_iterable(split)) == list(range(len(lengths)))
     for rows in split:
         assert len(rows) <= 1 or padded_size(lengths, rows) <= budget
-        assert max_rows is None or len(rows) <= max_rows
+        assert max_inputs is None or len(rows) <= max_inputs
     in_order = [lengths[row] for rows in split for row in rows]
     assert in_order == sorted(lengths, reverse=True)
-    alone = len(split_by_length(lengths, budget, max_rows))
+    alone = len(split_by_length(lengths, budget, max_inputs))
     assert len(split) == max(alone, at_least)
     num_empty = max(0, at_least - max(alone, len(lengths)))
     assert [bool(rows) for rows in split] == [
@@ -41,14 +41,14 @@ def test_every_index_once_within_the_budget(lengths, budget, max_rows, at_least)
     ]
 
 
-@given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 40))
-def test_splitting_finer_never_pads_more(lengths, budget, max_rows, at_least):
-    coarse = split_by_length(lengths, budget, max_rows, at_least)
-    finer = split_by_length(lengths, budget, max_rows, at_least + 3)
+@given(LENGTHS, BUDGETS, MAX_INPUTS, st.integers(0, 40))
+def test_splitting_finer_never_pads_more(lengths, budget, max_inputs, at_least):
+    coarse = split_by_length(lengths, budget, max_inputs, at_least)
+    finer = split_by_length(lengths, budget, max_inputs, at_least + 3)
     assert padded_tokens(lengths, finer) <= padded_tokens(lengths, coarse)
 
 
-def best_cost(ordered, budget, max_rows, per_micro_batch):
+def best_cost(ordered, budget, max_inputs, per_micro_batch):
     """The cheapest cut of all there are, by trying them."""
     num_cuts = max(0, len(ordered) - 1)
     best = None
@@ -59,7 +59,9 @@ def best_cost(ordered, budget, max_rows, per_micro_batch):
         parts = [ordered[a:b] for a, b in itertools.pairwise([0, *ends])]
         if any(
             len(part) > 1
-            and (len(part) * part[0] > budget or (max_rows and len(part) > max_rows))
+            and (
+                len(part) * part[0] > budget or (max_inputs and len(part) > max_inputs)
+            )
             for part in parts
         ):
             continue
@@ -75,11 +77,11 @@ def best_cost(ordered, budget, max_rows, per_micro_batch):
     st.integers(1, 300),
     st.none() | st.integers(1, 5),
 )
-def test_no_cut_is_cheaper(lengths, budget, max_rows):
-    price = min(budget, max(lengths) * (max_rows or budget)) // PRICE_DIVISOR
-    split = split_by_length(lengths, budget, max_rows)
+def test_no_cut_is_cheaper(lengths, budget, max_inputs):
+    price = min(budget, max(lengths) * (max_inputs or budget)) // PRICE_DIVISOR
+    split = split_by_length(lengths, budget, max_inputs)
     cost = padded_tokens(lengths, split) + price * len(split)
-    assert cost == best_cost(sorted(lengths, reverse=True), budget, max_rows, price)
+    assert cost == best_cost(sorted(lengths, reverse=True), budget, max_inputs, price)
 
 
 @pytest.mark.parametrize(

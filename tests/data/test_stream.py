@@ -135,7 +135,7 @@ def test_packing_keeps_missing_rows_and_empty_ones(path):
     features = [
         replace(first, segments=segments),
         replace(second, token_ids=None),
-        replace(third, segments=segments[:0], rows=4),
+        replace(third, segments=segments[:0], num_vectors=4),
     ]
     batch = replace(batch, features=features)
     assert_equal(pack(batch).unpacked(), batch)

@@ -102,7 +102,7 @@ def test_the_page_of_the_installation_has_every_extra():
         "optional-dependencies"
     ]
     named = set(re.findall(r'"\.\[(\w+)\]"', (ROOT / "docs" / "index.md").read_text()))
-    assert named == set(extras) - {"dev", "docs"}
+    assert named == set(extras) - {"docs"}
 
 
 INSTALLS = re.compile(r"pip install [^`\n]*?((?:-e )?\"[^\"]*\[([\w,]+)\]\")")

@@ -48,14 +48,19 @@ def one_by_one(model, featuriser, value, kind="document"):
 
 
 @pytest.mark.parametrize(
-    ("budget", "max_rows"), [(1, None), (40, None), (40, 2), (10_000, None)]
+    ("budget", "max_inputs"), [(1, None), (40, None), (40, 2), (10_000, None)]
 )
 def test_order_and_numbers_do_not_depend_on_the_budget(
-    model, featuriser, budget, max_rows
+    model, featuriser, budget, max_inputs
 ):
     inputs = items(17)
     actual = encode_items(
-        model, featuriser, inputs, "document", budget_tokens=budget, max_rows=max_rows
+        model,
+        featuriser,
+        inputs,
+        "document",
+        budget_tokens=budget,
+        max_inputs=max_inputs,
     )
     assert actual.dtype == np.float32
     np.testing.assert_allclose(actual, one_by_one(model, featuriser, inputs), atol=1e-6)

@@ -21,6 +21,7 @@ from tests.tiny import (
     tiny_qwen3_vl,
     tiny_siglip,
     tiny_siglip2,
+    tiny_vit,
 )
 from vembed.cli.main import app
 from vembed.data.examples import Item
@@ -254,6 +255,46 @@ def siglip(tmp_path_factory):
         and "check: 40 images through" in done.output
     )
     return folder
+
+
+def without_input_names(folder):
+    """Without them Transformers makes a mask, and Sentence Transformers passes it."""
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_text())
+    del values["model_input_names"]
+    path.write_text(json.dumps(values))
+
+
+def test_siglip_is_saved_so_that_its_texts_get_no_mask(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(siglip_folder(), model)
+    without_input_names(model)
+    done = run("export", model, "--check")
+    assert done.exit_code == 0, done.output
+
+
+def test_what_differs_in_siglip_is_named(monkeypatch):
+    write = broken(SafetensorsFormat.write, without_input_names)
+    monkeypatch.setattr(SafetensorsFormat, "write", write)
+    done = run("export", siglip_folder(), "--check")
+    assert done.exit_code == 2 and "its arithmetic or weights" in done.stderr
+
+
+def test_a_check_of_images_alone_says_how_to_copy(tmp_path):
+    done = run("export", shared(tiny_vit), "--check")
+    assert done.exit_code == 2
+    assert (
+        "without --check" in done.stderr and "--format safetensors" not in done.stderr
+    )
+
+
+def test_a_check_without_torchvision_names_it(monkeypatch):
+    def load(*_, **__):
+        raise ImportError("a processor requires the Torchvision library: torchvision")
+
+    monkeypatch.setattr("sentence_transformers.SentenceTransformer", load)
+    done = run("export", model_folder(), "--check")
+    assert done.exit_code == 2 and "pip install torchvision" in done.stderr
 
 
 def test_images_have_a_graph_of_their_own(siglip, tmp_path, monkeypatch):

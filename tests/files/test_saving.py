@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from tests import tiny
 from tests.built import described, model_of
@@ -204,6 +205,23 @@ def test_the_card_says_what_was_done(tmp_path):
     assert str(tmp_path) not in text
     assert "somebody" not in text
     assert "somewhere" not in text
+
+
+def test_the_saved_tokenizer_cuts_at_the_models_length_and_pads_nothing(tmp_path):
+    model = tiny.tiny_bert(tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.enable_truncation(40)
+    tokenizer.enable_padding(length=40)
+    tokenizer.save(str(model / "tokenizer.json"))
+    folder = save(model, tmp_path / "final", max_length=20)
+    saved = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert len(saved.encode("red " * 30).ids) == 20
+    assert len(saved.encode("red").ids) < 20
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["model_max_length"] == 20 and "max_length" not in settings
+    text = "red green blue " * 10
+    vectors = load_in_sentence_transformers(folder).encode([text])
+    assert vectors == pytest.approx(ours(folder, [text], "document"), abs=1e-6)
 
 
 def test_tokenizer_files_are_those_that_older_versions_know(tmp_path):

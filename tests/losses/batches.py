@@ -1,8 +1,10 @@
 """Small batches with duplicates of every kind, and what the tests compare."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
+import pytest
 import torch
 
 from tests.losses.reference import reference_loss
@@ -15,9 +17,19 @@ from vembed.losses.batch import (
 )
 from vembed.losses.build import build_loss
 from vembed.losses.table import ENTRY_OPTIONS
+from vembed.losses.tiles import Tiling
 
 TEACHER_DIM = 7
 SIZES = {"embedding_dim": 12, "teacher_dims": {"vectors": TEACHER_DIM}}
+
+
+@contextmanager
+def tiled(rows, columns):
+    """Inside, all tiles of scores have this size at most."""
+    with pytest.MonkeyPatch.context() as patch:
+        size = Tiling(rows, columns)
+        patch.setattr(Tiling, "for_scores", staticmethod(lambda *_: size))
+        yield
 
 
 def config_of(**options):
@@ -89,7 +101,7 @@ def make_batch(
         rank_rows=slice(0, num_rows),
         rank_negatives=slice(0, len(negative)),
         negative_scores=negative_scores,
-        number=seed,
+        batch_index=seed,
     )
     return replace(batch, teachers=teachers_of(batch, draw))
 

@@ -275,7 +275,7 @@ def infonce(plain):
             value = (1 - torch.exp(-value)) ** loss.focal_gamma * value
         return value
 
-    if plain.batch.holds_scores:
+    if plain.batch.embeddings_are_scores:
         for i in plain.rank_rows:
             student, _ = listed(plain, [i])
             total = total - torch.log_softmax(student * scale, 0)[0]
@@ -437,7 +437,7 @@ def listed(plain, rows):
     targets = [target(plain, i, None) for i in rows]
     targets += [target(plain, rows[0], h) for h in negatives]
     student = plain.x[documents] @ plain.x[batch.query[rows[0]]]
-    if batch.holds_scores:
+    if batch.embeddings_are_scores:
         student = plain.z[documents, 0]
     return student, torch.stack(targets)
 

@@ -15,10 +15,10 @@ from tests.losses.batches import (
     gradients,
     make_batch,
     term_sizes,
+    tiled,
 )
 from vembed.losses.batch import LossBatch
-from vembed.losses.build import TermModule, build_loss
-from vembed.losses.tiles import Tiling
+from vembed.losses.build import build_loss
 
 EVERYTHING = {
     "bidirectional": True,
@@ -192,15 +192,12 @@ class LargestTensor(TorchDispatchMode):
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_memory_grows_with_the_rows_and_not_with_their_square(options):
     loss = build_loss(config_of(**options), **SIZES)
-    for term in loss.modules():
-        if isinstance(term, TermModule):
-            term.tiling = Tiling(8, 4000)
     largest = []
     for num_examples in (300, 600):
         batch = make_batch(
             num_examples, max_positives=1, max_negatives=1, num_contents=50
         )
-        with LargestTensor() as opened:
+        with tiled(8, 4000), LargestTensor() as opened:
             loss(batch).backward()
         largest.append(opened.num_elements)
         assert opened.num_elements < num_examples**2 / 2

@@ -8,6 +8,7 @@ import torch
 
 from tests.losses.batches import assert_close, check, config_of, make_batch
 from vembed.config.schema import TrainConfig
+from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
 
 LEARN = {"learn_temperature": True}
@@ -97,3 +98,8 @@ def test_each_matryoshka_size_keeps_its_own_weight_in_any_order():
         1e-14,
         "loss",
     )
+
+
+def test_a_loss_without_a_forward_pass_is_refused():
+    with pytest.raises(NotImplementedError):
+        LossModule()(make_batch(2))

@@ -23,6 +23,7 @@ from tests.losses.batches import (
     gradients,
     make_batch,
     rank_batches,
+    tiled,
 )
 from tests.parts import unlisted_classes
 from vembed.config.loading import load_config
@@ -32,7 +33,6 @@ from vembed.errors import UserError
 from vembed.losses.build import build_loss
 from vembed.losses.declaration import LossDeclaration
 from vembed.losses.table import LOSSES, check_losses
-from vembed.losses.tiles import Tiling
 
 MRL = {"mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 TEACHERS = {"teacher": ["vectors", "reranker", "scores"], "vectors": ["vectors"]}
@@ -183,8 +183,8 @@ def test_tiles_change_nothing(name):
     for case in cases_of(LOSSES[name])[:2]:
         config = config_of(**case, **MRL)
         loss = build_loss(config, **SIZES)
-        loss.tiling = Tiling(5, 7)
-        check(batch, config, loss)
+        with tiled(5, 7):
+            check(batch, config, loss)
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.losses.batches import check, config_of, make_batch
+from tests.tiny import shared, tiny_reranker
 from vembed.errors import UserError
 from vembed.losses.batch import draw_mixtures
-from vembed.losses.build import build_loss
+from vembed.teachers import Teachers
 
 MRL = {"mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 ALL_TERMS = {
@@ -157,16 +159,17 @@ def test_mixtures_are_a_function_of_seed_batch_and_example():
     assert float(drawn.share.var()) == pytest.approx(0.05, abs=0.005)
 
 
-def test_scores_of_pairs_are_no_vectors():
-    batch = make_batch(4)
-    for options in (
+@pytest.mark.parametrize(
+    "options",
+    [
         {"guide": "reranker"},
-        {"loss": "relational", "teacher": "reranker"},
         {"loss": "kl", "teacher": "reranker", "distill_candidates": "batch"},
-    ):
-        with pytest.raises(
-            UserError, match="needs the teacher's vectors, and reranker gives scores"
-        ):
-            build_loss(config_of(**options))(batch)
-    with pytest.raises(UserError, match="teacher nobody says nothing about this batch"):
-        build_loss(config_of(loss="kl", teacher="nobody"))(batch)
+    ],
+    ids=["guide", "kl"],
+)
+def test_scores_of_pairs_are_no_vectors(options):
+    teacher = {"name": "reranker", "model": str(shared(tiny_reranker))}
+    config = config_of(teachers=[teacher], **options)
+    session = SimpleNamespace(mixed_precision="no")
+    with pytest.raises(UserError, match="teacher reranker is a reranker"):
+        Teachers(config.objective, config.data, config.model, session)

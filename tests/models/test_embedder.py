@@ -44,7 +44,7 @@ def test_dense_modules_of_the_model_are_kept_and_trained():
     assert weight.requires_grad and weight.shape == (12, 32)
     inputs = text_inputs(model.description)
     (actual,) = model([("text", inputs)])
-    (pooled,) = model([("text", inputs)], features_only=True)
+    (pooled,) = model([("text", inputs)], until="features")
     torch.testing.assert_close(actual, torch.tanh(model.head[0].linear(pooled)))
 
 
@@ -213,7 +213,7 @@ def test_features_of_a_frozen_tower_stay_and_take_the_towers_place(make):
     )
     (text, image) = parts_for(model.description)
     assert (text[0], image[0]) == ("text", "image")
-    (features,) = model([image], features_only=True)
+    (features,) = model([image], until="features")
     assert not features.requires_grad
     (direct,) = model([image])
     (through,) = model([("image", {"features": features})])

@@ -21,7 +21,7 @@ from vembed.data.batching.rank_batch import (
     make_rank_batch,
     split_by_length,
 )
-from vembed.data.batching.schedule import rank_rows
+from vembed.data.batching.schedule import rank_examples
 from vembed.data.examples import Example, Item
 from vembed.data.features import build_featuriser
 from vembed.losses.batch import LossBatch
@@ -151,7 +151,7 @@ def step_of(
     **inputs,
 ):
     """The real step of a prepared model, and this rank's part of the rows. `inputs`: of InputBuilder."""
-    rank = rank_rows(len(rows), session.rank, session.world_size)
+    rank = rank_examples(len(rows), session.rank, session.world_size)
     rank_batch = make_rank_batch(rows[rank], rank.start, featuriser)
     feeder = Feeder(featuriser, session.device)
     builder = InputBuilder(model, feeder, session, **inputs)
@@ -255,7 +255,7 @@ def plain_batch(case, model, featuriser):
         negative_scores=torch.tensor(negative_scores, dtype=torch.float64)
         if negative_scores
         else None,
-        holds_scores=is_reranker,
+        embeddings_are_scores=is_reranker,
     )
 
 
@@ -269,7 +269,7 @@ def drawn_batch(case, model, featuriser, world_size):
     budget = case.budget()
     rank_batches = []
     for rank in range(world_size):
-        local_rows = rank_rows(len(rows), rank, world_size)
+        local_rows = rank_examples(len(rows), rank, world_size)
         rank_batches.append(
             make_rank_batch(rows[local_rows], local_rows.start, featuriser)
         )
@@ -334,7 +334,7 @@ def drawn_batch(case, model, featuriser, world_size):
         rank_negatives=slice(
             0, sum(len(rank_batch.negative) for rank_batch in rank_batches)
         ),
-        holds_scores=gives_scores(model),
+        embeddings_are_scores=gives_scores(model),
     )
 
 

@@ -16,7 +16,7 @@ from tests.parity.engine import SEED, full_gradients
 from tests.tiny import shared, texts, tiny_bert
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.rank_batch import Feeder, make_rank_batch
-from vembed.data.batching.schedule import rank_rows
+from vembed.data.batching.schedule import rank_examples
 from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
 from vembed.losses.batch import LossModule
@@ -100,11 +100,12 @@ def step_on_rank(strategy, cache):
     with start_session(config) as session:
         model = build(config)
         loss = MaxSim()
-        rank = rank_rows(NUM_EXAMPLES, session.rank, session.world_size)
+        rank = rank_examples(NUM_EXAMPLES, session.rank, session.world_size)
         featuriser = Featuriser(described(config))
         batch = make_rank_batch(examples()[rank], rank.start, featuriser)
         features = [
-            replace(feature, rows=feature.length - 2) for feature in batch.features
+            replace(feature, num_vectors=feature.length - 2)
+            for feature in batch.features
         ]
         model = session.prepare(model, ())
         step = ContrastiveStep(

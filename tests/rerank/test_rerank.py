@@ -501,3 +501,13 @@ def test_lists_are_sorted_by_the_command(tmp_path):
     result = command("score", model, str(pairs))
     score = vembed.Reranker(model).predict([("a query", documents[0])])[0]
     assert float(result.stdout) == pytest.approx(float(score), abs=1e-5)
+
+
+def test_inputs_that_are_no_pairs_are_named():
+    reranker = vembed.Reranker(shared(tiny_reranker))
+    with pytest.raises(UserError, match=r"pairs\[1\] is 'ab'"):
+        reranker.predict([PAIRS[0], "ab"])
+    with pytest.raises(UserError, match="type int"):
+        reranker.predict([("red cat", 7)])
+    with pytest.raises(UserError, match="documents is one text"):
+        reranker.rank("red cat", "a red cat sleeps")

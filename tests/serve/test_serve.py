@@ -157,7 +157,8 @@ def read_all(connection):
 
 def test_the_vectors_are_those_of_the_model(server):
     model = vembed.Embedder(model_folder())
-    _, answer = server.send("/v1/embeddings", {"model": "tiny", "input": TEXTS})
+    _, answer = server.send("/v1/embeddings", {"model": "gpt-9", "input": TEXTS})
+    assert answer["model"] == model_folder().name
     served = [row["embedding"] for row in answer["data"]]
     assert_close(served, model.encode(TEXTS, prompt=""))
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 8
@@ -175,7 +176,8 @@ def test_the_vectors_are_those_of_the_model(server):
     short = answer["data"][0]["embedding"]
     assert len(short) == 8 and np.linalg.norm(short) == pytest.approx(1)
 
-    _, answer = server.send("/embed", {"inputs": TEXTS, "prompt_name": "query"})
+    values = {"inputs": TEXTS, "prompt_name": "query", "normalize": True}
+    _, answer = server.send("/embed", values)
     assert_close(answer, model.encode(TEXTS, "query"))
 
 
@@ -302,7 +304,10 @@ def test_vllm_scores(reranking):
 @pytest.mark.parametrize(
     ("route", "values", "words"),
     [
-        ("/rerank", {"texts": DOCUMENTS}, "query"),
+        ("/rerank", {"texts": DOCUMENTS}, "query is missing"),
+        ("/rerank", {"query": QUERY, "text": DOCUMENTS}, "documents is missing"),
+        ("/rerank", {"query": QUERY, "texts": ["a"], "documents": ["b"]}, "not both"),
+        ("/rerank", {"query": QUERY, "texts": ["a"], "truncate": False}, "truncate"),
         ("/rerank", {"query": ["a", "b"], "texts": DOCUMENTS}, "2 queries"),
         ("/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 0}, "top_n"),
         ("/rerank", {"query": QUERY, "documents": [{"title": "a"}]}, "documents"),
@@ -333,6 +338,11 @@ def test_an_embedding_model_reranks_nothing(server, route):
         ("/v1/embeddings", {"input": [1], "input_type": "query"}, 400, "input_type"),
         ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "2,048"),
         ("/v1/embeddings", {"input": "a", "dimensions": 99}, 400, "1 to 24"),
+        ("/v1/embeddings", {"input": "a", "dimensions": "8"}, 400, "whole number"),
+        ("/v1/embeddings", {"inpt": "a"}, 400, "input is missing"),
+        ("/v1/embeddings", {"input": ["a", ""]}, 400, "input[1]"),
+        ("/embed", {"inputs": "a", "normalize": False}, 400, "normalize"),
+        ("/embed", {"inputs": "a", "truncate": False}, 400, "truncate"),
         ("/v1/embeddings", {"input": "a", "input_type": "passage"}, 400, "passage"),
         ("/embed", [], 400, "JSON object"),
         ("/embed", {"inputs": float("nan")}, 400, "NaN"),
@@ -524,6 +534,23 @@ def test_sigterm_answers_what_has_arrived():
         with pytest.raises(ConnectionRefusedError):
             server.connect()
         idle.close()
+
+
+def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(capfd):
+    limits = json.dumps({"drain_seconds": 1, "inputs": 20_000})
+    command = ["-m", "tests.serve.start_server", str(model_folder()), limits]
+    texts = [f"{number} red green " * 8 for number in range(20_000)]
+    with started(command) as server, ThreadPoolExecutor(2) as pool:
+        running = pool.submit(server.send, "/embed", {"inputs": texts})
+        time.sleep(1.5)
+        waiting = pool.submit(server.send, "/embed", {"inputs": ["a"]})
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        for answer in (running, waiting):
+            status, content = answer.result(60)
+            assert status == 503 and "1 s" in content["error"]["message"]
+        assert server.process.wait(60) == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_what_cannot_be_served():

@@ -147,7 +147,7 @@ MISTAKES = [
     ({"mine": {"data_path": "train.jsonl", "num_negative": 3}}, "'num_negatives'?"),
     ({"merge": {}}, "stage last: output/broad/final alone is nothing to merge"),
     ({"merge": SOUP}, "a soup chooses by evaluation data"),
-    ({"merge": WEIGHTED}, "1 weights are given for 2"),
+    ({"merge": WEIGHTED}, "weights: 1 given for 2"),
 ]
 
 

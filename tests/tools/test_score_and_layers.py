@@ -1,10 +1,12 @@
 """`vembed score`, hidden states by layer, and models in shards that encode and evaluate, against one process."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoTokenizer
 
@@ -16,6 +18,7 @@ from tests.tiny import (
     tiny_clip,
     tiny_distilbert,
     tiny_qwen3_st,
+    tiny_vit,
 )
 from tests.weights.variants import pairs
 from vembed import Embedder, UserError, evaluate
@@ -223,3 +226,29 @@ def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path):
     pairs_read = [(text, "bird") for text in TEXTS]
     expected = Embedder(shared(tiny_bert), device="cpu").score(pairs_read)
     np.testing.assert_allclose(np.load(output), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_paths_of_images_are_read_as_in_the_run_of_the_model(tmp_path, capsys):
+    """A model of images alone, whose data are plain paths: its run says so, and a model without one is told."""
+    run = tmp_path / "run"
+    shutil.copytree(shared(tiny_vit), run / "final")
+    (run / "config.yaml").write_text("retrieval_mode: i2i\n")
+    draw = np.random.default_rng(5)
+    lines = []
+    for number in range(4):
+        name = f"{number}.png"
+        pixels = draw.integers(0, 255, (32, 32, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / name)
+        lines.append(json.dumps({"query": name, "positive": name}))
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("\n".join(lines))
+    for model, options in (
+        (run / "final", {}),
+        (shared(tiny_vit), {"retrieval_mode": "i2i"}),
+    ):
+        assert evaluate(model, data, **options)["ndcg@10"] == pytest.approx(1.0)
+        scoring.score(str(model), str(data), **options)
+        scores = [float(line) for line in capsys.readouterr().out.split()]
+        np.testing.assert_allclose(scores, 1.0, atol=1e-5)
+    with pytest.raises(UserError, match="retrieval_mode"):
+        scoring.score(str(shared(tiny_vit)), str(data))

@@ -7,7 +7,7 @@ import pytest
 from tests.cli.conftest import vembed
 from tests.data.files import write_jsonl
 from tests.tiny import shared, texts, tiny_bert
-from vembed.training.hooks.metrics import log_line
+from vembed.training.hooks.metrics import log_line, slow_rank
 from vembed.training.trainer import RunClock
 
 __all__ = ["vembed"]
@@ -93,9 +93,7 @@ def test_step_lines_fit_and_time_left_follows_the_recent_rate(
         "learning_rate": 1.25e-5,
         "grad_norm": 1234.5678,
         "samples_per_second": 12_345.6,
-        "memory": [1, 2],
-        "skew": 1.5,
-        "slowest_rank": 127,
+        "slow_rank": 127,
     }
     assert len(log_line(values, 1_234_567, 400_000)) <= 100
     current_time = 0.0
@@ -104,5 +102,24 @@ def test_step_lines_fit_and_time_left_follows_the_recent_rate(
     clock.start_loop(0)
     for step in range(1, 21):
         current_time += 100 if step <= 10 else 1  # slow at first
-        left = clock.seconds_left(step, 120)
+        left = clock.seconds_left(step, 120, 0)
     assert left == pytest.approx(100)
+    # An evaluation of 30 s: each one to come takes as long, and the steps around it are no slower.
+    current_time += 30
+    clock.add_evaluation(30)
+    current_time += 1
+    assert clock.seconds_left(21, 120, 2) == pytest.approx(99 + 2 * 30)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rank"),
+    [
+        ([2.0, 2.1, 2.9, 2.0], 2),
+        ([2.0, 2.6], 1),
+        ([2.0, 2.1, 2.3], None),  # 10 % more
+        ([0.010, 0.012, 0.060], None),  # too little time to tell
+        ([2.0], None),
+    ],
+)
+def test_a_slow_rank_is_late_by_a_share_and_by_a_time(seconds, rank):
+    assert slow_rank(seconds) == rank

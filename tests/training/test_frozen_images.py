@@ -84,7 +84,7 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
     model = built(make, freeze=["vision"]).train()
     (part,) = [part for part in parts_for(model.description) if part[0] == "multimodal"]
     per_token = model.frozen_image_token_bytes()
-    (features,) = model([part], images_only=True)
+    (features,) = model([part], until="images")
     assert not features.requires_grad
     assert features.shape[0] * features.shape[2] * 4 == per_token
     inputs = {

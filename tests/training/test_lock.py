@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 
 import vembed
+from tests.cli.conftest import vembed as command
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import settings
 from vembed.errors import UserError
 from vembed.training.checkpoint import folders as module
 from vembed.training.checkpoint.folders import LOCK, OutputLock
+
+__all__ = ["command"]
 
 
 def owner_elsewhere(folder, *, seconds_ago):
@@ -171,6 +174,19 @@ def test_a_refused_start_changes_nothing(
     with pytest.raises(UserError, match=said):
         vembed.train(options)
     assert contents(folder / "run") == before
+
+
+def test_a_run_that_is_going_on_is_named_before_its_checkpoints(finished, command):
+    output = finished["folder"] / "run"
+    config = str(output / "config.yaml")
+    with OutputLock(output) as lock:
+        lock.take()
+        refused = command("train", config)
+    assert refused.code == 2
+    assert f"in use by another run (host {os.uname().nodename}" in refused.err
+    assert f"process {os.getpid()}" in refused.err
+    refused = command("train", config)
+    assert refused.code == 2 and "of an earlier run" in refused.err
 
 
 def test_a_refused_start_makes_no_folder(tmp_path):

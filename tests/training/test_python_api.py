@@ -59,6 +59,7 @@ def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path):
         evaluations[-1].scores["ndcg@10"] == result.metrics["ndcg@10"]
         and evaluations[-1].metric == "ndcg@10"
     )
+    assert "array(" not in repr(evaluations[-1])
     assert result.steps == 3
     assert (result.model_dir / "config.json").is_file() and (
         result.output_dir / "report.html"

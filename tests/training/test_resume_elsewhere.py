@@ -67,9 +67,9 @@ def test_the_precision_of_a_resumed_run_on_other_devices():
     remaining = choose_precision(
         AUTO, CPU, on_cpu=Decision("bf16", "auto: fast"), resumed="no"
     )
-    assert (remaining.value, remaining.source) == ("no", CHECKPOINT)
+    assert (remaining.value, remaining.origin) == ("no", CHECKPOINT)
     lost = choose_precision(AUTO, CPU, resumed="fp16")
-    assert (lost.value, lost.source) == ("no", CHECKPOINT)
+    assert (lost.value, lost.origin) == ("no", CHECKPOINT)
     assert (
         "the run that is resumed computed in fp16, which does not go here"
         in lost.reason

@@ -22,7 +22,7 @@ from vembed.config.terms import (
     source_group_names,
     source_groups,
 )
-from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.batching.schedule import BatchSchedule, examples_per_epoch
 from vembed.data.datasets import open_sets
 from vembed.evaluation.dataset import RetrievalData
 from vembed.losses.build import build_loss
@@ -294,7 +294,7 @@ def test_the_loss_is_that_of_the_source():
     batch = make_batch(5)
     for number, temperature in enumerate((0.05, 0.5)):
         alone = config_of(temperature=temperature)
-        of_source = replace(batch, source=number)
+        of_source = replace(batch, source_index=number)
         check(of_source, alone, build_loss(alone))
         assert torch.equal(
             loss.double()(of_source), build_loss(alone).double()(of_source)
@@ -314,7 +314,8 @@ def test_the_loss_is_that_of_the_source():
     ],
 )
 def test_sources_are_drawn_as_sampling_says(sampling, weights, expected):
-    assert parse_sampling(sampling).num_drawn((1000, 10), weights, (4, 8)) == expected
+    drawn = examples_per_epoch(parse_sampling(sampling), (1000, 10), weights, (4, 8))
+    assert drawn == expected
 
 
 def test_turns_and_batch_sizes():

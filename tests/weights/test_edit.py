@@ -264,6 +264,15 @@ def test_a_search_draws_a_front_and_takes_the_best_that_holds(model, files, tmp_
     assert pareto_front([(0.5, 0.9), (0.6, 0.8), (0.9, 1.0), (0.5, 0.9)]) == [0, 2, 3]
 
 
+@pytest.mark.parametrize(("count", "is_warned"), [(8, True), (100, False)])
+def test_a_probe_of_few_texts_is_no_proof(model, tmp_path, caplog, count, is_warned):
+    first, second = bilingual_texts(count)
+    vembed.edit(model, tmp_path / "out", first, second, where="embedding")
+    warned = "tested on 8 texts: its accuracy varies by 0.18" in caplog.text
+    assert warned == is_warned
+    assert warned == ("tested on" in caplog.text)
+
+
 def test_a_text_is_a_line_of_the_file(tmp_path):
     (tmp_path / "windows.txt").write_bytes(
         "\ufeffone\r\ntwo\u2028and\x0cmore\r\n\r\nthree".encode()

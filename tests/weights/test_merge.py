@@ -125,7 +125,11 @@ def test_the_command_and_a_sweep(models, tmp_path, capsys):
     )
     assert (out / "sweep.svg").read_text().startswith("<?xml")
     assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    assert f"score: {best:.4f}" in capsys.readouterr().out
+    out_text = capsys.readouterr().out
+    assert f"score: {best:.4f}" in out_text
+    at = max(swept["points"], key=lambda point: point["score"])["at"]
+    best_line = f"best at {at:g} (0: {models[0]}, 1: {models[1]})"
+    assert best_line in out_text
 
 
 def test_a_soup_is_never_below_its_best_member(tmp_path):
@@ -325,7 +329,7 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
         ({"method": "weighted"}, "needs weights"),
         (
             {"method": "weighted", "weights": [1.0]},
-            "1 weights are given for 3 models",
+            "weights: 1 given for 3 models",
         ),
         ({"weights": [1.0]}, "method: mean has no weights"),
         ({"method": "weighted", "weights": [0, 0, 0]}, "not only zeros"),
@@ -403,3 +407,12 @@ def test_memory_does_not_grow_with_the_models(tmp_path):
     grown, _ = (int(word) * 1024 for word in done.stdout.split())
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > BYTES
     assert grown < 100e6
+
+
+def test_a_mistyped_method_is_named_with_the_methods(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        app(["merge", "a", "b", "-o", str(tmp_path / "out"), "--method", "weigted"])
+    assert end.value.code == 2
+    message = capsys.readouterr().err
+    assert "--method" in message and "'weigted'" in message and "'weighted'" in message
+    assert "Value error" not in message

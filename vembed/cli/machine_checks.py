@@ -220,8 +220,8 @@ def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
 
 def _check_batch(placement: Placement) -> tuple[bool, str]:
     batch = placement.run.config.batch
-    line = f"batch: {placement.rows:,d} per process"
-    if placement.rows <= LARGEST_SIMPLE_BATCH:
+    line = f"batch: {placement.num_examples:,d} per process"
+    if placement.num_examples <= LARGEST_SIMPLE_BATCH:
         return True, line
     # Memory depends on the micro-batch, unless the user disables Gradient Cache.
     if batch.use_gradient_cache is False:

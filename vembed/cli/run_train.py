@@ -27,6 +27,7 @@ from vembed.parallel.launch import (
     run_ranks,
 )
 from vembed.training.checkpoint.folders import (
+    LOCK,
     candidates,
     refuse_own_model,
     require_output_folder,
@@ -93,7 +94,7 @@ def run_train(
             read_rank_info(env)
     # Resuming compares the global batch with the checkpoint's, and keeps that one.
     if not config.run.resume:
-        config.batch.rows_per_process(launch.world_size)
+        config.batch.examples_per_process(launch.world_size)
     require_trackers(config.logging.report_to)
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(run, launch, arguments))
@@ -111,9 +112,11 @@ def run_train(
         }
     require_earlier_stage(run)
     if rank_info is None:
-        # A folder with an earlier run is refused before any process is started.
+        # A folder with an earlier run is refused before any process is started. Where a run has the lock, it may be going
+        # on: training looks at the lock first, and at the checkpoints then.
         refuse_own_model(config.run, config.model)
-        candidates(config.run)
+        if not (Path(config.run.output_dir) / LOCK).exists():
+            candidates(config.run)
     code = 0
     if rank_info is not None or launch.world_size == 1:
         from vembed.training.trainer import train_run

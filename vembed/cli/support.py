@@ -57,6 +57,12 @@ ColumnMapping = Annotated[
 ImageRootOption = Annotated[
     str | None, Option(help="Where relative image paths start, and must stay.")
 ]
+RetrievalModeOption = Annotated[
+    Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] | None,
+    Option(
+        help="What plain strings of the data are, as the option of that name. Default: as in the model's run."
+    ),
+]
 BatchTokens = Annotated[
     int | None, Option(min=1, help="Padded tokens per micro-batch.")
 ]
@@ -147,7 +153,12 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; `--json` that no file follows means standard output."""
         self.words = list(args)
-        return super().parse_args(ctx, with_json_target(args))
+        try:
+            return super().parse_args(ctx, with_json_target(args))
+        except typer.BadParameter as error:
+            # Typer keeps the words in which Pydantic introduces a ValueError.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command and exit with its code."""

@@ -15,12 +15,10 @@ from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.options import Level, OptionValue, yaml_word
 from vembed.config.schema import (
     AdapterSection,
-    EvaluationSection,
-    LoggingSection,
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
-    RunSection,
+    ParallelSection,
     TrainConfig,
     option_fields,
 )
@@ -160,38 +158,10 @@ def decide(
     `values`: each option that any source gives, as the strongest source gives it.
     `base`: the file or launcher that the FSDP settings start from.
     """
+    model = config.model
     parallel = config.parallel
-    sharding = values.get("fsdp_sharding_strategy")
-    # ---- strategy
-    strategy: Decision[AskedStrategy]
-    if parallel.strategy == "auto":
-        reason = "decided by the size of the model: ddp where it fits, fsdp where it does not"
-        strategy = Decision("auto", reason)
-    else:
-        asked = values["strategy"]
-        is_sharded = parallel.strategy == "fsdp"
-        # Contradiction: the Accelerate file is for another strategy. No contradiction if a stronger source than the one
-        # that names the file asks for FSDP: it overrides the file.
-        if (
-            is_sharded
-            and file is not None
-            and file.distribution != "fsdp"
-            and asked.level <= values["accelerate_config"].level
-        ):
-            raise UserError(
-                f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} is for "
-                f"{file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
-                f"accelerate_fsdp), or leave {asked.key} out"
-            )
-        reason = "asked for" if asked.key == "strategy" else f"asked for by {asked.key}"
-        strategy = Decision(parallel.strategy, reason, asked.source)
-        if is_sharded and sharding is not None and sharding.value == "NO_SHARD":
-            # A copy on each process, which ddp gives without wrapping.
-            reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
-            strategy = Decision("ddp", reason, asked.source)
-        elif is_sharded:
-            reason = f"asked for, with the options of {base}"
-            strategy = Decision("fsdp", reason, asked.source)
+    strategy = _strategy(parallel, values, file, base)
+    lines = list(notes)
 
     # ---- FSDP
     fsdp_values = {}
@@ -205,7 +175,6 @@ def decide(
             fsdp_given.append(str(value))
     fsdp = None
     fsdp_notes: list[str] = []
-    lines = list(notes)
     # For `auto` too: the placement may choose FSDP later, and then needs the settings.
     if strategy.value in ("auto", "fsdp"):
         fsdp, fsdp_notes = resolve_fsdp(fsdp_values, base)
@@ -220,41 +189,20 @@ def decide(
 
     # ---- gradient checkpointing and precision
     recomputation = Decision(False, "default without FSDP")
-    if config.model.gradient_checkpointing is not None:
-        recomputes = config.model.gradient_checkpointing
-        recomputation = _asked("gradient_checkpointing", recomputes, values)
+    if model.gradient_checkpointing is not None:
+        recomputation = _asked(
+            "gradient_checkpointing", model.gradient_checkpointing, values
+        )
     elif strategy.value == "fsdp":
         recomputation = Decision(True, "default with FSDP")
-    precision = _asked("mixed_precision", config.model.mixed_precision, values)
+    precision = _asked("mixed_precision", model.mixed_precision, values)
     precision_reason = f"mixed_precision: {precision.value}"
     if precision.value == "auto":
         precision_reason = "auto"
     elif precision.reason != "mixed_precision":
         precision_reason += f", set by {precision.reason}"
 
-    # ---- timeout
-    minutes = parallel.dist_timeout_minutes
-    timeout = _asked("dist_timeout_minutes", minutes, values)
-    limit = env.get(TIMEOUT_VARIABLE)
-    if limit:
-        try:
-            seconds = float(limit)
-        except ValueError:
-            seconds = 0.0  # refused below
-        if not 0 < seconds < math.inf:
-            raise UserError(
-                f"{TIMEOUT_VARIABLE}={limit} must be a number of seconds above 0; or use "
-                "dist_timeout_minutes"
-            )
-        # An option overrides the environment variable, even if it has the default value.
-        stated_timeout = values.get("dist_timeout_minutes")
-        if stated_timeout is None:
-            reason_of_timeout = f"{TIMEOUT_VARIABLE}={limit}"
-            timeout = Decision(seconds / 60, reason_of_timeout, "environment")
-        elif seconds != 60 * minutes:
-            lines.append(
-                f"{stated_timeout} overrides {TIMEOUT_VARIABLE}={limit} (environment)"
-            )
+    timeout, timeout_notes = _timeout(parallel.dist_timeout_minutes, values, env)
     return ResolvedRun(
         config=config,
         origins=origins,
@@ -268,9 +216,71 @@ def decide(
         processes=_asked("num_processes", parallel.num_processes, values),
         machines=_asked("num_machines", parallel.num_machines, values),
         timeout_minutes=timeout,
-        notes=tuple(lines),
+        notes=(*lines, *timeout_notes),
         file=file,
     )
+
+
+def _strategy(
+    parallel: ParallelSection,
+    values: Mapping[str, OptionValue],
+    file: AccelerateFile | None,
+    base: str,
+) -> Decision[AskedStrategy]:
+    """Return the strategy that is asked for. Raise UserError if the Accelerate file is for another one."""
+    if parallel.strategy == "auto":
+        reason = "decided by the size of the model: ddp where it fits, fsdp where it does not"
+        return Decision("auto", reason)
+    asked = values["strategy"]
+    if parallel.strategy != "fsdp":
+        reason = "asked for" if asked.key == "strategy" else f"asked for by {asked.key}"
+        return Decision(parallel.strategy, reason, asked.source)
+    # No contradiction if a stronger source than the one that names the file asks for FSDP: it overrides the file.
+    if (
+        file is not None
+        and file.distribution != "fsdp"
+        and asked.level <= values["accelerate_config"].level
+    ):
+        raise UserError(
+            f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} is for "
+            f"{file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
+            f"accelerate_fsdp), or leave {asked.key} out"
+        )
+    sharding = values.get("fsdp_sharding_strategy")
+    if sharding is not None and sharding.value == "NO_SHARD":
+        # A copy on each process, which ddp gives without wrapping.
+        reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
+        return Decision("ddp", reason, asked.source)
+    return Decision("fsdp", f"asked for, with the options of {base}", asked.source)
+
+
+def _timeout(
+    minutes: float,
+    values: Mapping[str, OptionValue],
+    env: Mapping[str, str],
+) -> tuple[Decision[float], list[str]]:
+    """Return the time that a collective may take, and notes for the log. `minutes`: the option's value."""
+    name = "dist_timeout_minutes"
+    timeout = _asked(name, minutes, values)
+    limit = env.get(TIMEOUT_VARIABLE)
+    if not limit:
+        return timeout, []
+    try:
+        seconds = float(limit)
+    except ValueError:
+        seconds = 0.0  # refused below
+    if not 0 < seconds < math.inf:
+        raise UserError(
+            f"{TIMEOUT_VARIABLE}={limit} must be a number of seconds above 0; or use {name}"
+        )
+    # An option overrides the environment variable, even if it has the default value.
+    if name not in values:
+        reason = f"{TIMEOUT_VARIABLE}={limit}"
+        return Decision(seconds / 60, reason, "environment"), []
+    if seconds == 60 * minutes:
+        return timeout, []
+    note = f"{values[name]} overrides {TIMEOUT_VARIABLE}={limit} (environment)"
+    return timeout, [note]
 
 
 def resolve_fsdp(
@@ -603,7 +613,6 @@ class RunSize:
     num_evaluated: int
     """Texts and images of the evaluation data; 0 without them."""
     checkpoint_bytes: int
-    has_validation: bool
     is_length_given: bool
     """The user has said how many epochs or steps the run has."""
 
@@ -624,13 +633,14 @@ class RunIntervals:
 
 
 def run_intervals(
-    evaluation: EvaluationSection,
-    run_options: RunSection,
-    logging: LoggingSection,
+    config: TrainConfig,
     size: RunSize,
 ) -> tuple[RunIntervals, dict[str, str]]:
     """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run, with the reason
     by option."""
+    evaluation = config.evaluation
+    run_options = config.run
+    has_validation = size.num_evaluated > 0
     reasons: dict[str, str] = {}
     steps = size.total_steps
     needs_checkpoints = (
@@ -639,14 +649,16 @@ def run_intervals(
 
     eval_steps = evaluation.eval_steps
     if eval_steps == "auto":
-        eval_steps = _auto_eval_steps(
-            size, run_options.save_steps, reasons, is_needed=needs_checkpoints
-        )
+        eval_steps = None
+        if has_validation:
+            eval_steps, reasons["eval_steps"] = _auto_eval_steps(
+                size, run_options.save_steps, is_needed=needs_checkpoints
+            )
 
     save_steps = run_options.save_steps
     if save_steps == "auto":
         save_steps = None
-        is_evaluated = eval_steps is not None and size.num_evaluated > 0
+        is_evaluated = has_validation and eval_steps is not None
         if size.checkpoint_bytes > LARGE_CHECKPOINT_BYTES and not needs_checkpoints:
             gigabytes = size.checkpoint_bytes / 1e9
             reasons["save_steps"] = (
@@ -666,7 +678,7 @@ def run_intervals(
     keeps_best = run_options.load_best_model_at_end
     if keeps_best == "auto":
         keeps_best = False
-        if size.has_validation and eval_steps is not None and save_steps is not None:
+        if has_validation and eval_steps is not None and save_steps is not None:
             if evaluation.guards:
                 reason = "the guards decide which checkpoint final/ gets"
             elif save_steps % eval_steps:
@@ -679,7 +691,7 @@ def run_intervals(
                 reason = "there are validation data: final/ gets the checkpoint with the best score"
             reasons["load_best_model_at_end"] = reason
 
-    logging_steps = logging.logging_steps
+    logging_steps = config.logging.logging_steps
     if logging_steps == "auto":
         interval = min(max(steps // LOG_LINES_PER_RUN, 1), MAX_STEPS_PER_LOG_LINE)
         logging_steps = _round_down(interval)
@@ -689,7 +701,7 @@ def run_intervals(
     patience = evaluation.patience
     if patience == "auto":
         patience = None
-        if eval_steps is not None and size.has_validation:
+        if has_validation and eval_steps is not None:
             reasons["patience"] = "the config says how long the run is"
             if not size.is_length_given:
                 patience = AUTO_PATIENCE
@@ -705,26 +717,20 @@ def run_intervals(
 def _auto_eval_steps(
     size: RunSize,
     save_steps: Any,
-    reasons: dict[str, str],
     *,
     is_needed: bool,
-) -> int | None:
-    """Return the interval of evaluations. `is_needed`: the config asks for evaluated checkpoints."""
+) -> tuple[int | None, str]:
+    """Return the interval of evaluations and the reason. `is_needed`: the config asks for evaluated checkpoints."""
     steps = size.total_steps
-    if not size.num_evaluated:
-        return None
     if steps < SHORT_RUN_STEPS and not is_needed:
-        reasons["eval_steps"] = f"before and after a run of {steps:,d} steps"
-        return None
+        return None, f"before and after a run of {steps:,d} steps"
     # Forward passes of an evaluation over those of the run. A backward pass counts as two.
     num_trained = steps * size.examples_per_step * size.num_training
     share = size.num_evaluated / (3 * num_trained)
     # Even the fewest evaluations would take longer than the training itself.
     if MIN_EVALUATIONS * share > 1 and not is_needed:
-        reasons["eval_steps"] = (
-            f"before and after training: one evaluation takes {share:.0%} of the computation"
-        )
-        return None
+        reason = f"before and after training: one evaluation takes {share:.0%} of the computation"
+        return None, reason
     num_affordable = max(MAX_EVALUATION_SHARE / share, MIN_EVALUATIONS)
     count = int(min(num_affordable, MAX_EVALUATIONS))
     interval = _round_down(max(steps // count, 1))
@@ -737,11 +743,11 @@ def _auto_eval_steps(
                 divisors.append(divisor)
         interval = min(divisors, key=lambda divisor: abs(math.log(divisor / interval)))
     num_evaluations = steps // interval
-    reasons["eval_steps"] = (
+    reason = (
         f"{num_evaluations:,d} evaluations in {steps:,d} steps take about "
         f"{num_evaluations * share:.0%} of the computation"
     )
-    return interval
+    return interval, reason
 
 
 def _round_down(value: int) -> int:

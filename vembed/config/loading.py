@@ -34,7 +34,7 @@ from vembed.config.options import (
     plain_layer,
 )
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
-from vembed.config.schema import DataSource, TrainConfig
+from vembed.config.schema import TrainConfig, sources_of
 from vembed.config.values import RESULT_OF, Immutable
 from vembed.errors import UserError
 from vembed.files import existing, short_name
@@ -104,7 +104,7 @@ def resolve_run(
     configs, presets = source_layers(source, stage or chosen_stage, command_line)
     for layer in configs:
         # Before the layers are merged, since the Accelerate file is read for that.
-        resolve_paths(layer.values, ("accelerate_config",), config_file, notes)
+        notes += resolve_paths(layer.values, ("accelerate_config",), config_file)
     if presets:
         configs += _user_preset([*configs, command_line], presets, config_file)
 
@@ -134,18 +134,21 @@ def resolve_run(
     notes += launcher_notes
     # More than one config layer: the last one is a stage's block.
     if naming is command_line and len(configs) > 1:
-        _override_stage(files[-1], configs, notes)
+        notes += _override_stage(files[-1], configs)
 
     layers = [*files, launcher, *configs, command_line]
-    problems = []
+    problems: list[str] = []
     translated: list[str] = []
     refused: set[str] = set()
     for layer in layers:
         problems += layer.problems
         translated += layer.translated
         refused |= layer.refused
-    values = _merge(layers, notes)
-    _resolve_values(values, config_file, env, notes, problems)
+    values, notes_on_overrides = _merge(layers)
+    notes += notes_on_overrides
+    notes_on_values, problems_of_values = _resolve_values(values, config_file, env)
+    notes += notes_on_values
+    problems += problems_of_values
     for name, option in all_options().items():
         if option.is_required and name not in values and name not in refused:
             problems.append(
@@ -201,7 +204,8 @@ def _user_preset(
     layer = _naming_layer(layers)
     if layer is None:
         return []
-    name = layer.values["accelerate_config"].value
+    named = layer.values["accelerate_config"]
+    name = named.value
     if name in presets:
         del layer.values["accelerate_config"]
         block = {"distributed": presets[name]}
@@ -211,21 +215,17 @@ def _user_preset(
         return []
     known = ", ".join([*presets, *preset_names()])
     raise UserError(
-        f"accelerate_config: {name!r} ({layer.values['accelerate_config'].place}) is neither a file nor "
-        f"a preset ({known})"
+        f"accelerate_config: {name!r} ({named.place}) is neither a file nor a preset ({known})"
     )
 
 
-def _override_stage(
-    file: Layer,
-    configs: Sequence[Layer],
-    notes: list[str],
-) -> None:
-    """Remove options from the config layers that both the stage's block and the file set.
+def _override_stage(file: Layer, configs: Sequence[Layer]) -> list[str]:
+    """Remove options from the config layers that both the stage's block and the file set. Return a note for each.
 
     Otherwise the config would override the file. But the file was named on the command line, for this launch, and the
     block holds for any launch. `configs`: the last layer is the stage's block.
     """
+    notes = []
     in_block = {REPLACES.get(name, name) for name in configs[-1].values}
     for name, value in file.values.items():
         meaning = REPLACES.get(name, name)
@@ -236,25 +236,27 @@ def _override_stage(
             for other in list(layer.values):
                 if REPLACES.get(other, other) == meaning:
                     notes.append(f"{new} overrides {layer.values.pop(other)}")
+    return notes
 
 
-def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
-    """Merge the layers, from the weakest to the strongest. Adds a note for each overridden value.
+def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
+    """Merge the layers, from the weakest to the strongest. Return the values, and a note for each overridden one.
 
     A new value takes the place of the option itself, and of the option of the same meaning (REPLACES).
     """
-    merged: dict[str, OptionValue] = {}
+    # Meaning -> the values that hold, by option: one, or both of its two options.
+    merged: dict[str, dict[str, OptionValue]] = {}
+    notes = []
     for layer in layers:
         for new in layer.values.values():
-            old = merged.get(new.option)
-            # `auto` in the config keeps the value of the Accelerate file or of the launcher.
-            if old is not None and new.value == "auto" and old.level < Level.CONFIG:
-                continue
             meaning = REPLACES.get(new.option, new.option)
-            for name in list(merged):
-                if REPLACES.get(name, name) != meaning:
-                    continue
-                old = merged[name]
+            holding = merged.setdefault(meaning, {})
+            current = holding.get(new.option)
+            # `auto` in the config keeps the value of the Accelerate file or of the launcher.
+            is_weaker = current is not None and current.level < Level.CONFIG
+            if is_weaker and new.value == "auto":
+                continue
+            for name, old in list(holding.items()):
                 is_other = name != new.option
                 is_auto = "auto" in (new.value, old.value)
                 # Both may stay: `auto` sets nothing, and one source may set both, which the rules check.
@@ -266,19 +268,22 @@ def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
                 is_other_source = is_other or old.level != new.level
                 if is_from_user and is_other_source and old.value != new.value:
                     notes.append(f"{new} overrides {old}")
-                del merged[name]
-            merged[new.option] = new
-    return merged
+                del holding[name]
+            holding[new.option] = new
+    values: dict[str, OptionValue] = {}
+    for holding in merged.values():
+        values |= holding
+    return values, notes
 
 
 def _resolve_values(
     values: dict[str, OptionValue],
     file: Path | None,
     env: Mapping[str, str],
-    notes: list[str],
-    problems: list[str],
-) -> None:
-    """Resolve values that depend on other options or on files: batch size, paths, output_dir."""
+) -> tuple[list[str], list[str]]:
+    """Resolve values that depend on other options or on files: batch size, paths, output_dir. Return notes and
+    problems."""
+    problems = []
     # In other trainers an effective batch includes all accumulated batches. Here global_batch_size is one of them.
     batch = values.get("global_batch_size")
     steps = values.get("gradient_accumulation_steps")
@@ -298,7 +303,7 @@ def _resolve_values(
 
     model = values.get("model_name")
     folder = values.get("output_dir")
-    resolve_paths(values, PATH_OPTIONS, file, notes)
+    notes = resolve_paths(values, PATH_OPTIONS, file)
     # After the path of the class is resolved. Without a model_name the class starts from new weights, and names the model.
     model_class = values.get("model_class")
     if model_class is not None and model_class.value and model is None:
@@ -306,25 +311,27 @@ def _resolve_values(
     # Last: its name may contain the model and the data.
     if folder is not None:
         plain = {name: value.value for name, value in values.items()}
+        path = folder.value
         try:
             path = expand_output_dir(folder.value, plain, env)
         except ValueError as error:
             problems.append(f"output_dir: {folder.value}: {error} ({folder.place})")
-            return
         if path != folder.value:
             notes.append(f"output_dir: {folder.value} -> {path}")
             values["output_dir"] = replace(folder, value=path)
+    return notes, problems
 
 
 def resolve_paths(
     values: dict[str, OptionValue],
     names: Sequence[str],
     file: Path | None,
-    notes: list[str],
-) -> None:
-    """Resolve relative paths: those that are not in the current directory, but in the config file's folder."""
+) -> list[str]:
+    """Resolve relative paths: those that are not in the current directory, but in the config file's folder. Return a note
+    for each."""
+    notes: list[str] = []
     if file is None:
-        return
+        return notes
 
     def locate(name: str, value: Any) -> Any:
         """Return the value of an option with all paths in it resolved: a list, an entry of a list or one path.
@@ -363,6 +370,7 @@ def resolve_paths(
         # Arguments of the command line are typed in the current directory.
         if value.level is not Level.COMMAND_LINE:
             values[name] = replace(value, value=locate(name, value.value))
+    return notes
 
 
 def expand_output_dir(
@@ -406,10 +414,7 @@ def expand_output_dir(
 
             seconds = float(psutil.Process(os.getppid()).create_time())
         start = datetime.fromtimestamp(seconds).strftime("%Y%m%d-%H%M%S")
-    source = options["data_path"]
-    if isinstance(source, list) and source:
-        source = source[0]
-    path = source.path if isinstance(source, DataSource) else str(source)
+    path = sources_of(options["data_path"] or "")[0].path
 
     def folder_name(name: str) -> str:
         return re.sub(r"[^\w.-]+", "-", short_name(name)).strip("-.") or "run"
@@ -500,17 +505,17 @@ class Pipeline:
             )
         step = trainings[stage]
         source = self.source
-        implied = Layer(source)
-        place = f"{source}, {TRAINING_STAGES}.{stage}"
-        implied.enter("output_dir", str(self.folder(stage)), "output_dir", place)
+        # Option -> its path and where that comes from.
+        paths = {"output_dir": (self.folder(stage), f", {TRAINING_STAGES}.{stage}")}
         if step.model_step is not None:
-            model = str(self.folder(step.model_step.name) / "final")
-            place = f"{source}{RESULT_OF}{step.model_step.name}"
-            implied.enter("model_name", model, "model_name", place)
+            model = self.folder(step.model_step.name) / "final"
+            paths["model_name"] = (model, f"{RESULT_OF}{step.model_step.name}")
         if step.data_step is not None:
-            path = str(self.data_of(step.data_step))
-            place = f"{source}{RESULT_OF}{step.data_step.name}"
-            implied.enter("data_path", path, "data_path", place)
+            data = self.data_of(step.data_step)
+            paths["data_path"] = (data, f"{RESULT_OF}{step.data_step.name}")
+        implied = Layer(source)
+        for option, (path, place) in paths.items():
+            implied.enter(option, str(path), option, f"{source}{place}")
         return [self.shared, implied, step.layer]
 
 
@@ -525,11 +530,8 @@ def source_layers(
     """
     if isinstance(source, TrainConfig):
         # Only what was set: defaults would win over the launcher and files.
-        options = source.options()
-        set_options = {
-            name: options[name] for name in options if name in source.explicit_options
-        }
-        return [plain_layer("TrainConfig", Level.CONFIG, set_options)], {}
+        layer = plain_layer("TrainConfig", Level.CONFIG, source.given_options())
+        return [layer], {}
     tree, name = source_tree(source)
     presets = tree.value.get(USER_PRESETS, Node({}, None))
     if not isinstance(presets.value, dict):
@@ -626,17 +628,8 @@ def _step(
 ) -> PipelineStep:
     if not name and "name" in block:
         name = str(block.pop("name").plain())
-    # A step between has its kind as its only key, beside `from`. Among other keys `mine` is the option of a training,
-    # and so it is with `every_epochs` in it.
-    kind: StepKind = "train"
     start = block.pop("from", None)
-    for other in OTHER_KINDS:
-        if set(block) != {other}:
-            continue
-        options = block[other].plain()
-        is_option = isinstance(options, dict) and "every_epochs" in options
-        if other != "mine" or not is_option:
-            kind = other
+    kind = _kind_of(block)
     number = len(before) + 1
     if not name:
         name = f"train{number}" if kind == "train" else f"{kind}-{number}"
@@ -680,6 +673,22 @@ def _step(
     return PipelineStep(name, kind, layer, options, task, model_step, data_step)
 
 
+def _kind_of(block: Mapping[str, Node]) -> StepKind:
+    """Return what a step does. `block`: its options, without `from`.
+
+    A step between has its kind as its only key. Among other keys `mine` is the option of a training, and so it is with
+    `every_epochs` in it.
+    """
+    for kind in OTHER_KINDS:
+        if set(block) != {kind}:
+            continue
+        options = block[kind].plain()
+        is_option = isinstance(options, dict) and "every_epochs" in options
+        if kind != "mine" or not is_option:
+            return kind
+    return "train"
+
+
 def require_earlier_stage(resolved: ResolvedRun) -> None:
     """Raise UserError where a stage starts from the model or the data of an earlier one, and they are not there.
 
@@ -718,7 +727,7 @@ def config_yaml(
     for name, replaced in REPLACES.items():
         if values[name] is not None:
             del values[replaced]
-    if "temperature" not in config.explicit_options:
+    if "temperature" not in config.objective.model_fields_set:
         # Written, it would count as given: learned temperatures and those of several losses would start from it.
         del values["temperature"]
     lines: list[str] = []

@@ -233,8 +233,11 @@ class Layer:
                 self.problems.append(f"{place}: {name!r} is not used here: {reason}")
                 return
         near = nearest(name, known_names(block))
-        hint = "; `vembed schema` lists all options"
-        if near:
+        hint = "; `vembed schema --format markdown` lists all options"
+        if name in BLOCKS:
+            inner = next(iter(BLOCKS[name]), "OPTION")
+            hint = f": it is a block of options, as {name}.{inner}=..."
+        elif near:
             target = target_of(near, block)
             is_alias = isinstance(target, str) and target != near
             meaning = f" ({target})" if is_alias else ""
@@ -461,6 +464,7 @@ ALIASES: dict[str, str] = {
     # evaluation, logging, saving
     "output_dir": "output output_path save_dir",
     "eval_steps": "evaluation_steps eval_every",
+    "patience": "early_stopping_patience",
     "eval_metric": "metric_for_best_model",
     "save_steps": "save_every",
     "logging_steps": "log_every log_interval log_every_n_steps",
@@ -629,6 +633,7 @@ FIXED_IN_FSDP: dict[str, Any] = {
 FSDP1 gets in the same way: the value. They are accepted, with a note."""
 
 REFUSED = {
+    "early_stopping": "patience: 3 ends a run after three evaluations without a better score",
     "deepspeed": "DeepSpeed is not supported: use_fsdp: true shards the model",
     "save_strategy": "checkpoints are written every save_steps steps; save_steps: null for none before the end",
     "eval_strategy": "evaluation runs every eval_steps steps; eval_steps: null for none during training",
@@ -814,7 +819,8 @@ class Option:
             return f"{self.name} {message}"
         if value is None:
             return f"{self.name} has no value; give {self.accepts}, or leave the line out for {quoted(self.default)}"
-        near = nearest(str(value), self.choices) if isinstance(value, str) else None
+        entry = problem["input"]  # of a list, the one that is refused
+        near = nearest(entry, self.choices) if isinstance(entry, str) else None
         hint = f"; did you mean {near!r}?" if near else ""
         return f"{self.name} must be {self.accepts}, but is {quoted(value)}{hint}"
 
@@ -925,8 +931,8 @@ def _accepted(
         texts = [value for value in values if isinstance(value, str)]
         return [str(value) for value in values], texts, set() if texts else {"int"}
     if origin is list:
-        words, _, _ = _accepted(get_args(annotation)[0])
-        return [f"a list, each entry {join_words(words)}"], [], {"list"}
+        words, choices, _ = _accepted(get_args(annotation)[0])
+        return [f"a list, each entry {join_words(words)}"], choices, {"list"}
     if origin is dict:
         return ["names in the form {yours: ours}"], [], {"mapping"}
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):

@@ -495,9 +495,18 @@ def data_paths(data: DataSection) -> list[tuple[str, str]]:
     return paths
 
 
-def missing_path(option: str, path: str) -> str | None:
-    """Return a sentence about data that are not here and no name on the Hub, pattern or address; otherwise None."""
+def missing_path(
+    option: str,
+    path: str,
+    future_folders: Sequence[Path] = (),
+) -> str | None:
+    """Return a sentence about data that are not here and no name on the Hub, pattern or address; otherwise None.
+
+    `future_folders`: those that will be there when the data are read.
+    """
     if existing(path) or is_pattern(path) or is_address(path):
+        return None
+    if is_inside(path, future_folders):
         return None
     from vembed.data.formats.table import is_hub_dataset  # loads the formats' libraries
 
@@ -519,13 +528,11 @@ def require_paths(
     origins: Mapping[str, str],
     future_folders: Sequence[Path] = (),
 ) -> None:
-    """Raise UserError if a file or folder is missing that a run would look for. `made`: folders that will be there when
-    the run begins."""
+    """Raise UserError if a file or folder is missing that a run would look for. `future_folders`: those that will be
+    there when the run begins."""
     problems = []
     for option, path in data_paths(data):
-        sentence = (
-            None if is_inside(path, future_folders) else missing_path(option, path)
-        )
+        sentence = missing_path(option, path, future_folders)
         if sentence is not None:
             problems.append(sentence)
     folder = model.model_name

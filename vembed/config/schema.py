@@ -27,6 +27,7 @@ from vembed.config.values import (
     PositiveFloat,
     PositiveInt,
     ProperFraction,
+    RetrievalMode,
     Task,
 )
 from vembed.errors import UserError
@@ -76,26 +77,6 @@ class Sampling:
     """proportional, temperature, round_robin or weights."""
     alpha: float = 1.0
     """Power of a source's size."""
-
-    def num_drawn(
-        self,
-        sizes: Sequence[int],
-        weights: Sequence[float],
-        batch_sizes: Sequence[int],
-    ) -> list[int]:
-        """Return how many examples of each source an epoch draws: about as many in all as with `proportional`."""
-        counts = [size * weight for size, weight in zip(sizes, weights, strict=True)]
-        if self.kind == "round_robin":
-            num_batches = max(1, round(sum(counts) / sum(batch_sizes)))
-            return [num_batches * size for size in batch_sizes]
-        if self.alpha != 1.0:
-            shares = [
-                weight * size**self.alpha
-                for size, weight in zip(sizes, weights, strict=True)
-            ]
-            factor = sum(counts) / sum(shares)
-            counts = [share * factor for share in shares]
-        return [max(1, round(count)) for count in counts]
 
 
 PROPORTIONAL = Sampling()
@@ -277,11 +258,9 @@ class ChoiceOptions(Immutable):
     @property
     def takes_claimed(self) -> bool:
         """True if claimed candidates come first."""
-        return (
-            not (LIMITS & self.model_fields_set)
-            if self.prefer_claimed == "auto"
-            else self.prefer_claimed
-        )
+        if self.prefer_claimed != "auto":
+            return self.prefer_claimed
+        return LIMITS.isdisjoint(self.model_fields_set)
 
     @property
     def budget(self) -> int:
@@ -434,7 +413,7 @@ class DataSection(Section, title="data"):
     documents of the data are searched."""
     column_mapping: dict[str, str] | None = None
     """Names in your file -> names that vembed reads, e.g. {question: query, answer: positive}."""
-    retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"
+    retrieval_mode: RetrievalMode = "auto"
     """Meaning of plain strings, as query 2 document: t text, i image path, m a record with both. `auto`: plain strings
     are text, and images are written as {"image": path}."""
     image_root: str | None = None
@@ -553,20 +532,20 @@ class BatchSection(Section, title="batch"):
     """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`)."""
 
-    def rows_per_process(self, world_size: int) -> int:
-        """Return the rows of a process in a batch. Raise UserError for a remainder."""
-        rows = self.global_batch_size
-        if rows is None:
+    def examples_per_process(self, world_size: int) -> int:
+        """Return the examples of a process in a batch. Raise UserError for a remainder."""
+        size = self.global_batch_size
+        if size is None:
             return self.batch_size
-        if rows % world_size:
-            below = rows // world_size * world_size
+        if size % world_size:
+            below = size // world_size * world_size
             above = f"{below + world_size:,d}"
             near = f"{below:,d} or {above}" if below else above
             raise UserError(
-                f"global_batch_size: {rows:,d} cannot be divided among "
+                f"global_batch_size: {size:,d} cannot be divided among "
                 f"{world_size:,d} processes: use {near}, or another number of processes"
             )
-        return rows // world_size
+        return size // world_size
 
 
 class OptimizerSection(Section, title="optimizer"):
@@ -784,22 +763,20 @@ class TrainConfig(Immutable):
     run: RunSection
 
     def __init__(self, **options: Any) -> None:
-        """Make a config from options by their flat names, or from whole sections."""
+        """Make a config from options by their flat names."""
         sections: dict[str, Any] = {name: {} for name in type(self).model_fields}
         for name, value in options.items():
-            if name in sections and isinstance(value, Section):
-                sections[name] = value
-            else:
-                sections[section_of(name)][name] = value
+            sections[section_of(name)][name] = value
         super().__init__(**sections)
 
-    @property
-    def explicit_options(self) -> set[str]:
-        """Names of the options that were set, rather than left at their default."""
-        names: set[str] = set()
+    def given_options(self) -> dict[str, Any]:
+        """Return the options that were set, rather than left at their default."""
+        values: dict[str, Any] = {}
         for _, section in self:
-            names |= section.model_fields_set
-        return names
+            for name, value in section:
+                if name in section.model_fields_set:
+                    values[name] = value
+        return values
 
     def options(self) -> dict[str, Any]:
         """Return all options by their flat names, in the order of the schema."""
@@ -816,12 +793,12 @@ class TrainConfig(Immutable):
         return values
 
     def changed(self, **options: Any) -> TrainConfig:
-        """Return a config with other values of some options. They are not validated."""
+        """Return a config with other values of some options, which count as given. They are not validated."""
         sections = dict(self)
         for name, value in options.items():
             section = section_of(name)
             sections[section] = sections[section].model_copy(update={name: value})
-        return TrainConfig(**sections)
+        return self.model_copy(update=sections)
 
 
 @cache

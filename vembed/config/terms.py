@@ -15,6 +15,7 @@ from vembed.config.schema import (
     ModelSection,
     ObjectiveSection,
     Teacher,
+    TrainConfig,
 )
 from vembed.losses.declaration import SCORES, LossDeclaration
 from vembed.losses.table import LOSSES
@@ -78,14 +79,13 @@ def loss_terms(
                 value = run_options.get(name, field.default)
             options[name] = value
         reason = "default"
+        of_source = None if source is None else source.temperature
         if "temperature" in options:
-            is_given = "temperature" in objective.model_fields_set
-            if dict(entry)["temperature"] is not None:
+            is_of_entry = dict(entry)["temperature"] is not None
+            if of_source is not None and not is_of_entry:
+                options["temperature"] = of_source
                 reason = "given"
-            elif source is not None and source.temperature is not None:
-                options["temperature"] = source.temperature
-                reason = "given"
-            elif is_given:
+            elif is_of_entry or "temperature" in objective.model_fields_set:
                 reason = "given"
             elif is_reranker:
                 options["temperature"] = 1.0
@@ -117,36 +117,24 @@ def loss_terms(
 
 
 def run_temperature(
-    objective: ObjectiveSection,
-    data: DataSection,
-    start_model: str,
-    model_temperature: float | None = None,
-    *,
-    is_reranker: bool = False,
+    config: TrainConfig, model_temperature: float | None = None
 ) -> float | None:
     """Return the temperature of the run's one loss, for `config.yaml` and the checkpoints.
 
     None: an option gives it, or it is learned, or there are several losses. Then the run's
     files name no other than the config does, so that each loss chooses its own again.
     """
-    if not leaves_temperature(objective, data, start_model):
+    objective = config.objective
+    is_given = "temperature" in objective.model_fields_set
+    if is_given or objective.losses is not None or losses_differ(config.data):
         return None
-    terms = loss_terms(
-        objective, start_model, None, model_temperature, is_reranker=is_reranker
+    (term,) = loss_terms(
+        objective,
+        config.model.model_name,
+        model_temperature=model_temperature,
+        is_reranker=config.model.task == "rerank",
     )
-    return terms[0].temperature
-
-
-def leaves_temperature(
-    objective: ObjectiveSection,
-    data: DataSection,
-    start_model: str,
-) -> bool:
-    """Return whether the run has one fixed temperature, which no option names."""
-    if "temperature" in objective.model_fields_set or objective.losses is not None:
-        return False
-    term = loss_terms(objective, start_model)[0]
-    return not term.loss.learns_temperature() and not losses_differ(data)
+    return None if term.loss.learns_temperature() else term.temperature
 
 
 def source_terms(

@@ -27,6 +27,7 @@ FiniteFloat = Annotated[float, Field(allow_inf_nan=False), Number]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Auto = Literal["auto"]
 Task = Literal["embed", "rerank"]
+RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
 
 class NamesFiles(str):

@@ -40,6 +40,7 @@ from vembed.config.schema import (
     sources_of,
 )
 from vembed.config.terms import (
+    ResolvedTerm,
     loss_names,
     loss_terms,
     reads_scores,
@@ -53,6 +54,7 @@ from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import open_reader
 from vembed.data.images.files import IMAGE_PATH, check_image
 from vembed.data.records import (
+    IMAGE_MARK,
     LABEL,
     Columns,
     RecordFormat,
@@ -73,7 +75,7 @@ NUM_NAMED = 10
 """Number of bad records that a message names; the others are counted."""
 IMAGE_THREADS = 8
 """Threads that check images; they hide the latency of network drives."""
-BLOCK_ROWS = 256
+BLOCK_RECORDS = 256
 """Records that are checked together."""
 CACHE_AFTER_SECONDS = 1.0
 """The result of a pass that took longer is stored in the cache folder."""
@@ -85,8 +87,6 @@ _LIST = re.compile(r"""\[\s*['"{].*['"}]\s*\]""", re.DOTALL)
 _OBJECT = re.compile(
     r"""\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""", re.DOTALL
 )
-_PLACE = "<image>"
-"""Place of an image in the texts of other programs."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Records:
     """Its files, as they were before they were read."""
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.index.numbers)
 
     @property
     def name(self) -> str:
@@ -140,10 +140,7 @@ class Records:
 class _Source(Records):
     reads_scores: bool
     """True if a loss of the source reads scores of the data."""
-
-    @cached_property
-    def read_as(self) -> ReadAs:
-        return ReadAs.of(self.entry)
+    read_as: ReadAs
 
     @cached_property
     def mates(self) -> np.ndarray | None:
@@ -201,15 +198,6 @@ class _Source(Records):
         counts = index.counts
         numbers = range(min(NUM_INSPECTED, len(self)))
         examples = [self.example(number) for number in numbers]
-        score_column = None
-        for number in numbers:
-            record = self.record(number)
-            name: str | None = LABEL
-            if not is_conversation(record):
-                name = self.form.columns.layout(tuple(record)).score
-            if name is not None and record.get(name) is not None:
-                score_column = name
-                break
         losses = self.form.losses
         # Pairs without scores are taken for matches: by a loss, or by an evaluation.
         takes_matches = not losses or any(
@@ -226,10 +214,10 @@ class _Source(Records):
                 if counts["negatives"]:
                     way_out = "loss: kl and teacher: scores if it is a teacher's"
                 sentences.append(
-                    f"{score_column or 'score'} is not read by loss: {' and '.join(losses)}, and every pair is taken "
-                    f"for a match: set {way_out}, or leave out the pairs that do not match"
+                    f"{self._score_column() or 'score'} is not read by loss: {' and '.join(losses)}, and every pair is "
+                    f"taken for a match: set {way_out}, or leave out the pairs that do not match"
                 )
-        if self.reads_scores and score_column == LABEL:
+        if self.reads_scores and self._score_column() == LABEL:
             scores: set[float] = set()
             for example in examples:
                 scores.update(example.scores or ())
@@ -241,6 +229,17 @@ class _Source(Records):
             )
         sentences += taken_for_texts(examples, index.unused)
         return [sentence for sentence in sentences if sentence is not None]
+
+    def _score_column(self) -> str | None:
+        """Return the column of the first score in the inspected records; None without one."""
+        for number in range(min(NUM_INSPECTED, len(self))):
+            record = self.record(number)
+            name: str | None = LABEL
+            if not is_conversation(record):
+                name = self.form.columns.layout(tuple(record)).score
+            if name is not None and record.get(name) is not None:
+                return name
+        return None
 
 
 def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> list[str]:
@@ -264,12 +263,12 @@ def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> lis
                     f"or Parquet with fields that are {kind}, not texts, or a column for each"
                 )
         for item in items:
-            if item.text and _PLACE in item.text and not item.images:
+            if item.text and IMAGE_MARK in item.text and not item.images:
                 column = ""
                 if "images" in unused:
                     column = "; the column images is not read"
                 sentences.append(
-                    f"its {name} have {_PLACE} in them and no image ({item.text!r:.60}){column}: write text and images "
+                    f"its {name} have {IMAGE_MARK} in them and no image ({item.text!r:.60}){column}: write text and images "
                     'into one object, {"text": ..., "images": [...]}'
                 )
                 break
@@ -327,7 +326,7 @@ class ExampleStore:
         return self._locate(index)[0].read_as.apply(example)
 
     def source_of(self, index: int) -> int:
-        """Return the number of the source that an example comes from."""
+        """Return the index of the source that an example comes from."""
         return bisect.bisect_right(self._ends, index)
 
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
@@ -368,7 +367,7 @@ class ExampleStore:
             index = source.index
             lines.append(source.summary())
             lines += [f"left out: {problem}" for problem in joined(index.problems)]
-            num_more = index.num_bad - len(index.problems)
+            num_more = index.counts["bad"] - len(index.problems)
             if num_more:
                 lines.append(f"left out: {num_more:,d} more of {source.name}")
             if index.unused:
@@ -413,32 +412,24 @@ def open_examples(
     sources = []
     for entry in entries:
         terms = loss_terms(objective, model_name, entry)
-        losses = loss_names(terms)
         requirements: dict[str, Any] = {}
-        takes_texts = False
         if is_training:
-            max_negatives = entry.max_negatives
-            if max_negatives is None:
-                max_negatives = data.max_negatives
-            needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
-            takes_texts = all(LOSSES[loss].records == "texts" for loss in losses)
-            requirements = {
-                "losses": losses,
-                "max_negatives": max_negatives,
-                "bounded_scores": needs_cosines and objective.similarity == "cosine",
-                "gets_negatives": data.adds_negatives(),
-                "keeps_keys": data.no_duplicates,
-            }
+            requirements = _requirements(data, objective, entry, terms)
         # Validation data may use vembed's own names.
         records = open_records(
             data,
             entry,
             role,
             may_miss=not is_training or len(entries) > 1,
-            texts_alone=takes_texts,
             **requirements,
         )
-        sources.append(_Source(**vars(records), reads_scores=reads_scores(terms)))
+        sources.append(
+            _Source(
+                **vars(records),
+                reads_scores=reads_scores(terms),
+                read_as=ReadAs.of(entry),
+            )
+        )
     refuse_bad_sources(
         sources,
         on_bad_record=data.on_bad_record,
@@ -457,38 +448,76 @@ def open_examples(
             "record, and no record has one, so that the loss would be 0 at every step: `vembed mine` adds some; kl "
             "with distill_candidates: batch, embedding and relational need none"
         )
-    # Each source may lack names of the run's mapping, which serves all of them.
+    if is_training and len(entries) > 1:
+        _refuse_missing_columns(sources)
+    run_limit = None
+    if is_training:
+        run_limit = data.max_negatives
+        if data.max_train_examples is not None:
+            sources = _first_examples(sources, data.max_train_examples)
+    identities = []
+    for source in sources:
+        entry = source.entry
+        identity: list[Any] = [entry.column_mapping, entry.max_negatives]
+        identity += [*astuple(source.read_as), source.index.fingerprint]
+        identities.append([*identity, len(source), entry.weight])
+    options = [data.retrieval_mode, data.column_mapping, run_limit]
+    return ExampleStore(sources, short_hash(options, identities))
+
+
+def _requirements(
+    data: DataSection,
+    objective: ObjectiveSection,
+    entry: DataSource,
+    terms: Sequence[ResolvedTerm],
+) -> dict[str, Any]:
+    """Return what the losses of a source need of its records, as arguments of `open_records`."""
+    losses = loss_names(terms)
+    source_limit = entry.max_negatives
+    if source_limit is None:
+        source_limit = data.max_negatives
+    needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
+    return {
+        "texts_alone": all(LOSSES[loss].records == "texts" for loss in losses),
+        "losses": losses,
+        "max_negatives": source_limit,
+        "bounded_scores": needs_cosines and objective.similarity == "cosine",
+        "gets_negatives": data.adds_negatives(),
+        "keeps_keys": data.no_duplicates,
+    }
+
+
+def _refuse_missing_columns(sources: Sequence[Records]) -> None:
+    """Raise UserError for names of the run's column mapping, which serves all sources, that no source has."""
     missing = []
     for source in sources:
         if source.entry.column_mapping is None:
             missing.append(set(source.index.missing))
     names = sorted(set.intersection(*missing)) if missing else []
-    if is_training and len(entries) > 1 and names:
+    if names:
         hints = [source.form.columns.nearest() for source in sources]
         raise UserError(
             f"column_mapping names {listed(names)}, which no record of any source has{max(hints)}"
         )
-    # Rounded cumulative ends of each source's share, so that the sizes add up to the limit. Each source keeps one record
-    # at least, so that many small ones may exceed it.
-    limit = data.max_train_examples if is_training else None
+
+
+def _first_examples(sources: Sequence[_Source], limit: int) -> list[_Source]:
+    """Return the sources with their first examples, each with its share of the limit.
+
+    The ends of the shares are rounded, so that the sizes add up to the limit. Each source keeps one record at least, so
+    that many small ones may exceed it.
+    """
     total = sum(map(len, sources))
-    limit = total if limit is None else min(limit, total)
+    limit = min(limit, total)
     end = 0
-    identities = []
-    for number, source in enumerate(sources):
-        first = end * limit // total
+    limited = []
+    for source in sources:
+        start = end * limit // total
         end += len(source)
-        size = max(1, end * limit // total - first)
-        if size < len(source):
-            index = source.index.subset(np.arange(size))
-            sources[number] = replace(source, index=index)
-        entry = source.entry
-        identity: list[Any] = [entry.column_mapping, entry.max_negatives]
-        identity += [*astuple(source.read_as), source.index.fingerprint]
-        identities.append([*identity, size, entry.weight])
-    max_negatives = data.max_negatives if is_training else None
-    options = [data.retrieval_mode, data.column_mapping, max_negatives]
-    return ExampleStore(sources, short_hash(options, identities))
+        size = max(1, end * limit // total - start)
+        index = source.index.subset(np.arange(size))
+        limited.append(replace(source, index=index))
+    return limited
 
 
 def open_records(
@@ -547,7 +576,7 @@ def refuse_bad_sources(
         problems += source.index.problems
     refuse_bad_records(
         problems,
-        num_bad=sum(source.index.num_bad for source in sources),
+        num_bad=sum(source.index.counts["bad"] for source in sources),
         num_good=sum(map(len, sources)),
         on_bad_record=on_bad_record,
         purpose=purpose,
@@ -609,19 +638,11 @@ class Index:
     unused: list[str]
     missing: list[str]
     """Names in column_mapping that no record has."""
-    images: dict[str, list[int] | None]
+    image_stamps: dict[str, list[int] | None]
     """Map from image file to its stamp, None if there is none."""
     labels: np.ndarray | None = None
     """Hash of the class of each record, in labelled data. Negative: a record whose text or image its class has already,
     as a class of its own, since two equal inputs are no pair to learn from."""
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    @property
-    def num_bad(self) -> int:
-        """Number of bad records."""
-        return self.counts["bad"]
 
     def subset(self, chosen: np.ndarray) -> Index:
         """Return the index of some records by their numbers, with the statistics of all."""
@@ -657,7 +678,7 @@ class PartIndex:
         self.counts: Counter[str] = Counter()
         self.problems: list[tuple[int, str]] = []
         """Line and reason of the first bad records."""
-        self.images: dict[str, str | None] = {}
+        self.image_problems: dict[str, str | None] = {}
         """Map from image file to its problem, None if it is valid."""
         self.num_lines = 0
         """Lines of the part, also those without a good record."""
@@ -684,6 +705,9 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
     """Check all records of a source."""
     parts = reader.parts()
     num_processes = min(len(parts), num_cores(), MAX_PROCESSES)
+    num_done = 0
+    num_records = sum(map(len, parts))
+    checked = []
     with (
         ThreadPoolExecutor(min(8, num_cores())) as pool,
         ProgressReport(f"{reader.name}: checked", log=log.info) as progress,
@@ -694,20 +718,17 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
             results = in_processes(reader, form, parts, num_processes)
         else:
             results = (index_part(reader, form, part) for part in parts)
-        whole = sum(map(len, parts))
-        num_done = 0
-        checked = []
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
             form.columns.merge(result.columns)
             num_done += len(part)
-            progress(num_done, whole)
+            progress(num_done, num_records)
         fingerprint = xxhash.xxh3_128_hexdigest(b"".join(digests))
     lines = []
     problems: list[str] = []
     counts: Counter[str] = Counter()
     first_lines: dict[int, int] = defaultdict(int)
-    images: dict[str, str | None] = {}
+    image_problems: dict[str, str | None] = {}
     for part, result in zip(parts, checked, strict=True):
         # The parts of a file follow one another. Lines of a part count from its own first line.
         file = part.start >> FILE_BITS
@@ -717,39 +738,41 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         for line, reason in result.problems:
             problems.append(f"{reader.where(line + first_line)}: {reason}")
         counts.update(result.counts)
-        images.update(result.images)
-
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([np.asarray(getattr(part, name)) for part in checked])
-
-    numbers = joined("numbers")
-    members = joined("members").reshape(-1, 2)
-    labels = None
-    if len(members):
-        labels = members[:, 0].copy()
-        # The first occurrence of each (class, item) keeps its class. Others get a class of their own, below zero.
-        first = np.unique(members, axis=0, return_index=True)[1]
-        repeats = np.setdiff1d(np.arange(len(members)), first)
-        labels[repeats] = -1 - repeats
-    # A batch of labelled data is made by classes, one of pairs by rows.
-    if labels is not None and len(labels) < len(numbers):
+        image_problems.update(result.image_problems)
+    numbers = np.concatenate([result.numbers for result in checked])
+    members = np.concatenate([result.members for result in checked])
+    num_labelled = len(members) // 2
+    # A batch of labelled data is made by classes, one of pairs by records.
+    if 0 < num_labelled < len(numbers):
         raise UserError(
-            f"{reader.name}: {len(labels):,d} of its records are a text or image with a label, "
-            f"{len(numbers) - len(labels):,d} are pairs: make them two sources of data_path"
+            f"{reader.name}: {num_labelled:,d} of its records are a text or image with a label, "
+            f"{len(numbers) - num_labelled:,d} are pairs: make them two sources of data_path"
         )
     return Index(
         numbers=numbers,
         lines=np.concatenate(lines),
-        labels=labels,
-        keys=joined("keys"),
-        num_keys=joined("num_keys"),
+        labels=_labels(members.reshape(-1, 2)) if num_labelled else None,
+        keys=np.concatenate([result.keys for result in checked]),
+        num_keys=np.concatenate([result.num_keys for result in checked]),
         counts=counts,
         fingerprint=fingerprint,
         problems=problems[:NUM_NAMED],
         unused=sorted(form.columns.unused),
         missing=sorted(form.columns.missing),
-        images={path: _image_stamp(path) for path in images},
+        image_stamps={path: _image_stamp(path) for path in image_problems},
     )
+
+
+def _labels(members: np.ndarray) -> np.ndarray:
+    """Return the class [n] of each labelled record from the hashes of classes and items [n, 2].
+
+    The first occurrence of each (class, item) keeps its class. Others get a class of their own, below zero.
+    """
+    labels: np.ndarray = members[:, 0].copy()
+    _, first = np.unique(members, axis=0, return_index=True)
+    repeats = np.setdiff1d(np.arange(len(members)), first)
+    labels[repeats] = -1 - repeats
+    return labels
 
 
 def index_part(
@@ -759,12 +782,11 @@ def index_part(
 ) -> PartIndex:
     """Check the records of a part."""
     index = PartIndex(form.columns)
-    rows = reader.rows(part)
+    numbered_records = reader.rows(part)
     with ThreadPoolExecutor(IMAGE_THREADS) as pool:
-        while block := list(itertools.islice(rows, BLOCK_ROWS)):
+        while block := list(itertools.islice(numbered_records, BLOCK_RECORDS)):
             numbers, lines, records = zip(*block, strict=True)
-            # The fast way: a block of plain text pairs is accepted as a whole, without an Example for each.
-            plain = form.plain_example(records)
+            plain = form.example_of_plain_block(records)
             if plain is not None:
                 index.numbers.extend(numbers)
                 index.lines.extend(lines)
@@ -778,7 +800,7 @@ def index_part(
                     outcomes.append(form.example(record, ""))
                 except BadRecord as error:
                     outcomes.append(error)
-            _refuse_bad_images(outcomes, index.images, pool)
+            _refuse_bad_images(outcomes, index.image_problems, pool)
             for number, line, outcome in zip(numbers, lines, outcomes, strict=True):
                 if isinstance(outcome, BadRecord):
                     index.counts["bad"] += 1
@@ -908,9 +930,9 @@ def cached_index(
         with safe_open(path, "np") as file:
             known_stamps, facts = json.loads(file.metadata()["facts"])
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        images = facts["images"].items()
+        image_stamps = facts["image_stamps"].items()
         if stamps == known_stamps and all(
-            _image_stamp(image) == known for image, known in images
+            _image_stamp(image) == known for image, known in image_stamps
         ):
             facts["counts"] = Counter(facts["counts"])
             return Index(**facts, **arrays)

@@ -58,6 +58,25 @@ class ImageRef:
         return b"path:" + str(self.path).encode()
 
 
+def input_digest(
+    modality: str,
+    token_ids: np.ndarray | None,
+    images: Sequence[ImageRef],
+    *,
+    num_bytes: int,
+    identity_of: Callable[[ImageRef], bytes] = ImageRef.identity,
+) -> bytes:
+    """Return a hash of a model input, from its token ids and images."""
+    digest = hashlib.blake2b(modality.encode(), digest_size=num_bytes)
+    if token_ids is not None:
+        digest.update(token_ids.tobytes())
+    for image in images:
+        identity = identity_of(image)
+        # The length prefix separates images: without it, ["ab", "c"] and ["a", "bc"] would be equal.
+        digest.update(len(identity).to_bytes(8, "little") + identity)
+    return digest.digest()
+
+
 @dataclass(frozen=True, slots=True)
 class Item:
     """One input to embed: a text, one or several images, or both."""

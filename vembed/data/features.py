@@ -6,7 +6,6 @@ model. Only caches change after construction, so all classes are thread-safe.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -14,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.data.examples import Example, ImageRef, Item, Kind
+from vembed.data.examples import Example, ImageRef, Item, Kind, input_digest
 from vembed.data.images.decoders import PIXELS_KEY
 from vembed.data.images.files import image_name, image_size
 from vembed.data.images.pixels import Pixels, blank_image
@@ -54,18 +53,21 @@ class Features:
     """63-bit hash of the model input after prompt and truncation. Equal keys mean equal inputs to the model."""
     content: int
     """`item.key()`: hash of the content only, used by the loss to mask duplicates."""
-    token_ids: np.ndarray | None = None
-    """int32, special tokens included."""
     images: tuple[ImageRef, ...] = ()
     """Decoded only in `collate`."""
-    rows: int = 1
-    """Rows that the model gives for this input, known from its tokens: one vector, or one score of a pair."""
+    num_vectors: int = 1
+    """Vectors that the model gives for this input, known from its tokens. The score of a pair is a vector of width 1."""
+    token_ids: np.ndarray | None = None
+    """int32, special tokens included."""
     segments: np.ndarray | None = None
     """int32, 0 for tokens of a pair's query and 1 for those of its document, where the tokenizer tells."""
 
 
 class BaseFeaturiser(ABC):
     """Converter from what a model reads at once (an input, or a pair of them) to features and tensors. Thread-safe."""
+
+    reads_pairs: ClassVar[bool] = False
+    """True if each unit is a pair of query and document."""
 
     def __init__(
         self,
@@ -264,15 +266,9 @@ def input_key(
     token_ids: np.ndarray | None,
     images: Sequence[ImageRef],
 ) -> int:
-    """Return the 63-bit hash of a model input, from token ids and images."""
-    digest = hashlib.blake2b(modality.encode(), digest_size=8)
-    if token_ids is not None:
-        digest.update(token_ids.tobytes())
-    for image in images:
-        identity = image.identity()
-        # The length prefix separates images: without it, ["ab", "c"] and ["a", "bc"] would be equal.
-        digest.update(len(identity).to_bytes(8, "little") + identity)
-    return int.from_bytes(digest.digest(), "little") >> 1
+    """Return the 63-bit hash of a model input."""
+    digest = input_digest(modality, token_ids, images, num_bytes=8)
+    return int.from_bytes(digest, "little") >> 1
 
 
 Pair = tuple[Item, Item]
@@ -290,6 +286,8 @@ IMAGE_ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n"
 class PairFeaturiser(BaseFeaturiser):
     """Converter from pairs of texts (of vision-language models also images) to token ids, and to the tensors of a forward
     pass."""
+
+    reads_pairs = True
 
     def __init__(
         self,

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
-from typing import Any, Literal
+from typing import Any
 
+from vembed.config.values import RetrievalMode
 from vembed.data.examples import (
     LONE_SURROGATE,
     BadRecord,
@@ -26,8 +27,6 @@ from vembed.data.examples import (
 )
 from vembed.errors import UserError, listed, nearest, printable
 from vembed.losses.table import LOSSES
-
-Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
 LARGEST_SCORE = 3.4e38
 """Larger scores are infinite in float32, and all the same."""
@@ -43,7 +42,7 @@ class RecordFormat:
         columns: Columns,
         images: ImageRoot,
         *,
-        mode: Mode = "auto",
+        mode: RetrievalMode = "auto",
         losses: Collection[str] = (),
         max_negatives: int | None = None,
         numbers_in_text: bool = False,
@@ -67,9 +66,9 @@ class RecordFormat:
         self._null = "empty" if numbers_in_text else "null"  # a cell without a text
         self._bounded_scores = bounded_scores
 
-    def plain_example(self, records: Sequence[Any]) -> Example | None:
-        """Return the example of the first record, if all are pairs of good texts in the same columns, so that `example`
-        accepts either all or none; None if that cannot be said of all together."""
+    def example_of_plain_block(self, records: Sequence[Any]) -> Example | None:
+        """Return the first record's example, which stands for all: the fast path for pairs of good texts in the same
+        columns, of which `example` accepts either all or none. None: check them one by one."""
         if self._query_is_path or self._document_is_path or self.keeps_keys:
             return None
         if set(map(type, records)) != {dict}:
@@ -452,13 +451,14 @@ def document_text(record: Any, fields: Sequence[str] = TEXT_FIELDS) -> str:
         return record.strip()
     if not isinstance(record, dict):
         return ""
-    for name in fields:
-        text = record.get(name)
-        if isinstance(text, str):
+    name = "text"
+    text = ""
+    for field in fields:
+        value = record.get(field)
+        if isinstance(value, str):
+            name = field
+            text = value
             break
-    else:
-        name = "text"
-        text = ""
     title = record.get("title")
     if name == "text" and isinstance(title, str) and title:
         text = f"{title} {text}"
@@ -485,9 +485,8 @@ def document_item(
     refs: list[ImageRef] = []
     for name in IMAGE_FIELDS:
         value = record.get(name)
-        if value is not None and not refs:
-            values = value if isinstance(value, list) else [value]
-            refs = [image_ref(image, name, images) for image in values]
+        if not refs:
+            refs = [image_ref(image, name, images) for image in _as_list(value)]
     if not refs and not text:
         names = f"{', '.join(fields)} and image are read"
         raise BadRecord(
@@ -550,14 +549,15 @@ _LAYOUTS_KEPT = 1024
 _ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names}
 
 
-QUERY = "messages"
+QUERY_MESSAGES = "messages"
 POSITIVE_MESSAGES = "positive_messages"
 _SIDES = (
-    (QUERY, "images", "query"),
+    (QUERY_MESSAGES, "images", "query"),
     (POSITIVE_MESSAGES, "positive_images", "positive"),
     ("negative_messages", "negative_images", "negatives"),
 )
-_IMAGE = "<image>"
+IMAGE_MARK = "<image>"
+"""Place of an image in the texts of other programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -641,10 +641,23 @@ class Columns:
         return [name for name, field in fields.items() if field in read]
 
     def layout(self, columns: tuple[str, ...]) -> RecordLayout:
-        """Return the layout of a record with these columns (cached)."""
+        """Return the layout of a record with these columns (cached), and note which columns were seen and not read."""
         known = self.layouts.get(columns)
         if known is not None:
             return known
+        layout = self._layout_of(columns)
+        self.missing.difference_update(columns)
+        # Of a record that cannot be read, nothing is called unused.
+        if not layout.problem:
+            for name in columns:
+                if name not in layout.read:
+                    self.note_unused(name)
+        # Bounded: in JSON every record may have other fields.
+        if len(self.layouts) < _LAYOUTS_KEPT:
+            self.layouts[columns] = layout
+        return layout
+
+    def _layout_of(self, columns: tuple[str, ...]) -> RecordLayout:
         names_of: dict[str, list[str]] = {role: [] for role in COLUMNS}
         free = []
         for name in columns:
@@ -692,7 +705,7 @@ class Columns:
         single = {role: next(iter(names), None) for role, names in names_of.items()}
         named = dict.fromkeys([*single.values(), label, *negatives])
         read = tuple(name for name in named if name is not None)
-        layout = RecordLayout(
+        return RecordLayout(
             **single,
             negatives=negatives,
             label=label,
@@ -700,16 +713,6 @@ class Columns:
             problem=problem,
             read=read,
         )
-        self.missing.difference_update(columns)
-        # Of a record that cannot be read, nothing is called unused.
-        if not problem:
-            for name in columns:
-                if name not in read:
-                    self.note_unused(name)
-        # Bounded: in JSON every record may have other fields.
-        if len(self.layouts) < _LAYOUTS_KEPT:
-            self.layouts[columns] = layout
-        return layout
 
     def merge(self, other: Columns) -> None:
         """Add what another process has seen of the same source."""
@@ -746,7 +749,7 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
                 f"{entry} leads to a name that vembed does not read; {hint}"
             )
         for other, known in roles.items():
-            if known == role != "negative":
+            if known == role and role != "negative":
                 raise UserError(
                     f"column_mapping: {other} and {name} both become {role}, which can be one column alone"
                 )
@@ -762,9 +765,9 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
             missing.append(role)
     if not missing:
         return None
-    if QUERY in columns and "query" in missing:
+    if QUERY_MESSAGES in columns and "query" in missing:
         return (
-            f"{QUERY} without {POSITIVE_MESSAGES} (it has {listed(columns)}): a record of messages needs both, "
+            f"{QUERY_MESSAGES} without {POSITIVE_MESSAGES} (it has {listed(columns)}): a record of messages needs both, "
             "or write query and positive"
         )
     used: set[str] = set()
@@ -831,14 +834,14 @@ def normalised_name(name: str) -> str:
 
 def is_conversation(record: dict[str, Any]) -> bool:
     """Return True if a record has its query and its positives as messages."""
-    return isinstance(record.get(QUERY), list) and POSITIVE_MESSAGES in record
+    return isinstance(record.get(QUERY_MESSAGES), list) and POSITIVE_MESSAGES in record
 
 
 def fields_of(columns: Iterable[str]) -> dict[str, str]:
     """Return the field as which each column of a table is read: its own name, except in a table of conversations."""
     names = list(columns)
     known: dict[str, str] = {}
-    if QUERY in names and POSITIVE_MESSAGES in names:
+    if QUERY_MESSAGES in names and POSITIVE_MESSAGES in names:
         for messages, images, field in _SIDES:
             known[messages] = field
             known[images] = field
@@ -854,7 +857,9 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
             fields.pop(name, None)
     if fields.pop("label", None) is not None:
         fields["score"] = record["label"]
-    fields["query"] = _message_item(record[QUERY], record.get("images"), QUERY)
+    fields["query"] = _message_item(
+        record[QUERY_MESSAGES], record.get("images"), QUERY_MESSAGES
+    )
     for name, images_name, field in _SIDES[1:]:
         conversations = record.get(name)
         if conversations is None:
@@ -902,14 +907,14 @@ def _message_item(
     if not isinstance(images, list):
         images = [images]
     text = "\n".join(texts)
-    num_marks = text.count(_IMAGE)
+    num_marks = text.count(IMAGE_MARK)
     if num_marks not in (0, len(images)):
         raise BadRecord(
-            f"{name} has {num_marks:,d} {_IMAGE} and {len(images):,d} images"
+            f"{name} has {num_marks:,d} {IMAGE_MARK} and {len(images):,d} images"
         )
     if not images:
         return {"text": text}
-    text = text.replace(_IMAGE, "").strip()
+    text = text.replace(IMAGE_MARK, "").strip()
     return {"text": text, "images": images} if text else {"images": images}
 
 

@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from vembed.data.examples import ImageRef
+from vembed.data.examples import ImageRef, input_digest
 from vembed.errors import UserError
 from vembed.files import open_regular, stamp
 
@@ -223,9 +223,8 @@ class RowStore:
 
     def _open(self, path: Path) -> None:
         try:
-            _, _, size = path.stem.rpartition(
-                "-"
-            )  # NAME-384x2: numbers of a row, and bytes of each
+            # NAME-384x2: numbers of a row, and bytes of each.
+            _, _, size = path.stem.rpartition("-")
             width, itemsize = map(int, size.split("x"))
             record = _record_of(width, itemsize)
             keys = open_regular(path.with_name(f"{path.name}{KEYS_SUFFIX}"))
@@ -308,15 +307,13 @@ class FeatureStore(RowStore):
         keys = []
         for feature in features:
             if feature.key not in self._keys:
-                digest = hashlib.blake2b(
-                    feature.modality.encode(), digest_size=KEY_BYTES
+                self._keys[feature.key] = input_digest(
+                    feature.modality,
+                    feature.token_ids,
+                    feature.images,
+                    num_bytes=KEY_BYTES,
+                    identity_of=lasting_identity,
                 )
-                if feature.token_ids is not None:
-                    digest.update(feature.token_ids.tobytes())
-                for image in feature.images:
-                    identity = lasting_identity(image)
-                    digest.update(len(identity).to_bytes(8, "little") + identity)
-                self._keys[feature.key] = digest.digest()
             keys.append(self._keys[feature.key])
         return keys
 

@@ -296,7 +296,7 @@ class Checks:
         problems = []
         tables = [table for table in rows.tables if isinstance(table, Records)]
         for table in tables:
-            num_bad += table.index.num_bad
+            num_bad += table.index.counts["bad"]
             for problem in table.index.problems:
                 place, _, reason = problem.partition(": ")
                 problems.append({"place": place, "reason": reason})

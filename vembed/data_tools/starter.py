@@ -20,14 +20,13 @@ from typing import Any
 
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
-from vembed.config.values import Task
+from vembed.config.values import RetrievalMode, Task
 from vembed.data.examples import BadRecord, ImageRoot
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import SeveralFiles, open_reader
 from vembed.data.images.files import IMAGE_PATH
 from vembed.data.records import (
     Columns,
-    Mode,
     RecordFormat,
     classes_as_scores,
     negative_columns,
@@ -409,7 +408,7 @@ def bad_records(
     data: str,
     mapping: Mapping[str, str],
     loss: str,
-    mode: Mode = "auto",
+    mode: RetrievalMode = "auto",
 ) -> tuple[int, str]:
     """Return how many of the first records are invalid, and what is wrong with the first column. No image is opened.
 

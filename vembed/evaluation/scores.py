@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from vembed.config.schema import DataSection, EvaluationSection
+from vembed.config.values import RetrievalMode
 from vembed.data.examples import Item, KeyIndex, Kind
 from vembed.data.features import BaseFeaturiser, Pair, PairFeaturiser
 from vembed.errors import UserError, nearest
@@ -29,7 +30,7 @@ from vembed.evaluation.dataset import (
     open_eval_data,
 )
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
-from vembed.evaluation.report.record import FIRST_STAGE
+from vembed.evaluation.report.record import FIRST_STAGE, run_options
 from vembed.evaluation.top_k import Pairs, TopK, as_keys, documents_of, top_k
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
@@ -64,6 +65,7 @@ def evaluate(
     batch_tokens: int | None = None,
     column_mapping: dict[str, str] | None = None,
     on_bad_record: Literal["stop", "skip"] = "stop",
+    retrieval_mode: RetrievalMode | None = None,
     device: str | None = None,
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     trust_remote_code: bool = False,
@@ -79,6 +81,7 @@ def evaluate(
         dims: additional embedding sizes. Default: the model's Matryoshka sizes.
         ks: cut-offs of the metrics.
         split: which qrels of a BEIR folder. Default: test.
+        retrieval_mode: what plain strings of the data are. Default: as in the run that made the model.
         session: the process group, if several processes call this together.
     """
     if not isinstance(data, str | Path | RetrievalData | ScoredPairs):
@@ -91,10 +94,14 @@ def evaluate(
             f"model is a {type(model).__name__}; give the path of a model, its Hub name or an Embedder"
         )
     if isinstance(data, str | Path):
+        if retrieval_mode is None and not isinstance(model, Embedder):
+            run = run_options(str(model), ("retrieval_mode",))
+            retrieval_mode = run.get("retrieval_mode")
         options = DataSection(
             data_path=str(data),
             column_mapping=column_mapping,
             on_bad_record=on_bad_record,
+            retrieval_mode=retrieval_mode or "auto",
         )
         splits = (split,) if split else TEST_FIRST
         data = open_eval_data(options, str(data), splits=splits, task=task)

@@ -24,7 +24,7 @@ from vembed.data.features import Features, PairFeaturiser
 from vembed.data.images.files import load_image
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
-from vembed.evaluation.report.record import read_run
+from vembed.evaluation.report.record import run_options
 from vembed.evaluation.scores import retrieval_metrics
 from vembed.export.formats import (
     EncodeTexts,
@@ -148,9 +148,7 @@ def export_model(
         check_served(server, description)
     refusal = export_format.refusal(embedder)
     if refusal is not None:
-        raise UserError(
-            f"--format {format_name}: {model} cannot be exported: {refusal}"
-        )
+        raise UserError(f"{model} cannot be exported as {format_name}: {refusal}")
     if precision is None:
         precision = "float32"
         if format_name == "safetensors":
@@ -197,6 +195,7 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
         "data_path",
         "column_mapping",
         "image_root",
+        "retrieval_mode",
         "on_bad_record",
         "max_train_examples",
         "val_split",
@@ -871,24 +870,14 @@ def _are_close(
 
 def evaluation_data(model: str, data: str | None) -> EvalData | None:
     """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
-    options = {}
+    options = run_options(model, ("retrieval_mode",))
     if data is None:
-        options = run_options(model, ("column_mapping", "image_root", "on_bad_record"))
+        names = ("column_mapping", "image_root", "on_bad_record")
+        options |= run_options(model, names)
         data = run_options(model, ("val_data_path",)).get("val_data_path")
         if data is None or not Path(data).exists():
             return None
     return open_eval_data(DataSection(data_path=data, **options), data)
-
-
-def run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return options of the run that made a model; none for a model of another origin."""
-    path = Path(model).expanduser()
-    # The run itself, or its final/ or one of its checkpoints.
-    for folder in (path, path.parent):
-        if (folder / "config.yaml").is_file():
-            config = read_run(folder).config
-            return {name: config[name] for name in names if name in config}
-    return {}
 
 
 def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:

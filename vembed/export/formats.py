@@ -3,6 +3,7 @@ models. ONNX and OpenVINO are in onnx_format."""
 
 from __future__ import annotations
 
+import logging
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from vembed.config.terms import ResolvedTerm
 from vembed.data.examples import Kind
 from vembed.data.features import MAX_CHARACTERS_PER_TOKEN, cut_words
-from vembed.errors import RunError
+from vembed.errors import RunError, UserError
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.losses.batch import LossBatch, LossModule, TeacherVectors
@@ -45,6 +46,7 @@ FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)
 WEIGHT_PRECISIONS: tuple[WeightPrecision, ...] = get_args(WeightPrecision)
 PROMPTS_FILE = "config_sentence_transformers.json"
 LENGTH_FILE = "sentence_bert_config.json"
+COPY = "give OUTPUT alone, without --check, --format and --precision, to copy it"
 
 
 def log_nothing(line: str) -> None:
@@ -132,9 +134,8 @@ class FolderTexts:
     def __init__(self, folder: Path) -> None:
         stored = (read_object(folder / PROMPTS_FILE) or {}).get("prompts") or {}
         self.prompts = {name: prompt or "" for name, prompt in stored.items()}
-        lengths = read_object(folder / LENGTH_FILE) or {}
-        self.max_length = int(lengths["max_seq_length"])
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self.max_length = int(self.tokenizer.model_max_length)
 
     def with_prompt(self, text: str, kind: Kind | None) -> str:
         """Return a text with the prompt of its kind."""
@@ -200,9 +201,9 @@ class SafetensorsFormat(ExportFormat):
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
         if "text" not in embedder.description.modalities:
-            return "the check takes texts, and this model embeds images only: leave out --precision to copy it"
+            return f"the check takes texts, and this model embeds images only; {COPY}"
         if embedder.description.traits.sentence_transformers is None:
-            return "Sentence Transformers cannot read its layout: leave out --precision to copy it"
+            return f"Sentence Transformers cannot read its layout; {COPY}"
         return None
 
     def write(self, job: ExportJob, folder: Path) -> None:
@@ -221,8 +222,18 @@ def open_in_sentence_transformers(folder: Path) -> Any:
     """Return a folder as a model of Sentence Transformers."""
     from sentence_transformers import SentenceTransformer
 
-    with quiet_transformers():
-        return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    # It warns of bfloat16 on a CPU.
+    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
+    try:
+        with quiet_transformers():
+            return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+    except (ImportError, ValueError) as error:
+        if "torchvision" not in str(error):
+            raise
+        raise UserError(
+            "Sentence Transformers reads this model with torchvision, which is not installed: `pip install torchvision`, "
+            "or --no-check"
+        ) from error
 
 
 class SentenceTransformersReader:
@@ -613,7 +624,6 @@ def _relational(
         example=query,
         negative=no_rows,
         negative_example=no_rows,
-        scores=None,
         rank_rows=slice(0, half),
         rank_negatives=slice(0, 0),
         teachers={TEACHER: teacher},

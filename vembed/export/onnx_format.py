@@ -84,10 +84,7 @@ class Graph(nn.Module):
 
     def finish(self, features: Tensor) -> Tensor:
         """Map tower features [n, width] to [n, d] embeddings, as `Embedder.encode` returns them."""
-        vectors: Tensor = self.model.project(self.modality, features)
-        if self.model.head is not None:
-            vectors = self.model.head(vectors)
-        vectors = vectors.float()
+        vectors: Tensor = self.model.embed(self.modality, features).float()
         # First the length, then the cut: the values of Embedder and Sentence Transformers.
         if self.description.normalize:
             vectors = nn.functional.normalize(vectors, dim=-1)

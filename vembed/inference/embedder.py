@@ -192,7 +192,7 @@ class Embedder:
                 items,
                 kind,
                 budget_tokens=default_budget(self.device),
-                max_rows=batch_size,
+                max_inputs=batch_size,
                 session=self.session,
                 normalize=False,
                 progress=progress,
@@ -262,7 +262,7 @@ class Embedder:
             items,
             kind,
             budget_tokens=budget_tokens or default_budget(self.device),
-            max_rows=batch_size,
+            max_inputs=batch_size,
             session=self.session,
             normalize=False,
         )

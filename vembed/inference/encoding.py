@@ -88,7 +88,7 @@ def encode_chunks(
     *,
     lengths: np.ndarray | None = None,
     budget_tokens: int | None = None,
-    max_rows: int | None = None,
+    max_inputs: int | None = None,
     session: Session | None = None,
     progress: Progress | None = None,
     check_interrupt: InterruptCheck | None = None,
@@ -133,7 +133,7 @@ def encode_chunks(
         model,
         Feeder(featuriser, device),
         budget=budget_tokens or default_budget(device),
-        max_rows=max_rows,
+        max_inputs=max_inputs,
         world_size=world_size,
         check_interrupt=check_interrupt,
         frozen_towers=frozen_towers,
@@ -177,7 +177,7 @@ def encode_features(
             Feeder(featuriser, device),
             features,
             budget=default_budget(device),
-            max_rows=None,
+            max_inputs=None,
             world_size=world_size,
             check_interrupt=check_interrupt,
             frozen_towers=frozen_towers,
@@ -203,15 +203,15 @@ def first_dims(
 
 def split_in_step(
     features: Sequence[Features],
-    rows_of: Mapping[Modality, Sequence[int]],
+    indices_of: Mapping[Modality, Sequence[int]],
     budget: int,
-    max_rows: int | None,
+    max_inputs: int | None,
     world_size: int,
 ) -> dict[Modality, list[list[int]]]:
     """Return micro-batches of some inputs of each modality, equally many on every rank. Collective with several
     ranks."""
     lengths = [feature.length for feature in features]
-    split = LockstepSplit(lengths, rows_of, budget, max_rows)
+    split = LockstepSplit(lengths, indices_of, budget, max_inputs)
     counts = split.counts
     if world_size > 1:
         counts = collectives.max_ints(counts)
@@ -224,7 +224,7 @@ def _encode_rank(
     features: Sequence[Features],
     *,
     budget: int,
-    max_rows: int | None,
+    max_inputs: int | None,
     world_size: int,
     check_interrupt: InterruptCheck | None,
     frozen_towers: FrozenTowers | None,
@@ -234,27 +234,27 @@ def _encode_rank(
     `after` is called after each with the number of its inputs."""
     tables = {}
     if frozen_towers is not None:
-        tables = frozen_towers.encode(features, budget, max_rows, check_interrupt)
-    rows_of = indices_by_modality(features, feeder.featuriser.modalities)
-    splits = split_in_step(features, rows_of, budget, max_rows, world_size)
+        tables = frozen_towers.encode(features, budget, max_inputs, check_interrupt)
+    indices_of = indices_by_modality(features, feeder.featuriser.modalities)
+    splits = split_in_step(features, indices_of, budget, max_inputs, world_size)
     # One forward pass for each slice. Frozen modalities need no pixels or token ids: their rows come from the tables.
     slices = []
     micro_batches = []
     for modality, batches in splits.items():
-        for rows in batches:
-            slices.append((modality, rows))
-            micro_batches.append([] if modality in tables else [(modality, rows)])
+        for indices in batches:
+            slices.append((modality, indices))
+            micro_batches.append([] if modality in tables else [(modality, indices)])
     fed = feeder.feed(micro_batches, features)
     result: Tensor | None = None
-    for (modality, rows), inputs in zip(slices, fed, strict=True):
+    for (modality, indices), inputs in zip(slices, fed, strict=True):
         if frozen_towers is not None and modality in tables:
-            inputs = [frozen_towers.inputs((modality, rows), tables)]  # noqa: PLW2901
+            inputs = [frozen_towers.inputs((modality, indices), tables)]  # noqa: PLW2901
         (embeddings,) = model(inputs)
         if result is None:
             result = embeddings.new_empty(len(features), embeddings.shape[1])
-        if rows:  # otherwise a dummy: it was run only for its collectives
-            result[row_index(rows, embeddings.device)] = embeddings
-        after(len(rows))
+        if indices:  # otherwise a dummy: it was run only for its collectives
+            result[row_index(indices, embeddings.device)] = embeddings
+        after(len(indices))
     assert result is not None, "at least one input of one rank, so one micro-batch"
     return result
 

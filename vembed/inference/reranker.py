@@ -96,7 +96,7 @@ class Reranker:
             self.model = session.prepare(built, description.layer_classes).eval()
         self.description = description
 
-    def score(self, pairs: Sequence[Pair], world_size: int = 1) -> np.ndarray:
+    def pair_scores(self, pairs: Sequence[Pair], world_size: int = 1) -> np.ndarray:
         """Return [n, 1] float32 scores of this rank's pairs.
 
         With `world_size` > 1 it is collective: ranks pass pairs of their own, and all run
@@ -110,7 +110,7 @@ class Reranker:
     def scores_of(
         self, features: Sequence[Features], world_size: int = 1
     ) -> np.ndarray:
-        """Return [n, 1] float32 scores of tokenized pairs. `world_size`: as in `score`."""
+        """Return [n, 1] float32 scores of tokenized pairs. `world_size`: as in `pair_scores`."""
         return encode_features(
             self.model, self.featuriser, features, self.device, world_size=world_size
         )
@@ -119,14 +119,21 @@ class Reranker:
         """Return [n] float32 scores of (query, document) pairs, before any logistic function."""
         if not pairs:
             return np.empty(0, np.float32)
-        items = [(to_item(query), to_item(document)) for query, document in pairs]
+        items = []
+        for number, pair in enumerate(pairs):
+            if not isinstance(pair, tuple | list) or len(pair) != 2:
+                raise UserError(
+                    f"pairs[{number}] is {pair!r:.80}; give a query and a document: (query, document)"
+                )
+            query, document = pair
+            items.append((to_item(query), to_item(document)))
         scores: np.ndarray
         if self.session is None or self.session.world_size == 1:
-            scores = self.score(items)[:, 0]
+            scores = self.pair_scores(items)[:, 0]
             return scores
         world_size = self.session.world_size
         # Pair i is scored on rank i % world_size, and every rank gets all scores back in the order of the pairs.
-        dealt = self.score(items[self.session.rank :: world_size], world_size)
+        dealt = self.pair_scores(items[self.session.rank :: world_size], world_size)
         rows = torch.from_numpy(dealt).to(self.device)
         scores = collectives.all_gather_dealt(rows, len(items))[:, 0].cpu().numpy()
         return scores
@@ -139,6 +146,8 @@ class Reranker:
     ) -> list[dict[str, Any]]:
         """Return {"index", "score", "text"} of the documents, best first; the first `top_k` if given. A document with
         images has no "text"."""
+        if isinstance(documents, str):
+            raise UserError(f"documents is one text, {documents!r:.80}; give a list")
         scores = self.predict([(query, document) for document in documents])
         return sorted_documents(documents, scores, top_k)
 

@@ -86,7 +86,7 @@ class RequestLimits:
     wait_seconds: float = 120
     """Time that a request waits for the model; longer: 429."""
     drain_seconds: float = 30
-    """Time for the requests that are being answered when the server is stopped."""
+    """Time for the requests that have arrived when the server is stopped; longer: 503."""
 
 
 class Refusal(Exception):  # noqa: N818 - an answer to the client, not a fault of the server
@@ -112,6 +112,8 @@ class Service:
     limits: RequestLimits
     api_key: str | None
     held_bytes: int = 0
+    out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set `drain_seconds` after the server was told to stop."""
     num_requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Answered requests by route and status."""
     num_within: Counter[float] = field(default_factory=Counter)
@@ -150,12 +152,22 @@ class Service:
 
     async def tei_embeddings(self, request: Request, values: Values) -> Any:
         """Return a list of vectors. `prompt_name`: query or document."""
+        normalize = values.get("normalize")
+        if normalize is False:
+            raise Refusal(
+                400,
+                "normalize is false, and this server gives the vectors that the model was trained for; leave it out",
+            )
         embeddings, _ = await self.encode(request, values, "inputs", "prompt_name")
+        if normalize:
+            embeddings = first_dims(embeddings, embeddings.shape[1], True)
         return await asyncio.to_thread(embeddings.tolist)
 
     async def rerank(self, request: Request, values: Values) -> Any:
         """Return the scores of the documents of a query, best first: `texts` as TEI has them, `documents` as Cohere."""
         is_tei = "texts" in values
+        if is_tei and "documents" in values:
+            raise Refusal(400, "send texts (TEI) or documents (Cohere), not both")
         key = "texts" if is_tei else "documents"
         documents = request_texts(values, key, self.limits)
         queries = request_texts(values, "query", self.limits)
@@ -259,6 +271,12 @@ class Service:
                 if path.endswith(SCORE_ROUTES) != self.batcher.encoder.gives_scores:
                     raise Refusal(
                         400, f"{path} is of another kind of model; {self._routes()}"
+                    )
+                if values.get("truncate") is False:
+                    max_length = self.batcher.encoder.max_length
+                    raise Refusal(
+                        400,
+                        f"truncate is false, and this server cuts inputs at {max_length:,d} tokens; leave it out",
                     )
                 answer = await self.answers[path](request, values)
                 response = await asyncio.to_thread(json_response, 200, answer)
@@ -372,17 +390,31 @@ class Service:
         result = self.batcher.submit(inputs)
         encoded = asyncio.wrap_future(result)
         client_gone = asyncio.create_task(wait_for_disconnect(request))
-        waiting: set[asyncio.Future[Any]] = {encoded, client_gone}
+        out_of_time = asyncio.create_task(self.out_of_time.wait())
         await asyncio.wait(
-            waiting,
+            (encoded, client_gone, out_of_time),
             timeout=self.limits.wait_seconds,
             return_when=asyncio.FIRST_COMPLETED,
         )
         has_gone = client_gone.done()
         client_gone.cancel()
-        if not result.done() and result.cancel():
-            if has_gone:
-                raise ClientDisconnect
+        # A request whose turn has come is computed to its end, also when it has waited long or its client has gone.
+        was_waiting = not result.done() and result.cancel()
+        if not was_waiting:
+            await asyncio.wait(
+                (encoded, out_of_time), return_when=asyncio.FIRST_COMPLETED
+            )
+        out_of_time.cancel()
+        if has_gone and was_waiting:
+            raise ClientDisconnect
+        if self.out_of_time.is_set() and (was_waiting or not encoded.done()):
+            raise Refusal(
+                503,
+                f"the server stops, and this request was not computed within {self.limits.drain_seconds:g} s; send it "
+                "to another one",
+                CLOSE,
+            )
+        if was_waiting:
             raise Refusal(
                 429,
                 f"the server is busy: this request has waited {self.limits.wait_seconds:g} s",
@@ -451,6 +483,14 @@ def json_response(
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
+def sent_value(values: Values, key: str) -> Any:
+    """Return what a request has under `key`."""
+    if key not in values:
+        sent = reprlib.repr(list(values))
+        raise Refusal(400, f"{key} is missing; the request has {sent}")
+    return values[key]
+
+
 def request_inputs(
     values: Values,
     key: str,
@@ -465,7 +505,7 @@ def request_inputs(
         raise Refusal(
             400, f"{kind_key} is {said}; give query or document, or leave it out"
         )
-    content: Any = values.get(key)
+    content: Any = sent_value(values, key)
     # A single text, or the token ids of one, need not be in a list.
     is_list = isinstance(content, list) and content and type(content[0]) is not int
     contents = content if is_list else [content]
@@ -474,6 +514,8 @@ def request_inputs(
     for number, content in enumerate(contents):
         name = f"{key}[{number}]"
         if are_texts and isinstance(content, str):
+            if not content:
+                raise Refusal(400, f"{name} is an empty text; leave it out")
             _check_text(name, content, limits)
             continue
         are_ids = isinstance(content, list) and {*map(type, content)} == {int}
@@ -508,7 +550,7 @@ def request_texts(
     limits: RequestLimits,
 ) -> list[str]:
     """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
-    content = values.get(key)
+    content = sent_value(values, key)
     entries = content if isinstance(content, list) else [content]
     _check_count(key, entries, limits)
     texts = []
@@ -562,7 +604,7 @@ def openai_answer(
         if type(dimensions) is not int or not 1 <= dimensions <= vectors.shape[1]:
             raise Refusal(
                 400,
-                f"dimensions is {reprlib.repr(dimensions)}; this model gives 1 to {vectors.shape[1]}",
+                f"dimensions must be a whole number from 1 to {vectors.shape[1]}, and is {reprlib.repr(dimensions)}",
             )
         vectors = first_dims(vectors, dimensions, True)  # of length 1, as OpenAI's
     encoding = values.get("encoding_format") or "float"
@@ -579,7 +621,7 @@ def openai_answer(
     return {
         "object": "list",
         "data": rows,
-        "model": str(values.get("model") or model_name),
+        "model": model_name,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
 
@@ -589,10 +631,27 @@ def openai_answer(
 
 BACKLOG = 512
 MAX_HEAD_BYTES = 65_536
+REFUSE_SECONDS = 5
+"""Time for the answers to requests that were not computed before the server stops."""
 TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
     b"Content-Length: 0\r\n\r\n"
 )
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server. Before it cuts off what is not answered in time, it lets the application refuse it."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what has arrived, for `drain_seconds`."""
+        loop = asyncio.get_running_loop()
+        drain_seconds = self.service.limits.drain_seconds
+        loop.call_later(drain_seconds, self.service.out_of_time.set)
+        await super().shutdown(sockets)
 
 
 class Connection(H11Protocol):
@@ -698,7 +757,7 @@ def serve(
             backlog=BACKLOG,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=int(limits.head_seconds) + 1,
-            timeout_graceful_shutdown=int(limits.drain_seconds),
+            timeout_graceful_shutdown=int(limits.drain_seconds + REFUSE_SECONDS),
         )
         listener.listen(BACKLOG)
         on_ready(listener.getsockname()[1], encoder.gives_scores)
@@ -707,7 +766,7 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, lambda *_: None)
         try:
-            uvicorn.Server(config).run(sockets=[listener])
+            Server(config, service).run(sockets=[listener])
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

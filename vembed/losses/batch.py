@@ -6,9 +6,9 @@ their memory grows with the number of listed pairs.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -34,20 +34,23 @@ def copied_together(
     tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
     """Return host tensors on a device, by one copy for each dtype, which the host does not wait for."""
-    if device.type != "cuda":
-        return {name: tensor.to(device) for name, tensor in tensors.items()}
     copies = {}
-    for dtype in {tensor.dtype for tensor in tensors.values()}:
-        same = {
-            name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype
-        }
-        flat = torch.cat([tensor.reshape(-1) for tensor in same.values()])
+    if device.type != "cuda":
+        for name, tensor in tensors.items():
+            copies[name] = tensor.to(device)
+        return copies
+    names_by_dtype: dict[torch.dtype, list[str]] = {}
+    for name, tensor in tensors.items():
+        names_by_dtype.setdefault(tensor.dtype, []).append(name)
+    for names in names_by_dtype.values():
+        flat = torch.cat([tensors[name].reshape(-1) for name in names])
         if flat.numel() and flat.device != device:
             flat = flat.pin_memory()
-        sizes = [tensor.numel() for tensor in same.values()]
-        pieces = torch.split(flat.to(device, non_blocking=True), sizes)
-        for name, piece in zip(same, pieces, strict=True):
-            copies[name] = piece.view(same[name].shape)
+        flat = flat.to(device, non_blocking=True)
+        sizes = [tensors[name].numel() for name in names]
+        pieces = torch.split(flat, sizes)
+        for name, piece in zip(names, pieces, strict=True):
+            copies[name] = piece.view(tensors[name].shape)
     return copies
 
 
@@ -77,8 +80,9 @@ class TeacherVectors:
         scores = self.vectors.new_empty(1, left.numel())
         # In chunks, so that the gathered vectors [n + P, E] never exist at once.
         for chunk in chunks(left.numel(), PAIRS_AT_ONCE):
-            products = self.vectors[left[chunk]] * self.vectors[right[chunk]]
-            scores[0, chunk] = products.sum(1)
+            queries = self.vectors[left[chunk]]
+            documents = self.vectors[right[chunk]]
+            scores[0, chunk] = (queries * documents).sum(1)
         return scores
 
 
@@ -93,8 +97,9 @@ class TeacherScores:
 
     def scores_of(self, pairs: ListedPairs) -> Tensor:
         """Return [1, n + P] scores."""
+        positive = self.positive[pairs.rows]
         negative = self.negative[pairs.negatives]
-        return torch.cat((self.positive[pairs.rows], negative))[None]
+        return torch.cat((positive, negative))[None]
 
 
 Teaching = TeacherVectors | TeacherScores
@@ -119,30 +124,31 @@ class LossBatch:
     positive: Tensor
     """[R] index of each row's positive."""
     example: Tensor
-    """[R] int64 id of the example that each row comes from. An example with several positives has several rows."""
+    """[R] position in the global batch of the example that each row comes from. An example with several positives has
+    several rows."""
     negative: Tensor
     """[H] index of each hard negative occurrence. May be empty."""
     negative_example: Tensor
-    """[H] int64 id of the example that each hard negative comes from."""
-    scores: Tensor | None
-    """[R] label score of each row's pair. None if the data have no scores."""
+    """[H] position of the example that each hard negative comes from."""
     rank_rows: slice
     """Rows whose loss terms this rank computes. Both slices have plain bounds."""
     rank_negatives: slice
     """Hard negatives of this rank's examples."""
+    scores: Tensor | None = None
+    """[R] label score of each row's pair. None if the data have no scores."""
     negative_scores: Tensor | None = None
     """[H] score of each hard negative, where the data have scores for them."""
     negative_parts: Tensor | None = None
     """[H, 2] indices of what each hard negative is made of, where some are mixtures. Twice its own otherwise."""
     teachers: Mapping[str, Teaching] = field(default_factory=dict)
     """Answers of each teacher for this batch, by the teacher's name."""
-    source: int = 0
-    """Number of the source of the batch. That of the first example, where sources are mixed."""
-    number: int = 0
-    """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
-    holds_scores: bool = False
-    """True: of a reranker. Each of the `embeddings` [U, 1] is the score of a pair, to which both query and positive
-    point, and so does a hard negative with the query of its example."""
+    source_index: int = 0
+    """Index of the batch's source. That of the first example, where sources are mixed."""
+    batch_index: int = 0
+    """Index of the batch in the run: random draws of a loss depend on it and on nothing else."""
+    embeddings_are_scores: bool = False
+    """True for rerankers: `embeddings` is [U, 1], the score of a pair. Query and positive of a row both point to the score
+    of their pair, and a hard negative to that with the query of its example."""
     starts: Tensor | None = None
     """[U + 1] where the vectors of each input begin in `embeddings`, and T. None where each has one."""
     host_indices: Mapping[str, Tensor] | None = None
@@ -167,14 +173,13 @@ class LossBatch:
         """Return which of the occurrences are of this rank's rows and hard negatives."""
         num_rows = self.num_rows
         sizes = [num_rows, num_rows, self.negative.numel()]
-        numbers = torch.arange(sum(sizes), device=self.query.device)
-        queries, positives, negatives = torch.split(numbers, sizes)
+        occurrences = torch.arange(sum(sizes), device=self.query.device)
+        queries, positives, negatives = torch.split(occurrences, sizes)
         rows = self.rank_rows
-        return torch.cat(
-            (queries[rows], positives[rows], negatives[self.rank_negatives])
-        )
+        negatives = negatives[self.rank_negatives]
+        return torch.cat((queries[rows], positives[rows], negatives))
 
-    def as_scores(self, values: Tensor) -> Tensor:
+    def like_scores(self, values: Tensor) -> Tensor:
         """Return values on the device and in the dtype of the scores."""
         dtype = arithmetic_dtype(self.embeddings)
         return values.to(self.embeddings.device, dtype)
@@ -185,21 +190,23 @@ class LossBatch:
         """Return keys by the content [U] of each embedding: [R, S] of each row's query and its example's positives, and
         [H, 1 or 2] of what each hard negative is made of. Unused slots of rows are -1."""
         positive = content[self.positive]
-        example, size = torch.unique(
+        _, example, size = torch.unique(
             self.example, return_inverse=True, return_counts=True
-        )[1:]
-        # `example` [R]: number of each row's example. `size` [examples]: its number of positives. Scatter the positives
+        )
+        # `example` [R]: index of each row's example. `size` [examples]: its number of positives. Scatter the positives
         # into [examples, width]. The slot of a positive is its place in the sorted order minus that of the first
         # positive of its example.
         order = torch.argsort(example, stable=True)
+        ordered_example = example[order]
         first = size.cumsum(0) - size
-        place = torch.arange(order.numel(), device=order.device)
-        slot = place - first[example[order]]
-        width = int(size.max()) if size.numel() else 0
-        positives = positive.new_full((size.numel(), width), NO_KEY_ROW)
-        positives[example[order], slot] = positive[order]
-        query = content[self.query][:, None]
-        row_keys = torch.cat((query, positives[example]), dim=1)
+        place = torch.arange(len(order), device=order.device)
+        slot = place - first[ordered_example]
+        width = int(size.max()) if len(size) else 0
+        positives = positive.new_full((len(size), width), NO_KEY_ROW)
+        positives[ordered_example, slot] = positive[order]
+        query = content[self.query]
+        row_positives = positives[example]
+        row_keys = torch.cat((query[:, None], row_positives), dim=1)
         parts = self.negative_parts
         if parts is None:
             parts = self.negative[:, None]
@@ -224,57 +231,60 @@ class LossBatch:
 
     def listed_by_row(self) -> ListedPairs:
         """Return a group for each row of this rank. Pair i of the n positive pairs is in group i."""
-        rank_rows = self.rank_rows
+        first = self.rank_rows.start
+        stop = self.rank_rows.stop
         # All ranks' pairs, since losses divide by their number.
         row, negative = self.on_host().example_negatives(slice(None))
-        is_of_rank = (row >= rank_rows.start) & (row < rank_rows.stop)
-        rows = torch.arange(rank_rows.start, rank_rows.stop, device=row.device)
+        is_of_rank = (row >= first) & (row < stop)
+        rows = torch.arange(first, stop, device=row.device)
         negative_rows = row[is_of_rank]
         tensors = {
             "rows": rows,
             "negative_rows": negative_rows,
             "negatives": negative[is_of_rank],
-            "groups": torch.cat((rows, negative_rows)) - rank_rows.start,
+            "groups": torch.cat((rows, negative_rows)) - first,
         }
         return ListedPairs(
             **copied_together(tensors, self.query.device),
-            num_groups=rows.numel(),
-            num_negative_pairs=row.numel(),
+            num_groups=len(rows),
+            num_negative_pairs=len(row),
         )
 
     def listed_by_example(self, *, of_rank: bool = True) -> ListedPairs:
         """Return a group for each example of the global batch.
 
         `of_rank`: only the pairs of examples whose first row this rank has. A list belongs to one rank, also where its
-        rows lie on two: otherwise it would count twice. Groups keep their numbers.
+        rows lie on two: otherwise it would count twice. Groups keep their indices.
         """
         host = self.on_host()
         examples, example = torch.unique(host.example, return_inverse=True)
         rows = torch.arange(host.num_rows, device=example.device)
-        first_row = rows.new_full((examples.numel(),), host.num_rows)
+        first_row = rows.new_full((len(examples),), host.num_rows)
         first_row = first_row.scatter_reduce(0, example, rows, "amin")
         negative_rows, negatives = host.example_negatives(slice(None))
         # Every row of an example has all of its negatives: take those of the first.
         is_first = first_row[example[negative_rows]] == negative_rows
         negative_rows = negative_rows[is_first]
         negatives = negatives[is_first]
-        num_negative_pairs = negative_rows.numel()
+        num_negative_pairs = len(negative_rows)
         if of_rank:
             rank_rows = self.rank_rows
             is_of_rank = (first_row >= rank_rows.start) & (first_row < rank_rows.stop)
             is_of_rank = is_of_rank[example]
-            negatives = negatives[is_of_rank[negative_rows]]
-            negative_rows = negative_rows[is_of_rank[negative_rows]]
             rows = rows[is_of_rank]
+            is_of_rank = is_of_rank[negative_rows]
+            negatives = negatives[is_of_rank]
+            negative_rows = negative_rows[is_of_rank]
+        pair_rows = torch.cat((rows, negative_rows))
         tensors = {
             "rows": rows,
             "negative_rows": negative_rows,
             "negatives": negatives,
-            "groups": torch.cat((example[rows], example[negative_rows])),
+            "groups": example[pair_rows],
         }
         return ListedPairs(
             **copied_together(tensors, self.query.device),
-            num_groups=examples.numel(),
+            num_groups=len(examples),
             num_negative_pairs=num_negative_pairs,
         )
 
@@ -302,23 +312,10 @@ class LossBatch:
             negative = positive.new_full(self.negative.shape, float("nan"))
         return TeacherScores(positive, negative)
 
-    def teacher(self, name: str) -> Teaching:
-        """Return the answers of a teacher. Raise UserError if it has none for this batch."""
-        if name not in self.teachers:
-            raise UserError(
-                f"teacher {name} says nothing about this batch (there are {', '.join(self.teachers) or 'none'}): "
-                "name a model under teacher, or scores for every positive and negative in the data."
-            )
-        return self.teachers[name]
-
-    def teacher_vectors(self, name: str, needed_by: str) -> TeacherVectors:
+    def teacher_vectors(self, name: str | None) -> TeacherVectors:
         """Return the vectors of a teacher, for what needs more than scores of listed pairs."""
-        answers = self.teacher(name)
-        if not isinstance(answers, TeacherVectors):
-            raise UserError(
-                f"{needed_by} needs the teacher's vectors, and {name} gives scores of listed pairs only: "
-                "name an embedding model in its place."
-            )
+        answers = self.teachers[str(name)]
+        assert isinstance(answers, TeacherVectors), "`Teachers` refuses another model"
         return answers
 
 
@@ -330,35 +327,37 @@ class LossModule(nn.Module):
     over ranks must therefore multiply by the world size.
     """
 
-    @abstractmethod
+    term_shares: Mapping[str, Tensor] = MappingProxyType({})
+    """This rank's share of each term of the newest batch, without its weight. Empty for losses of one term."""
+
     def forward(self, batch: LossBatch) -> Tensor:
         """Return this rank's share of L, a scalar."""
+        raise NotImplementedError
+
+    def clamp_parameters(self) -> None:
+        """Clamp the learned parameters of this module itself to their ranges."""
+
+    def learned_scale(self) -> tuple[float, float] | None:
+        """Return the scale and bias of the logits that this module itself learns, or None."""
+        return None
 
     def project_parameters(self) -> None:
-        """Clamp learned parameters to their ranges. Called after every optimizer step."""
-        for part in self._parts():
-            part.project_parameters()
-
-    def term_shares(self, source: int) -> dict[str, Tensor]:
-        """Return this rank's share of each term of the newest batch, without its weight.
-
-        The batch was of this source. Empty for losses of one term.
-        """
-        del source
-        return {}
+        """Clamp all learned parameters to their ranges. Called after every optimizer step."""
+        for module in self.modules():
+            if isinstance(module, LossModule):
+                module.clamp_parameters()
 
     def scale_and_bias(self) -> tuple[float, float] | None:
         """Return the learned scale and bias of the logits, or None. They are saved with CLIP and SigLIP models.
 
-        Of several losses those of the first that has some.
+        With several losses: those of the first one that learns a scale.
         """
-        learned = (part.scale_and_bias() for part in self._parts())
-        return next((pair for pair in learned if pair is not None), None)
-
-    def _parts(self) -> list[LossModule]:
-        """Return the losses that this one is made of."""
-        others = [module for module in self.modules() if module is not self]
-        return [module for module in others if isinstance(module, LossModule)]
+        for module in self.modules():
+            if isinstance(module, LossModule):
+                learned = module.learned_scale()
+                if learned is not None:
+                    return learned
+        return None
 
 
 @dataclass(frozen=True)
@@ -370,7 +369,7 @@ class ListedPairs:
     negative_rows: Tensor
     """[P] row whose query meets the hard negative."""
     negatives: Tensor
-    """[P] number of the hard negative among those of the batch."""
+    """[P] index of the hard negative among those of the batch."""
     groups: Tensor
     """[n + P] group of each pair, counted from 0."""
     num_groups: int
@@ -379,12 +378,13 @@ class ListedPairs:
 
     def sides(self, of: LossBatch | TeacherVectors) -> tuple[Tensor, Tensor]:
         """Return [n + P] the index of each pair's query, and of its document, in the vectors of a batch or a teacher."""
-        left = torch.cat((of.query[self.rows], of.query[self.negative_rows]))
-        right = torch.cat((of.positive[self.rows], of.negative[self.negatives]))
-        return left, right
+        query_rows = torch.cat((self.rows, self.negative_rows))
+        positives = of.positive[self.rows]
+        negatives = of.negative[self.negatives]
+        return of.query[query_rows], torch.cat((positives, negatives))
 
     def select(self, is_selected: Tensor) -> ListedPairs:
-        """Return the pairs for which a bool tensor [n + P] is true. Groups keep their numbers."""
+        """Return the pairs for which a bool tensor [n + P] is true. Groups keep their indices."""
         num_rows = len(self.rows)
         is_positive = is_selected[:num_rows]
         is_negative = is_selected[num_rows:]
@@ -399,7 +399,8 @@ class ListedPairs:
     def margins(self, scores: Tensor) -> Tensor:
         """Return [K, P] how far each hard negative of `listed_by_row` is below the positive of its row."""
         num_rows = len(self.rows)
-        return scores[:, self.groups[num_rows:]] - scores[:, num_rows:]
+        positives = scores[:, self.groups[num_rows:]]
+        return positives - scores[:, num_rows:]
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """Return [K, n + P] the log softmax of logits [K, n + P] within each group."""
@@ -410,7 +411,8 @@ class ListedPairs:
             1, groups, logits.detach(), "amax"
         )
         differences = logits - largest.gather(1, groups)
-        sums = logits.new_zeros(shape).scatter_add(1, groups, differences.exp())
+        zeros = logits.new_zeros(shape)
+        sums = zeros.scatter_add(1, groups, differences.exp())
         return differences - sums.gather(1, groups).log()
 
     def ordered(self, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -442,7 +444,7 @@ def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     i = torch.repeat_interleave(count)
     # Equal values of `right` are adjacent after sorting: match m of left[i] is at first[i] + m.
     before = (count.cumsum(0) - count)[i]
-    match = torch.arange(i.numel(), device=left.device) - before
+    match = torch.arange(len(i), device=left.device) - before
     return i, order[first[i] + match]
 
 
@@ -454,13 +456,13 @@ class Mixtures:
     """The hard negatives of each mixture, and their weights."""
 
     left: Tensor
-    """[X] number of the first hard negative."""
+    """[X] index of the first hard negative."""
     right: Tensor
     """[X]"""
     share: Tensor
     """[X] float64, lambda."""
     example: Tensor
-    """[X] number of the example."""
+    """[X] position of the example in the global batch."""
 
 
 def draw_mixtures(
@@ -478,21 +480,22 @@ def draw_mixtures(
     example = example[has_two]
     size = size[has_two, None]
     start = start[has_two, None]
-    # A table for the whole batch, with a row for each place of an example in it.
-    num_examples = int(example.max()) + 1 if example.numel() else 0
-    batch_seed = (seed * 0x9E3779B9 + batch.number) % 2**63
+    # A table for the whole batch, with a row for each position of an example in it.
+    num_examples = int(example.max()) + 1 if len(example) else 0
+    batch_seed = (seed * 0x9E3779B9 + batch.batch_index) % 2**63
     draw = torch.Generator().manual_seed(batch_seed)
-    table = torch.rand(num_examples, count, 5, generator=draw, dtype=torch.float64)
-    uniform = table[example]  # [examples, count, 5]
-    # [examples, count] j of m numbers, and k of m - 1. The minimum: a product may be rounded up to m.
-    left = (uniform[:, :, 0] * size).long()
-    left = torch.minimum(left, size - 1)
-    right = (uniform[:, :, 1] * (size - 1)).long()
-    right = torch.minimum(right, size - 2)
+    shape = (num_examples, count, 5)
+    table = torch.rand(shape, generator=draw, dtype=torch.float64)
+    # [examples, count] each.
+    first, second, *three = table[example].unbind(2)
+    # j of m numbers, and k of m - 1. The minimum: a product may be rounded up to m.
+    last = size - 1
+    left = torch.minimum((first * size).long(), last)
+    right = torch.minimum((second * last).long(), last - 1)
     # k is drawn from m - 1 numbers and steps over j, so that j != k and every pair is equally likely.
     right = right + (right >= left)
     # The middle one of three uniform numbers has the distribution Beta(2, 2).
-    share = uniform[:, :, 2:].sort(2).values[:, :, 1]
+    share = torch.stack(three).sort(0).values[1]
     mixtures = {
         "left": (start + left).flatten(),
         "right": (start + right).flatten(),
@@ -515,8 +518,8 @@ def with_mixtures(
 
         h = lambda * u(h_j) + (1 - lambda) * u(h_k)        j != k, lambda from Beta(2, 2)
 
-    with u(x) = x / |x|, for the dot product u(x) = x. The draws are a function of the seed, the number of the batch and the
-    example's place in it, so that they are the same on any number of ranks and in a resumed run. A
+    with u(x) = x / |x|, for the dot product u(x) = x. The draws are a function of the seed, the index of the batch and the
+    example's position in it, so that they are the same on any number of ranks and in a resumed run. A
     mixture is left out where one of its parts is. The gradient passes through the mixture to both of its parts.
 
     `rank_negatives` stay those of the data.
@@ -525,8 +528,9 @@ def with_mixtures(
     left = batch.negative[drawn.left]
     right = batch.negative[drawn.right]
     embeddings = batch.embeddings.to(arithmetic_dtype(batch.embeddings))
-    mixed = _mixed(embeddings[left], embeddings[right], drawn.share, unit=cosine)
-    numbers = torch.arange(left.numel(), device=left.device)
+    share = drawn.share
+    mixed = _mixed(embeddings[left], embeddings[right], share, unit=cosine)
+    places = torch.arange(len(left), device=left.device)
     # A hard negative of the data is made of itself twice.
     twice = batch.negative[:, None].expand(-1, 2)
     teachers = dict(batch.teachers)
@@ -536,20 +540,22 @@ def with_mixtures(
             vectors = teacher.vectors
             teacher_left = vectors[teacher.negative[drawn.left]]
             teacher_right = vectors[teacher.negative[drawn.right]]
-            mixtures = _mixed(teacher_left, teacher_right, drawn.share, unit=True)
+            mixtures = _mixed(teacher_left, teacher_right, share, unit=True)
             mixtures = F.normalize(mixtures, dim=1).to(vectors.dtype)
             teachers[name] = replace(
                 teacher,
                 vectors=torch.cat((vectors, mixtures)),
-                negative=torch.cat((teacher.negative, len(vectors) + numbers)),
+                negative=torch.cat((teacher.negative, len(vectors) + places)),
             )
     parts_of_mixtures = torch.stack((left, right), dim=1)
+    # Exclusion looks at both parts (`negative_parts`). This only gives each input an id.
+    content = batch.content[left]
+    index = len(embeddings) + places
     return replace(
         batch,
         embeddings=torch.cat((embeddings, mixed)),
-        # Exclusion looks at both parts (`negative_parts`). This only gives each input an id.
-        content=torch.cat((batch.content, batch.content[left])),
-        negative=torch.cat((batch.negative, len(embeddings) + numbers)),
+        content=torch.cat((batch.content, content)),
+        negative=torch.cat((batch.negative, index)),
         negative_example=torch.cat((batch.negative_example, drawn.example)),
         negative_parts=torch.cat((twice, parts_of_mixtures)),
         teachers=teachers,
@@ -564,9 +570,7 @@ def _mixed(
     *,
     unit: bool,
 ) -> Tensor:
-    weight = share[:, None].to(arithmetic_dtype(left))
-    left = left.to(weight.dtype)
-    right = right.to(weight.dtype)
+    weight = share[:, None].to(left.dtype)
     if unit:
         left = F.normalize(left, dim=1)
         right = F.normalize(right, dim=1)

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import ResolvedTerm, losses_differ, source_groups, source_terms
 from vembed.losses.batch import ListedPairs, LossBatch, LossModule
-from vembed.losses.declaration import StartValues
+from vembed.losses.declaration import FixedTemperature, StartValues
 from vembed.losses.similarity import (
     Similarity,
     arithmetic_dtype,
     pair_scores,
     with_known_gradients,
 )
-from vembed.losses.tiles import Tiling
 
 log = logging.getLogger("vembed")
 
@@ -34,9 +33,6 @@ StoredForm = Literal["int8", "binary"]
 class TermModule(LossModule):
     """One term of a loss, with its similarity, its learned parameters and its teachers."""
 
-    tiling: Tiling | None = None
-    """Size of the tiles of scores, in place of one that fits in memory."""
-
     def __init__(
         self,
         term: ResolvedTerm,
@@ -48,7 +44,7 @@ class TermModule(LossModule):
         self.declared = term.loss
         self.teacher = term.teacher
         self.guide = term.guide
-        self.configured = similarity or Similarity()
+        self.run_similarity = similarity or Similarity()
         """Similarity of the run. Without Matryoshka it has no size yet. `similarity` adds that of the embeddings."""
         self.seed = start.seed
         for name, value in term.loss.start_values(start).items():
@@ -60,7 +56,7 @@ class TermModule(LossModule):
 
     def similarity(self, embeddings: Tensor) -> Similarity:
         """Return the similarity at all sizes, for embeddings [U, D]."""
-        similarity = self.configured
+        similarity = self.run_similarity
         embedding_dim = embeddings.shape[1]
         if not similarity.dims:
             return replace(similarity, dims=(embedding_dim,))
@@ -72,23 +68,27 @@ class TermModule(LossModule):
 
     def scores(self, batch: LossBatch, pairs: ListedPairs) -> Tensor:
         """Return [K, n + P] the scores of listed pairs: similarities, or a reranker's own. Differentiable once."""
-        if batch.holds_scores:
-            scored = torch.cat(
-                (batch.positive[pairs.rows], batch.negative[pairs.negatives])
-            )
+        if batch.embeddings_are_scores:
+            positives = batch.positive[pairs.rows]
+            negatives = batch.negative[pairs.negatives]
+            scored = torch.cat((positives, negatives))
             return batch.embeddings[scored, 0][None]
         # One call for all pairs, so that their gradients are accumulated once.
         left, right = pairs.sides(batch)
-        return pair_scores(
-            batch.embeddings, left, right, self.similarity(batch.embeddings)
-        )
+        similarity = self.similarity(batch.embeddings)
+        return pair_scores(batch.embeddings, left, right, similarity)
+
+    def logits(self, batch: LossBatch, pairs: ListedPairs) -> Tensor:
+        """Return [K, n + P] the scores of listed pairs, divided by the temperature."""
+        return self.scores(batch, pairs) * self.scale(batch.embeddings)
 
     def mean(self, losses: Tensor, num: int) -> Tensor:
         """Return this rank's share of a mean over `num` terms of all ranks, for those of this rank [K, M].
 
         Losses of several sizes are added with the weights of the sizes.
         """
-        return self.configured.total(losses.sum(1)) / max(1, num)
+        total = self.run_similarity.total(losses.sum(1))
+        return total / max(1, num)
 
     def parameter(self, name: str, embeddings: Tensor) -> Tensor:
         """Return a learned parameter on the device and in the dtype of the scores."""
@@ -99,15 +99,16 @@ class TermModule(LossModule):
         """Return 1 / temperature, learned or not, in the dtype of the scores."""
         if "temperature" in self._parameters:
             return 1.0 / self.parameter("temperature", embeddings)
-        scale = 1.0 / dict(self.declared)["temperature"]
+        assert isinstance(self.declared, FixedTemperature)
+        scale = 1.0 / self.declared.temperature
         dtype = arithmetic_dtype(embeddings)
         return embeddings.new_full((), scale, dtype=dtype)
 
-    def project_parameters(self) -> None:
+    def clamp_parameters(self) -> None:
         """See LossModule."""
         self.declared.clamp(dict(self.named_parameters()))
 
-    def scale_and_bias(self) -> tuple[float, float] | None:
+    def learned_scale(self) -> tuple[float, float] | None:
         """See LossModule."""
         return self.declared.scale_and_bias(dict(self.named_parameters()))
 
@@ -129,25 +130,24 @@ class WeightedLosses(LossModule):
         self.names = tuple(names)
         self.weights = tuple(weights)
         self.terms = nn.ModuleList(terms)
-        self.last_shares: dict[str, Tensor] = {}
-        """This rank's share of each term in the newest batch, without its weight."""
 
     def forward(self, batch: LossBatch) -> Tensor:
         """See LossModule."""
         # All terms read one new leaf [T, D]. `autograd.grad` frees a term's graph before the next term begins.
-        leaf = batch.embeddings.detach().to(arithmetic_dtype(batch.embeddings))
-        leaf.requires_grad_()
+        dtype = arithmetic_dtype(batch.embeddings)
+        leaf = batch.embeddings.detach().to(dtype).requires_grad_()
         learned = [value for value in self.parameters() if value.requires_grad]
         leaves = [*learned, leaf]
         inputs = [*learned, batch.embeddings]
         gradients = [torch.zeros_like(tensor) for tensor in leaves]
         total = leaf.new_zeros(())
+        shares = {}
         for name, weight, term in zip(
             self.names, self.weights, self.terms, strict=True
         ):
             share = term(replace(batch, embeddings=leaf))
-            self.last_shares[name] = share.detach()
-            total += weight * self.last_shares[name]
+            shares[name] = share.detach()
+            total += weight * shares[name]
             if not share.requires_grad:
                 continue
             # What the term does not depend on has no gradient.
@@ -155,12 +155,8 @@ class WeightedLosses(LossModule):
             for gradient, term_gradient in zip(gradients, term_gradients, strict=True):
                 if term_gradient is not None:
                     gradient.add_(term_gradient, alpha=weight)
+        self.term_shares = shares
         return with_known_gradients(total, inputs, gradients)
-
-    def term_shares(self, source: int) -> dict[str, Tensor]:
-        """See LossModule."""
-        del source
-        return dict(self.last_shares)
 
 
 class LossBySource(LossModule):
@@ -174,16 +170,15 @@ class LossBySource(LossModule):
         super().__init__()
         # Each module once, for its parameters.
         self.sources = nn.ModuleList(dict.fromkeys(sources))
-        # By the number of the source. A module may occur several times.
+        # By the index of the source. A module may occur several times.
         self._sources = tuple(sources)
 
     def forward(self, batch: LossBatch) -> Tensor:
         """See LossModule."""
-        return self._sources[batch.source].forward(batch)
-
-    def term_shares(self, source: int) -> dict[str, Tensor]:
-        """See LossModule."""
-        return self._sources[source].term_shares(source)
+        loss = self._sources[batch.source_index]
+        share = loss.forward(batch)
+        self.term_shares = loss.term_shares
+        return share
 
 
 def build_loss(
@@ -212,7 +207,8 @@ def build_loss(
         assert dims, "mrl_dims: auto needs the sizes of the model"
         weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
         similarity = Similarity.at(dims, weights, cosine=cosine)
-    start = StartValues(start_scale, start_bias, embedding_dim, seed=config.run.seed)
+    seed = config.run.seed
+    start = StartValues(start_scale, start_bias, embedding_dim, seed=seed)
     terms_by_source = source_terms(
         config.objective,
         config.data,
@@ -220,16 +216,17 @@ def build_loss(
         model_temperature=None if start_scale is None else 1.0 / start_scale,
         is_reranker=config.model.task == "rerank",
     )
-    # For each source the number of the first source of its task: sources of one task share a loss, and so its learned
+    has_several = losses_differ(config.data)
+    # For each source the index of the first source of its task: sources of one task share a loss, and so its learned
     # parameters. Without tasks all sources have the loss of the first.
-    numbers = source_groups(config.data) if losses_differ(config.data) else [0]
+    first_of_task = source_groups(config.data) if has_several else [0]
     by_task: dict[int, LossModule] = {}
-    for number in sorted(set(numbers)):
-        terms = terms_by_source[number]
-        by_task[number] = _loss_of_terms(terms, similarity, start, teacher_dims or {})
+    for index in sorted(set(first_of_task)):
+        terms = terms_by_source[index]
+        by_task[index] = _loss_of_terms(terms, similarity, start, teacher_dims or {})
     loss = by_task[0]
-    if losses_differ(config.data):
-        loss = LossBySource([by_task[number] for number in numbers])
+    if has_several:
+        loss = LossBySource([by_task[index] for index in first_of_task])
     form = config.objective.quantize_embeddings
     return loss if form is None else StoredVectors(loss, form, cosine=cosine)
 
@@ -245,10 +242,11 @@ def _loss_of_terms(
     names = [term.loss.name for term in terms]
     labels = []
     for index, name in enumerate(names):
-        # Two terms of one loss are logged as NAME_1 and NAME_2.
-        is_repeated = names.count(name) > 1
-        number = names[:index].count(name) + 1
-        labels.append(f"{name}_{number}" if is_repeated else name)
+        label = name
+        if names.count(name) > 1:
+            # Two terms of one loss are logged as NAME_1 and NAME_2.
+            label = f"{name}_{names[: index + 1].count(name)}"
+        labels.append(label)
     for term in terms:
         teacher_dim = teacher_dims.get(str(term.teacher))
         term_start = replace(start, teacher_dim=teacher_dim)
@@ -311,13 +309,10 @@ class StoredVectors(LossModule):
         """See LossModule."""
         vectors = as_stored(batch.embeddings, self.form, cosine=self.cosine)
         stored: Tensor = self.inner(replace(batch, embeddings=vectors))
-        # The float embeddings last: the terms that are logged are theirs.
         as_floats: Tensor = self.inner(batch)
+        # Logged are the terms of the float embeddings.
+        self.term_shares = self.inner.term_shares
         return 0.5 * as_floats + 0.5 * stored
-
-    def term_shares(self, source: int) -> dict[str, Tensor]:
-        """See LossModule."""
-        return self.inner.term_shares(source)
 
 
 def as_stored(
@@ -332,7 +327,8 @@ def as_stored(
     with torch.no_grad():
         if form == "binary":
             # Vectors of signs, of length 1.
-            length = unit.new_full((), float(unit.shape[1]) ** -0.5)
+            dim = unit.shape[1]
+            length = unit.new_full((), float(dim) ** -0.5)
             stored = torch.where(unit > 0, length, -length)
         else:
             stored = _levels(unit)
@@ -340,15 +336,19 @@ def as_stored(
     if cosine:
         # Through the normalisation, whose derivative has no part along the embedding.
         return unit + shift
-    lengths: Tensor = torch.linalg.vector_norm(floats.detach(), dim=1, keepdim=True)
+    constant = floats.detach()
+    lengths: Tensor = torch.linalg.vector_norm(constant, dim=1, keepdim=True)
     return floats + shift * lengths
 
 
 def _levels(unit: Tensor) -> Tensor:
     """Return the middles of the levels, as `vembed encode --precision int8` stores them."""
-    low = unit.min(dim=0).values
-    high = unit.max(dim=0).values
-    steps = torch.where(high > low, (high - low) / (NUM_LEVELS - 1), 1.0)
+    low, high = unit.aminmax(dim=0)
+    varies = high > low
+    highest = NUM_LEVELS - 1
+    steps = torch.where(varies, (high - low) / highest, 1.0)
     # The highest value stands on the edge of the last level, where rounding would decide, and processors differ in it.
-    levels = ((unit - low) / steps + EDGE).clamp(0, NUM_LEVELS - 1).floor()
-    return torch.where(high > low, low + (levels + 0.5) * steps, unit)
+    levels = (unit - low) / steps + EDGE
+    levels = levels.clamp(0, highest).floor()
+    middles = low + (levels + 0.5) * steps
+    return torch.where(varies, middles, unit)

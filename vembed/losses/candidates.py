@@ -32,8 +32,9 @@ they are explicit pairs, scored one by one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,7 +45,6 @@ from vembed.losses.batch import (
     compact_keys,
     copied_together,
 )
-from vembed.losses.declaration import CandidateLoss
 from vembed.losses.similarity import length_of
 
 NO_KEY_COLUMN = -2
@@ -120,45 +120,65 @@ class LossCandidates:
     explicit: tuple[ExplicitPairs, ...] = ()
 
 
-def find_candidates(
-    batch: LossBatch,
-    options: CandidateLoss,
-    *,
-    query_query: bool = False,
-    document_document: bool = False,
-    both_directions: bool = False,
-    lists_own_negatives: bool = False,
-) -> LossCandidates:
-    """Lay out the table, the column groups and the explicit pairs that the options ask for.
+@dataclass(frozen=True)
+class CandidateRule:
+    """Which scores a loss reads, besides those of each query with the documents."""
 
-    `query_query`, `document_document`: queries against queries, and positives against documents, too.
-    `both_directions`: positives against queries, for a reverse loss.
-    `lists_own_negatives`: the hard negatives of a row's example are explicit pairs, also where those of other examples
-    are columns.
-    """
+    hard_negatives_scope: Literal["all", "own"] = "all"
+    """As the option of this name."""
+    query_query: bool = False
+    """Queries against queries, too."""
+    document_document: bool = False
+    """Positives against documents, too."""
+    both_directions: bool = False
+    """Positives against queries, for a reverse loss."""
+    lists_own_negatives: bool = False
+    """The hard negatives of a row's example are explicit pairs, also where those of other examples are columns."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Ranges of entries in the table of one batch."""
+
+    num_negatives: int
+    """Hard negatives that are columns."""
+    documents: slice
+    queries: slice
+    query_rows: slice
+    """Rows whose queries are in the table."""
+    row_queries: slice
+    """Queries of this rank's rows."""
+    row_positives: slice
+
+
+def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
+    """Lay out the table, the column groups and the explicit pairs that a rule asks for."""
     device = batch.query.device
     # The host knows every integer. It makes the table and the keys, which are then copied at once: what is read from a
     # GPU would have to be waited for.
     batch = batch.on_host()
     num_rows = batch.num_rows
     rank_rows = batch.rank_rows
-    tensors: dict[str, Tensor] = {}
-
-    # ---- The table. All positives are columns, and so are all hard negatives, or none.
-    is_own = options.hard_negatives_scope == "own"
+    is_own = rule.hard_negatives_scope == "own"
+    # All positives are columns, and so are all hard negatives, or none.
     num_negatives = 0 if is_own else batch.negative.numel()
     # Queries of other rows are needed only as columns.
-    has_query_columns = query_query or both_directions
+    has_query_columns = rule.query_query or rule.both_directions
     query_rows = slice(0, num_rows) if has_query_columns else rank_rows
     first_query = num_negatives + num_rows
     first_explicit = first_query + length_of(query_rows)
-    documents = slice(0, first_query)
-    queries = slice(first_query, first_explicit)
-    row_positives = shifted(rank_rows, num_negatives)
-    row_queries = shifted(rank_rows, first_query - query_rows.start)
+    layout = _Layout(
+        num_negatives=num_negatives,
+        documents=slice(0, first_query),
+        queries=slice(first_query, first_explicit),
+        query_rows=query_rows,
+        row_queries=shifted(rank_rows, first_query - query_rows.start),
+        row_positives=shifted(rank_rows, num_negatives),
+    )
+    tensors = _keys(batch, rule, layout)
     explicit_negatives = batch.negative[:0]
-    if is_own or lists_own_negatives:
-        tensors["row"], negative = batch.example_negatives(rank_rows)
+    if is_own or rule.lists_own_negatives:
+        tensors["explicit_row"], negative = batch.example_negatives(rank_rows)
         # [P] the place of each pair's hard negative among the distinct ones: with several rows it has one entry.
         explicit_negatives, place = torch.unique(negative, return_inverse=True)
         tensors["negative_entry"] = first_explicit + place
@@ -173,74 +193,93 @@ def find_candidates(
     occurrence = torch.cat(parts)
     tensors["index"] = batch.occurrences()[occurrence]
     tensors["occurrence"] = occurrence
+    copies = copied_together(tensors, device)
+    explicit = []
+    if explicit_negatives.numel():
+        pairs = ExplicitPairs(
+            row_entries=layout.row_queries,
+            row=copies["explicit_row"],
+            host_row=tensors["explicit_row"],
+            negative_entry=copies["negative_entry"],
+        )
+        explicit.append(pairs)
+        if rule.document_document:
+            explicit.append(replace(pairs, row_entries=layout.row_positives))
+    return LossCandidates(
+        index=copies["index"],
+        occurrence=copies["occurrence"],
+        queries=layout.row_queries,
+        positives=layout.row_positives,
+        column_groups=_column_groups(copies, rule, layout),
+        explicit=tuple(explicit),
+    )
 
-    # ---- Keys of the rows [n, S] and of the columns [documents, 1 or 2], [queries, 1].
+
+def _keys(
+    batch: LossBatch,
+    rule: CandidateRule,
+    layout: _Layout,
+) -> dict[str, Tensor]:
+    """Return the keys of this rank's rows [n, S] and of the columns, [documents, 1 or 2] and [queries, 1]."""
+    rank_rows = batch.rank_rows
+    num_negatives = layout.num_negatives
     content = compact_keys(batch.content)
     row_keys, negative_keys = batch.content_keys(content)
     query_keys = content[batch.query][:, None]
     positive_keys = content[batch.positive][:, None]
     # A mixture has the keys of both of its parts. A positive's key is repeated to their number.
     repeated = positive_keys.expand(-1, negative_keys.shape[1])
-    tensors["row_keys"] = row_keys[rank_rows]
-    tensors["document_keys"] = torch.cat((negative_keys[:num_negatives], repeated))
-    tensors["query_keys"] = query_keys[query_rows]
-    if lists_own_negatives:
+    keys = {
+        "row": row_keys[rank_rows],
+        "document": torch.cat((negative_keys[:num_negatives], repeated)),
+        "query": query_keys[layout.query_rows],
+    }
+    if rule.lists_own_negatives:
         # A second mask, by the example that a text comes from. Positives have no key in it.
-        examples = torch.cat((batch.negative_example[:num_negatives], batch.example))
-        example_keys = compact_keys(examples)
-        of_negatives = example_keys[:num_negatives]
-        of_rows = example_keys[num_negatives:]
-        of_positives = torch.full_like(of_rows, NO_KEY_COLUMN)
-        tensors["document_example"] = torch.cat((of_negatives, of_positives))[:, None]
-        tensors["row_example"] = of_rows[rank_rows, None]
-    if both_directions:
-        column_keys = row_keys[query_rows]
+        of_negatives = batch.negative_example[:num_negatives]
+        of_positives = torch.full_like(batch.example, NO_KEY_COLUMN)
+        document_example = torch.cat((of_negatives, of_positives))
+        keys["document_example"] = document_example[:, None].int()
+        keys["row_example"] = batch.example[rank_rows, None].int()
+    if rule.both_directions:
+        column_keys = row_keys[layout.query_rows]
         is_key = column_keys != NO_KEY_ROW
-        tensors["query_row_keys"] = column_keys.where(is_key, NO_KEY_COLUMN)
-        tensors["row_query_key"] = query_keys[rank_rows]
-        tensors["row_positive_key"] = positive_keys[rank_rows]
-    copies = copied_together(tensors, device)
+        keys["row_of_query"] = column_keys.where(is_key, NO_KEY_COLUMN)
+        keys["row_query"] = query_keys[rank_rows]
+        keys["row_positive"] = positive_keys[rank_rows]
+    return keys
 
-    # ---- Column groups. Documents, or queries, with the content of the row's query or of one of its positives are left out.
-    document_mask = ExclusionMask(copies["row_keys"], copies["document_keys"])
-    document_masks = [document_mask]
-    if lists_own_negatives:
-        own_mask = ExclusionMask(copies["row_example"], copies["document_example"])
+
+def _column_groups(
+    keys: Mapping[str, Tensor],
+    rule: CandidateRule,
+    layout: _Layout,
+) -> tuple[ColumnGroup, ...]:
+    """Return the column groups, without empty ones."""
+    documents = layout.documents
+    queries = layout.queries
+    # Documents, or queries, with the content of the row's query or of one of its positives are left out.
+    document_masks = [ExclusionMask(keys["row"], keys["document"])]
+    if rule.lists_own_negatives:
+        own_mask = ExclusionMask(keys["row_example"], keys["document_example"])
         document_masks.append(own_mask)
-    groups = [ColumnGroup(row_queries, documents, tuple(document_masks))]
-    if query_query:
-        query_mask = ExclusionMask(copies["row_keys"], copies["query_keys"])
-        groups.append(ColumnGroup(row_queries, queries, (query_mask,)))
-    if document_document:
-        group = ColumnGroup(row_positives, documents, tuple(document_masks))
-        groups.append(group)
-    if both_directions:
+    masks = tuple(document_masks)
+    groups = [ColumnGroup(layout.row_queries, documents, masks)]
+    if rule.query_query:
+        query_mask = ExclusionMask(keys["row"], keys["query"])
+        groups.append(ColumnGroup(layout.row_queries, queries, (query_mask,)))
+    if rule.document_document:
+        groups.append(ColumnGroup(layout.row_positives, documents, masks))
+    if rule.both_directions:
         # Left out: the queries of examples that have the row's positive as positive or as query, and queries with the
         # content of the row's query.
-        masks = (
-            ExclusionMask(copies["row_positive_key"], copies["query_row_keys"]),
-            ExclusionMask(copies["row_query_key"], copies["query_keys"]),
+        query_masks = (
+            ExclusionMask(keys["row_positive"], keys["row_of_query"]),
+            ExclusionMask(keys["row_query"], keys["query"]),
         )
-        groups.append(ColumnGroup(row_positives, queries, masks, REVERSE))
-    explicit = []
-    if explicit_negatives.numel():
-        pairs = ExplicitPairs(
-            row_entries=row_queries,
-            row=copies["row"],
-            host_row=tensors["row"],
-            negative_entry=copies["negative_entry"],
-        )
-        explicit.append(pairs)
-        if document_document:
-            explicit.append(replace(pairs, row_entries=row_positives))
-    return LossCandidates(
-        index=copies["index"],
-        occurrence=copies["occurrence"],
-        queries=row_queries,
-        positives=row_positives,
-        column_groups=tuple(group for group in groups if length_of(group.columns)),
-        explicit=tuple(explicit),
-    )
+        group = ColumnGroup(layout.row_positives, queries, query_masks, REVERSE)
+        groups.append(group)
+    return tuple(group for group in groups if length_of(group.columns))
 
 
 def shifted(entries: slice, offset: int) -> slice:

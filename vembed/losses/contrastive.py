@@ -85,12 +85,11 @@ class GuidedLoss(CandidateLoss):
         is_separable: bool = False,
     ) -> Tensor:
         """Return 1/N times the sum of the row losses of this rank's rows."""
-        from vembed.losses.candidates import find_candidates
+        from vembed.losses.candidates import CandidateRule, find_candidates
         from vembed.losses.tiles import Guide, Scoring, tiled_loss
 
-        candidates = find_candidates(
-            batch,
-            self,
+        rule = CandidateRule(
+            self.hard_negatives_scope,
             query_query=self.same_side_negatives in ("queries", "both"),
             document_document=self.same_side_negatives in ("documents", "both"),
             both_directions=both_directions,
@@ -98,7 +97,7 @@ class GuidedLoss(CandidateLoss):
         )
         guide = None
         if term.guide is not None:
-            vectors = batch.teacher_vectors(term.guide, "guide")
+            vectors = batch.teacher_vectors(term.guide)
             # "5%" leaves out c with g(q,c) > g(q,p) - 0.05 |g(q,p)|, and 0.05 those with g(q,c) > g(q,p) - 0.05.
             if isinstance(self.guide_margin, str):
                 share_of_score = float(self.guide_margin.rstrip("%")) / 100
@@ -107,12 +106,12 @@ class GuidedLoss(CandidateLoss):
                 guide = Guide(vectors, self.guide_margin, False)
         # N counts the rows of all ranks, of which this rank adds up its own. With both directions L is their mean.
         share = 1.0 / max(1, batch.num_rows)
+        coefficients = (share / 2, share / 2) if both_directions else (share,)
         scoring = Scoring(
-            candidates=candidates,
+            candidates=find_candidates(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=row_loss,
-            coefficients=(share / 2, share / 2) if both_directions else (share,),
-            tiling=term.tiling,
+            coefficients=coefficients,
             margin_above_positive=self.false_negative_margin,
             guide=guide,
             is_separable=is_separable,
@@ -157,16 +156,16 @@ class InfoNCE(GuidedLoss, Temperature):
         from vembed.losses.batch import with_mixtures
         from vembed.losses.tiles import SoftmaxRows
 
-        if batch.holds_scores:
+        if batch.embeddings_are_scores:
             # Of a reranker the candidates are the hard negatives of the row's example.
             pairs = batch.listed_by_row()
-            logits = term.scores(batch, pairs) * term.scale(batch.embeddings)
+            log_probabilities = pairs.log_softmax(term.logits(batch, pairs))
             # [1, n + P]. The positive pair of each row comes first, one for each group.
-            positives = pairs.log_softmax(logits)[:, : pairs.num_groups]
+            positives = log_probabilities[:, : pairs.num_groups]
             return -term.mean(positives, batch.num_rows)
         if self.mix_negatives:
             batch = with_mixtures(
-                batch, term.seed, self.mix_negatives, cosine=term.configured.cosine
+                batch, term.seed, self.mix_negatives, cosine=term.run_similarity.cosine
             )
         scale = term.scale(batch.embeddings)
         stretch = None
@@ -270,7 +269,8 @@ class Sigmoid(GuidedLoss):
     ) -> tuple[float, float]:
         """See LossDeclaration."""
         log_scale = float(parameters["log_scale"].detach())
-        return math.exp(log_scale), float(parameters["bias"].detach())
+        bias = float(parameters["bias"].detach())
+        return math.exp(log_scale), bias
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
@@ -307,5 +307,6 @@ class Triplet(LossDeclaration):
         pairs = batch.listed_by_row()
         margins = pairs.margins(term.scores(batch, pairs))  # [K, P]
         margin = 0.2 if self.margin is None else self.margin
+        losses = (margin - margins).relu()
         # M counts the triplets of all ranks, so the ranks' shares add up to L.
-        return term.mean((margin - margins).relu(), pairs.num_negative_pairs)
+        return term.mean(losses, pairs.num_negative_pairs)

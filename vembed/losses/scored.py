@@ -69,12 +69,15 @@ class CoSENT(Temperature):
         # Number of rows with a strictly lower label: ties compare with nothing.
         num_lower = torch.searchsorted(labels, labels)
         has_lower = num_lower > 0
-        below = logits.logcumsumexp(dim=1)[:, num_lower[has_lower] - 1]
+        last_lower = num_lower[has_lower] - 1
+        below = logits.logcumsumexp(dim=1)[:, last_lower]
+        differences = below - logits[:, has_lower]
         # The zero column is the "1 +" of the formula. [K, 1 + rows with lower ones]
         zero_column = logits.new_zeros(len(logits), 1)
-        terms = torch.cat((zero_column, below - logits[:, has_lower]), dim=1)
+        terms = torch.cat((zero_column, differences), dim=1)
+        total = term.run_similarity.total(terms.logsumexp(dim=1))
         share = length_of(batch.rank_rows) / max(1, batch.num_rows)
-        return term.configured.total(terms.logsumexp(dim=1)) * share
+        return total * share
 
     def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
         """Return [K, N] the similarities of all pairs at all sizes."""
@@ -123,8 +126,9 @@ class Angle(CoSENT):
             real, imaginary = prefixes[batch.query].chunk(2, dim=1)
             turned = torch.cat((real + imaginary, imaginary - real), dim=1)
             rows = torch.cat((turned, prefixes[batch.positive]))
-            left, right = torch.arange(len(rows), device=rows.device).chunk(2)
-            cosine = Similarity.at((dim,), (1.0,), cosine=True)
+            entries = torch.arange(len(rows), device=rows.device)
+            left, right = entries.chunk(2)
+            cosine = Similarity(cosine=True, dims=(dim,))
             angles = pair_scores(rows, left, right, cosine).abs()
             scores.append(angles * math.sqrt(2))
         return torch.cat(scores)
@@ -150,12 +154,13 @@ class Cosine(LossDeclaration):
         rank_rows = batch.rank_rows
         embeddings = batch.embeddings
         labels = batch.required_scores(self.name)[rank_rows]
-        labels = batch.as_scores(labels)
+        labels = batch.like_scores(labels)
         left = batch.query[rank_rows]
         right = batch.positive[rank_rows]
         similarity = term.similarity(embeddings)
         scores = pair_scores(embeddings, left, right, similarity)  # [K, n]
-        return term.mean((scores - labels).square(), batch.num_rows)
+        errors = scores - labels
+        return term.mean(errors.square(), batch.num_rows)
 
 
 # ---- Listed documents ----------------------------------------------------------------------
@@ -181,8 +186,8 @@ class ListedLoss(TeacherLoss):
         if term.teacher in (None, SCORES):
             answers: Teaching = batch.scores_of_data(self.name, may_lack=may_lack)
         else:
-            answers = batch.teacher(str(term.teacher))
-        return batch.as_scores(answers.scores_of(pairs))
+            answers = batch.teachers[str(term.teacher)]
+        return batch.like_scores(answers.scores_of(pairs))
 
     def labels(
         self,
@@ -195,7 +200,7 @@ class ListedLoss(TeacherLoss):
             # Positives come first.
             labels = batch.embeddings.new_zeros(len(lists.groups))
             labels[: len(lists.rows)] = 1.0
-            return batch.as_scores(labels)
+            return batch.like_scores(labels)
         targets = self.targets(batch, term, lists, may_lack=True)
         return targets[0].nan_to_num(nan=0.0)
 
@@ -224,9 +229,9 @@ class SoftmaxLoss(ListedLoss, Temperature):
         targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return the log softmax within each group of the student [K, n + P] and of the teacher [1, n + P]."""
-        logits = term.scores(batch, pairs) * term.scale(batch.embeddings)
-        student = pairs.log_softmax(logits)
-        return student, pairs.log_softmax(targets * self.target_scale())
+        student = pairs.log_softmax(term.logits(batch, pairs))
+        teacher = pairs.log_softmax(targets * self.target_scale())
+        return student, teacher
 
 
 class KL(SoftmaxLoss, CandidateLoss):
@@ -267,20 +272,19 @@ class KL(SoftmaxLoss, CandidateLoss):
         return term.mean(losses, batch.num_rows)
 
     def _share_over_batch(self, batch: LossBatch, term: TermModule) -> Tensor:
-        from vembed.losses.candidates import find_candidates
+        from vembed.losses.candidates import CandidateRule, find_candidates
         from vembed.losses.tiles import DivergenceRows, Scoring, tiled_loss
 
+        rule = CandidateRule(self.hard_negatives_scope)
         scoring = Scoring(
-            candidates=find_candidates(batch, self),
+            candidates=find_candidates(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=partial(DivergenceRows, target_scale=self.target_scale()),
             coefficients=(1.0 / max(1, batch.num_rows),),
-            tiling=term.tiling,
-            teacher=batch.teacher_vectors(
-                str(term.teacher), "loss: kl with distill_candidates: batch"
-            ),
+            teacher=batch.teacher_vectors(term.teacher),
         )
-        return tiled_loss(batch.embeddings, scoring, term.scale(batch.embeddings))
+        scale = term.scale(batch.embeddings)
+        return tiled_loss(batch.embeddings, scoring, scale)
 
 
 class ScoreMSE(SoftmaxLoss):
@@ -300,9 +304,10 @@ class ScoreMSE(SoftmaxLoss):
         pairs = batch.listed_by_row()
         targets = self.targets(batch, term, pairs)
         student, teacher = self.log_softmaxes(batch, term, pairs, targets)
-        size = pairs.groups.bincount(minlength=pairs.num_groups).to(student.dtype)
-        errors = (teacher.exp() - student.exp()).square()
-        return term.mean(errors / size[pairs.groups], batch.num_rows)
+        sizes = pairs.groups.bincount(minlength=pairs.num_groups)
+        size = sizes.to(student.dtype)[pairs.groups]
+        differences = teacher.exp() - student.exp()
+        return term.mean(differences.square() / size, batch.num_rows)
 
 
 class MarginMSE(ListedLoss):
@@ -321,9 +326,10 @@ class MarginMSE(ListedLoss):
         """See LossDeclaration."""
         pairs = batch.listed_by_row()
         # Both differences of the formula at once: (s_p - t_p) - (s_n - t_n).
-        errors = term.scores(batch, pairs) - self.targets(batch, term, pairs)
+        targets = self.targets(batch, term, pairs)
+        errors = pairs.margins(term.scores(batch, pairs) - targets)
         # M counts the pairs of all ranks: each rank needs the same divisor.
-        return term.mean(pairs.margins(errors).square(), pairs.num_negative_pairs)
+        return term.mean(errors.square(), pairs.num_negative_pairs)
 
 
 class MSE(ListedLoss):
@@ -341,8 +347,10 @@ class MSE(ListedLoss):
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
         lists = batch.listed_by_example()
-        errors = term.scores(batch, lists) - self.targets(batch, term, lists)
-        return term.mean(errors.square(), batch.num_rows + lists.num_negative_pairs)
+        targets = self.targets(batch, term, lists)
+        errors = term.scores(batch, lists) - targets
+        num_documents = batch.num_rows + lists.num_negative_pairs
+        return term.mean(errors.square(), num_documents)
 
 
 class Listwise(SoftmaxLoss):
@@ -363,7 +371,8 @@ class Listwise(SoftmaxLoss):
         targets = self.targets(batch, term, lists, may_lack=True)
         is_known = ~targets[0].isnan()
         known = lists.select(is_known)
-        student, teacher = self.log_softmaxes(batch, term, known, targets[:, is_known])
+        targets = targets[:, is_known]
+        student, teacher = self.log_softmaxes(batch, term, known, targets)
         return -term.mean(teacher.exp() * student, lists.num_groups)
 
 
@@ -397,10 +406,11 @@ class RankNet(ListedLoss, Temperature):
         num_pairs = self.num_ordered(batch, term)
         lists = batch.listed_by_example()
         above, below = lists.ordered(self.labels(batch, term, lists))
-        logits = term.scores(batch, lists) * term.scale(batch.embeddings)
+        logits = term.logits(batch, lists)
         differences = logits[:, below] - logits[:, above]  # [K, M of this rank]
         # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold of torch, 20, is for float32.
-        return term.mean(F.softplus(differences, threshold=50.0), num_pairs)
+        losses = F.softplus(differences, threshold=50.0)
+        return term.mean(losses, num_pairs)
 
 
 class Lambda(ListedLoss):
@@ -431,21 +441,26 @@ class Lambda(ListedLoss):
         scores = term.scores(batch, lists)  # [K, n + P]
         gain = 2.0 ** labels.clamp(min=0.0) - 1.0
         # The highest DCG of each list, by the order of the labels.
-        discounted = gain / (1.0 + _ranks_in_lists(labels, lists)).log2()
+        ideal_ranks = _ranks_in_lists(labels, lists)
+        discounted = gain / (1.0 + ideal_ranks).log2()
         ideal = discounted.new_zeros(lists.num_groups)
         ideal = ideal.index_add(0, lists.groups, discounted)
-        gain = gain / ideal.clamp(min=1e-10)[lists.groups]
+        ideal = ideal.clamp(min=1e-10)
+        gain = gain / ideal[lists.groups]
         by_size = [_ranks_in_lists(row, lists) for row in scores.detach()]
         ranks = torch.stack(by_size)  # [K, n + P]
         distance = (ranks[:, above] - ranks[:, below]).abs()
-        close = 1.0 / (1.0 + distance).log2() - 1.0 / (2.0 + distance).log2()
+        nearer = 1.0 / (1.0 + distance).log2()
+        farther = 1.0 / (2.0 + distance).log2()
+        close = nearer - farther
         discount = 1.0 / (1.0 + ranks).log2()
-        far = (discount[:, above] - discount[:, below]).abs()
-        gain_difference = (gain[above] - gain[below]).abs()
-        weight = gain_difference * (CLOSE_WEIGHT * close + far)
+        far = discount[:, above] - discount[:, below]
+        gain_difference = gain[above] - gain[below]
+        weight = gain_difference.abs() * (CLOSE_WEIGHT * close + far.abs())
         # Above 50, log(1 + exp(x)) is x to float64's precision.
         differences = scores[:, below] - scores[:, above]
-        losses = weight * F.softplus(differences, threshold=50.0) / math.log(2.0)
+        losses = F.softplus(differences, threshold=50.0)
+        losses = weight * losses / math.log(2.0)
         return term.mean(losses, num_pairs)
 
 
@@ -469,7 +484,8 @@ class BCE(ListedLoss):
         scores = term.scores(batch, lists)  # [K, n + P]
         labels = self.labels(batch, term, lists).expand_as(scores)
         losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
-        return term.mean(losses, batch.num_rows + lists.num_negative_pairs)
+        num_documents = batch.num_rows + lists.num_negative_pairs
+        return term.mean(losses, num_documents)
 
 
 def _ranks_in_lists(scores: Tensor, lists: ListedPairs) -> Tensor:
@@ -478,13 +494,14 @@ def _ranks_in_lists(scores: Tensor, lists: ListedPairs) -> Tensor:
     import torch
 
     # Not bincount, for which the host would wait: it looks for the largest group.
-    sizes = lists.groups.new_zeros(lists.num_groups)
-    sizes = sizes.index_add(0, lists.groups, torch.ones_like(lists.groups))
+    groups = lists.groups
+    sizes = groups.new_zeros(lists.num_groups)
+    sizes = sizes.index_add(0, groups, torch.ones_like(groups))
     starts = sizes.cumsum(0) - sizes
-    by_score = torch.sort(scores, descending=True, stable=True).indices
-    order = by_score[torch.sort(lists.groups[by_score], stable=True).indices]
+    by_score = torch.argsort(scores, descending=True, stable=True)
+    order = by_score[torch.argsort(groups[by_score], stable=True)]
     ranks = torch.empty_like(scores)
     counted = torch.arange(len(order), device=order.device)
-    start = starts[lists.groups[order]]
+    start = starts[groups[order]]
     ranks[order] = (counted - start + 1).to(ranks.dtype)
     return ranks

@@ -6,7 +6,7 @@ the gradient of the embeddings. `tiles.py` knows only its methods, so that anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -48,17 +48,20 @@ class Similarity:
         for dim, weight in zip(dims, weights, strict=True):
             total[dim] = total.get(dim, 0.0) + weight
         ordered = sorted(total)
-        return cls(cosine, tuple(ordered), tuple(total[dim] for dim in ordered))
+        summed = [total[dim] for dim in ordered]
+        return cls(cosine, tuple(ordered), tuple(summed))
 
     def total(self, by_size: Tensor) -> Tensor:
         """Return the weighted sum of per-size losses [K]."""
+        weights = _constant(self.weights, by_size.dtype, by_size.device)
         # Not a matrix product: autocast would run it in 16 bits.
-        return (by_size * _constant(self.weights, by_size.dtype, by_size.device)).sum()
+        return (by_size * weights).sum()
 
     @property
     def parts(self) -> list[slice]:
         """Coordinates that each size adds to the next smaller size."""
-        return [slice(start, stop) for start, stop in pairwise((0, *self.dims))]
+        bounds = pairwise((0, *self.dims))
+        return [slice(start, stop) for start, stop in bounds]
 
     def table(
         self,
@@ -83,8 +86,8 @@ class RowVectors:
     entries: slice
     x: Tensor
     """[n, d] vectors of the entries times the scale of the logits."""
-    dx: Tensor | None
-    """[n, d] their gradient. None in a pass without gradients."""
+    dx: Tensor
+    """[n, d] their gradient."""
 
 
 class PrefixTable:
@@ -113,18 +116,19 @@ class PrefixTable:
     ) -> None:
         self.embeddings = embeddings
         self.index = index
-        self.similarity = similarity
-        self.with_gradient = with_gradient
+        self.is_cosine = similarity.cosine
+        self.dims = similarity.dims
+        self.parts = similarity.parts
         num_entries = index.numel()
-        num_smaller = len(similarity.dims) - 1
+        num_smaller = len(self.dims) - 1
         dtype = arithmetic_dtype(embeddings)
-        self.x = embeddings.new_empty(num_entries, similarity.dims[-1], dtype=dtype)
+        self.x = embeddings.new_empty(num_entries, self.dims[-1], dtype=dtype)
         self.prefix_scales: Tensor | None = None
-        """[K - 1, N] a_k of the smaller sizes. That of the largest size is part of `x`."""
+        """[K - 1, N] a_k of the smaller sizes, for the cosine. That of the largest size is part of `x`."""
         if similarity.cosine:
             self.prefix_scales = self.x.new_empty(num_smaller, num_entries)
         for entries in chunks(num_entries, VECTORS_AT_ONCE):
-            x, inverse_norms = self._unit_vectors(entries)  # [n, d], [K, n]
+            x, inverse_norms = self._table_vectors(entries)  # [n, d], [K, n]
             self.x[entries] = x
             if self.prefix_scales is not None:
                 # |e[:d]| / |e[:k]| = 1 / |x[:k]|. For a zero vector both inverses are 0, and 0 / 0 must become 0.
@@ -134,15 +138,17 @@ class PrefixTable:
             self.dx = torch.zeros_like(self.x)
             self.norm_grad = self.x.new_zeros(num_smaller, num_entries)
 
-    def _unit_vectors(self, entries: slice) -> tuple[Tensor, Tensor]:
+    def _table_vectors(self, entries: slice) -> tuple[Tensor, Tensor]:
         """Return `x` [n, d] of some entries, and [K, n] one over the norm of each prefix of their embeddings."""
-        x = self.embeddings.index_select(0, self.index[entries])
-        x = x[:, : self.similarity.dims[-1]].to(arithmetic_dtype(x))
-        parts = self.similarity.parts
-        squares = _running_sums(x[:, part].square().sum(1) for part in parts)
+        vectors = self.embeddings.index_select(0, self.index[entries])
+        prefixes = vectors[:, : self.dims[-1]]
+        x = prefixes.to(arithmetic_dtype(vectors))
+        # [K, n] the squares of the coordinates that each size adds, and their sums over the smaller sizes.
+        added = [x[:, part].square().sum(1) for part in self.parts]
+        squares = _running_sums(added)
         zeros = torch.zeros_like(squares)
         inverse_norms = torch.where(squares > 0, squares.rsqrt(), zeros)
-        if self.similarity.cosine:
+        if self.is_cosine:
             x *= inverse_norms[-1][:, None]
         return x, inverse_norms
 
@@ -152,10 +158,11 @@ class PrefixTable:
         """Return the scores [K, P] of the pairs (left_n, right_n) at all K sizes."""
         product = self.x[left] * self.x[right]
         # Sum the coordinates that each size adds once. The running sum over sizes gives every prefix.
-        sums = (product[:, part].sum(1) for part in self.similarity.parts)
-        scores = _running_sums(sums)
+        added = [product[:, part].sum(1) for part in self.parts]
+        scores = _running_sums(added)
         if self.prefix_scales is not None:
-            scores[:-1] *= self.prefix_scales[:, left] * self.prefix_scales[:, right]
+            left_scales = self.prefix_scales[:, left]
+            scores[:-1] *= left_scales * self.prefix_scales[:, right]
         return scores
 
     def add_pair_gradient(
@@ -168,19 +175,21 @@ class PrefixTable:
         """Accumulate the gradient for dL/d(scores) [K, P], where `pair_scores` returned `scores`."""
         d_products = d_scores.clone()
         if self.prefix_scales is not None:
-            scales = self.prefix_scales[:, left] * self.prefix_scales[:, right]
-            d_products[:-1] *= scales
+            left_scales = self.prefix_scales[:, left]
+            d_products[:-1] *= left_scales * self.prefix_scales[:, right]
             norm_grad = (d_scores * scores)[:-1]
             _add(self.norm_grad, 1, left, norm_grad)
             _add(self.norm_grad, 1, right, norm_grad)
         # A coordinate is part of every size that is large enough: a suffix sum over sizes, [K, P].
         d_parts = _running_sums(d_products.flip(0)).flip(0)
-        for part, d_part in zip(self.similarity.parts, d_parts, strict=True):
+        for part, d_part in zip(self.parts, d_parts, strict=True):
             # d(x_l . x_r) / d x_l = x_r, and the other way round.
             factor = d_part[:, None]
+            d_left = self.x[right, part] * factor
+            d_right = self.x[left, part] * factor
             d_prefix = self.dx[:, part]
-            _add(d_prefix, 0, left, self.x[right, part] * factor)
-            _add(d_prefix, 0, right, self.x[left, part] * factor)
+            _add(d_prefix, 0, left, d_left)
+            _add(d_prefix, 0, right, d_right)
 
     # ---- Tiles: n rows against t columns ---------------------------------------------
 
@@ -188,8 +197,7 @@ class PrefixTable:
         """Return the vectors of some entries as rows of the score matrix."""
         # Scale the n vectors [n, d] rather than the n * N scores.
         x = self.x[entries] * scale
-        dx = torch.zeros_like(x) if self.with_gradient else None
-        return RowVectors(entries, x, dx)
+        return RowVectors(entries, x, torch.zeros_like(x))
 
     def logits(
         self,
@@ -203,13 +211,14 @@ class PrefixTable:
         """
         # The last size's buffer accumulates the raw products: each size costs its additional coordinates only. Masks
         # are written after that size's copy was taken. At the last size no product follows that they could spoil.
-        x = self.x[columns]
         products = out[-1]
-        for k, part in enumerate(self.similarity.parts):
+        for k, part in enumerate(self.parts):
+            row_part = rows.x[:, part]
+            column_part = self.x[columns, part]
             if k == 0:
-                torch.mm(rows.x[:, part], x[:, part].T, out=products)
+                torch.mm(row_part, column_part.T, out=products)
             else:
-                products.addmm_(rows.x[:, part], x[:, part].T)
+                products.addmm_(row_part, column_part.T)
             if k < len(out) - 1:
                 self._scale_prefixes(products, k, rows, columns, out[k])
             yield k
@@ -218,34 +227,33 @@ class PrefixTable:
         self,
         rows: RowVectors,
         columns: slice,
+        k: int,
         logits: Tensor,
-        derivative: Callable[[int], Tensor],
+        d_logits: Tensor,
         scratch: Tensor,
     ) -> None:
-        """Add a tile's gradients with respect to its rows and to its columns.
+        """Add the gradients of size k of a tile with respect to its rows and to its columns.
 
-        `logits` [K, n, t] are those that the method of this name filled, and are overwritten. `derivative(k)` returns
-        dL/d(logits[k]) [n, t], for the largest size in logits[-1] itself. `scratch` [n, t] is free for use.
-
-        Sizes go from the largest to the smallest. A part's coordinates belong to every size that is large enough, so the
-        gradients with respect to the products accumulate in the buffer of the largest size.
+        Call it for all sizes, from the largest to the smallest. `logits` [K, n, t] are as `logits()` filled them, and are
+        overwritten. `d_logits` [n, t] is dL/d(logits[k]), for the largest size in logits[-1] itself. `scratch` [n, t] is
+        free for use.
         """
-        assert rows.dx is not None
-        x = self.x[columns]
-        dx = self.dx[columns]
+        # A part's coordinates belong to every size that is large enough, so the gradients with respect to the products
+        # accumulate in the buffer of the largest size.
         d_products = logits[-1]
-        for k, part in reversed(list(enumerate(self.similarity.parts))):
-            d_logits = derivative(k)
-            if k < len(logits) - 1:
-                if self.prefix_scales is not None:
-                    # logits * dL/d(logits) = score * dL/d(score), the terms of the gradient of the norm.
-                    norm_terms = logits[k].mul_(d_logits)
-                    self.norm_grad[k, rows.entries] += norm_terms.sum(1)
-                    self.norm_grad[k, columns] += norm_terms.sum(0)
-                d_products += self._scale_prefixes(d_logits, k, rows, columns, scratch)
-            # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
-            rows.dx[:, part].addmm_(d_products, x[:, part])
-            dx[:, part].addmm_(d_products.T, rows.x[:, part])
+        if k < len(logits) - 1:
+            if self.prefix_scales is not None:
+                # logits * dL/d(logits) = score * dL/d(score), the terms of the gradient of the norm.
+                norm_terms = logits[k].mul_(d_logits)
+                self.norm_grad[k, rows.entries] += norm_terms.sum(1)
+                self.norm_grad[k, columns] += norm_terms.sum(0)
+            d_products += self._scale_prefixes(d_logits, k, rows, columns, scratch)
+        part = self.parts[k]
+        # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
+        column_part = self.x[columns, part]
+        rows.dx[:, part].addmm_(d_products, column_part)
+        row_part = rows.x[:, part]
+        self.dx[columns, part].addmm_(d_products.T, row_part)
 
     def _scale_prefixes(
         self,
@@ -258,41 +266,43 @@ class PrefixTable:
         """Write `source` [n, t] times the prefix scales of rows and columns to `out`."""
         if self.prefix_scales is None:
             return out.copy_(source)
-        torch.mul(source, self.prefix_scales[k, columns], out=out)
-        return out.mul_(self.prefix_scales[k, rows.entries, None])
+        scales = self.prefix_scales[k]
+        torch.mul(source, scales[columns], out=out)
+        return out.mul_(scales[rows.entries, None])
 
     def finish(self, rows: RowVectors, scale: Tensor) -> Tensor:
         """Add the gradient of the rows to the table's, and return dL/d(scale)."""
-        assert rows.dx is not None
         # logits = scale * (x . column): dx * x summed is dL/d(scale), and dx * scale is dL/dx.
-        d_scale = (rows.dx * self.x[rows.entries]).sum()
+        x = self.x[rows.entries]
+        d_scale = (rows.dx * x).sum()
         self.dx[rows.entries] += rows.dx.mul_(scale)
         return d_scale
 
     def gradient(self, into: Tensor | None = None) -> Tensor:
         """Return the gradient [U, D] with respect to the embeddings, added to `into` if given.
 
-        This must be the last call on the table. `x` is freed before the gradient is allocated and recomputed in chunks,
+        This must be the last call on the table: `x` is freed before the gradient is allocated and recomputed in chunks,
         so that at most two tensors of this size exist.
         """
         del self.x
         if into is None:
             into = torch.zeros_like(self.embeddings, dtype=self.dx.dtype)
-        dims = self.similarity.dims
         for entries in chunks(self.index.numel(), VECTORS_AT_ONCE):
             dx = self.dx[entries]
             if self.prefix_scales is not None:
-                x, inverse_norms = self._unit_vectors(entries)
-                for k, dim in enumerate(dims[:-1]):
+                x, inverse_norms = self._table_vectors(entries)
+                for k, dim in enumerate(self.dims[:-1]):
                     # Through the prefix scale a: dL/da = norm_grad / a, times -a^3 * x[:k].
                     scale = self.prefix_scales[k, entries]
                     factor = scale * scale * self.norm_grad[k, entries]
                     dx[:, :dim] -= x[:, :dim] * factor[:, None]
                 # Through x = e / |e[:d]|: remove the component along x, then divide by the norm.
-                dx -= x * (x * dx).sum(1, keepdim=True)
+                along = (x * dx).sum(1, keepdim=True)
+                dx -= x * along
                 dx *= inverse_norms[-1][:, None]
             # index_add_, not assignment: a vector may have several entries.
-            into[:, : dims[-1]].index_add_(0, self.index[entries], dx)
+            prefix = into[:, : self.dims[-1]]
+            prefix.index_add_(0, self.index[entries], dx)
         return into
 
 
@@ -326,7 +336,8 @@ class _PairScores(torch.autograd.Function):
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
             table = similarity.table(embeddings, index, with_gradient=False)
-            scores[:, pairs] = table.pair_scores(*_halves(index))
+            left_entries, right_entries = chunks(len(index), length_of(pairs))
+            scores[:, pairs] = table.pair_scores(left_entries, right_entries)
         # Save indices and scores only: the gathered vectors [2P, D] may take more memory than the embeddings, so
         # `backward` gathers them again.
         ctx.save_for_backward(embeddings, left, right, scores)
@@ -341,8 +352,9 @@ class _PairScores(torch.autograd.Function):
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
             table = ctx.similarity.table(embeddings, index, with_gradient=True)
+            left_entries, right_entries = chunks(len(index), length_of(pairs))
             table.add_pair_gradient(
-                *_halves(index), scores[:, pairs], d_scores[:, pairs]
+                left_entries, right_entries, scores[:, pairs], d_scores[:, pairs]
             )
             table.gradient(into=gradient)
         return gradient.to(embeddings.dtype), None, None, None
@@ -391,12 +403,10 @@ def length_of(entries: slice) -> int:
 
 def chunks(num: int, size: int) -> list[slice]:
     """Return the range 0 .. num - 1 as slices of at most `size`."""
-    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
-
-
-def _halves(index: Tensor) -> tuple[slice, slice]:
-    half = index.numel() // 2
-    return slice(0, half), slice(half, 2 * half)
+    slices = []
+    for start in range(0, num, size):
+        slices.append(slice(start, min(start + size, num)))
+    return slices
 
 
 def _running_sums(parts: Iterable[Tensor]) -> Tensor:

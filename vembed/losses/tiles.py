@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -110,7 +110,6 @@ class Scoring:
     """Makes the losses of a row block."""
     coefficients: tuple[float, ...]
     """Factor of each direction (forward, reverse)."""
-    tiling: Tiling | None
     margin_above_positive: float | None = None
     """Leave out candidates with a score above the positive's score plus this margin. None: keep all."""
     guide: Guide | None = None
@@ -131,20 +130,17 @@ def tiled_loss(
     `embeddings`: E [U, D]. Logits are scale * score. The row loss adds the bias. Differentiable once, in embeddings,
     scale and bias.
     """
-    inputs = [embeddings, scale] if bias is None else [embeddings, scale, bias]
-    with_gradient = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in inputs
-    )
     # Gradients are computed by hand. Autocast would run the products in 16 bits.
     with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-        score_pass = _ScorePass(embeddings, scoring, scale, bias, with_gradient)
+        score_pass = _ScorePass(embeddings, scoring, scale, bias)
         score_pass.run()
-        if not with_gradient:
-            return score_pass.loss
         d_embeddings = score_pass.table.gradient().to(embeddings.dtype)
-    gradients = [d_embeddings, score_pass.d_scale, score_pass.d_bias]
-    # Without a bias its gradient is cut off.
-    return with_known_gradients(score_pass.loss, inputs, gradients[: len(inputs)])
+    inputs = [embeddings, scale]
+    gradients = [d_embeddings, score_pass.d_scale]
+    if bias is not None:
+        inputs.append(bias)
+        gradients.append(score_pass.d_bias)
+    return with_known_gradients(score_pass.loss, inputs, gradients)
 
 
 class _VectorTable:
@@ -165,9 +161,15 @@ class _VectorTable:
         """Return [n, E] vectors."""
         return self.vectors[self.index[entries]]
 
+    def score(self, rows: slice, columns: slice, out: Tensor) -> None:
+        """Write the scores of a tile to `out` [n, t]."""
+        row_vectors = self.at(rows)
+        torch.mm(row_vectors, self.at(columns).T, out=out)
+
     def pair_scores(self, left: Entries, right: Entries) -> Tensor:
         """Return [n] scores of pairs."""
-        return (self.at(left) * self.at(right)).sum(1)
+        products = self.at(left) * self.at(right)
+        return products.sum(1)
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,8 @@ class _Tile:
     """[K, n, t]"""
     target: Tensor | None
     """[n, t] the teacher's scores."""
+    scratch: Tensor
+    """[2, n, t] two temporaries, shared by all tiles."""
 
 
 @dataclass(frozen=True)
@@ -194,8 +198,15 @@ class _ScoredPairs:
     """[P] entry of the row's positive, or of the hard negative."""
     scores: Tensor
     """[K, P]"""
-    by_size: list[CandidateLogits] = field(default_factory=list)
-    """Of explicit pairs: what the row losses of each size read of them, logits [P]."""
+
+
+@dataclass(frozen=True)
+class _ExplicitScores:
+    """Scores of explicit pairs of a row block."""
+
+    pairs: _ScoredPairs
+    by_size: list[CandidateLogits]
+    """What the row losses of each size read of them, logits [P]."""
 
 
 @dataclass(frozen=True)
@@ -213,7 +224,7 @@ class _RowBlock:
 
 
 class _ScorePass:
-    """One pass over all row blocks. Accumulates the loss and, if requested, its gradients."""
+    """One pass over all row blocks. Accumulates the loss and its gradients."""
 
     def __init__(
         self,
@@ -221,20 +232,18 @@ class _ScorePass:
         scoring: Scoring,
         scale: Tensor,
         bias: Tensor | None,
-        with_gradient: bool,
     ) -> None:
         candidates = scoring.candidates
         dtype = arithmetic_dtype(embeddings)
         self.scoring = scoring
         self.candidates = candidates
-        self.with_gradient = with_gradient
         self.scale = scale.detach().to(embeddings.device, dtype)
         self.bias = bias
         if bias is not None:
             self.bias = bias.detach().to(embeddings.device, dtype)
         self.num_sizes = len(scoring.similarity.dims)
         self.table = scoring.similarity.table(
-            embeddings, candidates.index, with_gradient=with_gradient
+            embeddings, candidates.index, with_gradient=True
         )
         self.guide_table: _VectorTable | None = None
         if scoring.guide is not None:
@@ -247,13 +256,13 @@ class _ScorePass:
         self.num_matrices = self.num_sizes + (self.teacher_table is not None)
         widths = [length_of(group.columns) for group in candidates.column_groups]
         num_columns = sum(widths)
-        self.tiling = scoring.tiling or Tiling.for_scores(
-            num_columns * self.num_matrices, embeddings
-        )
-        self.keeps_tiles = with_gradient and not scoring.is_separable
+        scores_per_row = num_columns * self.num_matrices
+        self.tiling = Tiling.for_scores(scores_per_row, embeddings)
+        self.keeps_tiles = not scoring.is_separable
         # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
         # of the size of a tile.
-        widest_tile = min(max(widths, default=0), self.tiling.columns)
+        widest_group = max(widths, default=0)
+        widest_tile = min(widest_group, self.tiling.columns)
         max_rows = min(self.tiling.rows, length_of(candidates.queries))
         width = num_columns if self.keeps_tiles else widest_tile
         size = self.num_matrices * max_rows * width
@@ -264,8 +273,9 @@ class _ScorePass:
         self.d_bias = self.scale.new_zeros(())
 
     def run(self) -> None:
-        """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
-        for rows in chunks(length_of(self.candidates.queries), self.tiling.rows):
+        """Accumulate `loss`, `d_scale`, `d_bias` and the table's gradient."""
+        num_rows = length_of(self.candidates.queries)
+        for rows in chunks(num_rows, self.tiling.rows):
             # The positives first: they start the online softmax and define the ceilings.
             block = self._start(rows)
             explicit = self._score_explicit(rows, block)
@@ -277,18 +287,17 @@ class _ScorePass:
             for tile in self._scored_tiles(rows, block, row_vectors):
                 if self.keeps_tiles:
                     kept_tiles.append(tile)
-                elif self.with_gradient:
+                else:
                     self._differentiate(tile, block)
             # All logits have entered the sums of their rows.
             for by_direction in block.losses:
                 for row_loss in by_direction:
                     self.loss += row_loss.total()
-            if self.with_gradient:
-                self._differentiate_pairs(block, explicit)
-                for tile in kept_tiles:
-                    self._differentiate(tile, block)
-                for vectors in row_vectors:
-                    self.d_scale += self.table.finish(vectors, self.scale)
+            self._differentiate_pairs(block, explicit)
+            for tile in kept_tiles:
+                self._differentiate(tile, block)
+            for vectors in row_vectors:
+                self.d_scale += self.table.finish(vectors, self.scale)
 
     # ---- Single pairs: positives and explicit pairs -----------------------------------
 
@@ -325,7 +334,7 @@ class _ScorePass:
         pairs = _ScoredPairs(queries, positives, positive_scores)
         return _RowBlock(pairs, losses, ceilings, guide_ceilings)
 
-    def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ScoredPairs]:
+    def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ExplicitScores]:
         """Score the explicit pairs of a row block, and add them to the row losses."""
         explicit = []
         for pairs in self.candidates.explicit:
@@ -348,39 +357,43 @@ class _ScorePass:
             target = None
             if self.teacher_table is not None:
                 target = self.teacher_table.pair_scores(left, right)
+            scaled = scores * self.scale
             by_size = []
-            for logits, by_direction in zip(
-                scores * self.scale, block.losses, strict=True
-            ):
+            for logits, by_direction in zip(scaled, block.losses, strict=True):
                 candidates = CandidateLogits(logits, target, row=row)
                 by_direction[FORWARD].add(candidates)
                 by_size.append(candidates)
-            explicit.append(_ScoredPairs(left, right, scores, by_size))
+            scored = _ScoredPairs(left, right, scores)
+            explicit.append(_ExplicitScores(scored, by_size))
         return explicit
 
     def _differentiate_pairs(
-        self, block: _RowBlock, explicit: list[_ScoredPairs]
+        self, block: _RowBlock, explicit: list[_ExplicitScores]
     ) -> None:
         """Add the gradient of a block's positives and explicit pairs."""
-        for pairs in (block.positives, *explicit):
+        by_size = []
+        for by_direction in block.losses:
+            # Both directions share the positive's score, so their derivatives add up.
+            directions = [row_loss.d_positive() for row_loss in by_direction]
+            by_size.append(torch.stack(directions).sum(0))
+        self._add_pair_gradient(block.positives, by_size)
+        for scored in explicit:
             by_size = []
-            for k, by_direction in enumerate(block.losses):
-                if pairs.by_size:
-                    derivative = by_direction[FORWARD].grad(pairs.by_size[k])
-                else:
-                    # Both directions share the positive's score, so their derivatives add up.
-                    directions = [row_loss.d_positive() for row_loss in by_direction]
-                    derivative = torch.stack(directions).sum(0)
-                by_size.append(derivative)
-            d_logits = torch.stack(by_size)  # [K, P]
-            if self.bias is not None:
-                self.d_bias += d_logits.sum()
-            # logits = scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
-            self.d_scale += (d_logits * pairs.scores).sum()
-            d_scores = d_logits * self.scale
-            self.table.add_pair_gradient(
-                pairs.left, pairs.right, pairs.scores, d_scores
-            )
+            for by_direction, candidates in zip(
+                block.losses, scored.by_size, strict=True
+            ):
+                by_size.append(by_direction[FORWARD].grad(candidates))
+            self._add_pair_gradient(scored.pairs, by_size)
+
+    def _add_pair_gradient(self, pairs: _ScoredPairs, by_size: list[Tensor]) -> None:
+        """Add the gradient of pairs with the derivatives [P] of each size with respect to their logits."""
+        d_logits = torch.stack(by_size)  # [K, P]
+        if self.bias is not None:
+            self.d_bias += d_logits.sum()
+        # logits = scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
+        self.d_scale += (d_logits * pairs.scores).sum()
+        d_scores = d_logits * self.scale
+        self.table.add_pair_gradient(pairs.left, pairs.right, pairs.scores, d_scores)
 
     # ---- Tiles ------------------------------------------------------------------------
 
@@ -397,22 +410,27 @@ class _ScorePass:
         num_rows = length_of(rows)
         offset = 0
         groups = self.candidates.column_groups
+        tile_width = self.tiling.columns
         for group, vectors in zip(groups, row_vectors, strict=True):
             # Each mask yields its part of every tile, in the order of the loop below.
-            masks = [mask.tiles(rows, self.tiling.columns) for mask in group.masks]
-            for columns in chunks(length_of(group.columns), self.tiling.columns):
+            masks = [mask.tiles(rows, tile_width) for mask in group.masks]
+            for columns in chunks(length_of(group.columns), tile_width):
                 num_columns = length_of(columns)
-                size = self.num_matrices * num_rows * num_columns
+                num_scores = num_rows * num_columns
+                size = self.num_matrices * num_scores
                 buffer = self.logits_buffer[offset : offset + size]
                 matrices = buffer.view(self.num_matrices, num_rows, num_columns)
+                scratch = self.scratch_buffer[:, :num_scores]
                 tile = _Tile(
                     row_vectors=vectors,
                     columns=shifted(columns, group.columns.start),
                     direction=group.direction,
                     logits=matrices[: self.num_sizes],
                     target=None if self.teacher_table is None else matrices[-1],
+                    scratch=scratch.view(2, num_rows, num_columns),
                 )
-                self._score(tile, block, [next(mask) for mask in masks])
+                excluded = [next(mask) for mask in masks]
+                self._score(tile, block, excluded)
                 yield tile
                 if self.keeps_tiles:
                     offset += size
@@ -428,14 +446,12 @@ class _ScorePass:
         `excluded`: scores that do not count at any size.
         """
         rows = tile.row_vectors.entries
-        scratch = self._scratch(0, tile.logits[0])
+        scratch = tile.scratch[0]
         if self.guide_table is not None and block.guide_ceilings is not None:
-            columns = self.guide_table.at(tile.columns)
-            torch.mm(self.guide_table.at(rows), columns.T, out=scratch)
+            self.guide_table.score(rows, tile.columns, out=scratch)
             excluded.append(scratch > block.guide_ceilings[:, None])
         if self.teacher_table is not None and tile.target is not None:
-            columns = self.teacher_table.at(tile.columns)
-            torch.mm(self.teacher_table.at(rows), columns.T, out=tile.target)
+            self.teacher_table.score(rows, tile.columns, out=tile.target)
         for k in self.table.logits(tile.row_vectors, tile.columns, tile.logits):
             logits = tile.logits[k]
             for mask in excluded:
@@ -448,27 +464,25 @@ class _ScorePass:
 
     def _differentiate(self, tile: _Tile, block: _RowBlock) -> None:
         """Add the gradient of a tile with respect to the block's rows and to the columns."""
-
-        def derivative(k: int) -> Tensor:
+        derivative_buffer, table_buffer = tile.scratch
+        for k in reversed(range(self.num_sizes)):
             logits = tile.logits[k]
             # The table reads the logits of the smaller sizes once more, for the gradient of their norms. Those of the
             # largest are overwritten in place: its buffer then adds up the gradient of all sizes.
             is_largest = k == self.num_sizes - 1
-            out = logits if is_largest else self._scratch(0, logits)
+            out = logits if is_largest else derivative_buffer
             row_loss = block.losses[k][tile.direction]
             d_logits = row_loss.grad(CandidateLogits(logits, tile.target, out=out))
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
-            return d_logits
-
-        # The derivatives stand in scratch 0, so the table needs the other buffer.
-        scratch = self._scratch(1, tile.logits[0])
-        self.table.add_gradient(
-            tile.row_vectors, tile.columns, tile.logits, derivative, scratch
-        )
-
-    def _scratch(self, number: int, like: Tensor) -> Tensor:
-        return self.scratch_buffer[number, : like.numel()].view_as(like)
+            self.table.add_gradient(
+                tile.row_vectors,
+                tile.columns,
+                k,
+                tile.logits,
+                d_logits,
+                table_buffer,
+            )
 
 
 def _with_tolerance(ceilings: Tensor) -> Tensor:
@@ -529,7 +543,7 @@ class RowLoss(ABC):
 
     @abstractmethod
     def add(self, candidates: CandidateLogits) -> None:
-        """Add candidates. `candidates.out` must not be the logits."""
+        """Add candidates. `candidates.out` must not be the logits, unless the class allows it."""
 
     @abstractmethod
     def total(self) -> Tensor:
@@ -561,15 +575,17 @@ def _add_to_rows(
     return sums.index_add(0, row, values)
 
 
+@dataclass
 class OnlineSum:
     """Sum of exp(logit) of each row, relative to the row's largest logit so far.
 
     No exp has a positive exponent. When a tile raises the maximum, what was summed before is rescaled to it.
     """
 
-    def __init__(self, largest: Tensor, total: Tensor) -> None:
-        self.largest = largest
-        self.sum = total
+    largest: Tensor
+    """[n]"""
+    sum: Tensor
+    """[n]"""
 
     def add(
         self,
@@ -582,7 +598,8 @@ class OnlineSum:
             largest = torch.maximum(self.largest, logits.amax(1))
         else:
             largest = self.largest.scatter_reduce(0, row, logits, "amax")
-        terms = torch.sub(logits, for_each(largest, row), out=out).exp_()
+        shift = for_each(largest, row)
+        terms = torch.sub(logits, shift, out=out).exp_()
         rescale = torch.exp(self.largest - largest)
         self.sum = _add_to_rows(self.sum * rescale, terms, row)
         self.largest = largest
@@ -618,11 +635,13 @@ class SoftmaxRows(RowLoss):
         self.stretches_pairs_only = stretches_pairs_only
         self.focal_gamma = focal_gamma
         # The positive is part of the maximum from the start.
-        self.others = OnlineSum(self.positive, torch.zeros_like(self.positive))
+        zeros = torch.zeros_like(self.positive)
+        self.others = OnlineSum(self.positive, zeros)
 
     def add(self, candidates: CandidateLogits) -> None:
-        """See RowLoss."""
-        self.others.add(self._stretched(candidates), candidates.row, candidates.out)
+        """See RowLoss. `candidates.out` may be the logits."""
+        logits = self._stretched(candidates)
+        self.others.add(logits, candidates.row, candidates.out)
 
     def _stretched(self, candidates: CandidateLogits) -> Tensor:
         is_tile = candidates.row is None
@@ -634,7 +653,8 @@ class SoftmaxRows(RowLoss):
         """See RowLoss."""
         largest = self.others.largest
         # log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the positive dominates.
-        surplus = torch.log1p(self.others.sum + torch.expm1(self.positive - largest))
+        positive_term = torch.expm1(self.positive - largest)
+        surplus = torch.log1p(self.others.sum + positive_term)
         losses = surplus + (largest - self.positive)
         self.log_sum = surplus + largest  # [n]
         # `focus` [n]: derivative of the focal loss by the loss of the row.
@@ -648,7 +668,8 @@ class SoftmaxRows(RowLoss):
             ratio = torch.where(
                 complement > 0, losses / complement, torch.ones_like(complement)
             )
-            self.focus = weights * (1 + self.focal_gamma * (1 - complement) * ratio)
+            slope = self.focal_gamma * (1 - complement) * ratio
+            self.focus = weights * (1 + slope)
             shift = shift - torch.log(self.focus)
             losses = losses * weights
         self.shift = shift
@@ -682,8 +703,9 @@ class CircleRows(SoftmaxRows):
         self.temperature = temperature
         self.margin = margin
         score = start.logits * temperature
+        distance = 1.0 + margin - score
         # a_i of the formula. It has no gradient: `d_positive` multiplies by it.
-        self.positive_weight = (1.0 + margin - score).clamp_(min=0.0)
+        self.positive_weight = distance.clamp_(min=0.0)
         weighted = self.positive_weight * (score - (1.0 - margin)) / temperature
         super().__init__(replace(start, logits=weighted))
 
@@ -696,7 +718,8 @@ class CircleRows(SoftmaxRows):
         """Return b (s - m) / T as ((s + m) - 2 m) (s + m) / T, and EXCLUDED for excluded candidates."""
         excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
         weights = self._weights(candidates.logits, candidates.out)
-        weighted = weights.mul_(weights - 2.0 * self.margin).div_(self.temperature)
+        difference = weights - 2.0 * self.margin
+        weighted = weights.mul_(difference).div_(self.temperature)
         return replace(candidates, logits=weighted.masked_fill_(excluded, EXCLUDED))
 
     def add(self, candidates: CandidateLogits) -> None:
@@ -708,7 +731,8 @@ class CircleRows(SoftmaxRows):
         # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which
         # may be the tile itself, is written.
         weights = self._weights(candidates.logits)
-        return super().grad(self._weighted(candidates)).mul_(weights)
+        d_weighted = super().grad(self._weighted(candidates))
+        return d_weighted.mul_(weights)
 
     def d_positive(self) -> Tensor:
         """See RowLoss."""
@@ -720,8 +744,10 @@ class SigmoidRows(RowLoss):
 
     def __init__(self, start: RowStart) -> None:
         super().__init__(start)
-        self.bias = self.positive.new_zeros(()) if start.bias is None else start.bias
-        self.sum = _softplus(-(self.positive + self.bias)).sum()
+        assert start.bias is not None, "the sigmoid loss has a bias"
+        self.bias = start.bias
+        self.positive_logit = self.positive + self.bias
+        self.sum = _softplus(-self.positive_logit).sum()
 
     def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
@@ -740,7 +766,7 @@ class SigmoidRows(RowLoss):
 
     def d_positive(self) -> Tensor:
         """See RowLoss."""
-        return -self.coefficient * torch.sigmoid(-(self.positive + self.bias))
+        return -self.coefficient * torch.sigmoid(-self.positive_logit)
 
 
 def _softplus(tensor: Tensor) -> Tensor:
@@ -763,10 +789,9 @@ class DivergenceRows(RowLoss):
         self.target_scale = target_scale
         self.positive_target = start.target * target_scale
         # The positive is the first candidate: exp(0) = 1.
-        self.student = OnlineSum(self.positive, torch.ones_like(self.positive))
-        self.teacher_table = OnlineSum(
-            self.positive_target, torch.ones_like(self.positive)
-        )
+        ones = torch.ones_like(self.positive)
+        self.student_sum = OnlineSum(self.positive, ones)
+        self.teacher_sum = OnlineSum(self.positive_target, ones)
         self.difference = self.positive_target - self.positive
         """[n] sum of exp(t - largest t) * (t - s)"""
 
@@ -780,17 +805,17 @@ class DivergenceRows(RowLoss):
         """See RowLoss."""
         targets = self._targets(candidates)
         row = candidates.row
-        self.student.add(candidates.logits, row, candidates.out)
-        weights, rescale = self.teacher_table.add(targets, row, candidates.out)
+        self.student_sum.add(candidates.logits, row, candidates.out)
+        weights, rescale = self.teacher_sum.add(targets, row, candidates.out)
         # An excluded candidate has weight exp(EXCLUDED) = 0 and a finite difference, so it adds 0.
         weighted = weights.mul_(targets.sub_(candidates.logits))
         self.difference = _add_to_rows(self.difference * rescale, weighted, row)
 
     def total(self) -> Tensor:
         """See RowLoss."""
-        self.student_log_sum = self.student.log()
-        self.teacher_log_sum = self.teacher_table.log()
-        cross = self.difference / self.teacher_table.sum
+        self.student_log_sum = self.student_sum.log()
+        self.teacher_log_sum = self.teacher_sum.log()
+        cross = self.difference / self.teacher_sum.sum
         losses = cross - self.teacher_log_sum + self.student_log_sum
         return self.coefficient * losses.sum()
 
@@ -801,7 +826,8 @@ class DivergenceRows(RowLoss):
         teacher = self._targets(candidates)
         teacher.sub_(for_each(self.teacher_log_sum, row)).exp_()
         log_sum = for_each(self.student_log_sum, row)
-        student = torch.sub(candidates.logits, log_sum, out=candidates.out).exp_()
+        student = torch.sub(candidates.logits, log_sum, out=candidates.out)
+        student.exp_()
         return student.sub_(teacher).mul_(self.coefficient)
 
     def d_positive(self) -> Tensor:
@@ -827,7 +853,8 @@ class SquaredErrorRows(RowLoss):
 
     def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
-        self.sum = self.sum + self._errors(candidates).square_().sum()
+        errors = self._errors(candidates)
+        self.sum = self.sum + errors.square_().sum()
 
     def total(self) -> Tensor:
         """See RowLoss."""

@@ -46,12 +46,13 @@ class Embedding(TeacherLoss):
         if start.embedding_dim == start.teacher_dim:
             return {"projection": torch.eye(start.embedding_dim)}
         draw = torch.Generator().manual_seed(start.seed)
-        values = torch.randn(start.teacher_dim, start.embedding_dim, generator=draw)
+        shape = (start.teacher_dim, start.embedding_dim)
+        values = torch.randn(shape, generator=draw)
         return {"projection": values / start.embedding_dim**0.5}
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
-        teacher = batch.teacher_vectors(str(term.teacher), "loss: embedding")
+        teacher = batch.teacher_vectors(term.teacher)
         projection = term.parameter("projection", batch.embeddings)
         similarity = term.similarity(batch.embeddings)
         return _mean_distance(batch, teacher, projection, similarity)
@@ -76,7 +77,7 @@ class Anchor(LossDeclaration):
 
         from vembed.losses.similarity import Similarity
 
-        teacher = batch.teacher_vectors(str(term.teacher), "loss: anchor")
+        teacher = batch.teacher_vectors(term.teacher)
         embeddings = batch.embeddings
         dim = embeddings.shape[1]
         teacher_dim = teacher.vectors.shape[1]
@@ -85,8 +86,8 @@ class Anchor(LossDeclaration):
                 f"loss: anchor: the embeddings have {dim} dimensions, and those of {term.teacher} before "
                 f"training have {teacher_dim}: leave out what changes the size, or this loss"
             )
-        identity = batch.as_scores(torch.eye(dim, device=embeddings.device))
-        full_size = Similarity(term.configured.cosine, (dim,))
+        identity = batch.like_scores(torch.eye(dim, device=embeddings.device))
+        full_size = Similarity(term.run_similarity.cosine, (dim,))
         return _mean_distance(batch, teacher, identity, full_size)
 
 
@@ -114,9 +115,11 @@ class Relational(TeacherLoss):
         num_occurrences = len(batch.occurrences())
         columns = torch.arange(num_occurrences, device=rows.device)
         # The key of an occurrence is its number, on both sides. So the diagonal is left out.
-        diagonal = ExclusionMask(rows[:, None].int(), columns[:, None].int())
+        row_keys = rows[:, None].int()
+        column_keys = columns[:, None].int()
+        diagonal = ExclusionMask(row_keys, column_keys)
         coefficient = 1.0 / max(1, num_occurrences) ** 2
-        teacher = batch.teacher_vectors(str(term.teacher), "loss: relational")
+        teacher = batch.teacher_vectors(term.teacher)
         return _squared_errors(
             batch, term, rows, columns, (diagonal,), coefficient, teacher
         )
@@ -162,7 +165,8 @@ class SpreadOut(LossDeclaration):
             # [R] keys: a row is not compared with rows of the same content or of the same example.
             masks = []
             for key in (keys["content"][index], keys["example"]):
-                masks.append(ExclusionMask(key[rank_rows, None], key[:, None]))
+                columns_of_key = key[:, None]
+                masks.append(ExclusionMask(columns_of_key[rank_rows], columns_of_key))
             rows = columns[rank_rows]
             share = share + _squared_errors(
                 batch, term, rows, columns, tuple(masks), coefficient
@@ -222,10 +226,9 @@ def _squared_errors(
         row_loss=SquaredErrorRows,
         is_separable=True,
         coefficients=(coefficient,),
-        tiling=term.tiling,
         teacher=teacher,
     )
-    scale = batch.as_scores(torch.ones((), device=embeddings.device))
+    scale = batch.like_scores(torch.ones((), device=embeddings.device))
     return tiled_loss(embeddings, scoring, scale)
 
 
@@ -246,16 +249,19 @@ def _mean_distance(
     occurrences = batch.rank_occurrences()
     index = batch.occurrences()[occurrences]
     target_index = teacher.occurrences()[occurrences]
-    vectors = teacher.vectors.to(batch.embeddings.device, projection.dtype)
+    embeddings = batch.embeddings
+    device = embeddings.device
+    dtype = projection.dtype
+    vectors = teacher.vectors.to(device, dtype)
     total = projection.new_zeros(())
-    d_embeddings = torch.zeros_like(batch.embeddings, dtype=projection.dtype)
+    d_embeddings = torch.zeros_like(embeddings, dtype=dtype)
     d_projection = torch.zeros_like(projection)
-    with torch.autocast(batch.embeddings.device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False):
         # Autograd for one chunk at a time: the projected vectors [M, E] of all occurrences never exist at once.
         for chunk in chunks(index.numel(), OCCURRENCES_AT_ONCE):
             with torch.enable_grad():
-                z = batch.embeddings.detach()[index[chunk]].to(projection.dtype)
-                z.requires_grad_()
+                z = embeddings.detach()[index[chunk]]
+                z = z.to(dtype).requires_grad_()
                 weight = projection.detach().requires_grad_()
                 targets = vectors[target_index[chunk]]
                 loss = _sum_of_distances(z, weight, targets, similarity)
@@ -265,7 +271,7 @@ def _mean_distance(
             d_embeddings.index_add_(0, index[chunk], d_z)
             d_projection += d_weight
     total = with_known_gradients(
-        total, (batch.embeddings, projection), (d_embeddings, d_projection)
+        total, (embeddings, projection), (d_embeddings, d_projection)
     )
     return total / max(1, len(batch.occurrences()))
 
@@ -285,11 +291,13 @@ def _sum_of_distances(
     losses = []
     for part in similarity.parts:
         # The coordinates that this size adds to the one before: W z of every size for the price of the full one.
-        projected = projected + z[:, part] @ projection[:, part].T
+        columns = projection[:, part]
+        projected = projected + z[:, part] @ columns.T
         squares = projected.square().sum(1)
         # A vector of zeros has the cosine 0 and no gradient.
         safe = torch.where(squares > 0, squares, torch.ones_like(squares))
         inverse_norm = safe.rsqrt() * (squares > 0)
         cosine = (projected * vectors).sum(1) * inverse_norm
-        losses.append(((1.0 - cosine) * is_known).sum())
+        distances = (1.0 - cosine) * is_known
+        losses.append(distances.sum())
     return similarity.total(torch.stack(losses))

@@ -112,8 +112,7 @@ def load_judge(
     )
 
     def score(pairs: Sequence[TextPair]) -> Iterator[tuple[int, float | None]]:
-        items = [(Item(text=query), Item(text=document)) for query, document in pairs]
-        scores = torch.from_numpy(reranker.score(items)[:, 0])
+        scores = torch.from_numpy(reranker.predict(pairs))
         return enumerate(torch.sigmoid(scores).tolist())
 
     return score

@@ -38,6 +38,7 @@ from vembed.config.values import (
     Number,
     PositiveFloat,
     PositiveInt,
+    RetrievalMode,
 )
 from vembed.errors import UserError, nearest
 
@@ -146,7 +147,7 @@ class RowOptions(RecordOptions):
     folder, or a list of these."""
     column_mapping: dict[str, str] | None = None
     """Names in the files -> names that vembed reads: {question: query}."""
-    retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = "auto"
+    retrieval_mode: RetrievalMode = "auto"
     """Type of bare strings of queries and documents: texts (t) or image paths (i)."""
     split: str | None = None
     """The qrels of a BEIR-style folder that are read. Default: train."""
@@ -541,7 +542,7 @@ def load_options(
             )
     if problems:
         raise UserError("\nalso: ".join(problems))
-    resolve_paths(values, (*INPUT_OPTIONS, "image_root"), file, [])
+    resolve_paths(values, (*INPUT_OPTIONS, "image_root"), file)
     try:
         return kind.model_validate(
             {name: value.value for name, value in values.items()}

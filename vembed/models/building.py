@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
-from vembed.files import check_weights
+from vembed.files import check_weights, read_yaml
 from vembed.losses.table import LOSSES
 from vembed.models import attention, precision, vision
 from vembed.models.adapters import (
@@ -247,6 +247,32 @@ def has_language_head(
     raise UserError(
         f"auxiliary_losses: {name} is not possible: {description.name} {problem}; leave it out"
     )
+
+
+def is_embedding_model(folder: Path) -> bool:
+    """Return whether a folder is that of an embedding model: it names a pooling, and has learned from pairs."""
+    # A run of vembed by the model's own losses (such as one on the next token) writes the same layout.
+    config_path = folder.parent / "config.yaml"
+    if folder.name == "final" and config_path.is_file():
+        options = read_yaml(config_path)
+        loss = LOSSES.get(str(options.get("loss")))
+        if loss is not None and loss.is_of_model and not options.get("losses"):
+            return False
+    return any((place / "modules.json").is_file() for place in (folder, folder.parent))
+
+
+def has_initial_norms(model: nn.Module) -> bool:
+    """Return whether every norm has its initial weights, ones and zeros, which no trained model has."""
+    has_norms = False
+    for module in model.modules():
+        if "Norm" not in type(module).__name__:
+            continue
+        for name, weight in module.named_parameters(recurse=False):
+            has_norms = True
+            initial = 0.0 if name == "bias" else 1.0
+            if not bool((weight == initial).all()):
+                return False
+    return has_norms
 
 
 def load_embedder(

@@ -50,11 +50,13 @@ from vembed.models.vision import (
     LONGEST_IMAGE,
     VISION_PREFIX,
     image_tower_output,
-    tower_output,
+    run_image_tower,
 )
 
 log = logging.getLogger(__name__)
 
+Output = Literal["images", "features", "embeddings"]
+"""How far a forward pass goes: to the output of the image tower, to the features of the tower, or to the end."""
 Inputs = dict[str, Tensor]
 ModalitySlice = tuple[Modality, Inputs]
 Backbone = Any
@@ -137,17 +139,16 @@ class EmbeddingModel(nn.Module):
         self,
         slices: list[ModalitySlice],
         *,
-        features_only: bool = False,
-        images_only: bool = False,
+        until: Output = "embeddings",
         with_auxiliary: bool = False,
     ) -> list[Tensor] | tuple[list[Tensor], list[dict[str, Tensor]]]:
         """Return for each slice (modality, inputs) the [n, embedding_dim] embeddings, not normalised, in at least
         float32.
 
-        `features_only`: return the features [n, width] of the tower. Passed as the inputs {"features": ...} of a later
-        call, they replace the inputs of the tower, which does not run again. `images_only`, for the modality
-        multimodal: return the output of the image tower, which can replace the pixels. `with_auxiliary`: return also,
-        for each slice, the model's own losses by name, each [2, n] or [2, 1]: sums and counts.
+        `until`: features return the features [n, width] of the tower. Passed as the inputs {"features": ...} of a later
+        call, they replace the inputs of the tower, which does not run again. images, for the modality multimodal, return
+        the output of the image tower, which can replace the pixels. `with_auxiliary`: return also, for each slice, the
+        model's own losses by name, each [2, n] or [2, 1]: sums and counts.
         """
         device_type = next(self.parameters()).device.type
         # Inside the forward, so that the step, the evaluation and the use all get it.
@@ -159,37 +160,16 @@ class EmbeddingModel(nn.Module):
         with autocast:
             for modality, inputs in slices:
                 slice_losses: dict[str, Tensor] = {}
-                if images_only:
+                if until == "images":
                     vectors = image_features(self.backbone, inputs)
                 elif FEATURES in inputs:
                     vectors = inputs[FEATURES]
+                elif with_auxiliary:
+                    vectors, slice_losses = self._with_losses(modality, inputs)
                 else:
-                    visible_inputs = inputs
-                    language_head = self.language_head
-                    if not with_auxiliary or modality != "text":
-                        language_head = None
-                    if language_head is not None:
-                        # Before the tower runs: an encoder must not see the tokens that it has to predict.
-                        visible_inputs, targets = language_head.hide(inputs)
-                    output = self.tower_output(modality, visible_inputs)
-                    vectors = output.features
-                    if with_auxiliary:
-                        slice_losses = sums_and_counts(output.auxiliary, len(vectors))
-                    if language_head is not None:
-                        slice_losses[language_head.name] = language_head(
-                            output.states, targets, self.backbone
-                        )
-                if not features_only and not images_only:
-                    vectors = self.project(modality, vectors)
-                    if self.head is not None:
-                        vectors = self.head(vectors)
-                    width = vectors.shape[-1]
-                    if width != self.description.embedding_dim:
-                        raise UserError(
-                            f"the model gives vectors of {width} numbers for the modality {modality}, and "
-                            f"{self.description.embedding_dim} were declared: by `width` of the pooling "
-                            f"{self.description.pooling}, or `embedding_size` of the family {self.description.family}"
-                        )
+                    vectors = self.tower_output(modality, inputs).features
+                if until == "embeddings":
+                    vectors = self.embed(modality, vectors)
                 wide = at_least_float32(vectors)
                 # A float32 tensor is returned as it is, and may be a view. FSDP takes no view as an output.
                 if wide is vectors:
@@ -197,6 +177,22 @@ class EmbeddingModel(nn.Module):
                 outputs.append(wide)
                 losses.append(slice_losses)
         return (outputs, losses) if with_auxiliary else outputs
+
+    def _with_losses(
+        self, modality: Modality, inputs: Inputs
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the features [n, width] of the tower, and the model's own losses."""
+        language_head = self.language_head if modality == "text" else None
+        if language_head is not None:
+            # Before the tower runs: an encoder must not see the tokens that it has to predict.
+            inputs, targets = language_head.hide(inputs)
+        output = self.tower_output(modality, inputs)
+        vectors = output.features
+        losses = sums_and_counts(output.auxiliary, len(vectors))
+        if language_head is not None:
+            loss = language_head(output.states, targets, self.backbone)
+            losses[language_head.name] = loss
+        return vectors, losses
 
     def tower_output(self, modality: Modality, inputs: Inputs) -> TowerOutput:
         """Run the tower (or towers) of one modality on its collated inputs."""
@@ -224,45 +220,55 @@ class EmbeddingModel(nn.Module):
                 )
             return TowerOutput(features)
         trained_pooling = self.pooling
+        is_packed = forward == "text" and packs(backbone)
         if forward == "image":
             pooling = self.description.image_pooling or pooling
             if family.has_two_models:
                 trained_pooling = None  # that of the text tower
             output = run_images(backbone, inputs)
-            states = output.last_hidden_state
-            if states.ndim == 4:
-                # Convolutional: [n, channels, height, width] to [n, positions, channels].
-                states = states.flatten(2).transpose(1, 2)
         elif forward == "chat":
             output = run_chats(backbone, inputs, mask)
-            states = output.last_hidden_state
-        elif packs(backbone):
+        elif is_packed:
+            output = run_packed(backbone, inputs, mask)
+        else:
+            output = run_texts(self.description, backbone, inputs, mask)
+        states = output.last_hidden_state
+        if is_packed:
             # From states [1, all tokens, dim] of one row back to [n, tokens, dim]. Not `[0]`, whose derivative is a tensor
             # of zeros and a copy into it.
-            output = run_packed(backbone, inputs, mask)
-            states = output.last_hidden_state.squeeze(0)
+            states = states.squeeze(0)
             if PREFIX in inputs:
                 states = states[len(inputs[PREFIX]) :]
             states = padded_states(states, inputs, mask)
-        else:
-            output = run_texts(self.description, backbone, inputs, mask)
-            states = output.last_hidden_state
+        elif states.ndim == 4:
+            # Convolutional: [n, channels, height, width] to [n, positions, channels].
+            states = states.flatten(2).transpose(1, 2)
         if pooling == MODEL_POOLING:
             features = output.pooler_output.flatten(1)
         else:
             features = pool(pooling, states, mask, module=trained_pooling)
         return TowerOutput(features, states, output.get("auxiliary") or {})
 
-    def project(self, modality: Modality, features: Tensor) -> Tensor:
-        """Map tower features [n, width] to [n, hidden_dim]; the identity for families without projections."""
-        name = self.description.traits.projections.get(modality)
-        if name is None:
-            return features
-        projection: Any = self.backbone.get_submodule(name)
-        # In the dtype of its weights (see `heads`).
-        with torch.autocast(features.device.type, enabled=False):
-            projected: Tensor = projection(features.to(projection.weight.dtype))
-        return projected
+    def embed(self, modality: Modality, features: Tensor) -> Tensor:
+        """Map tower features [n, width] to embeddings [n, embedding_dim], by the family's projection and the head."""
+        description = self.description
+        vectors = features
+        name = description.traits.projections.get(modality)
+        if name is not None:
+            projection: Any = self.backbone.get_submodule(name)
+            # In the dtype of its weights (see `heads`).
+            with torch.autocast(features.device.type, enabled=False):
+                vectors = projection(features.to(projection.weight.dtype))
+        if self.head is not None:
+            vectors = self.head(vectors)
+        width = vectors.shape[-1]
+        if width != description.embedding_dim:
+            raise UserError(
+                f"the model gives vectors of {width} numbers for the modality {modality}, and "
+                f"{description.embedding_dim} were declared: by `width` of the pooling {description.pooling}, or "
+                f"`embedding_size` of the family {description.family}"
+            )
+        return vectors
 
     def train(self, mode: bool = True) -> Self:
         """Training mode, except for towers of which nothing is trained: their features stay the same all the time."""
@@ -491,7 +497,7 @@ def run_chats(
         arguments["mm_encoder_outputs"] = {"image": image}
     elif LONGEST_IMAGE in inputs:
         del arguments["pixel_values"]
-        arguments["mm_encoder_outputs"] = {"image": tower_output(backbone, inputs)}
+        arguments["mm_encoder_outputs"] = {"image": run_image_tower(backbone, inputs)}
     return backbone(**arguments, use_cache=False)
 
 
@@ -513,7 +519,7 @@ def image_features(backbone: Backbone, inputs: Inputs) -> Tensor:
 
     The inner layers are those of Qwen3-VL's deepstack; m is 0 for other models.
     """
-    output = tower_output(backbone, inputs)
+    output = run_image_tower(backbone, inputs)
     inner_outputs = vars(output).get("deepstack_features") or []
     layers = []
     for images in (output.pooler_output, *inner_outputs):
@@ -761,53 +767,60 @@ def names_frozen_by(
                 layers[tower].append(f"{module_name}.")
     frozen: set[str] = set()
     for part in parts:
-        kind, _, count = part.rpartition("=")
-        beginnings: list[str]
-        if part in get_args(Tower):
-            prefix = family.towers.get(cast(Tower, part))
-            if prefix is None:
-                raise UserError(
-                    f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
-                )
-            beginnings = [prefix]
-        elif part == "embeddings":
-            # Embeddings inside of layers (of relative positions) belong to their layer.
-            inside: list[str] = []
-            for stack in layers.values():
-                inside += stack
-            beginnings = [
-                name
-                for name in every
-                if _INPUT_EMBEDDINGS.search(name) and not name.startswith(tuple(inside))
-            ]
-        elif kind.endswith("first_n_layers"):
-            tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
-            stacks = [
-                stack for name, stack in layers.items() if tower_name in ("", name)
-            ]
-            deepest = max(map(len, stacks), default=0)
-            if not count.isdecimal() or int(count) > deepest or not stacks:
-                numbers = [f"{name} {len(stack)}" for name, stack in layers.items()]
-                raise UserError(
-                    f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
-                    f"TOWER.first_n_layers=N; the number of layers: {', '.join(numbers)}"
-                )
-            beginnings = []
-            for stack in stacks:
-                beginnings += stack[: int(count)]
-        else:
-            beginning = part.removeprefix("backbone.")
-            beginnings = [beginning]
-            if not any(name.startswith(beginning) for name in every):
-                near = difflib.get_close_matches(beginning, every, n=1, cutoff=0.0)[0]
-                raise UserError(
-                    f"freeze: no parameter's name begins with {part}; the nearest is {near} "
-                    "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
-                )
-        names = {name for name in every if name.startswith(tuple(beginnings))}
+        beginnings = tuple(_beginnings(part, every, layers, family))
+        names = {name for name in every if name.startswith(beginnings)}
         log.info("freeze: %s, %d tensors", part, len(names))
         frozen |= names
     return frozen
+
+
+def _beginnings(
+    part: str,
+    every: Sequence[str],
+    layers: Mapping[str, Sequence[str]],
+    family: Family,
+) -> list[str]:
+    """Return what the names of the parameters begin with that an entry of `freeze` selects.
+
+    `every`: the names of all parameters. `layers`: the prefix of each layer, by tower.
+    """
+    if part in get_args(Tower):
+        prefix = family.towers.get(cast(Tower, part))
+        if prefix is None:
+            raise UserError(
+                f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
+            )
+        return [prefix]
+    if part == "embeddings":
+        # Embeddings inside of layers (of relative positions) belong to their layer.
+        inside: list[str] = []
+        for stack in layers.values():
+            inside += stack
+        outside = [name for name in every if not name.startswith(tuple(inside))]
+        return [name for name in outside if _INPUT_EMBEDDINGS.search(name)]
+    kind, _, count = part.rpartition("=")
+    if kind.endswith("first_n_layers"):
+        tower = kind.removesuffix("first_n_layers").removesuffix(".")
+        stacks = [stack for name, stack in layers.items() if tower in ("", name)]
+        deepest = max(map(len, stacks), default=0)
+        if not count.isdecimal() or int(count) > deepest or not stacks:
+            numbers = [f"{name} {len(stack)}" for name, stack in layers.items()]
+            raise UserError(
+                f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
+                f"TOWER.first_n_layers=N; the number of layers: {', '.join(numbers)}"
+            )
+        first_layers: list[str] = []
+        for stack in stacks:
+            first_layers += stack[: int(count)]
+        return first_layers
+    beginning = part.removeprefix("backbone.")
+    if not any(name.startswith(beginning) for name in every):
+        near = difflib.get_close_matches(beginning, every, n=1, cutoff=0.0)[0]
+        raise UserError(
+            f"freeze: no parameter's name begins with {part}; the nearest is {near} "
+            "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
+        )
+    return [beginning]
 
 
 # ---- two models in one ----------------------------------------------------------------
@@ -873,10 +886,7 @@ class TwoTowers(nn.Module):
         target = folder / IMAGE_TOWER_FOLDER
         self.vision_model.save_pretrained(target, state_dict=vision)
         known = {"text_projection.weight", "visual_projection.weight"}
-        if state_dict.keys() != known:
-            raise RuntimeError(
-                f"two towers are saved with {sorted(known)}, and not with {sorted(state_dict)}"
-            )
+        assert state_dict.keys() == known, sorted(state_dict)
         projections = {key: value.contiguous() for key, value in state_dict.items()}
         save_file(projections, folder / PROJECTIONS_FILE)
 

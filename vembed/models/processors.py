@@ -49,11 +49,15 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     UserError for a tokenizer of another model."""
     source = _texts_folder(description)
     # Pass these at loading: set later, they would be missing from the saved tokenizer.
+    options: dict[str, Any] = {
+        "model_max_length": description.max_length,
+        "padding_side": description.padding_side,
+    }
+    if description.traits.has_fixed_length:
+        # SigLIP was trained without an attention mask; this keeps other programs from creating one.
+        options["model_input_names"] = ["input_ids"]
     tokenizer = open_tokenizer(
-        source,
-        trust_remote_code=description.trust_remote_code,
-        model_max_length=description.max_length,
-        padding_side=description.padding_side,
+        source, trust_remote_code=description.trust_remote_code, **options
     )
     folder = Path(description.source)
     values = read_object(folder / "config.json") or {}
@@ -69,9 +73,6 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         )
     if not is_own(folder):
         _check_special_tokens(source, folder, values, tokenizer)
-    if description.traits.has_fixed_length:
-        # SigLIP was trained without an attention mask; this keeps other programs from creating one.
-        tokenizer.model_input_names = ["input_ids"]
     if tokenizer.pad_token is None and tokenizer.eos_token is None:
         raise UserError(
             f"the tokenizer of {source} has neither a padding nor an end token; add `pad_token` to it"
@@ -223,6 +224,13 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
         if description.traits.reads_chats:
             chat = load_chat_template(description, tokenizer)
             tokenizer.chat_template = chat.template
+        if tokenizer.is_fast:
+            # For readers of tokenizer.json alone. Transformers sets both in each call.
+            backend: Any = tokenizer.backend_tokenizer
+            backend.enable_truncation(
+                description.max_length, direction=tokenizer.truncation_side
+            )
+            backend.no_padding()
         tokenizer.save_pretrained(folder)
         # The key names of Transformers 4 (used by Sentence Transformers 3 to 5.1); version 5 reads them as well.
         path = folder / "tokenizer_config.json"
@@ -231,7 +239,8 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
             values["tokenizer_class"] = "PreTrainedTokenizerFast"
         if isinstance(values.get("extra_special_tokens"), list):
             values["additional_special_tokens"] = values.pop("extra_special_tokens")
-        for key in ("backend", "is_local", "local_files_only"):
+        # max_length: that of the truncation in the tokenizer.json that was read.
+        for key in ("backend", "is_local", "local_files_only", "max_length"):
             values.pop(key, None)
         write_json(path, values)
     if description.modalities != ("text",):

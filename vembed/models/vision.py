@@ -147,7 +147,7 @@ def pack_images(
     return None
 
 
-def tower_output(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:
+def run_image_tower(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:
     """Return what the image tower gives for all images of a batch: `pooler_output` and `deepstack_features`, each as a
     tuple of one tensor for all images."""
     arguments: dict[str, Any] = {}

@@ -125,7 +125,7 @@ class Placement(Layout):
     """True if activations are recomputed in the backward pass (gradient checkpointing)."""
     compilation: Decision[bool]
     """True if layers are compiled. `auto` on a GPU is decided by `for_work`, when the data are known."""
-    rows: int
+    num_examples: int
     """Examples of a global batch on one process, at most."""
     size: ModelSize | None = None
     """Sizes of the model, where a decision has asked for them."""
@@ -236,16 +236,16 @@ def place(
             f"auto: on in runs of more than about {MIN_COMPILED_MINUTES:g} minutes, once the data are "
             "read"
         )
-    # The largest number of rows of a global batch on any process.
+    # The largest number of examples of a global batch on any process.
     batch = config.batch
     num_ranks = ranks.world_size
     run_size = batch.global_batch_size or batch.batch_size * num_ranks
     sizes = source_batch_sizes(config.data, batch, run_size)
-    rows = math.ceil(max(*sizes, batch.global_batch_size or 0) / num_ranks)
+    num_examples = math.ceil(max(*sizes, batch.global_batch_size or 0) / num_ranks)
     # Resumed on another number of processes, a run may divide its global batch unevenly. Otherwise
-    # `rows_per_process` refuses a remainder.
+    # `examples_per_process` refuses a remainder.
     if not config.run.resume or batch.global_batch_size is None:
-        rows = max(rows, batch.rows_per_process(num_ranks))
+        num_examples = max(num_examples, batch.examples_per_process(num_ranks))
     placement = Placement(
         run=run,
         ranks=ranks,
@@ -256,7 +256,7 @@ def place(
         precision=choose_precision(run.precision, device, gpu, auto_precision, resumed),
         recomputation=run.recomputation,
         compilation=Decision(compiles, why_compiled, origin),
-        rows=rows,
+        num_examples=num_examples,
         size=size,
         notes=(*_without_effect(run, ranks, strategy), *advice),
     )

@@ -200,7 +200,7 @@ class MemoryEstimate:
         if config.model.task == "rerank":
             self.inputs_per_example = num_documents
             self.output_size = 1
-        self.inputs = placement.rows * self.inputs_per_example
+        self.inputs = placement.num_examples * self.inputs_per_example
         """Inputs of a process's batch at most: texts, images or pairs."""
 
     def loss_bytes(self, dim: int, inputs: int | None = None) -> float:
@@ -245,7 +245,7 @@ class MemoryEstimate:
         activations = graph_tokens * demand.per_token
         return replace(self._without_graphs(), activations=activations)
 
-    def max_rows(self) -> int:
+    def max_examples(self) -> int:
         """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
         dim = self.output_size
         without_loss = self.in_step(uses_cache=True).total - self.loss_bytes(dim)
@@ -648,9 +648,11 @@ def advice(
         has_graphs = not budget.use_gradient_cache
         place = "out of device memory in the loss"
         bound = "A smaller micro_batch_tokens does not help: the loss has the embeddings of the whole batch"
-    half_batch = f"batch_size: {max(placement.rows // 2, 1)}"
+    half_batch = f"batch_size: {max(placement.num_examples // 2, 1)}"
     if config.batch.global_batch_size is not None:
-        half_batch = f"global_batch_size: {max(placement.rows // 2, 1) * num_ranks}"
+        half_batch = (
+            f"global_batch_size: {max(placement.num_examples // 2, 1) * num_ranks}"
+        )
     half_loss = estimate.loss_bytes(estimate.output_size, estimate.inputs // 2)
 
     def less(count: float) -> str:
@@ -717,7 +719,7 @@ def advice(
     snapshot = memory_snapshot(session.device)
     used = ", ".join(f"{key} {value}" for key, value in snapshot.items())
     return (
-        f"rank {session.rank} of {num_ranks} is {place} ({used}; {placement.rows:,d} rows per "
+        f"rank {session.rank} of {num_ranks} is {place} ({used}; {placement.num_examples:,d} rows per "
         f"process, strategy {session.strategy}, an estimated {estimate_now.total / GIB:.2f}GB of "
         f"{placement.memory / GIB:.2f}GB). Change in this order: {'; '.join(steps)}. {bound}"
     )

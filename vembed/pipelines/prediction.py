@@ -156,7 +156,7 @@ def training_time(
         return None, f"hours: not estimated ({error})"
     world = placement.ranks.world_size
     micro_steps = config.batch.gradient_accumulation_steps
-    per_step = placement.rows * world * micro_steps
+    per_step = placement.num_examples * world * micro_steps
     steps = config.optimizer.max_steps
     if steps is None:
         num_train = data.num_examples * (1.0 - (config.data.val_split or 0.0))
@@ -164,7 +164,7 @@ def training_time(
         epochs = decide_epochs(
             config.optimizer, config.model, int(num_train), has_scale=has_scale
         ).value
-        batches = num_train // (placement.rows * world)
+        batches = num_train // (placement.num_examples * world)
         steps = steps_of_epochs(epochs, batches, micro_steps)
     operations = operations_per_token(placement, size, data)
     # Every process has this peak.
@@ -214,7 +214,7 @@ def operations_per_token(
         count += 1.0
     # Gradient Cache runs the forward pass of what it does not keep twice.
     estimate = MemoryEstimate(placement, size)
-    count += estimate.repeated_share(placement.rows * data.tokens)
+    count += estimate.repeated_share(placement.num_examples * data.tokens)
     return count * _forward_operations(size, data.length)
 
 
@@ -287,10 +287,9 @@ def _texts(
     negatives = []
     for name in layout.negatives:
         negatives += field_texts(record.get(name))
-    documents = [*documents, *negatives[:max_negatives]]
-    plain_queries = [text for text in queries if text is not None]
-    plain_documents = [text for text in documents if text is not None]
-    num_plain = len(plain_queries) + len(plain_documents)
-    if num_plain < len(queries) + len(documents):
+    documents += negatives[:max_negatives]
+    if None in queries or None in documents:
         return None
+    plain_queries = [str(text) for text in queries]
+    plain_documents = [str(text) for text in documents]
     return plain_queries, plain_documents

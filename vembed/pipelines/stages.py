@@ -551,13 +551,11 @@ def check_options(
     options: Mapping[str, Any],
     future_folders: Sequence[Path],
 ) -> None:
-    """Raise UserError where a step between names what is not there. `made`: folders of the steps before it."""
+    """Raise UserError where a step between names what is not there. `future_folders`: those of the steps before it."""
     where = f"{pipeline.source}: stage {step.name}: "
     for key in DATA_FILE_OPTIONS:
         for path in named_paths(options.get(key)):
-            problem = (
-                None if is_inside(path, future_folders) else missing_path(key, path)
-            )
+            problem = missing_path(key, path, future_folders)
             if problem is not None:
                 raise UserError(where + problem)
     before = [

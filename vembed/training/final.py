@@ -48,7 +48,16 @@ class ModelWriter:
     components: TrainingComponents
 
     def write_whole(self, checkpoint: Path) -> None:
-        """Write the model into a checkpoint. Collective: every rank contributes its shards."""
+        """Write the model into a checkpoint under fsdp_state_dict_type: FULL_STATE_DICT. Collective.
+
+        Beside its pieces, from which the run resumes on any number of processes.
+        """
+        fsdp = self.session.fsdp
+        if fsdp is None or fsdp.state_dict_type != "FULL_STATE_DICT":
+            return
+        log.info(
+            f"fsdp_state_dict_type: FULL_STATE_DICT: the checkpoint holds the whole model too, in {WHOLE_MODEL}/"
+        )
         self.store(checkpoint / WHOLE_MODEL, full_state_dict(self.components.model))
 
     def store(

@@ -190,19 +190,22 @@ class BatchInputs:
                 if part[0] in towers.modalities:
                     inputs.append(towers.inputs(part, self._tables))
             if self._keeps_images:
-                chats = [part for part in inputs if part[0] == "multimodal"]
-                if micro_index == len(self._images):  # the first feeding
-                    features = None
-                    if chats:
-                        # Without a graph: for the trained language model behind it the features are constants.
-                        with torch.no_grad():
-                            (features,) = self.builder.model(chats, images_only=True)
-                    self._images.append(features)
-                # Features stand in the place of pixels.
-                for _, tensors in chats:
-                    tensors[IMAGE_FEATURES] = self._images[micro_index]
-                    tensors.pop("pixel_values", None)
+                self._use_features(inputs, micro_index)
             yield inputs
+
+    def _use_features(self, inputs: ModelInputs, micro_index: int) -> None:
+        """Put features in the place of the pixels of a micro-batch. The first feeding computes them."""
+        chats = [part for part in inputs if part[0] == "multimodal"]
+        if micro_index == len(self._images):
+            features = None
+            if chats:
+                # Without a graph: for the trained language model behind it the features are constants.
+                with torch.no_grad():
+                    (features,) = self.builder.model(chats, until="images")
+            self._images.append(features)
+        for _, tensors in chats:
+            tensors[IMAGE_FEATURES] = self._images[micro_index]
+            tensors.pop("pixel_values", None)
 
 
 class FrozenTowers:
@@ -230,31 +233,27 @@ class FrozenTowers:
         cached: dict[Modality, CachedRows] = {}
         missing: dict[Modality, list[int]] = {}
         for modality, indices in indices_by_modality(features, self.modalities).items():
-            cached[modality] = {}
+            rows: CachedRows = {}
             if modality in self.stores:
                 store = self.stores[modality]
-                stored = store.find_rows(
-                    store.keys([features[index] for index in indices])
-                )
-                cached[modality] = {
-                    indices[index]: row for index, row in stored.items()
-                }
-            missing[modality] = [
-                index for index in indices if index not in cached[modality]
-            ]
+                keys = store.keys([features[index] for index in indices])
+                for position, row in store.find_rows(keys).items():
+                    rows[indices[position]] = row
+            cached[modality] = rows
+            missing[modality] = [index for index in indices if index not in rows]
         return cached, missing
 
     def encode(
         self,
         features: Sequence[Features],
         budget: int,
-        max_rows: int | None,
+        max_inputs: int | None,
         check_interrupt: InterruptCheck | None,
     ) -> dict[Modality, Tensor]:
         """Return the same as `features`, outside of a training step. Collective: the ranks share their counts first."""
         cached, missing = self.look_up(features)
         splits = split_in_step(
-            features, missing, budget, max_rows, collectives.world_size()
+            features, missing, budget, max_inputs, collectives.world_size()
         )
         return self.features(features, cached, splits, check_interrupt)
 
@@ -321,7 +320,7 @@ class FrozenTowers:
     ) -> Iterator[Tensor]:
         for inputs in self.feeder.feed(micro_batches, features):
             with torch.no_grad():
-                (output,) = self.model(inputs, features_only=True)
+                (output,) = self.model(inputs, until="features")
             yield output
 
 

@@ -33,7 +33,6 @@ from vembed.config.decisions import (
 from vembed.config.schema import (
     FILE_OPTIONS,
     DataSection,
-    DataSource,
     TrainConfig,
     parse_sampling,
 )
@@ -55,12 +54,14 @@ from vembed.data.example_store import ExampleStore
 from vembed.data.features import BaseFeaturiser, Features, build_featuriser
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
-from vembed.files import read_yaml
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
-from vembed.losses.table import LOSSES
-from vembed.models.building import build_model
+from vembed.models.building import (
+    build_model,
+    has_initial_norms,
+    is_embedding_model,
+)
 from vembed.models.embedding_model import EmbeddingModel, TwoTowers
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import (
@@ -230,15 +231,11 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     if batches_per_step > 1:
         line += f", {batches_per_step} batches per step"
     log.info(f"{line}; {total_steps:,d} steps")
-    if size < world_size:
-        raise UserError(
-            f"global_batch_size: {size} is less than the number of processes, {world_size}"
-        )
     smallest = batch_schedule.smallest_batch
     if smallest < world_size:
         raise UserError(
             f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
-            "or add data"
+            "a larger global_batch_size, or more data"
         )
     return RunData(
         **vars(sets),
@@ -250,8 +247,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
 
 
 def identity_of(
-    options: Mapping[str, Any],
-    sources: Sequence[DataSource],
+    config: TrainConfig,
     data: RunData,
 ) -> dict[str, Any]:
     """Return what besides the options must stay when the run is resumed.
@@ -259,8 +255,9 @@ def identity_of(
     The content of every file and folder that an option names is part of it. A model that is not on this machine yet
     (a Hub name) has no fingerprint.
     """
+    options = config.to_dict()
     tasks = []
-    for source in sources:
+    for source in config.data.sources():
         tasks.append(
             source.model_dump(
                 mode="json", include=SOURCE_GROUP_OPTIONS, exclude_none=True
@@ -315,76 +312,26 @@ def build_components(
     # The same start on every rank; the step seeds each forward pass anew.
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
-    description = describe(
-        model_options,
-        config.matryoshka,
-        similarity=objective.similarity,
-        use_qlora=config.adapters.use_qlora,
-    )
-    log.info(f"model: {description.summary()}")
-    options = config.options()
-    for line in without_effect(
-        description, {name: options[name] for name in config.explicit_options}
-    ):
-        log.info(line)
-    if data.evaluation is not None:
-        check_metric(
-            config.evaluation,
-            objective.quantize_embeddings,
-            data.evaluation,
-            description,
-        )
+    description = describe_model(config, data)
     # Both phases of Gradient Cache read the pixels of a batch: a large batch should fit.
-    image_bytes = IMAGE_CACHE_SHARE * psutil.virtual_memory().available
+    num_sharing = session.local_world_size
+    image_bytes = int(IMAGE_CACHE_SHARE * psutil.virtual_memory().available)
     featuriser = build_featuriser(
         description,
-        image_cache_bytes=max(
-            MIN_IMAGE_CACHE_BYTES, int(image_bytes) // session.local_world_size
-        ),
-        decoders=max(num_cores() // session.local_world_size, 1),
+        image_cache_bytes=max(MIN_IMAGE_CACHE_BYTES, image_bytes // num_sharing),
+        decoders=max(num_cores() // num_sharing, 1),
     )
     # On CPUs `auto` is false.
     is_left_to_auto = model_options.torch_compile == "auto"
-    compares = is_left_to_auto and session.device.type == "cuda"
     first_features: list[Features] = []
-    if compares:
-        # The same inputs on every rank.
-        num_first = min(NUM_COMPARED_EXAMPLES, len(data.examples))
-        units: list[Any] = []
-        for number in range(num_first):
-            units += featuriser.units(data.examples[number])
-        first_features = featuriser.features(units)
-        # Before the model is built, from the operations of the whole run.
-        num_examples = data.total_steps * data.examples_per_step
-        num_samples = num_examples / max(num_first, 1)
-        num_tokens = num_samples * sum(feature.length for feature in first_features)
-        size = session.placement.size or measure(config)
-        session.placement = session.placement.for_work(
-            FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
-        )
-    placement = session.placement
-    embedder = build_model(
-        description,
-        model_options,
-        config.adapters,
-        objective=objective,
-        seed=config.run.seed,
-        device=session.model_device,
-        computes_on=session.device,
-        compute_dtype=placement.compute_dtype,
-        recompute=placement.recomputation.value,
-        compiles=placement.compilation.value,
-        meta=session.builds_empty,
-    )
+    if is_left_to_auto and session.device.type == "cuda":
+        first_features = decide_compilation(config, data, featuriser, session)
+    embedder = whole_model(config, description, session)
 
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
     if config.optimizer.learning_rate == "auto":
         config = decide_rates(config, embedder, data.total_steps)
     scale, bias = embedder.initial_scale_and_bias or (None, None)
-    if session.device.type == "cpu" and session.fsdp is None:
-        use_row_gradients(embedder.backbone)
-    if placement.copies_weights:
-        embedder.compute_in_bf16()
     if config.matryoshka.mrl_projection == "pca":
         start_projection(embedder, featuriser, data.examples, session)
     frozen = embedder.frozen_modalities()
@@ -395,7 +342,7 @@ def build_components(
 
     # The loss and the optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
-    if not is_left_to_auto or compares:
+    if not is_left_to_auto or first_features:
         check_compiled(model, embedder, featuriser, first_features, session)
     loss = build_loss(
         config,
@@ -417,16 +364,61 @@ def build_components(
     components = TrainingComponents(
         embedder, model, loss, optimizer, featuriser, input_builder, teachers
     )
-    temperature = run_temperature(
-        objective,
-        config.data,
-        model_options.model_name,
-        None if scale is None else 1 / scale,
-        is_reranker=model_options.task == "rerank",
-    )
+    temperature = run_temperature(config, None if scale is None else 1 / scale)
     if temperature is not None:
         config = config.changed(temperature=temperature)
     return components, config
+
+
+def describe_model(config: TrainConfig, data: RunData) -> ModelDescription:
+    """Return and log what the model is, with the options that have no effect on it.
+
+    Raise UserError if `eval_metric` is none of its scores.
+    """
+    description = describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
+    log.info(f"model: {description.summary()}")
+    for line in without_effect(description, config.model):
+        log.info(line)
+    if data.evaluation is not None:
+        check_metric(
+            config.evaluation,
+            config.objective.quantize_embeddings,
+            data.evaluation,
+            description,
+        )
+    return description
+
+
+def whole_model(
+    config: TrainConfig,
+    description: ModelDescription,
+    session: Session,
+) -> EmbeddingModel:
+    """Return the model as it is placed, before it is sharded. Where it will be, ranks other than 0 have empty weights."""
+    placement = session.placement
+    embedder = build_model(
+        description,
+        config.model,
+        config.adapters,
+        objective=config.objective,
+        seed=config.run.seed,
+        device=session.model_device,
+        computes_on=session.device,
+        compute_dtype=placement.compute_dtype,
+        recompute=placement.recomputation.value,
+        compiles=placement.compilation.value,
+        meta=session.builds_empty,
+    )
+    if session.device.type == "cpu" and session.fsdp is None:
+        use_row_gradients(embedder.backbone)
+    if placement.copies_weights:
+        embedder.compute_in_bf16()
+    return embedder
 
 
 def configured_hooks(trainer: Trainer) -> list[Hook]:
@@ -585,34 +577,6 @@ def decide_rates(
     return config.changed(learning_rate=decision.value, head_learning_rate=head_rate)
 
 
-def is_embedding_model(folder: Path) -> bool:
-    """Return whether a folder is that of an embedding model: it names a pooling, and has learned from pairs."""
-    # A run of vembed by the model's own losses (such as one on the next token) writes the same layout.
-    config_path = folder.parent / "config.yaml"
-    if folder.name == "final" and config_path.is_file():
-        options = read_yaml(config_path)
-        loss = LOSSES.get(str(options.get("loss")))
-        if loss is not None and loss.is_of_model and not options.get("losses"):
-            return False
-    return (folder / "modules.json").is_file() or (
-        folder.parent / "modules.json"
-    ).is_file()
-
-
-def has_initial_norms(model: nn.Module) -> bool:
-    """Return whether every norm has its initial weights, ones and zeros, which no trained model has."""
-    has_norms = False
-    for module in model.modules():
-        if "Norm" not in type(module).__name__:
-            continue
-        for name, weight in module.named_parameters(recurse=False):
-            has_norms = True
-            initial = 0.0 if name == "bias" else 1.0
-            if not bool((weight == initial).all()):
-                return False
-    return has_norms
-
-
 def decide_intervals(
     config: TrainConfig,
     data: RunData,
@@ -635,12 +599,9 @@ def decide_intervals(
         num_training=num_inputs / max(num_counted, 1),
         num_evaluated=num_evaluated,
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
-        has_validation=config.data.has_validation,
         is_length_given=is_length_given,
     )
-    intervals, reasons = run_intervals(
-        config.evaluation, config.run, config.logging, size
-    )
+    intervals, reasons = run_intervals(config, size)
     for name, reason in reasons.items():
         interval = getattr(intervals, name)
         value = "none" if interval is None else str(interval).lower()
@@ -657,6 +618,31 @@ NUM_COMPARED_EXAMPLES = 8
 MAX_COSINE_DISTANCE_HALF = 1e-2
 """Largest 1 - cosine of an embedding by compiled and by plain layers, in 16 bits."""
 MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
+
+
+def decide_compilation(
+    config: TrainConfig,
+    data: RunData,
+    featuriser: BaseFeaturiser,
+    session: Session,
+) -> list[Features]:
+    """Decide by the operations of the whole run whether layers are compiled, before the model is built.
+
+    Return the inputs of the first examples, on which compiled layers are compared. They are the same on every rank.
+    """
+    num_first = min(NUM_COMPARED_EXAMPLES, len(data.examples))
+    units: list[Any] = []
+    for number in range(num_first):
+        units += featuriser.units(data.examples[number])
+    features = featuriser.features(units)
+    num_examples = data.total_steps * data.examples_per_step
+    num_samples = num_examples / max(num_first, 1)
+    num_tokens = num_samples * sum(feature.length for feature in features)
+    size = session.placement.size or measure(config)
+    session.placement = session.placement.for_work(
+        FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
+    )
+    return features
 
 
 def check_compiled(

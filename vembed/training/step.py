@@ -37,7 +37,7 @@ it.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -97,10 +97,13 @@ class Counts:
     rows: list[int]
     """Rows of the loss: pairs of a query and a positive."""
     negatives: list[int]
+    """Hard negatives."""
     has_scores: list[int]
-    """1 if the rank's data have scores of its positives. Below: of its hard negatives."""
+    """1 if the rank's data have scores of its positives."""
     has_negative_scores: list[int]
+    """1 if the rank's data have scores of its hard negatives, or if it has none."""
     padded_tokens: list[int]
+    """Tokens of its micro-batches, with padding."""
     longest: list[int]
     """Tokens of the longest input."""
     failed: list[int]
@@ -112,8 +115,8 @@ class StepBatch:
     """One global batch on its way through the stages, as this rank sees it."""
 
     rank_batch: RankBatch
-    batch_number: int
-    """Number of the global batch in the run."""
+    batch_index: int
+    """Index of the global batch in the run."""
     is_last: bool
     """True if this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
     inputs: BatchInputs
@@ -130,12 +133,10 @@ class StepBatch:
     # Set by `encode`.
     embeddings: Tensor = field(init=False)
     """[n, D] this rank's embeddings, detached."""
-    outputs: list[list[Tensor]] = field(default_factory=list)
-    """Embeddings of the first `num_kept_graphs` micro-batches, with their graphs."""
+    kept: deque[tuple[list[Tensor], SliceLosses]] = field(default_factory=deque)
+    """Embeddings and the model's own losses of the first `num_kept_graphs` micro-batches, with their graphs."""
     auxiliary: AuxiliaryBatch | None = None
     """Sums of the model's own losses; None for a model without."""
-    auxiliary_outputs: list[SliceLosses] = field(default_factory=list)
-    """The model's own losses of the first `num_kept_graphs` micro-batches, with their graphs."""
 
     def is_last_backward(self, micro_index: int) -> bool:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
@@ -147,7 +148,7 @@ class StepBatch:
 
         None where each input has one: dense vectors of texts and images, scores of pairs.
         """
-        num_vectors = [feature.rows for feature in self.rank_batch.features]
+        num_vectors = [feature.num_vectors for feature in self.rank_batch.features]
         if all(count == 1 for count in num_vectors):
             return None
         return np.cumsum([0, *num_vectors])
@@ -158,7 +159,8 @@ class StepBatch:
             return inputs
         indices: list[int] = []
         for index in inputs:
-            indices += range(self.starts[index], self.starts[index + 1])
+            start, stop = self.starts[index : index + 2]
+            indices += range(start, stop)
         return indices
 
 
@@ -230,10 +232,13 @@ def order_micro_batches(
     # False sorts before True, and the sort is stable: the order is the same on every rank.
     modalities = sorted(splits, key=lambda modality: modality in frozen)
     micro_batches: list[MicroBatch] = []
+    last: MicroBatch = []
     for modality in modalities:
-        for inputs in splits[modality][:-1]:
+        *earlier, last_inputs = splits[modality]
+        for inputs in earlier:
             micro_batches.append([(modality, inputs)])
-    micro_batches.append([(modality, splits[modality][-1]) for modality in modalities])
+        last.append((modality, last_inputs))
+    micro_batches.append(last)
     return micro_batches
 
 
@@ -313,11 +318,11 @@ class ContrastiveStep:
             with self.timer("backward"), self._watching_memory(can_repeat=has_copy):
                 self.backward(batch, gradient, weight * scale)
         num_forwards = len(batch.micro_batches)
+        feeder = self.input_builder.feeder
         padded_tokens = 0
         for micro_batch in batch.micro_batches:
-            padded_tokens += self.input_builder.feeder.padded_tokens(
-                micro_batch, rank_batch.features
-            )
+            padded_tokens += feeder.padded_tokens(micro_batch, rank_batch.features)
+        auxiliary = {} if batch.auxiliary is None else batch.auxiliary.means()
         return BatchResult(
             loss_share=loss_share,
             loss_copy=loss_copy,
@@ -326,8 +331,8 @@ class ContrastiveStep:
             num_kept_graphs=batch.num_kept_graphs,
             embeddings=batch.embeddings,
             is_finite=torch.isfinite(batch.embeddings).all(),
-            auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
-            terms=self.loss.term_shares(rank_batch.source),
+            auxiliary=auxiliary,
+            terms=self.loss.term_shares,
         )
 
     def synchronise(self, loss_share: float) -> float:
@@ -349,30 +354,28 @@ class ContrastiveStep:
         lengths = trained_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
-        # A rank without negatives lacks no scores of them.
-        has_negative_scores = (
-            rank_batch.negative_scores is not None or num_negatives == 0
-        )
-        # In the order of the fields of Counts.
-        rank_counts = [
-            len(features),
-            len(features) if batch.starts is None else int(batch.starts[-1]),
-            len(rank_batch.query),
-            num_negatives,
-            int(rank_batch.scores is not None),
-            int(has_negative_scores),
-            trained_split.padded_tokens,
-            max(lengths, default=0),
-            int(self._ran_out_of_memory),  # in the batch before
-        ]
+        has_negative_scores = rank_batch.negative_scores is not None
+        rank_counts = {
+            "inputs": len(features),
+            "vectors": sum(feature.num_vectors for feature in features),
+            "rows": len(rank_batch.query),
+            "negatives": num_negatives,
+            "has_scores": rank_batch.scores is not None,
+            "has_negative_scores": has_negative_scores or num_negatives == 0,
+            "padded_tokens": trained_split.padded_tokens,
+            "longest": max(lengths, default=0),
+            "failed": self._ran_out_of_memory,  # in the batch before
+        }
         # One collective for all numbers: a table [ranks, columns] of the counts above, then this rank's micro-batches of
         # each trained modality, then those of each frozen one. Before the first forward pass, because under FSDP all
         # ranks must run equally many.
+        numbers = [int(count) for count in rank_counts.values()]
         table = collectives.all_gather_ints(
-            [*rank_counts, *trained_split.counts, *frozen_split.counts]
+            [*numbers, *trained_split.counts, *frozen_split.counts]
         )
         columns = [list(column) for column in zip(*table, strict=True)]
-        batch.counts = Counts(*columns[: len(rank_counts)])
+        counts = dict(zip(rank_counts, columns, strict=False))
+        batch.counts = Counts(**counts)
         self._raise_if_any(batch.counts.failed)
         # The maximum over the ranks for each modality. A rank with fewer micro-batches splits its inputs finer, or runs
         # dummies.
@@ -380,9 +383,8 @@ class ContrastiveStep:
         num_groups = len(trained_split.counts)
         splits = trained_split.agreed(num_micro_batches[:num_groups])
         batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_groups:])
-        batch.micro_batches = order_micro_batches(
-            splits, self.input_builder.towers.modalities
-        )
+        frozen = self.input_builder.towers.modalities
+        batch.micro_batches = order_micro_batches(splits, frozen)
         # From numbers that are equal on all ranks: a rank with a shorter second phase would leave the others waiting.
         batch.num_kept_graphs = budget.num_kept_graphs(
             max(batch.counts.padded_tokens),
@@ -427,73 +429,42 @@ class ContrastiveStep:
                         indices = batch.vector_indices(inputs)
                         embeddings[row_index(indices, output.device)] = output.detach()
                 if keeps_graph:
-                    batch.outputs.append(outputs)
-                    batch.auxiliary_outputs.append(losses)
+                    batch.kept.append((outputs, losses))
         assert embeddings is not None, "every rank runs at least one micro-batch"
         batch.embeddings = embeddings
 
     def gather(self, batch: StepBatch) -> LossBatch:
-        """Gather the embeddings as one leaf, and the rows of all ranks with indices into it. Collective.
-
-        A further column of the rows, the inputs or the negatives is one more line here and one more field of LossBatch.
-        """
+        """Gather the embeddings as one leaf, and the rows of all ranks with indices into it. Collective."""
         rank_batch = batch.rank_batch
         counts = batch.counts
         rank = self.session.rank
-        # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
-        offset = sum(counts.inputs[:rank])
-        features = rank_batch.features
-        content = np.array([feature.content for feature in features], dtype=np.int64)
-        columns = {
-            "content": Column(content, counts.inputs),
-            "query": Column(rank_batch.query + offset, counts.rows),
-            "positive": Column(rank_batch.positive + offset, counts.rows),
-            "example": Column(rank_batch.example, counts.rows),
-            "negative": Column(rank_batch.negative + offset, counts.negatives),
-            "negative_example": Column(rank_batch.negative_example, counts.negatives),
-            "failed": Column(
-                np.array([self._ran_out_of_memory], dtype=np.int64),
-                [1] * self.session.world_size,
-            ),
-        }
-        # Some inputs have several vectors. Every rank sees this in the shared counts.
-        has_starts = counts.vectors != counts.inputs
-        if has_starts:
-            num_vectors = np.array([feature.rows for feature in features])
-            columns["num_vectors"] = Column(num_vectors, counts.inputs)
-        # Scores are used only if every rank has them: all ranks pass the same columns.
-        if all(counts.has_scores) and rank_batch.scores is not None:
-            columns["scores"] = Column(rank_batch.scores, counts.rows)
-        if any(counts.negatives) and all(counts.has_negative_scores):
-            negative_scores = rank_batch.negative_scores
-            if negative_scores is None:  # a rank without negatives
-                negative_scores = np.empty(0, dtype=np.float64)
-            columns["negative_scores"] = Column(negative_scores, counts.negatives)
+        columns = self._columns(batch)
+        failed = np.array([self._ran_out_of_memory], dtype=np.int64)
+        columns["failed"] = Column(failed, [1] * self.session.world_size)
         on_host = gather_columns(columns)
         # Before the embeddings, which a rank without memory does not have.
         self._raise_if_any(on_host.pop("failed").tolist())
         # The gather itself is not differentiated; `score` does its backward by hand.
         embeddings = collectives.all_gather_rows(batch.embeddings, counts.vectors)
         embeddings.requires_grad_()
-        if has_starts:
+        num_vectors = on_host.pop("num_vectors", None)
+        if num_vectors is not None:
             # From the number of vectors of each of the U inputs to [U + 1] where they begin in E.
-            num_vectors_of_all = on_host.pop("num_vectors")
-            on_host["starts"] = F.pad(num_vectors_of_all.cumsum(0), (1, 0))
-        fields: dict[str, Any] = {"scores": None}  # without scores
-        copies = copied_together(on_host, self.session.device)
-        for name, values in copies.items():
-            is_score = values.is_floating_point()
-            fields[name] = values.to(embeddings.dtype) if is_score else values
+            ends = num_vectors.cumsum(0)
+            on_host["starts"] = F.pad(ends, (1, 0))
+        fields: dict[str, Any] = copied_together(on_host, self.session.device)
+        for name, values in fields.items():
+            if values.is_floating_point():
+                fields[name] = values.to(embeddings.dtype)
+        featuriser = self.input_builder.feeder.featuriser
         loss_batch = LossBatch(
             embeddings=embeddings,
             **fields,
             rank_rows=rank_slice(rank, counts.rows),
             rank_negatives=rank_slice(rank, counts.negatives),
-            number=batch.batch_number,
-            source=rank_batch.source,
-            holds_scores=isinstance(
-                self.input_builder.feeder.featuriser, PairFeaturiser
-            ),
+            batch_index=batch.batch_index,
+            source_index=rank_batch.source_index,
+            embeddings_are_scores=isinstance(featuriser, PairFeaturiser),
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
         )
         if self.teachers is None:
@@ -561,11 +532,8 @@ class ContrastiveStep:
         for micro_index, micro_batch in enumerate(batch.micro_batches):
             self._set_gradient_sync(batch.is_last_backward(micro_index))
             if micro_index < num_kept:
-                # Dropping the references frees each graph as soon as its backward is done.
-                outputs = batch.outputs[micro_index]
-                losses = batch.auxiliary_outputs[micro_index]
-                batch.outputs[micro_index] = []
-                batch.auxiliary_outputs[micro_index] = []
+                # Taken out, so that each graph is freed as soon as its backward is done.
+                outputs, losses = batch.kept.popleft()
             else:
                 # The seed is a function of the index, so this replay draws the dropout masks of `encode`.
                 outputs, losses = self._forward(batch, next(replayed), micro_index)
@@ -605,6 +573,40 @@ class ContrastiveStep:
 
     # ---- parts of the stages -------------------------------------------------
 
+    def _columns(self, batch: StepBatch) -> dict[str, Column]:
+        """Return this rank's part of each column of the inputs, the rows and the hard negatives.
+
+        A further column is one more line here and one more field of LossBatch.
+        """
+        rank_batch = batch.rank_batch
+        counts = batch.counts
+        features = rank_batch.features
+        # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
+        offset = sum(counts.inputs[: self.session.rank])
+        contents = [feature.content for feature in features]
+        content = np.array(contents, dtype=np.int64)
+        columns = {
+            "content": Column(content, counts.inputs),
+            "query": Column(rank_batch.query + offset, counts.rows),
+            "positive": Column(rank_batch.positive + offset, counts.rows),
+            "example": Column(rank_batch.example, counts.rows),
+            "negative": Column(rank_batch.negative + offset, counts.negatives),
+            "negative_example": Column(rank_batch.negative_example, counts.negatives),
+        }
+        # Some inputs have several vectors. Every rank sees this in the shared counts.
+        if counts.vectors != counts.inputs:
+            num_vectors = np.array([feature.num_vectors for feature in features])
+            columns["num_vectors"] = Column(num_vectors, counts.inputs)
+        # Scores are used only if every rank has them: all ranks pass the same columns.
+        if all(counts.has_scores) and rank_batch.scores is not None:
+            columns["scores"] = Column(rank_batch.scores, counts.rows)
+        if any(counts.negatives) and all(counts.has_negative_scores):
+            negative_scores = rank_batch.negative_scores
+            if negative_scores is None:  # a rank without negatives
+                negative_scores = np.empty(0, dtype=np.float64)
+            columns["negative_scores"] = Column(negative_scores, counts.negatives)
+        return columns
+
     def _forward(
         self,
         batch: StepBatch,
@@ -613,7 +615,7 @@ class ContrastiveStep:
     ) -> tuple[list[Tensor], SliceLosses]:
         """Return the embeddings of each slice of a micro-batch, and the model's own losses."""
         rank = self.session.rank
-        seed = seed_of(self.seed, batch.batch_number, rank, micro_index)
+        seed = seed_of(self.seed, batch.batch_index, rank, micro_index)
         seed_draws(seed, self.session.device)
         if self.auxiliary_options is None:
             return self.model(inputs), []
@@ -701,14 +703,17 @@ def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
     # All columns share one int64 collective. Floating-point columns are sent as their bits, without conversion.
     flat = [column.values.view(np.int64) for column in columns.values()]
     # [ranks, columns] how many numbers each rank has in each column.
-    sizes = np.array([column.counts for column in columns.values()]).T
+    counts = [column.counts for column in columns.values()]
+    sizes = np.array(counts).T
     per_rank = sizes.sum(axis=1).tolist()
     # [this rank's numbers], column by column. Where there is a group for CPU tensors the host gathers them: the results
     # of a GPU would have to be waited for.
-    joined = torch.from_numpy(np.concatenate(flat)).to(collectives.number_device())
-    gathered = collectives.all_gather_rows(joined, per_rank).cpu().numpy()
+    rank_numbers = torch.from_numpy(np.concatenate(flat))
+    rank_numbers = rank_numbers.to(collectives.number_device())
+    gathered = collectives.all_gather_rows(rank_numbers, per_rank).cpu().numpy()
     # [numbers of all ranks], rank by rank, and column by column within a rank. `column_of` gives the column of each.
-    indices = np.tile(np.arange(len(columns)), len(sizes))
+    indices = np.arange(len(columns))
+    indices = np.tile(indices, len(sizes))
     column_of = np.repeat(indices, sizes.ravel())
     results = {}
     for index, (name, column) in enumerate(columns.items()):
@@ -724,7 +729,10 @@ PHASES = ("data", "forward", "loss", "backward", "optimizer", "wait")
 
 
 class PhaseTimer:
-    """Seconds per phase: wall clock on CPU; on CUDA, events that are read when the metrics are requested."""
+    """Seconds per phase: wall clock on CPU; on CUDA, events that are read when the metrics are requested.
+
+    A wait of the host counts as far as the device idles meanwhile: beside kernels that still run it costs nothing.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.on_cuda = device.type == "cuda"
@@ -736,7 +744,8 @@ class PhaseTimer:
         """Count the time inside the with-block as `phase`."""
         # Batches are prepared on the host. Events on the device would not show the time that the step waits for them.
         if self.on_cuda and phase != "data":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
             try:
                 yield

@@ -15,6 +15,7 @@ writes a checkpoint and raises `Stopped`; `resume` goes on.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,7 @@ from vembed.training.checkpoint.folders import (
     precision_before,
     require_output_folder,
 )
-from vembed.training.final import WHOLE_MODEL, ModelWriter, save_final
+from vembed.training.final import ModelWriter, save_final
 from vembed.training.frozen import log_feature_use
 from vembed.training.hooks.base import (
     Evaluation,
@@ -240,7 +241,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: TrainConfig,
+        asked: TrainConfig,
         session: Session,
         checkpointer: Checkpointer,
         interrupts: Interrupts,
@@ -249,76 +250,73 @@ class Trainer:
     ) -> None:
         """Read the data, build the model and restore the checkpoint to resume from, if there is one. Collective.
 
-        `config` is what the user asks for. `self.config` is the same with the values that the run has decided.
+        `asked` is what the user asks for. `self.config` is the same with the values that the run has decided.
         """
         self.clock = RunClock()
         self.session = session
         self.checkpointer = checkpointer
         self.interrupts = interrupts
         self.run_log = run_log
-        self.output = Path(config.run.output_dir)
+        self.output = Path(asked.run.output_dir)
 
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
-        point = checkpointer.find(config.model)
+        point = checkpointer.find(asked.model)
         self.resume_point = point
-        is_length_given = config.optimizer.gives_length()
+        resumed = asked
         if point is not None:
             # Decisions of the run that is resumed stay.
-            kept_options = kept_decisions(config, point.state, session.world_size)
-            config = config.changed(**kept_options)
+            kept_options = kept_decisions(asked, point.state, session.world_size)
+            resumed = asked.changed(**kept_options)
             precision = session.placement.precision
             if precision.origin == CHECKPOINT:
                 log.info(f"mixed precision: {precision}", extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
-        data = open_data(config, session)
+        data = open_data(resumed, session)
         self.data = data
-        options = config.to_dict()
-        identity = identity_of(options, config.data.sources(), data)
+        identity = identity_of(resumed, data)
         if session.world_size > 1:
             require_same_data(identity, data)
-        checkpointer.check(point, options, identity)
+        checkpointer.check(point, resumed.to_dict(), identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
-        components, config = build_components(config, data, session)
-        self.components = components
+        self.components, decided = build_components(resumed, data, session)
+        is_length_given = asked.optimizer.gives_length()
         self.intervals = decide_intervals(
-            config, data, components.model, is_length_given=is_length_given
+            decided, data, self.components.model, is_length_given=is_length_given
         )
-        decided = asdict(self.intervals)
-        if config.optimizer.max_steps is None:
-            decided["epochs"] = data.epochs
+        intervals = asdict(self.intervals)
+        if decided.optimizer.max_steps is None:
+            intervals["epochs"] = data.epochs
         # A run with these options repeats this one.
-        config = config.changed(**decided)
-        self.config = config
-        checkpointer.settings = config.to_dict()
+        self.config = decided.changed(**intervals)
+        checkpointer.settings = self.config.to_dict()
         self.schedule = Schedule(
-            config.optimizer, data.total_steps, data.examples_per_step
+            self.config.optimizer, data.total_steps, data.examples_per_step
         )
-        log_parameter_summary(components.model)
-        self.model_writer = ModelWriter(config, session, components)
-        fsdp = session.fsdp
-        # The pieces are written in any case: the run resumes from those, on any number of processes.
-        self.saves_whole_model = (
-            fsdp is not None and fsdp.state_dict_type == "FULL_STATE_DICT"
-        )
-        if self.saves_whole_model:
-            log.info(
-                f"fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in {WHOLE_MODEL}/"
-            )
+        log_parameter_summary(self.components.model)
+        self.model_writer = ModelWriter(self.config, session, self.components)
         self.hooks = Hooks([*configured_hooks(self), *hooks])
         for hook in self.hooks:
             hook.on_build(self)
 
         # All state of the loop. After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
         self.state = LoopState() if point is None else self._restored(point)
+        self._open_step()
 
-        # The step. After the checkpoint: the budget is estimated from free memory. Optimizer state that is restored
-        # takes its memory already, and is not added to the estimate.
+    def _open_step(self) -> None:
+        """Open the stream of batches, and build the step and the update.
+
+        After the checkpoint: the budget is estimated from free memory. Optimizer state that is restored takes its memory
+        already, and is not added to the estimate.
+        """
+        config = self.config
+        session = self.session
+        components = self.components
         self.stream = open_stream(
             config.data,
-            data,
+            self.data,
             components.featuriser,
             session,
             encodes_copies=config.parallel.sync_batchnorm,
@@ -404,46 +402,24 @@ class Trainer:
         """
         state = self.state
         interrupts = self.interrupts
-        components = self.components
         contrastive_step = self.contrastive_step
         num_batches = self.data.batches_per_step
         step_batches: list[RankBatch] = []
         while state.step < self.data.total_steps and not interrupts.end_agreed:
             if self.session.heartbeats is not None:
                 self.session.heartbeats.step = state.step + 1
-            # After a shortage of memory the step is repeated with the batches that it has already.
+            # Where memory ran out, the step is repeated with the batches that it has already.
             if not step_batches:
                 self._before_step()
                 with contrastive_step.timer("data"):
                     step_batches = [next(self.batches) for _ in range(num_batches)]
             report = StepReport(state.step + 1, self.data.epoch_at(state.step + 1))
-            ran_out_of_memory = False
-            try:
-                for index, rank_batch in enumerate(step_batches):
-                    # Gradients add up over the batches of a step. Each has the weight 1 / num_batches: L is the mean.
-                    result = contrastive_step.accumulate(
-                        rank_batch,
-                        state.step * num_batches + index,
-                        weight=1 / num_batches,
-                        last=index == num_batches - 1,
-                        scale=state.scale.value,
-                    )
-                    report.add(rank_batch, result)
-                with contrastive_step.timer("wait"):
-                    loss = contrastive_step.synchronise(report.loss_share)
-            except OutOfMemory:
-                ran_out_of_memory = True
-            if ran_out_of_memory:
-                # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
-                budget = halved(self.session, contrastive_step.budget)
-                contrastive_step.budget = budget
-                self.stream.micro_batch_tokens = budget.micro_batch_tokens
-                components.model.zero_grad(set_to_none=True)
-                components.loss.zero_grad(set_to_none=True)
+            loss = self._add_gradients(step_batches, report)
+            if loss is None:
                 continue
             step_batches = []
             with contrastive_step.timer("optimizer"):
-                rate = self.schedule.set(components.optimizer, state.step)
+                rate = self.schedule.set(self.components.optimizer, state.step)
                 report.learning_rate = rate
                 report.outcome = self.update.apply(loss)
             state.step += 1
@@ -472,6 +448,41 @@ class Trainer:
         # The last step, unless it was an evaluation step too.
         self.evaluate()
 
+    def _add_gradients(
+        self,
+        step_batches: Sequence[RankBatch],
+        report: StepReport,
+    ) -> float | None:
+        """Add up the gradients of a step's batches, and return its loss. None: memory ran out. Collective.
+
+        Without a loss there are no gradients, and the micro-batches are smaller from then on.
+        """
+        contrastive_step = self.contrastive_step
+        num_batches = len(step_batches)
+        first = self.state.step * num_batches
+        try:
+            for index, rank_batch in enumerate(step_batches):
+                # Each batch has the weight 1 / num_batches: L is the mean.
+                result = contrastive_step.accumulate(
+                    rank_batch,
+                    first + index,
+                    weight=1 / num_batches,
+                    last=index == num_batches - 1,
+                    scale=self.state.scale.value,
+                )
+                report.add(rank_batch, result)
+            with contrastive_step.timer("wait"):
+                return contrastive_step.synchronise(report.loss_share)
+        except OutOfMemory:
+            pass
+        # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
+        budget = halved(self.session, contrastive_step.budget)
+        contrastive_step.budget = budget
+        self.stream.micro_batch_tokens = budget.micro_batch_tokens
+        self.components.model.zero_grad(set_to_none=True)
+        self.components.loss.zero_grad(set_to_none=True)
+        return None
+
     def log(self, report: StepReport) -> None:
         """Log a step. Collective: the metrics are those of all ranks."""
         values: dict[str, Any] = {
@@ -489,7 +500,13 @@ class Trainer:
         for hook in self.hooks:
             hook.on_log(values)
         total_steps = self.data.total_steps
-        seconds_left = self.clock.seconds_left(report.step, total_steps)
+        # At least the one after the last step. Those without data take no time.
+        eval_steps = self.intervals.eval_steps or total_steps
+        num_scored = (report.step - 1) // eval_steps
+        num_evaluations = math.ceil(total_steps / eval_steps) - num_scored
+        seconds_left = self.clock.seconds_left(
+            report.step, total_steps, num_evaluations
+        )
         log.info(log_line(values, total_steps, seconds_left))
 
     def evaluate(self) -> None:
@@ -542,13 +559,14 @@ class Trainer:
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.end_requested = True
         self.interrupts.share_end_request()
+        self.clock.add_evaluation(self.clock.seconds() - start)
 
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective."""
         self.state.hooks = self.hooks.states()
-        writer = self.model_writer
-        write_more = writer.write_whole if self.saves_whole_model else None
-        self.checkpointer.save(asdict(self.state), self._trained(), write_more)
+        self.checkpointer.save(
+            asdict(self.state), self._trained(), self.model_writer.write_whole
+        )
 
     def finish(self) -> TrainResult:
         """Write final/ and the report. Collective."""
@@ -616,9 +634,8 @@ class Trainer:
             metric = self.config.evaluation.eval_metric
             state.set_best(deciding_metric(metric, data, state.scores))
         if not self.config.evaluation.guards:
-            state.guard_drop = (
-                None  # the guard that ended the run is no longer asked for
-            )
+            # The guard that ended the run is no longer asked for.
+            state.guard_drop = None
         self.hooks.load_states(state.hooks)
         self.clock.earlier_seconds = state.seconds
         return state
@@ -671,21 +688,41 @@ class RunClock:
         self.began = time.perf_counter()
         self.earlier_seconds = 0.0
         """Seconds that earlier parts of a resumed run took."""
-        # (time, step) at the last few log lines. Not at all of them: the first steps of a run are slower.
+        self._evaluations_seconds = 0.0
+        """Seconds of all evaluations so far."""
+        self._evaluation_seconds = 0.0
+        """Seconds of the last evaluation."""
+        # (time without evaluations, step) at the last few log lines. Not at all of them: the first steps of a run are
+        # slower.
         self._marks: deque[tuple[float, int]] = deque(maxlen=6)
 
     def start_loop(self, step: int) -> None:
         """Begin the loop after `step` steps."""
-        self._marks.append((time.perf_counter(), step))
+        self._marks.append((self._step_seconds(), step))
+
+    def add_evaluation(self, seconds: float) -> None:
+        """Take note of an evaluation. Its time is not counted as that of the steps around it."""
+        self._evaluations_seconds += seconds
+        self._evaluation_seconds = seconds
 
     def seconds(self) -> float:
         """Return the seconds of the whole run so far."""
         return self.earlier_seconds + time.perf_counter() - self.began
 
-    def seconds_left(self, step: int, total_steps: int) -> float:
-        """Return the seconds that the steps after `step` will take at the rate of the last few calls."""
-        current_time = time.perf_counter()
+    def seconds_left(
+        self,
+        step: int,
+        total_steps: int,
+        num_evaluations: int,
+    ) -> float:
+        """Return the seconds that the steps after `step` will take at the rate of the last few calls, and the evaluations
+        that are left, each as long as the last one."""
+        current_seconds = self._step_seconds()
         began, first = self._marks[0]
-        self._marks.append((current_time, step))
-        seconds_per_step = (current_time - began) / (step - first)
-        return seconds_per_step * (total_steps - step)
+        self._marks.append((current_seconds, step))
+        seconds_per_step = (current_seconds - began) / (step - first)
+        evaluation_seconds = self._evaluation_seconds * num_evaluations
+        return seconds_per_step * (total_steps - step) + evaluation_seconds
+
+    def _step_seconds(self) -> float:
+        return self.seconds() - self._evaluations_seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -51,6 +52,8 @@ TextSets = tuple[tuple[str, ...], tuple[str, ...]]
 EDIT_FILE = "edit.json"
 MIN_TEXTS = 8
 """In each set: half of them estimate the direction, the other half test the probe."""
+MAX_PROBE_ERROR = 0.05
+"""Standard error of the probe's accuracy at chance, above which a warning says that it tells little."""
 MAX_STRENGTH = 1.5
 DEFAULT_MAX_DROP = 0.01
 RANKING_CUTOFF = 10
@@ -207,6 +210,15 @@ def _check(
                 f"a set has {len(texts)} texts, and each needs at least {MIN_TEXTS}: half of them estimate the "
                 "direction, the other half test what is left of it"
             )
+    num_held_out = sum(len(texts[1::2]) for texts in sets)
+    # Of n independent answers that are right with probability 1/2: sqrt(1/2 * 1/2 / n).
+    standard_error = 0.5 / math.sqrt(num_held_out)
+    if standard_error > MAX_PROBE_ERROR:
+        log.warning(
+            "the probe is tested on %d texts: its accuracy varies by %.2f by chance; give at least 100 texts per set",
+            num_held_out,
+            standard_error,
+        )
     if plan.direction == "erase" and plan.where != "embedding":
         raise UserError(
             "direction: erase is a map behind the model: use it with where: embedding"

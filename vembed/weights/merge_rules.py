@@ -67,7 +67,7 @@ def check_merge(
         return
     if weights is not None and len(weights) != len(names):
         raise UserError(
-            f"{len(weights)} weights are given for {len(names)} models; give one for each"
+            f"weights: {len(weights)} given for {len(names)} models; give one for each"
         )
     if sweep_points is not None and len(names) > 2:
         raise UserError(

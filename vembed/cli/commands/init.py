@@ -16,13 +16,13 @@ from vembed.cli.commands.demo import demo_model
 from vembed.cli.support import ColumnMapping, option
 from vembed.config.loading import load_config, one_line_yaml, resolve_run
 from vembed.config.options import join_words
-from vembed.config.values import Task
+from vembed.config.values import RetrievalMode, Task
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
 from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english
-from vembed.data.records import Columns, Mode, as_fields, is_conversation
+from vembed.data.records import Columns, as_fields, is_conversation
 from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,
@@ -215,7 +215,7 @@ def starter(
             f"--data {data} is a folder of images, which says nothing of what belongs together: give a file whose "
             'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
         )
-    mode = cast(Mode, kind.retrieval_mode or "auto")
+    mode = cast(RetrievalMode, kind.retrieval_mode or "auto")
     summary = look_at(read_sample(Path(data)), data, mapping, mode, task)
     doubts = list(summary.doubts)
     is_foreign = not is_english([*summary.queries, *summary.documents])
@@ -357,7 +357,7 @@ def look_at(
     sample: FileSample,
     data: str,
     named: Mapping[str, str],
-    mode: Mode,
+    mode: RetrievalMode,
     task: Task,
 ) -> DataSummary:
     """Return what the first records show. `named`: columns that the user names."""

@@ -20,6 +20,7 @@ from vembed.cli.support import (
     OnBadRecord,
     OutputFile,
     PositiveNumber,
+    RetrievalModeOption,
     number_table,
     numbers,
     option,
@@ -48,6 +49,7 @@ def eval(
     compressed: str | None = None,
     column_mapping: ColumnMapping = "",
     on_bad_record: OnBadRecord = "stop",
+    retrieval_mode: RetrievalModeOption = None,
     batch_tokens: BatchTokens = None,
     use: ModelUse = ALONE,
 ) -> dict[str, float]:
@@ -87,6 +89,7 @@ def eval(
             batch_tokens=batch_tokens,
             column_mapping=mapping,
             on_bad_record=on_bad_record,
+            retrieval_mode=retrieval_mode,
             compressed=compressed is not None,
             show_progress=True,
             **options,
@@ -138,6 +141,7 @@ def score(
     output: OutputFile = "-",
     column_mapping: ColumnMapping = "",
     image_root: ImageRootOption = None,
+    retrieval_mode: RetrievalModeOption = None,
     use: ModelUse = ALONE,
 ) -> None:
     """Score given pairs: each query with its positives, then its negatives.
@@ -163,11 +167,18 @@ def score(
 
     from vembed.config.schema import DataSection
     from vembed.data.example_store import open_examples
+    from vembed.evaluation.report.record import run_options
     from vembed.inference.embedder import Embedder
     from vembed.inference.reranker import Reranker
     from vembed.models.families.model_files import is_reranker
 
-    data = DataSection(data_path=pairs, column_mapping=mapping, image_root=image_root)
+    run = run_options(model, ("retrieval_mode",))
+    data = DataSection(
+        data_path=pairs,
+        column_mapping=mapping,
+        image_root=image_root,
+        retrieval_mode=retrieval_mode or run.get("retrieval_mode", "auto"),
+    )
     # As validation data: no loss is asked whether it could learn from the pairs.
     store = open_examples(data, pairs, role="validation")
     with ExitStack() as stack:

@@ -39,7 +39,7 @@ def serve(
         model: A model folder, a Hub name, a run, a checkpoint, or an export to ONNX or OpenVINO.
         host: Address to listen on. 0.0.0.0: every network.
         port: 0: a free one, which is printed.
-        served_name: Name of the model. Default: that of its folder.
+        served_name: Name of the model. Default: that of its run, or of its folder.
         api_key: Key that clients must send. Other users see arguments: set VEMBED_API_KEY.
         device: cpu, cuda or cuda:1. Default: the GPU if there is one.
     """

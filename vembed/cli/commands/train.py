@@ -137,7 +137,7 @@ def show(prediction: Prediction) -> dict[str, Any]:
         ("parameters", f"{size.total:,d}"),
         ("trained", f"{size.trained:,d}"),
         ("processes, shards", f"{num_processes}, {placement.num_shards}"),
-        ("rows of each process", f"{placement.rows:,d}"),
+        ("rows of each process", f"{placement.num_examples:,d}"),
     ]
     console = plain_console()
     console.print(number_table(("what", "GB"), rows, "memory of each process"))
@@ -155,9 +155,9 @@ def show(prediction: Prediction) -> dict[str, Any]:
     ways = [] if prediction.fits else ways_out(estimate)
     for line in ways:
         console.print(f"  {line}")
-    most_rows = estimate.max_rows() * num_processes
+    most_examples = estimate.max_examples() * num_processes
     console.print(
-        f"largest batch: about {most_rows:,d} rows, by the memory of the loss"
+        f"largest batch: about {most_examples:,d} rows, by the memory of the loss"
     )
     console.print(prediction.hours_line)
     return {
@@ -170,8 +170,8 @@ def show(prediction: Prediction) -> dict[str, Any]:
         "trained_parameters": size.trained,
         "num_processes": num_processes,
         "num_shards": placement.num_shards,
-        "rows": placement.rows,
-        "largest_batch": most_rows,
+        "rows": placement.num_examples,
+        "largest_batch": most_examples,
         "decisions": {name: str(value) for name, value in placement.decisions.items()},
         "ways_out": ways,
         "seconds": prediction.seconds,

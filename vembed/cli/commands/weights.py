@@ -102,6 +102,9 @@ def merge(
                     (f"{trial.at:g}", f"{trial.score:.4f}") for trial in result.trials
                 ]
                 console.print(number_table(("at", "score"), rows))
+                best = max(result.trials, key=lambda trial: trial.score)
+                start, end = ["the base", *result.models][-2:]
+                console.print(f"best at {best.at:g} (0: {start}, 1: {end})")
             kind = " of the differences from the base"
             kind = kind if result.recipe.of_differences else ""
             # Names as they were given: most are called final.

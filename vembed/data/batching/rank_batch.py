@@ -1,7 +1,8 @@
 """Rank batch: a rank's part of the global batch, its micro-batches, and their tensors on the device.
 
-A rank batch has features of its distinct inputs and rows of indices. Micro-batches divide the inputs by length, within
-a token budget. The feeder collates them in order, with images decoded ahead on other cores.
+A rank batch has features of its distinct inputs, and their indices for each row, which is a (query, positive) pair.
+Micro-batches divide the inputs by length, within a token budget. The feeder collates them in order, with images decoded
+ahead on other cores.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class RankBatch:
     """[R] the query and the positive of each row. Teachers are asked about them."""
     negative_items: list[tuple[Item, Item]]
     """[H] the query and the document of each hard negative."""
-    source: int
-    """Number of the source that the first example of the global batch comes from."""
+    source_index: int
+    """Index of the source that the first example of the global batch comes from."""
     splits: dict[int, LockstepSplit] = field(default_factory=dict, repr=False)
     """Micro-batches of the features by their token budget, as far as they were asked for."""
 
@@ -66,7 +67,7 @@ class RankBatch:
 
     @property
     def useful_tokens(self) -> int:
-        """Return the tokens and patches of the distinct inputs, without padding."""
+        """Tokens and patches of the distinct inputs, without padding."""
         return sum(feature.length for feature in self.features)
 
 
@@ -74,7 +75,7 @@ def make_rank_batch(
     examples: Sequence[Example],
     first: int,
     featuriser: BaseFeaturiser,
-    source: int = 0,
+    source_index: int = 0,
     *,
     encodes_copies: bool = False,
 ) -> RankBatch:
@@ -89,18 +90,18 @@ def make_rank_batch(
     negatives: list[tuple[int, int]] = []
     scores: list[float] = []
     negative_scores: list[float] = []
-    # Numbered over the global batch, so that all ranks name an example alike.
-    for number_in_batch, example in enumerate(examples, start=first):
+    # Positions in the global batch, so that all ranks name an example alike.
+    for example_position, example in enumerate(examples, start=first):
         query = len(units)
         units += featuriser.units(example)
         negative = len(units) - len(example.negatives)
         positive = negative - len(example.positives)
         for position in range(positive, negative):
-            # A pair holds its query: there is no unit of the query, and the row points to the pair twice.
-            is_pair = query == positive
-            rows.append((position if is_pair else query, position, number_in_batch))
+            # There is no unit of the query beside its pairs: the row points to the pair twice.
+            query_unit = position if featuriser.reads_pairs else query
+            rows.append((query_unit, position, example_position))
         for position in range(negative, len(units)):
-            negatives.append((position, number_in_batch))
+            negatives.append((position, example_position))
         row_items += [(example.query, document) for document in example.positives]
         negative_items += [(example.query, document) for document in example.negatives]
         scores += example.scores or ()
@@ -126,7 +127,7 @@ def make_rank_batch(
         where=[example.where for example in examples],
         row_items=row_items,
         negative_items=negative_items,
-        source=source,
+        source_index=source_index,
     )
 
 
@@ -165,11 +166,11 @@ PRICE_DIVISOR = 16
 def split_by_length(
     lengths: Lengths,
     budget: int,
-    max_rows: int | None = None,
+    max_inputs: int | None = None,
     at_least: int = 0,
     places: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Return micro-batches of indices, longest inputs first, of at most `budget` padded tokens and `max_rows` rows.
+    """Return micro-batches of indices, longest inputs first, of at most `budget` padded tokens and `max_inputs` inputs.
     `places`: only of these inputs.
 
     An input longer than the budget gets its own micro-batch. If there are fewer than `at_least` micro-batches, the
@@ -179,7 +180,7 @@ def split_by_length(
     indices = np.arange(len(values)) if places is None else np.array(places, np.int64)
     values = values[indices]
     order = np.argsort(-values, kind="stable")
-    ends = _cut(values[order], budget, max_rows)
+    ends = _cut(values[order], budget, max_inputs)
     if len(ends) < at_least:
         ends = _split_largest(ends, values[order], at_least)
     ordered = indices[order].tolist()
@@ -201,7 +202,7 @@ class LockstepSplit:
     places_of: Mapping[Modality, Sequence[int]]
     """The inputs of each modality, as positions in `lengths`."""
     budget: int
-    max_rows: int | None = None
+    max_inputs: int | None = None
 
     def __post_init__(self) -> None:
         self.splits: dict[Modality, list[list[int]]] = {}
@@ -209,7 +210,7 @@ class LockstepSplit:
         """Padded tokens of this rank before the ranks have agreed."""
         for modality, places in self.places_of.items():
             micro_batches = split_by_length(
-                self.lengths, self.budget, self.max_rows, places=places
+                self.lengths, self.budget, self.max_inputs, places=places
             )
             self.splits[modality] = micro_batches
             self.padded_tokens += padded_tokens(self.lengths, micro_batches)
@@ -228,7 +229,7 @@ class LockstepSplit:
                 agreed[modality] = split_by_length(
                     self.lengths,
                     self.budget,
-                    self.max_rows,
+                    self.max_inputs,
                     count,
                     self.places_of[modality],
                 )
@@ -240,16 +241,16 @@ class LockstepSplit:
 def padded_tokens(lengths: Lengths, micro_batches: Sequence[Sequence[int]]) -> int:
     """Return the tokens that the model computes: each micro-batch is padded to its longest input."""
     total = 0
-    for rows in micro_batches:
-        longest = max((int(lengths[row]) for row in rows), default=0)
-        total += len(rows) * longest
+    for indices in micro_batches:
+        longest = max((int(lengths[index]) for index in indices), default=0)
+        total += len(indices) * longest
     return total
 
 
 def _cut(
     ordered: np.ndarray,
     budget: int,
-    max_rows: int | None,
+    max_inputs: int | None,
 ) -> list[int]:
     """Return the end of each micro-batch, with the fewest padded tokens plus price of each micro-batch.
 
@@ -257,31 +258,31 @@ def _cut(
     ..., and `ends[i]` the end of the first micro-batch in that solution. A micro-batch that begins at i is padded to
     `widths[i]`, since the inputs are sorted in descending order.
     """
-    num_items = len(ordered)
-    if num_items == 0:
+    num_inputs = len(ordered)
+    if num_inputs == 0:
         return []
-    most_rows = np.maximum(1, budget // np.maximum(1, ordered))
-    left = num_items - np.arange(num_items)  # not beyond the last input
-    most_rows = np.minimum(most_rows, left)
-    most = np.minimum(most_rows, max_rows or num_items).tolist()
+    limits = np.maximum(1, budget // np.maximum(1, ordered))
+    left = num_inputs - np.arange(num_inputs)  # not beyond the last input
+    limits = np.minimum(limits, left)
+    limits = np.minimum(limits, max_inputs or num_inputs).tolist()
     widths = ordered.tolist()
     # The fixed cost of a micro-batch in tokens, for kernel launches and FSDP's all-gathers.
-    price = min(budget, widths[0] * (max_rows or budget)) // PRICE_DIVISOR
-    rows = np.arange(1, num_items + 1)
+    price = min(budget, widths[0] * (max_inputs or budget)) // PRICE_DIVISOR
+    counts = np.arange(1, num_inputs + 1)
     # The last one stays 0: no input is left.
-    cheapest = np.zeros(num_items + 1, dtype=np.int64)
-    ends = [0] * num_items
-    for i in range(num_items - 1, -1, -1):
-        # costs[r - 1]: r rows in this micro-batch, and the cheapest solution for the inputs after them.
-        limit = most[i]
+    cheapest = np.zeros(num_inputs + 1, dtype=np.int64)
+    ends = [0] * num_inputs
+    for i in range(num_inputs - 1, -1, -1):
+        # costs[n - 1]: n inputs in this micro-batch, and the cheapest solution for the inputs after them.
+        limit = limits[i]
         after = cheapest[i + 1 : i + 1 + limit]
-        costs = rows[:limit] * widths[i] + after
-        # Searched from the end: of equal costs, the most rows.
-        num_rows = limit - int(costs[::-1].argmin())
-        cheapest[i] = costs[num_rows - 1] + price
-        ends[i] = i + num_rows
+        costs = counts[:limit] * widths[i] + after
+        # Searched from the end: of equal costs, the most inputs.
+        count = limit - int(costs[::-1].argmin())
+        cheapest[i] = costs[count - 1] + price
+        ends[i] = i + count
     chosen_ends = [ends[0]]
-    while chosen_ends[-1] < num_items:
+    while chosen_ends[-1] < num_inputs:
         chosen_ends.append(ends[chosen_ends[-1]])
     return chosen_ends
 
@@ -292,7 +293,7 @@ def _split_largest(
     at_least: int,
 ) -> list[int]:
     """Split the largest micro-batch in two parts of similar padded size until there are `at_least`."""
-    # heapq is a min-heap, so sizes are negative; micro-batches of one row cannot be split.
+    # heapq is a min-heap, so sizes are negative; micro-batches of one input cannot be split.
     heap = []
     for start, end in pairwise([0, *ends]):
         if end - start > 1:
@@ -361,9 +362,9 @@ class Feeder:
         """Yield the inputs of each micro-batch, in order."""
         with_images = []
         for micro_batch in micro_batches:
-            for modality, rows in micro_batch:
+            for modality, indices in micro_batch:
                 if modality != "text":
-                    with_images += [features[row] for row in rows]
+                    with_images += [features[index] for index in indices]
         if not with_images:
             # Nothing is to be decoded, so no thread is needed.
             for micro_batch in micro_batches:
@@ -385,13 +386,13 @@ class Feeder:
     ) -> int:
         """Return the tokens and patches of a micro-batch, including padding that the model computes."""
         total = 0
-        for modality, rows in micro_batch:
-            lengths = [features[row].length for row in rows]
+        for modality, indices in micro_batch:
+            lengths = [features[index].length for index in indices]
             is_packed = modality == "text" and self.packs_texts
             if is_packed:
                 total += sum(lengths)
             else:
-                total += len(rows) * max(lengths, default=0)
+                total += len(indices) * max(lengths, default=0)
         return total
 
     def _collate(
@@ -399,8 +400,8 @@ class Feeder:
     ) -> ModelInputs:
         """Return the tensors of a micro-batch on the host. With images this runs in a thread beside the step."""
         inputs = []
-        for modality, rows in micro_batch:
-            chosen = [features[row] for row in rows]
+        for modality, indices in micro_batch:
+            chosen = [features[index] for index in indices]
             if not chosen:
                 chosen = [self.featuriser.dummy(modality)]
             batch = self.featuriser.joined(chosen)

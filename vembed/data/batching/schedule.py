@@ -60,13 +60,15 @@ def shuffled(
     return np.argsort(random_bits(seed, size, *stream), kind="stable")
 
 
-def rank_rows(
-    num_rows: int,
+def rank_examples(
+    num_examples: int,
     rank: int,
     world_size: int,
 ) -> slice:
-    """Return the rows of a global batch for a rank. The sizes of the parts differ by at most one row."""
-    return slice(rank * num_rows // world_size, (rank + 1) * num_rows // world_size)
+    """Return a rank's examples of a global batch. The sizes of the parts differ by at most one example."""
+    start = rank * num_examples // world_size
+    stop = (rank + 1) * num_examples // world_size
+    return slice(start, stop)
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,8 @@ class BatchSchedule:
         self._first = np.cumsum([0, *sizes])
         self._batch_sizes = batch_sizes or [global_batch_size] * num_sources
         self._turns = sampling.kind == "round_robin"
-        self._num_drawn = sampling.num_drawn(
-            sizes, weights or [1.0] * num_sources, self._batch_sizes
+        self._num_drawn = examples_per_epoch(
+            sampling, sizes, weights or [1.0] * num_sources, self._batch_sizes
         )
         self._names = names or [f"source {number + 1}" for number in range(num_sources)]
         self._classes: dict[int, ClassBatches] = {}
@@ -160,17 +162,19 @@ class BatchSchedule:
             elif homogeneous:
                 group = source if source_groups is None else source_groups[source]
             groups.setdefault(group, []).append(source)
-        self._members = list(groups.values())
+        self._groups = list(groups.values())
         """The sources of each group: one source, several of the same losses, or all of them."""
         self._orders: dict[int, Batches] = {}
         self._lock = threading.Lock()
         # Epoch 0 fixes the number of batches of every epoch, so that the number of a batch in the run gives both.
-        first = self._groups(0)
-        self._num_batches = list(map(len, first))
-        self.batches_per_epoch = sum(self._num_batches)
+        self._num_batches: list[int] = []
+        """Of each group."""
         batch_lengths: list[int] = []
-        for batches in first:
+        for number in range(len(self._groups)):
+            batches = self._group_batches(number, 0)
+            self._num_batches.append(len(batches))
             batch_lengths += map(len, batches)
+        self.batches_per_epoch = len(batch_lengths)
         self.smallest_batch = min(batch_lengths)
         """Number of examples of the smallest batch."""
         self.num_drawn = sum(self._num_drawn)
@@ -209,12 +213,12 @@ class BatchSchedule:
         return classes.positives(examples - first, epoch, batch_index) + first
 
     def source_of(self, index: int) -> int:
-        """Return the number of the source that an example comes from."""
+        """Return the index of the source that an example comes from."""
         return int(np.searchsorted(self._first, index, side="right")) - 1
 
     def summary(self) -> str:
         """Return one line for the log."""
-        is_split = len(self._members) > 1
+        is_split = len(self._groups) > 1
         parts = [
             f"batches: {self.batches_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
         ]
@@ -248,7 +252,9 @@ class BatchSchedule:
 
     def _order(self, epoch: int) -> Batches:
         """Return the batches of an epoch in their order."""
-        groups = self._groups(epoch)
+        groups = []
+        for number in range(len(self._groups)):
+            groups.append(self._group_batches(number, epoch))
         if len(groups) == 1:
             return groups[0]
         batches = list(itertools.chain.from_iterable(groups))
@@ -260,27 +266,23 @@ class BatchSchedule:
             order = shuffled(self.seed, len(batches), _BATCHES, epoch)
         return [batches[number] for number in order.tolist()]
 
-    def _groups(self, epoch: int) -> list[Batches]:
-        """Return the batches of each group of sources."""
-        groups = []
-        for number, sources in enumerate(self._members):
-            size = self._batch_sizes[sources[0]]
-            if sources[0] in self._classes:
-                batches = self._classes[sources[0]].batches(epoch)
-                groups.append(list(batches + self._first[sources[0]]))
-                continue
-            drawn = [self._draw(source, epoch) for source in sources]
-            stream = self._mix(drawn, number, epoch)
-            if self.keys is not None:
-                conflicts = find_conflicts(*self.keys.of_all(stream))
-                if conflicts.keys:
-                    groups.append(self._arranged(number, stream, conflicts, epoch))
-                    continue
-            # An incomplete batch is trained on where there is no other.
-            num_full = max(len(stream) // size, 1)
-            starts = range(0, num_full * size, size)
-            groups.append([stream[start : start + size] for start in starts])
-        return groups
+    def _group_batches(self, group: int, epoch: int) -> Batches:
+        """Return the batches of one group of sources."""
+        sources = self._groups[group]
+        size = self._batch_sizes[sources[0]]
+        if sources[0] in self._classes:
+            batches = self._classes[sources[0]].batches(epoch)
+            return list(batches + self._first[sources[0]])
+        drawn = [self._draw(source, epoch) for source in sources]
+        stream = self._mix(drawn, group, epoch)
+        if self.keys is not None:
+            conflicts = find_conflicts(*self.keys.of_all(stream))
+            if conflicts.keys:
+                return self._arranged(group, stream, conflicts, epoch)
+        # An incomplete batch is trained on where there is no other.
+        num_full = max(len(stream) // size, 1)
+        starts = range(0, num_full * size, size)
+        return [stream[start : start + size] for start in starts]
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
         """Return the examples of a source in an epoch: the next ones of its random passes."""
@@ -307,7 +309,7 @@ class BatchSchedule:
             return drawn[0]
         lengths = [len(stream) for stream in drawn]
         source_of = np.repeat(np.arange(len(drawn)), lengths)
-        # Group 0 leaves its number out: the order of a single group does not depend on grouping.
+        # Group 0 draws from a stream without its number, as runs without groups do.
         purpose = (_MIX, epoch) if group == 0 else (_MIX, epoch, group)
         source_of = source_of[shuffled(self.seed, len(source_of), *purpose)]
         mixed = np.empty(len(source_of), dtype=np.int64)
@@ -323,7 +325,7 @@ class BatchSchedule:
         epoch: int,
     ) -> Batches:
         """Return the batches of one group, without common content inside a batch."""
-        size = self._batch_sizes[self._members[group][0]]
+        size = self._batch_sizes[self._groups[group][0]]
         # Later epochs have at most as many batches as epoch 0.
         most = len(stream) if epoch == 0 else self._num_batches[group]
         batches = arrange(conflicts, size, most)
@@ -333,13 +335,34 @@ class BatchSchedule:
                 f"that occurs twice (one is in {conflicts.group_sizes.max():,d} of {len(stream):,d}): lower "
                 "batch_size, or turn it off"
             )
-        # Every epoch must have as many batches as the first one, or step numbers would not map to epochs. If fewer
+        # Every epoch must have as many batches as the first one, or their numbers would not map to epochs. If fewer
         # come out, the epoch has the batches of the first one in another order: no example is in two of them.
         if epoch and len(batches) < most:
-            first = self._groups(0)[group]
+            first = self._group_batches(group, 0)
             order = shuffled(self.seed, len(first), _ORDER_OF_FIRST, epoch, group)
             return [first[number] for number in order.tolist()]
         return [stream[positions] for positions in batches]
+
+
+def examples_per_epoch(
+    sampling: Sampling,
+    sizes: Sequence[int],
+    weights: Sequence[float],
+    batch_sizes: Sequence[int],
+) -> list[int]:
+    """Return how many examples of each source an epoch draws: about as many in all as with `proportional`."""
+    counts = [size * weight for size, weight in zip(sizes, weights, strict=True)]
+    if sampling.kind == "round_robin":
+        num_batches = max(1, round(sum(counts) / sum(batch_sizes)))
+        return [num_batches * size for size in batch_sizes]
+    if sampling.alpha != 1.0:
+        shares = [
+            weight * size**sampling.alpha
+            for size, weight in zip(sizes, weights, strict=True)
+        ]
+        factor = sum(counts) / sum(shares)
+        counts = [share * factor for share in shares]
+    return [max(1, round(count)) for count in counts]
 
 
 # ---- batches without duplicates ------------------------------------------------------------------------------------
@@ -633,7 +656,9 @@ class ClassBatches:
         # A class takes consecutive slots, no more than there are batches, and slot s is in batch s % num_batches: so it
         # is never twice in a batch.
         table = np.concatenate(drawn).reshape(self.size, self.num_batches).T
-        order = self._shuffled(self.num_batches, _OFFSET, epoch, 1)
+        order = self._shuffled(
+            self.num_batches, _OFFSET, epoch, 1
+        )  # another stream than that of the offset
         batches: np.ndarray = table[order]
         return batches
 

@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
+from operator import attrgetter
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from vembed.data.batching.rank_batch import (
     make_rank_batch,
     with_in_batch_negatives,
 )
-from vembed.data.batching.schedule import BatchSchedule, rank_rows
+from vembed.data.batching.schedule import BatchSchedule, rank_examples
 from vembed.data.child_process import Child, answers, send
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Examples, ImageRef
@@ -35,6 +36,8 @@ from vembed.models.families.family import Modality
 
 log = logging.getLogger("vembed")
 
+COLUMNS_OF = attrgetter("modality", "length", "key", "content", "images", "num_vectors")
+"""Returns the fields of `Features` before its arrays."""
 AHEAD = 2
 """Number of batches that each worker prepares ahead."""
 _CODE = (
@@ -72,7 +75,7 @@ class RankBatchStream:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
         epoch, batch_index = divmod(batch_number, self.batch_schedule.batches_per_epoch)
         indices = self.batch_schedule.batch(epoch, batch_index)
-        rows = rank_rows(len(indices), self.rank, self.world_size)
+        positions = rank_examples(len(indices), self.rank, self.world_size)
         positives = None
         if self.pair is not None:
             positives = self.batch_schedule.positives(epoch, batch_index)
@@ -85,7 +88,7 @@ class RankBatchStream:
             return self.pair(index, int(positives[position]))
 
         examples = []
-        for position in range(rows.start, rows.stop):
+        for position in range(positions.start, positions.stop):
             example = example_at(position)
             if self.in_batch_negatives:
                 # The examples after it in the batch, wrapping around at the end.
@@ -97,12 +100,12 @@ class RankBatchStream:
                     example, others, self.in_batch_negatives
                 )
             examples.append(example)
-        source = self.batch_schedule.source_of(int(indices[0]))
+        source_index = self.batch_schedule.source_of(int(indices[0]))
         batch = make_rank_batch(
             examples,
-            rows.start,
+            positions.start,
             self.featuriser,
-            source,
+            source_index,
             encodes_copies=self.encodes_copies,
         )
         if self.micro_batch_tokens is not None:
@@ -132,7 +135,7 @@ class RankBatchStream:
         next_number = first
         try:
             for _ in range(first, end):
-                # Bounded: batches ahead hold token ids and rows in memory.
+                # Bounded: batches ahead hold token ids in memory.
                 while next_number < end and len(waiting) <= AHEAD * self.num_workers:
                     waiting.append(pool.submit(prepare, next_number))
                     next_number += 1
@@ -234,49 +237,25 @@ class PackedBatch:
     batch: RankBatch
     """Without features."""
     columns: list[tuple[Modality, int, int, int, tuple[ImageRef, ...], int]]
-    """Modality, length, key, content, images and rows of each input."""
+    """The first fields of the features of each input."""
     token_ids: Ragged
     segments: Ragged
 
     def unpacked(self) -> RankBatch:
         """Return the rank batch."""
         features = []
-        rows = zip(
-            self.columns, self.token_ids.rows(), self.segments.rows(), strict=True
-        )
-        for (
-            modality,
-            length,
-            key,
-            content,
-            images,
-            num_rows,
-        ), tokens, segments in rows:
-            features.append(
-                Features(
-                    modality, length, key, content, tokens, images, num_rows, segments
-                )
-            )
+        for columns, token_ids, segments in zip(
+            self.columns, self.token_ids.arrays(), self.segments.arrays(), strict=True
+        ):
+            features.append(Features(*columns, token_ids, segments))
         return replace(self.batch, features=features)
 
 
 def pack(batch: RankBatch) -> PackedBatch:
     """Return a rank batch in the form that is sent."""
-    columns = []
-    for feature in batch.features:
-        columns.append(
-            (
-                feature.modality,
-                feature.length,
-                feature.key,
-                feature.content,
-                feature.images,
-                feature.rows,
-            )
-        )
     return PackedBatch(
         replace(batch, features=[]),
-        columns,
+        list(map(COLUMNS_OF, batch.features)),
         Ragged.of([feature.token_ids for feature in batch.features]),
         Ragged.of([feature.segments for feature in batch.features]),
     )
@@ -284,24 +263,24 @@ def pack(batch: RankBatch) -> PackedBatch:
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Rows of int32 of different lengths, of which some are missing, in one array."""
+    """Int32 arrays of different lengths, of which some are missing, in one array."""
 
     lengths: list[int]
-    """-1: the row is missing."""
+    """-1: the array is missing."""
     values: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[np.ndarray | None]) -> Ragged:
-        """Join rows."""
-        lengths = [-1 if row is None else len(row) for row in rows]
-        present = [row for row in rows if row is not None]
+    def of(cls, arrays: Sequence[np.ndarray | None]) -> Ragged:
+        """Join arrays."""
+        lengths = [-1 if array is None else len(array) for array in arrays]
+        present = [array for array in arrays if array is not None]
         empty = np.empty(0, dtype=np.int32)
         return cls(lengths, np.concatenate([empty, *present]))
 
-    def rows(self) -> list[np.ndarray | None]:
-        """Return the rows, as views."""
+    def arrays(self) -> list[np.ndarray | None]:
+        """Return the arrays, as views."""
         ends = np.cumsum([0, *np.maximum(self.lengths, 0)]).tolist()
-        rows: list[np.ndarray | None] = []
+        arrays: list[np.ndarray | None] = []
         for length, (start, end) in zip(self.lengths, pairwise(ends), strict=True):
-            rows.append(None if length < 0 else self.values[start:end])
-        return rows
+            arrays.append(None if length < 0 else self.values[start:end])
+        return arrays

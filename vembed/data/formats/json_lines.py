@@ -49,9 +49,7 @@ class JsonLines(LineFormat):
             return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the line)")
         except json.JSONDecodeError as error:
             ends = "; a record stands on one line" if error.pos >= len(text) else ""
-            return BadRecord(
-                f"not JSON ({error.msg} at column {error.pos + 1:,d}){ends}"
-            )
+            return BadRecord(f"not JSON ({error.msg}: column {error.pos + 1:,d}){ends}")
         except RecursionError:
             return BadRecord("JSON that is nested too deeply")
         except ValueError as error:

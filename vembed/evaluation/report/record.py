@@ -199,6 +199,17 @@ class RunRecord:
         return short_name(str(self.config.get("model_name", "model")))
 
 
+def run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return options of the run that made a model; none for a model of another origin."""
+    path = Path(model).expanduser()
+    # The run itself, or its final/ or one of its checkpoints.
+    for folder in (path, path.parent):
+        if (folder / "config.yaml").is_file():
+            config = read_run(folder).config
+            return {name: config[name] for name in names if name in config}
+    return {}
+
+
 def read_run(output_dir: str | Path) -> RunRecord:
     """Read the folder of a run, finished or not."""
     folder = Path(output_dir)

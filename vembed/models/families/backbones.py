@@ -96,9 +96,10 @@ def read_config(
             )
         return custom
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            folder, trust_remote_code=trust_remote_code
-        )
+        with quiet_transformers():
+            config: PretrainedConfig = AutoConfig.from_pretrained(
+                folder, trust_remote_code=trust_remote_code
+            )
     except LIBRARY_ERRORS as error:
         if "trust_remote_code" in str(error):
             raise UserError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
@@ -516,23 +515,21 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
     )
 
 
-def without_effect(
-    description: ModelDescription, user_options: Mapping[str, Any]
-) -> list[str]:
-    """Return a line for each option that a model of this kind does not look at.
-
-    `user_options`: the options that the user has set, with their values.
-    """
+def without_effect(description: ModelDescription, options: ModelSection) -> list[str]:
+    """Return a line for each option that is given and that a model of this kind does not look at."""
     unused: list[str] = []
     if "multimodal" not in description.modalities:
         unused += ["min_pixels", "max_pixels"]
     if description.modalities == ("image",):
         unused += ["max_length", "query_prompt", "document_prompt", "padding_free"]
-    return [
-        f"{name}: {user_options[name]} has no effect on a model of the family {description.family}"
-        for name in unused
-        if user_options.get(name) is not None
-    ]
+    lines = []
+    for name in unused:
+        value = dict(options)[name]
+        if name in options.model_fields_set and value is not None:
+            lines.append(
+                f"{name}: {value} has no effect on a model of the family {description.family}"
+            )
+    return lines
 
 
 def _family(reading: _Reading) -> Family:

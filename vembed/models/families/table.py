@@ -33,7 +33,6 @@ _RECORDS = (
             multilingual="BAAI/bge-reranker-v2-m3",
             about="text encoder with one label",
             batch_size=32,
-            learning_rate=2e-5,
         ),
     ),
     Family(

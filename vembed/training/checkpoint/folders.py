@@ -33,7 +33,7 @@ from vembed.config.schema import (
     TrainConfig,
     option_fields,
 )
-from vembed.config.terms import leaves_temperature
+from vembed.config.terms import run_temperature
 from vembed.data.examples import Example, Item
 from vembed.errors import UserError
 from vembed.evaluation.report.record import SUMMARY_FILE, read_run, read_summary
@@ -520,9 +520,8 @@ def kept_decisions(
             kept_values[name] = saved[name]
     if "learning_rate" in kept_values and options["head_learning_rate"] is None:
         kept_values["head_learning_rate"] = saved["head_learning_rate"]
-    objective = config.objective
-    is_same_loss = objective.loss == saved.get("loss")
-    is_left = leaves_temperature(objective, config.data, config.model.model_name)
+    is_same_loss = config.objective.loss == saved.get("loss")
+    is_left = run_temperature(config) is not None
     if is_left and is_same_loss and "temperature" in saved:
         kept_values["temperature"] = saved["temperature"]
     # `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless

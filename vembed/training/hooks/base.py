@@ -88,7 +88,7 @@ class Evaluation:
     metric: str
     """Key of the score that decides which checkpoint is best."""
     is_best: bool
-    queries: QueryResults | None = None
+    queries: QueryResults | None = field(default=None, repr=False)
     """Results of each query of retrieval data."""
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +40,10 @@ log = logging.getLogger("vembed")
 
 LOG_LINE_COLUMNS = 100
 SLOW_RANK_RATIO = 1.2
-"""Working time of a rank over the median from which the log line names it as slow."""
+"""Working time of a rank over the median from which it counts as slow."""
+SLOW_RANK_SECONDS = 0.1
+"""Delay by a rank, over the steps since the last log line, from which it counts as slow. Times of a few milliseconds vary
+by chance."""
 
 
 class StepMetrics(Hook):
@@ -64,6 +67,8 @@ class StepMetrics(Hook):
         self._of_model: defaultdict[str, list[float]] = defaultdict(list)
         """Name in the log -> losses of the global batches, the same on every rank."""
         self._steps: list[list[float]] = []
+        self._slow_rank: int | None = None
+        """Slow in the steps before the last log line."""
 
     @override
     def on_start(self, run: Trainer) -> None:
@@ -92,7 +97,7 @@ class StepMetrics(Hook):
             )
             prefix = "loss/"
             if self._tasks:
-                task = self._tasks[rank_batch.source]
+                task = self._tasks[rank_batch.source_index]
                 self._shares[f"loss/{task}"].append(result.loss_share)
                 prefix = f"loss/{task}/"
             for term, share in result.terms.items():
@@ -130,7 +135,7 @@ class StepMetrics(Hook):
             work.append(sum(seconds_of_rank.values()) - seconds_of_rank["wait"])
             memory.append({"rank": rank, **entry["memory"]})
         seconds = max(self._seconds, 1e-9)
-        median_work = sorted(work)[len(work) // 2]
+        median_work = _median(work)
         values: dict[str, Any] = {
             "samples_per_second": total["examples"] / seconds,
             "tokens_per_second": total["useful"] / seconds,
@@ -145,6 +150,11 @@ class StepMetrics(Hook):
             "slowest_rank": work.index(max(work)),
             "memory": memory,
         }
+        # Named when it is slow twice in a row: another process of the machine may have delayed it once.
+        slow = slow_rank(work)
+        if slow is not None and slow == self._slow_rank:
+            values["slow_rank"] = slow
+        self._slow_rank = slow
         # All ranks have had the same tasks in the same steps, and so the same names in the same order.
         sums = []
         for shares in self._shares.values():
@@ -172,6 +182,20 @@ class StepMetrics(Hook):
         self._steps = [list(step) for step in state["steps"]]
 
 
+def slow_rank(work: Sequence[float]) -> int | None:
+    """Return the rank that delays the others, or None. `work`: seconds of each rank without those of waiting."""
+    slowest = max(work)
+    median = _median(work)
+    is_slow = slowest > SLOW_RANK_RATIO * median
+    is_late = slowest - median > SLOW_RANK_SECONDS
+    return work.index(slowest) if is_slow and is_late else None
+
+
+def _median(work: Sequence[float]) -> float:
+    # The lower one of an even number: of two ranks, the slower one is compared with the other.
+    return sorted(work)[(len(work) - 1) // 2]
+
+
 def log_line(
     values: dict[str, Any],
     total_steps: int,
@@ -188,8 +212,8 @@ def log_line(
     for name, value in values.items():
         if name.startswith("loss/"):
             additions.append(f"  {name.removeprefix('loss/')} {value:.4f}")
-    if len(values["memory"]) > 1 and values["skew"] > SLOW_RANK_RATIO:
-        additions.append(f"  rank {values['slowest_rank']} slow")
+    if "slow_rank" in values:
+        additions.append(f"  rank {values['slow_rank']} slow")
     for addition in additions:
         if len(line + addition) <= LOG_LINE_COLUMNS:
             line += addition
