@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.tiny import shared, tiny_bert_st
-from vembed import Embedder, UserError, evaluate
+from vembed import Embedder, UserError, evaluate, train
 from vembed.cli.commands.scores import eval as evaluate_command
 
 WORDS = ("red", "green", "cat", "dog", "house")
@@ -43,6 +43,24 @@ def test_tables(pairs, printed):
     assert lines[3] == ["cut-off", "nDCG", "MRR", "Recall", "MAP"]
     assert [line[0] for line in lines[4:]] == ["1", "5", "10", "100"]
     assert lines[4][1] == f"{scores['ndcg@1']:.4f}"
+
+
+def test_the_largest_matryoshka_size_is_scored_once(pairs, tmp_path, printed):
+    """Embeddings of 32 dimensions with the sizes 32 and 16: the whole ones are those of 32."""
+    config = {
+        "model_name": str(shared(tiny_bert_st)),
+        "data_path": str(pairs),
+        "output_dir": str(tmp_path / "run"),
+        "mrl_dims": [32, 16],
+        "max_steps": 1,
+        "report_to": [],
+    }
+    final = train(config).model_dir
+    scores, text = printed(str(final), str(pairs))
+    assert "dim16/ndcg@10" in scores and "dim32/ndcg@10" not in scores
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    assert [line[0] for line in lines[1:4]] == ["whole", "16", "cut-off"]
+    assert "dim32/ndcg@10" in evaluate(final, pairs, dims=[32])
 
 
 def test_scored_pairs_have_one_table(tmp_path, printed):
