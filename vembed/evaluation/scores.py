@@ -78,7 +78,7 @@ def evaluate(
     Args:
         model: a folder, a run, a Hub name or an `Embedder`. Any model that Sentence Transformers loads is possible.
         data: a BEIR-style folder, or a file of pairs.
-        dims: additional embedding sizes. Default: the model's smaller Matryoshka sizes.
+        dims: additional embedding sizes. Default: the model's Matryoshka sizes.
         ks: cut-offs of the metrics.
         split: which qrels of a BEIR folder. Default: test.
         retrieval_mode: what plain strings of the data are. Default: as in the run that made the model.
@@ -118,11 +118,6 @@ def evaluate(
             trust_remote_code=trust_remote_code,
             session=session,
         )
-    if dims is None:
-        # The largest Matryoshka size is the whole embedding, which is scored in any case.
-        description = model.featuriser.description
-        full = description.truncate_dim or description.embedding_dim
-        dims = [dim for dim in description.mrl_dims if dim < full]
     return evaluate_model(
         model.model,
         model.featuriser,
