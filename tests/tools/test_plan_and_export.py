@@ -91,7 +91,7 @@ def test_plan_left_out_the_copies_of_weights_in_bfloat16():
 
 def test_plan_reads_the_options_of_the_batch():
     size = measure(placed().run.config)
-    assert placed(2, global_batch_size=16).rows == 8
+    assert placed(2, global_batch_size=16).num_examples == 8
     one_row = MemoryEstimate(
         placed(micro_batch_tokens=size.max_length, use_gradient_cache=True), size
     ).in_step()
