@@ -76,13 +76,23 @@ def test_one_epoch_is_no_epochs(vembed, cfg):
 
 
 def test_a_batch_above_the_data_and_a_projection_are_said(vembed, cfg):
-    done = vembed("train", cfg, "output_dir=cut", "batch_size=1000", "mrl_dims=[16,8]")
+    done = vembed(
+        "train",
+        cfg,
+        "output_dir=cut",
+        "batch_size=1000",
+        "mrl_dims=[16,8]",
+        "query_prompt=q: ",
+    )
     assert done.code == 0, done.err
     lines = done.out.splitlines()
     steps = [line for line in lines if line.startswith("steps: ")]
     model = [line for line in lines if line.startswith("model: ")]
     assert "16 examples (all: a batch of 1,000 is more than the data)" in steps[0]
-    assert "16 dimensions (an MRL projection from 32 to max(mrl_dims)" in model[0]
+    projection = "an MRL projection from 32 to max(mrl_dims)"
+    assert f"16 dimensions ({projection}" in model[0]
+    start = f"the start model with the query_prompt of the config, and {projection}"
+    assert start in Path("cut/report.md").read_text()
 
 
 def test_verbose_shows_all_and_quiet_only_warnings(vembed, cfg):

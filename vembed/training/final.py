@@ -159,9 +159,16 @@ def save_final(
             f"{state.num_skipped:,d} steps were left out because a number was not finite"
         )
     decisions = session.placement.decisions.items()
+    start_changes = []
+    for name in ("query_prompt", "document_prompt"):
+        if getattr(config.model, name) is not None:
+            start_changes.append(f"the {name} of the config")
+    if embedder.description.adds_projection:
+        start_changes.append(embedder.description.reasons["embedding_dim"])
     summary = RunSummary(
         model=embedder.description.summary(),
         properties=properties_of(embedder.description),
+        start_changes=start_changes,
         data=list(data.examples.summary()),
         language=_language(data.examples) if session.is_main else None,
         evaluation=data.evaluation.summary() if data.evaluation else "",

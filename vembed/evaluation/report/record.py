@@ -78,6 +78,8 @@ class RunSummary:
     """The model and the reasons for its settings, as logged (`ModelDescription.summary()`)."""
     properties: list[str] = field(default_factory=list)
     """The model's name and what its users need to know of it, one line each."""
+    start_changes: list[str] = field(default_factory=list)
+    """What the model had before the first step that its files do not have: prompts, a projection."""
     data: list[str] = field(default_factory=list)
     """The training data, one line per source, with counts and skipped records."""
     language: str | None = None

@@ -205,6 +205,9 @@ def sentence(record: RunRecord) -> str:
     text += "."
     if summary.evaluation:
         text += f" Measured on {short_paths(summary.evaluation)}."
+    if record.before and summary.start_changes:
+        changes = ", and ".join(summary.start_changes)
+        text += f" Before training: the start model with {changes}."
     return text
 
 
