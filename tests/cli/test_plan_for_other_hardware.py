@@ -68,6 +68,15 @@ def test_memory_alone(vembed, plan):
     assert "auto: V100-32GB has no bfloat16" in done.out
 
 
+def test_a_beir_folder_has_no_estimate(vembed, plan, tmp_path):
+    folder = tmp_path / "beir"
+    folder.mkdir()
+    (folder / "corpus.jsonl").write_text('{"_id": "a", "text": "a document"}\n')
+    done = vembed("plan", plan, "--gpu", "V100-32GB", f"data_path={folder}")
+    assert done.code == 0, done.err
+    assert "hours: not estimated" in done.out
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

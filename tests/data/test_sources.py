@@ -271,6 +271,27 @@ def test_a_file_that_changes_while_it_is_used(tmp_path, kind):
 # ---- paths and names -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("missing", "guess"),
+    [
+        ("train.json", "train.jsonl"),
+        ("train", "train.csv"),
+        ("trains.jsonl", "train.jsonl"),
+        ("validation.jsonl", "validation.jsonl.gz"),
+        ("nope.jsonl", None),
+        ("one.csv", None),
+    ],
+)
+def test_a_guess_at_a_path_needs_more_than_the_same_ending(tmp_path, missing, guess):
+    for name in ("train.jsonl", "train.csv", "validation.jsonl.gz", "rows.jsonl"):
+        write_jsonl(tmp_path / name, RECORDS)
+    message = refused(tmp_path / missing)
+    if guess is None:
+        assert "did you mean" not in message
+    else:
+        assert message.endswith(f"did you mean {tmp_path / guess}?")
+
+
 def test_paths_that_lead_nowhere(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", RECORDS)
     assert f"did you mean {tmp_path / 'train.jsonl'}?" in refused(

@@ -141,6 +141,21 @@ def test_runs_with_other_queries_are_not_paired(runs, tmp_path):
     assert "were evaluated on other queries" in (tmp_path / "page.html").read_text()
 
 
+def test_runs_over_another_corpus_are_not_paired(runs, tmp_path):
+    wider = tmp_path / "wider"
+    shutil.copytree(runs / "large", wider)
+    for path in (wider / "evaluations").iterdir():
+        content = json.loads(path.read_text())
+        num_documents = content["num_documents"]
+        content["num_documents"] = num_documents + 59
+        path.write_text(json.dumps(content))
+    report = json.loads(compare(str(runs / "small"), str(wider), "--json")[1])
+    not_paired = report["differences"][0]["not_paired"]
+    assert f"{num_documents} documents" in not_paired
+    assert f"wider over {num_documents + 59}" in not_paired
+    assert report["best"] == "small", "scores over another corpus decide nothing"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

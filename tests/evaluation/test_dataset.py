@@ -189,6 +189,13 @@ def test_beir_folder(tmp_path):
     assert "test.tsv" in data.summary()
 
 
+def test_a_beir_folder_has_no_scored_pairs(tmp_path):
+    folder = beir(tmp_path, ["q1\td1\t2"])
+    for path in (folder, folder / "qrels" / "test.tsv"):
+        with pytest.raises(UserError, match=rf"{path}.* give a file of scored pairs"):
+            evaluate("no model", str(path), task="similarity")
+
+
 @pytest.mark.parametrize("is_of_hub", [False, True])
 def test_beir_folder_in_parquet(tmp_path, is_of_hub):
     """Write a data set as single files, or as the Hub has it: shards in folders, the judgements as records."""

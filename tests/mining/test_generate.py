@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +20,7 @@ from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
 from vembed.cli.commands.make_data import generate as run_generate
-from vembed.data_tools.generate import cleaned, docstring_function
+from vembed.data_tools.generate import cleaned, crop, docstring_function
 from vembed.errors import RunError
 
 __all__ = ["serve"]
@@ -104,6 +105,22 @@ def test_each_document_gets_the_first_kind_that_fits(options, tmp_path):
 def test_lines_of_a_source_are_those_that_python_counts(before):
     (query, positive), *_ = docstring_function(before + FUNCTION)
     assert (query, positive.strip()) == WANTED["f"][1:]
+
+
+@pytest.mark.parametrize("num_words", [16, 17, 40, 300])
+def test_the_spans_of_a_crop_do_not_overlap(num_words):
+    text = " ".join(f"word{number}" for number in range(num_words))
+    is_earlier = set()
+    for seed in range(30):
+        ((query, positive),) = crop(text, np.random.default_rng(seed))
+        query_words = query.split()
+        positive_words = positive.split()
+        assert query in text and positive in text
+        assert not set(query_words) & set(positive_words)
+        assert 8 <= len(query_words) <= 64 and 8 <= len(positive_words) <= 64
+        is_earlier.add(text.index(query) < text.index(positive))
+    assert is_earlier == {True, False}
+    assert crop("word " * 15, np.random.default_rng(0)) == []
 
 
 def test_an_endpoint_writes_queries(options, serve, tmp_path):

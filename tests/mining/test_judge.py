@@ -91,6 +91,18 @@ def test_relevant_negatives_are_left_out_and_every_field_stays(options, serve): 
     assert [len(example.negatives) for example in examples] == [1, 1, 0, 1, 1]
 
 
+@pytest.mark.parametrize(("answer", "warns"), [("yes", True), ("no", False)])
+def test_a_judge_that_leaves_no_negative_is_warned_of(options, serve, answer, warns):  # noqa: F811
+    server = serve(lambda *_: answer)
+    lines = []
+    judges = [endpoint(server, timeout_seconds=60)]
+    result = judge({**options, "judges": judges}, log=lines.append)
+    assert result.num_kept == (0 if warns else result.num_negatives)
+    warnings = [line for line in lines if line.startswith("warning: no negative stays")]
+    assert len(warnings) == warns
+    assert all("false_negatives: keep" in line for line in warnings)
+
+
 def test_relevant_negatives_become_positives_or_stay(options, serve):  # noqa: F811
     server = serve(says)
     judge(

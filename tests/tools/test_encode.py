@@ -233,7 +233,9 @@ def test_packed_files_and_saved_data_sets(texts, folder):
         ("texts.txt", "out.csv", {}, r"writes \.npy and \.parquet"),
         ("missing.txt", "out.npy", {}, r"missing\.txt cannot be read: No such file"),
         ("texts.txt", "out.npy", {"column": "body"}, "has no column body"),
-        ("table.csv", "out.npy", {"column": "Fragen"}, r"table\.csv:2: .*has Nr, Frage"),
+        ("table.csv", "out.npy", {"column": "Fragen"}, r"--column Fragen: table\.csv .*has Nr, Frage, id\)$"),
+        ("table.csv", "out.npy", {"column": "Fragen", "on_bad_record": "skip"}, r"--column Fragen: table\.csv "),
+        ("table.csv", "out.npy", {}, r"table\.csv:2: .*has Nr, Frage, id.*--column\n  table\.csv:3: the same$"),
         ("table.csv", "out.npy", {"column": "Frage", "keep": "Nrr"}, "--keep Nrr: .*has Nr"),
         ("gap.csv", "out.npy", {"column": "Frage"}, r"gap\.csv:3: Frage is empty"),
         ("texts.txt", "out.npy", {"ranges": "r.npy"}, "--ranges"),
@@ -244,7 +246,7 @@ def test_packed_files_and_saved_data_sets(texts, folder):
 def test_mistakes_are_found_before_the_model_is_loaded(
     texts, folder, source, target, options, message
 ):
-    (folder / "table.csv").write_text("Nr;Frage\n1;eins\n")
+    (folder / "table.csv").write_text("Nr;Frage;id\n1;eins;a\n2;zwei;b\n")
     (folder / "gap.csv").write_text("Nr,Frage\n1,one\n2,\n")
     with pytest.raises(UserError, match=message):
         vectors_of(source, target, "no model", **options)

@@ -37,7 +37,7 @@ from vembed.data.records import (
     document_id,
     document_item,
 )
-from vembed.errors import UserError, listed
+from vembed.errors import UserError, joined, listed
 from vembed.files import replaced_file
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -47,6 +47,8 @@ FIRST_ROWS = 256
 TEXT_COLUMNS = ("text", "query", *TEXT_FIELDS[1:])
 """Fields that are taken for the text of a record when nobody names one; the first that is there. A title goes before
 `text`, as in evaluation."""
+ENCODED_COLUMNS = frozenset({*TEXT_COLUMNS, *IMAGE_FIELDS, "title"})
+"""Fields of which a record needs one, unless --column names another."""
 BOM = b"\xef\xbb\xbf"
 AskedLineFormat = Literal["auto", "jsonl", "text"]
 RawRow = tuple[int, Any, str | None]
@@ -149,10 +151,12 @@ class EncodeInput:
                     f"{self.path} holds several data sets: give one of them, as {saved[0]}"
                 )
         reader = open_reader(self.path)
-        texts = [self.column] if self.column else [*TEXT_COLUMNS, *IMAGE_FIELDS]
-        needed = {*ID_FIELDS, *self.keep, *texts, "title"}
-        columns = [name for name in reader.columns or () if name in needed]
-        if columns:
+        encoded = {self.column} if self.column else ENCODED_COLUMNS
+        names = set(reader.columns or ())
+        # Where a column is missing, all are read, so that the refusal can list them.
+        if names.issuperset(self.keep) and not names.isdisjoint(encoded):
+            needed = {*ID_FIELDS, *self.keep, *encoded, "title"}
+            columns = [name for name in reader.columns or () if name in needed]
             reader.select(columns)
         self.total = reader.num_records()
         return (_raw_row(line, record) for _, line, record in reader.rows())
@@ -201,6 +205,9 @@ class EncodeInput:
         """Return the inputs of a chunk, of which the first row has this number. Collective."""
         rows = []
         problems = []
+        if first == 1 and self.column is not None:
+            records = [record for _, record, _ in chunk if isinstance(record, dict)]
+            self._check_columns("--column", [self.column], records)
         for number, (line, record, problem) in enumerate(chunk, first):
             where = f"{self.name}:{line}"
             value = record
@@ -215,6 +222,11 @@ class EncodeInput:
                         )
                     if value is None:
                         raise BadRecord(f"{self.column} is empty")
+                elif isinstance(record, dict) and ENCODED_COLUMNS.isdisjoint(record):
+                    raise BadRecord(
+                        f"no text and no image (it has {listed(record) or 'no fields'}); name the column to encode by "
+                        "--column"
+                    )
                 item = document_item(value, self.images, TEXT_COLUMNS)
                 item = item.read_from("" if self.has_images else where)
             except BadRecord as error:
@@ -235,7 +247,7 @@ class EncodeInput:
     def leave_out(self, problems: Sequence[tuple[int, str]]) -> None:
         """Leave inputs out, or raise UserError with the first of them."""
         if problems and not self.skips:
-            reasons = [reason for _, reason in problems[:NUM_NAMED]]
+            reasons = joined([reason for _, reason in problems[:NUM_NAMED]])
             if len(problems) > NUM_NAMED:
                 reasons.append(f"and {len(problems) - NUM_NAMED:,d} more")
             raise UserError(
@@ -246,14 +258,23 @@ class EncodeInput:
 
     def check_kept(self, rows: Sequence[EncodeRow]) -> None:
         """Raise UserError if a column to be kept is in none of the first records."""
+        self._check_columns("--keep", self.keep, [row.fields for row in rows])
+
+    def _check_columns(
+        self,
+        option: str,
+        columns: Sequence[str],
+        records: Sequence[dict[str, Any]],
+    ) -> None:
+        """Raise UserError if a column of an option is in none of these records."""
         names: dict[str, None] = {}  # as a set that keeps the order
-        for row in rows:
-            names |= dict.fromkeys(row.fields)
-        for name in self.keep:
-            if rows and name not in names:
+        for record in records:
+            names |= dict.fromkeys(record)
+        for column in columns:
+            if records and column not in names:
                 has = f"it has {listed(names)}" if names else "text has no columns"
                 raise UserError(
-                    f"--keep {name}: {self.name} has no such column ({has})"
+                    f"{option} {column}: {self.name} has no such column ({has})"
                 )
 
     def save_left_out(self, path: Path) -> Path | None:

@@ -204,7 +204,7 @@ class HeldOut:
             return []
         notes = [
             f"{self.num_trained_documents:,d} of the {self.num_documents:,d} documents that should be found are "
-            "trained on too"
+            "positives of training examples too"
         ]
         if not self.by_documents:
             notes.append(

@@ -486,18 +486,24 @@ def caption_image(record: dict[str, Any], item: Item) -> list[GeneratedPair]:
 
 
 def crop(text: str, random: np.random.Generator) -> list[GeneratedPair]:
-    """Two spans of the text, drawn independently."""
+    """One span from each side of a cut at a random place, so that query and document do not overlap."""
     words = text.split()
-    if len(words) < 2 * CROP_WORDS[0]:
+    shortest, longest = CROP_WORDS
+    if len(words) < 2 * shortest:
         return []
+    cut = int(random.integers(shortest, len(words) - shortest + 1))
     spans = []
-    longest = min(CROP_WORDS[1], len(words) // 2)
-    for _ in range(2):
-        size = int(random.integers(CROP_WORDS[0], longest + 1))
-        start = int(random.integers(0, len(words) - size + 1))
-        spans.append(" ".join(words[start : start + size]))
+    for side in (words[:cut], words[cut:]):
+        size_limit = min(longest, len(side))
+        size = int(random.integers(shortest, size_limit + 1))
+        start = int(random.integers(0, len(side) - size + 1))
+        span = side[start : start + size]
+        spans.append(" ".join(span))
+    # The query is not always the earlier one.
+    if random.integers(2):
+        spans.reverse()
     query, document = spans
-    return [(query, document)] if query != document else []
+    return [(query, document)]
 
 
 def pairs_of(

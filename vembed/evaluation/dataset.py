@@ -148,6 +148,11 @@ def open_eval_data(
     place = Path(path)
     skip_bad = options.on_bad_record == "skip"
     folder = folder_of_qrels(place)
+    if task == "similarity" and (folder is not None or is_beir_folder(place)):
+        raise UserError(
+            f"task similarity: {path} is a BEIR-style folder, which has no scored pairs: give a file of scored pairs, or "
+            "task retrieval"
+        )
     if folder is not None:
         return read_beir(folder, place, skip_bad=skip_bad)
     if is_beir_folder(place):

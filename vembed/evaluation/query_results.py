@@ -71,6 +71,7 @@ class QueryResults:
                 }
             )
         return {
+            "num_documents": len(data.documents),
             "metrics": chosen,
             "values": np.round(self.values[:, columns], 6).tolist(),
             "queries": texts,

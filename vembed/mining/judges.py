@@ -428,6 +428,11 @@ def judge(
             f"relevant and {result.num_undecided:,d} have no usable answer; {result.num_kept:,d} stay "
             f"({num_relabelled:,d} became positives), in {duration(result.seconds)}"
         )
+        if not result.num_kept:
+            log_line(
+                f"warning: no negative stays in {target}. Check the judges on a few known pairs, or set "
+                "false_negatives: keep"
+            )
     return result
 
 

@@ -253,6 +253,9 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
             texts += queries + documents
             for query in queries:
                 pairs += [(Item(query), Item(document)) for document in documents]
+        # A BEIR-style folder that a stage evaluates on has neither queries nor positives in its records.
+        if not (texts if pair_featuriser is None else pairs):
+            raise refusal
         if pair_featuriser is not None:
             features = pair_featuriser.features(pairs)
             lengths = [feature.length for feature in features]
@@ -265,8 +268,6 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
         num_examples += sample.num_records
         num_inputs += share * len(lengths)
         tokens += share * sum(lengths)
-    if not num_inputs:
-        raise refusal
     length = tokens / num_inputs
     if pair_featuriser is not None:
         tokens += num_examples * data.in_batch_negatives * length

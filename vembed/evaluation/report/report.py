@@ -652,6 +652,16 @@ def _compare(
     for results in (first.queries, run.queries):
         texts = [(row["query"], row["relevant"]) for row in results["queries"]]
         contents.append((len(results["values"]), texts))
+    # Results of an older vembed do not tell the size of the corpus.
+    sizes = [
+        first.queries.get("num_documents"),
+        run.queries.get("num_documents"),
+    ]
+    has_other_corpus = None not in sizes and sizes[0] != sizes[1]
+    if has_other_corpus:
+        run.not_paired = f"{first.name} was evaluated over {sizes[0]:,d} documents and {run.name} over {sizes[1]:,d}"
+        run.has_other_data = True
+        return
     if contents[0] == contents[1]:
         run.changes = compare_results(first.queries, run.queries, metric)
         return
