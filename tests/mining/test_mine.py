@@ -99,6 +99,34 @@ def test_first_ones_are_skipped_and_low_ones_left_out(options):
     assert result.num_short > 0
 
 
+@pytest.mark.parametrize(
+    ("num_documents", "changes", "way"),
+    [
+        (3, {"relative_margin": 0.05}, "than these 3 by corpus_path, or lower num_"),
+        (9, {"max_score": -1.0}, "raise max_score"),
+        (9, {"min_score": 1.1}, "lower min_score"),
+        (9, {"relative_margin": 0.9}, "lower relative_margin"),
+        (9, {"top_k": 4, "relative_margin": 0.9}, "raise top_k, or lower relative_"),
+    ],
+)
+def test_the_warning_of_few_negatives_names_what_helps(tmp_path, num_documents, changes, way):  # fmt: skip
+    rows = []
+    for number, text in enumerate(documents()[:num_documents]):
+        rows.append({"query": f"query {number}", "positive": text})
+    options = small(tmp_path, rows, num_negatives=4)
+    lines = []
+    result = mine({**options, **changes}, log=lines.append)
+    assert result.num_short == num_documents
+    (warning,) = [line for line in lines if line.startswith("warning: ")]
+    few = f"{num_documents} of {num_documents} rows got fewer than 4 negatives"
+    assert few in warning
+    advice = warning.partition("dropped: ")[2]
+    assert way in advice
+    assert ("top_k" in advice) == (changes.get("top_k") == 4)
+    total = f"{result.num_negatives} mined negatives in all of them together"
+    assert any(total in line for line in lines)
+
+
 @pytest.mark.parametrize("sampling", ["random", "softmax"])
 def test_sampling_is_drawn_from_the_candidates_and_repeats(options, sampling):
     rows, _ = run(options, sampling=sampling, seed=1)

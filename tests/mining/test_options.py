@@ -91,6 +91,35 @@ def test_options_of_the_command_win_over_those_of_training(training):
 
 
 @pytest.mark.parametrize(
+    ("line", "argument", "model_name", "retrievers"),
+    [
+        ("model_name: a/model", "retrievers=[bm25]", None, ["bm25"]),
+        ("retrievers: [bm25]", "model_name=a/model", "a/model", []),
+        ("retrievers: [bm25]", "model_name=null", None, ["bm25"]),
+        ("model_name: a/model", "retrievers=[]", "a/model", []),
+    ],
+)
+def test_a_model_on_the_command_line_wins_over_that_of_the_file(
+    tmp_path, line, argument, model_name, retrievers
+):
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"data_path: train.jsonl\noutput_path: x.jsonl\n{line}\n")
+    config = load_options(MineConfig, path, [argument])
+    assert config.model_name == model_name
+    assert list(config.retrievers) == retrievers
+
+
+def test_two_models_in_one_place_are_refused(tmp_path):
+    path = tmp_path / "mine.yaml"
+    lines = "data_path: a.jsonl\noutput_path: x.jsonl\nmodel_name: m\nretrievers: [m]"
+    path.write_text(lines)
+    with pytest.raises(
+        UserError, match=r"mine\.yaml: .*model_name or retrievers.*null"
+    ):
+        load_options(MineConfig, path)
+
+
+@pytest.mark.parametrize(
     "line, parts",
     [
         ("near_duplicat: 0.5", ["line 14", "near_duplicat", "near_duplicate"]),

@@ -177,10 +177,12 @@ def test_rows_of_a_table(folder, name):
         vectors_of(name)
 
 
-def test_an_empty_file_gives_no_rows(folder):
+def test_an_empty_file_gives_no_rows_and_a_warning(folder, capsys):
     (folder / "empty.txt").touch()
     for name in ("out.npy", "out.parquet"):
         assert len(vectors_of("empty.txt", name)) == 0
+        warning = f"warning: empty.txt is empty, and {name} has no rows"
+        assert warning in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

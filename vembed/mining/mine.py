@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,7 @@ def mine(
             f"candidates: {counts['candidates']:,d}; left out: {counts['skipped']:,d} as the first ones, "
             f"{counts['too_high']:,d} above the limit of their query, {counts['too_low']:,d} below min_score, "
             f"{counts['near_duplicates']:,d} near-duplicates of a positive, "
-            f"{counts['judged_relevant']:,d} judged relevant; chosen: {len(scores):,d}{mean}"
+            f"{counts['judged_relevant']:,d} judged relevant; chosen for {inputs.known.num_queries:,d} queries: {len(scores):,d}{mean}"
         )
         for line in judge.summary():
             log_line(line)
@@ -123,13 +123,14 @@ def mine(
         running.barrier()
         seconds = time.monotonic() - began
         log_line(
-            f"{target}: {maker.num_rows:,d} rows with {maker.num_negatives:,d} mined negatives, in "
-            f"{duration(seconds)} ({search.num_encoded:,d} vectors computed)"
+            f"{target}: {maker.num_rows:,d} rows, {maker.num_negatives:,d} mined negatives in all of them together, "
+            f"in {duration(seconds)} ({search.num_encoded:,d} vectors computed)"
         )
         if maker.num_short:
             log_line(
-                f"{maker.num_short:,d} rows got fewer than {config.num_negatives} negatives, "
-                f"{maker.num_dropped:,d} of them dropped: raise top_k, or lower relative_margin"
+                f"warning: {maker.num_short:,d} of {len(inputs.rows):,d} rows got fewer than {config.num_negatives} "
+                f"negatives, and {maker.num_dropped:,d} of them were dropped: "
+                + _way_to_more(config, counts, inputs.documents.num_candidates)
             )
         if config.keep_work:
             log_line(
@@ -150,6 +151,30 @@ def mine(
         num_encoded=search.num_encoded,
         seconds=seconds,
     )
+
+
+def _way_to_more(
+    config: MineConfig,
+    counts: Mapping[str, int],
+    num_documents: int,
+) -> str:
+    """Return what gives the rows more negatives: only options that held some back."""
+    ways = []
+    if num_documents > config.num_negatives:
+        if config.top_k < num_documents:
+            ways.append("raise top_k")
+        # With `threshold: auto` the limit is not one of the options.
+        if counts["too_high"] and config.threshold is None:
+            if config.relative_margin is not None:
+                ways.append("lower relative_margin")
+            if config.margin is not None:
+                ways.append("lower margin")
+            if config.max_score is not None:
+                ways.append("raise max_score")
+        if counts["too_low"]:
+            ways.append("lower min_score")
+    documents = f"give more documents than these {num_documents:,d} by corpus_path"
+    return ", or ".join(ways or [documents, "lower num_negatives"])
 
 
 def check_mine_config(config: MineConfig) -> Path:

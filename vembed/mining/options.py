@@ -251,7 +251,9 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions, WorkOptions, CommandC
     @model_validator(mode="after")
     def _check(self) -> MineConfig:
         if (self.model_name is None) == (not self.retrievers):
-            raise ValueError("give model_name or retrievers, one of them")
+            raise ValueError(
+                "give model_name or retrievers, one of them (null leaves one out)"
+            )
         return self
 
     def all_retrievers(self) -> list[Retriever]:
@@ -525,10 +527,7 @@ def load_options(
         level = Level.COMMAND_LINE
         values[name] = OptionValue(name, parsed, key, COMMAND_LINE, level)
 
-    # A training config has one model. The command's own list of models is instead of it.
-    model = training.values.get("model_name")
-    if "retrievers" in values and model and values.get("model_name") is model:
-        del values["model_name"]
+    _choose_model(values, training)
     for name, option in options.items():
         if name in values:
             value = values[name]
@@ -552,6 +551,20 @@ def load_options(
         messages = [problem["msg"] for problem in error.errors()]
         rules = [message.removeprefix("Value error, ") for message in messages]
         raise UserError(f"{source_name}: " + "\nalso: ".join(rules)) from error
+
+
+def _choose_model(values: dict[str, OptionValue], training: Layer) -> None:
+    """Leave one of model_name and retrievers where they come from two places: the command line wins."""
+    model = values.get("model_name")
+    retrievers = values.get("retrievers")
+    if model is None or retrievers is None:
+        return
+    # A training config has one model. The command's own list of models is instead of it.
+    if model is training.values.get("model_name"):
+        del values["model_name"]
+    elif model.value and retrievers.value and model.level != retrievers.level:
+        is_model_chosen = model.level == Level.COMMAND_LINE
+        del values["retrievers" if is_model_chosen else "model_name"]
 
 
 def describe_options(kind: type[CommandConfig]) -> list[tuple[str, str, str]]:

@@ -257,6 +257,8 @@ def encode(
             f"{target}: {sizes} {precision}, computed in {embedder.arithmetic}{left_out}, in {duration(seconds)} "
             f"({num_done / max(seconds, 1e-9):,.0f}/s){beside}"
         )
+        if not num_done:
+            console.print(f"warning: {rows.name} is empty, and {target} has no rows")
     return EncodeResult(
         target, num_done, shape[-1], seconds, ranges_file, len(rows.left_out), skipped
     )
