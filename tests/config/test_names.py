@@ -158,7 +158,7 @@ def test_stage_two_starts_from_the_result_of_stage_one(write_config):
         UserError, match=r"several stages: choose with --stage NAME: stage1, stage2"
     ):
         load_config(file)
-    with pytest.raises(UserError, match="there is no stage 'stage3'"):
+    with pytest.raises(UserError, match="there is no training stage 'stage3'"):
         resolve_run(file, stage="stage3")
     with pytest.raises(UserError, match="there is no training_stages block"):
         resolve_run(write_config(), stage="stage1")

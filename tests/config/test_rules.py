@@ -201,6 +201,10 @@ def test_global_batch_that_cannot_be_divided():
         ),
         ({"lora_r": 8}, "lora_r: 8 has no effect without use_lora"),
         (
+            {"val_data_path": "val.jsonl", "eval_steps": None, "patience": 3},
+            "patience: 3 has no effect with eval_steps: null",
+        ),
+        (
             {"mrl_projection": "pca"},
             "mrl_projection: pca has no effect without mrl_dims",
         ),

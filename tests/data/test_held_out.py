@@ -205,3 +205,22 @@ def test_a_run_says_which_documents_were_trained_on(tmp_path, caplog):
     assert "over 3 documents" in sets.evaluation.summary()
     assert "3 of the 3 documents" in sets.evaluation.summary()
     assert sets.evaluation.summary() in caplog.text
+
+
+def test_a_share_below_a_percent_and_few_negatives_are_written_out(tmp_path):
+    rows = []
+    for number, words in enumerate(shuffled_queries(random.Random(6), 100)):
+        rows.append({"query": " ".join(words), "positive": f"answer {number}"})
+    rows[0]["negatives"] = ["other", "another"]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    config = {"model_name": "m", "data_path": str(path), "val_split": 0.0001}
+    options = load_config(config)
+    sets = open_sets(
+        options.data,
+        options.objective,
+        model_name=options.model.model_name,
+        seed=options.run.seed,
+        compares=False,
+    )
+    assert f"from 0.01% of the queries of {path}" in sets.evaluation.summary()
+    assert "2 negatives in all" in sets.examples.summary()[0]

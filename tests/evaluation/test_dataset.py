@@ -82,6 +82,9 @@ def test_every_positive_is_the_corpus_and_negatives_are_not(tmp_path):
     assert (
         data.summary() == f"2 queries over 3 documents, 3 relevant pairs, from {path}"
     )
+    path = write_lines(tmp_path / "one.jsonl", [{"query": "a", "positive": "A"}])
+    summary = opened(path).summary()
+    assert summary == f"1 query over 1 document, 1 relevant pair, from {path}"
 
 
 @pytest.mark.parametrize(

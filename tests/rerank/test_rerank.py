@@ -181,7 +181,7 @@ def test_a_decoder_with_a_new_label(tmp_path):
     assert np.isfinite(scores).all()
 
 
-def test_it_is_evaluated_on_the_first_stage(tmp_path):
+def test_it_is_evaluated_on_the_first_stage(tmp_path, capfd):
     pytest.importorskip("bm25s")
     options = {"val_data_path": str(written(tmp_path)), "rerank_top_k": 5}
     config_steps = {"eval_steps": 1, "eval_metric": "mrr@10"}
@@ -191,6 +191,9 @@ def test_it_is_evaluated_on_the_first_stage(tmp_path):
     first = {line["first_stage/ndcg@10"] for line in scored}
     assert len(first) == 1, "the first stage stays the same in all evaluations"
     assert 0.0 < first.pop() <= 1.0
+    printed = capfd.readouterr().out
+    first_score = scored[0]["first_stage/mrr@10"]
+    assert printed.count(f"first stage {first_score:.4f})") == len(scored)
     assert len({line["ndcg@10"] for line in scored}) > 1
 
 

@@ -425,7 +425,11 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
     assert not Path("output").exists()
     assert train("--stage", "broad", "output_dir=one") == 0
     assert Path("one/broad/final").is_dir()
+    capsys.readouterr()
     assert train("--from", "broad", "--until", "broad", "output_dir=two") == 0
+    messages = capsys.readouterr().err
+    assert "stages: broad done, 1 of 3; report: " in messages
+    assert "all done" not in messages
     assert Path("two/broad/final").is_dir()
     assert (
         train("--from", "sharp", "--until", "broad")
@@ -435,6 +439,8 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
     assert "stands after --until" in capsys.readouterr().err
     assert train("--until", "nowhere") == 2
     assert "has the stages broad, merge-2, sharp" in capsys.readouterr().err
+    assert train("--stage", "nowhere") == 2
+    assert "--stage NAME: broad, merge-2 (merge), sharp" in capsys.readouterr().err
 
 
 def test_a_step_whose_earlier_one_has_not_run_names_it(place, capsys):

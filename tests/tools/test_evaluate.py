@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.tiny import shared, tiny_bert_st
-from vembed import Embedder, UserError, evaluate
+from vembed import Embedder, UserError, evaluate, train
 from vembed.cli.commands.scores import eval as evaluate_command
 
 WORDS = ("red", "green", "cat", "dog", "house")
@@ -43,6 +43,25 @@ def test_tables(pairs, printed):
     assert lines[3] == ["cut-off", "nDCG", "MRR", "Recall", "MAP"]
     assert [line[0] for line in lines[4:]] == ["1", "5", "10", "100"]
     assert lines[4][1] == f"{scores['ndcg@1']:.4f}"
+
+
+def test_the_largest_matryoshka_size_has_no_row_of_its_own(pairs, tmp_path, printed):
+    """Embeddings of 32 dimensions with the sizes 32 and 16: the whole ones are those of 32."""
+    config = {
+        "model_name": str(shared(tiny_bert_st)),
+        "data_path": str(pairs),
+        "output_dir": str(tmp_path / "run"),
+        "mrl_dims": [32, 16],
+        "max_steps": 1,
+        "report_to": [],
+    }
+    final = train(config).model_dir
+    scores, text = printed(str(final), str(pairs))
+    assert scores["dim32/ndcg@10"] == scores["ndcg@10"]
+    assert scores["dim16/mrr@10"] != scores["mrr@10"]
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    assert lines[1][:2] == ["whole,", "32"]
+    assert [line[0] for line in lines[2:4]] == ["16", "cut-off"]
 
 
 def test_scored_pairs_have_one_table(tmp_path, printed):

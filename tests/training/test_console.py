@@ -75,6 +75,16 @@ def test_one_epoch_is_no_epochs(vembed, cfg):
     assert "(0.5 epochs)" in done.out
 
 
+def test_a_batch_above_the_data_and_a_projection_are_said(vembed, cfg):
+    done = vembed("train", cfg, "output_dir=cut", "batch_size=1000", "mrl_dims=[16,8]")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    steps = [line for line in lines if line.startswith("steps: ")]
+    model = [line for line in lines if line.startswith("model: ")]
+    assert "16 examples (all: a batch of 1,000 is more than the data)" in steps[0]
+    assert "16 dimensions (an MRL projection from 32 to max(mrl_dims)" in model[0]
+
+
 def test_verbose_shows_all_and_quiet_only_warnings(vembed, cfg):
     out = vembed("train", cfg, "output_dir=verbose", "--verbose").out
     assert "FSDP parameter summary:" in out and "Rank 0, CPU: " in out

@@ -497,11 +497,15 @@ class Pipeline:
             stage = next(iter(trainings))
         if stage not in trainings:
             problem = "there are several stages"
+            names = list(trainings)
             if stage is not None:
-                problem = f"there is no stage {stage!r}"
-            names = ", ".join(trainings) or "none"
+                problem = f"there is no training stage {stage!r}"
+                names = []
+                for step in self.steps:
+                    kind = "" if step.kind == "train" else f" ({step.kind})"
+                    names.append(step.name + kind)
             raise UserError(
-                f"{self.source}: {problem}: choose with --stage NAME: {names}"
+                f"{self.source}: {problem}: choose with --stage NAME: {', '.join(names) or 'none'}"
             )
         step = trainings[stage]
         source = self.source

@@ -391,6 +391,8 @@ def remarks(config: TrainConfig) -> list[str]:
             if isinstance(values[name], int):
                 of_evaluation.add(name)
         unread["without val_data_path or val_split"] = of_evaluation
+    elif config.evaluation.eval_steps is None and isinstance(values["patience"], int):
+        unread["with eval_steps: null"] = {"patience"}
     if len(data.sources()) < 2:
         of_sources = {"sampling"}
         if not isinstance(data.data_path, list):

@@ -88,7 +88,8 @@ def open_sets(
         store = parts.train
         evaluation = from_examples(
             [example for _, example in parts.examples],
-            f"{options.val_split:.0%} of the queries of {', '.join(names)}",
+            # Not rounded: a share may be less than a percent.
+            f"{100 * options.val_split:g}% of the queries of {', '.join(names)}",
             documents=[item for _, item in parts.documents],
             notes=parts.notes(),
         )

@@ -77,6 +77,8 @@ IMAGE_THREADS = 8
 """Threads that check images; they hide the latency of network drives."""
 BLOCK_RECORDS = 256
 """Records that are checked together."""
+LOWEST_SHOWN_MEAN = 0.05
+"""Negatives per example that one decimal shows as more than 0.0."""
 CACHE_AFTER_SECONDS = 1.0
 """The result of a pass that took longer is stored in the cache folder."""
 MAX_PROCESSES = 16
@@ -175,7 +177,12 @@ class _Source(Records):
         if counts["positives"] > num_records:
             parts.append(f"{counts['positives'] / num_records:.1f} positives each")
         if counts["negatives"]:
-            parts.append(f"{counts['negatives'] / num_records:.1f} negatives each")
+            mean = counts["negatives"] / num_records
+            # Few in many records would be 0.0 each.
+            if mean < LOWEST_SHOWN_MEAN:
+                parts.append(f"{counts['negatives']:,d} negatives in all")
+            else:
+                parts.append(f"{mean:.1f} negatives each")
         labels = self.index.labels
         if labels is not None:
             num_classes = len(np.unique(labels[labels >= 0]))

@@ -92,11 +92,15 @@ class RetrievalData:
     def summary(self) -> str:
         """Return one line for logs and the report."""
         num_relevant = sum(map(len, self.relevance))
-        line = (
-            f"{len(self.queries):,d} queries over {len(self.documents):,d} documents, {num_relevant:,d} relevant "
-            f"pairs, from {self.name}"
-        )
+        queries = _counted(len(self.queries), "query", "queries")
+        documents = _counted(len(self.documents), "document", "documents")
+        pairs = _counted(num_relevant, "relevant pair", "relevant pairs")
+        line = f"{queries} over {documents}, {pairs}, from {self.name}"
         return "; ".join([line, *self.notes])
+
+
+def _counted(number: int, singular: str, plural: str) -> str:
+    return f"{number:,d} {singular if number == 1 else plural}"
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,11 @@ def run_stages(
     if arguments.is_dry_run:
         sys.stdout.write(pipeline_table(pipeline, arguments))
     elif is_first_rank():
-        print_progress(f"stages: all done; report: {_write_report(pipeline)}")
+        done = "all done"
+        if len(chosen) < len(pipeline.steps):
+            names = ", ".join(step.name for step in chosen)
+            done = f"{names} done, {len(chosen)} of {len(pipeline.steps)}"
+        print_progress(f"stages: {done}; report: {_write_report(pipeline)}")
     return 0
 
 

@@ -284,9 +284,10 @@ def scores_line(
     *,
     columns: int | None = None,
 ) -> str:
-    """Return the main scores of one evaluation as a log line, each with its change since before training. `metric`:
-    one more metric to include, the first. `columns`: leave out what does not fit."""
-    cells = []
+    """Return the main scores of one evaluation as a log line, each with its change since before training. The first
+    also has the score of a reranker's first stage. `metric`: one more metric to include, the first. `columns`: leave out
+    what does not fit."""
+    cells: list[str] = []
     for key in dict.fromkeys((metric, *TABLE)):
         if key not in scores:
             continue
@@ -294,8 +295,15 @@ def scores_line(
         cell = f"{metric_name(name)} {scores[key]:.4f}"
         if size:
             cell += f" at {size.removeprefix('dim')} dimensions"
+        comparisons = []
         if key in before:
-            cell += f" ({scores[key] - before[key]:+.4f})"
+            comparisons.append(f"{scores[key] - before[key]:+.4f}")
+        first_stage = scores.get(FIRST_STAGE + key)
+        # Only of the first metric: the line is short.
+        if first_stage is not None and not cells:
+            comparisons.append(f"first stage {first_stage:.4f}")
+        if comparisons:
+            cell += f" ({'; '.join(comparisons)})"
         cells.append(cell)
     line = f"evaluation {when}: {', '.join(cells)}"
     while columns is not None and len(cells) > 1 and len(line) > columns:

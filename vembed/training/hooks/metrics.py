@@ -384,6 +384,9 @@ def log_setup(run: Trainer) -> None:
         evaluation = data.evaluation.summary()
     # Data smaller than one batch are one batch.
     per_step = min(data.examples_per_step, len(data.examples))
+    batch = f"{per_step:,d} examples"
+    if per_step < data.examples_per_step:
+        batch += f" (all: a batch of {data.examples_per_step:,d} is more than the data)"
     strategy: str = session.strategy
     if session.placement.run.strategy.value not in ("auto", strategy):
         strategy += f" ({session.placement.decisions['strategy'].reason})"
@@ -393,14 +396,19 @@ def log_setup(run: Trainer) -> None:
     processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
     epochs = data.epoch_at(data.total_steps)
     epochs_text = "1 epoch" if epochs == 1 else f"{epochs:.3g} epochs"
-    output = f"{description.embedding_dim:,d} dimensions, pooling {description.pooling}"
+    output = f"{description.embedding_dim:,d} dimensions"
+    if description.adds_projection:
+        output += f" ({description.reasons['embedding_dim']})"
+    output += f", pooling {description.pooling}"
     if description.scores is not None:
         output = "reranker"
+    if description.modalities != ("image",):
+        output += f", at most {description.max_length:,d} tokens"
     lines = [
         f"model: {config.model.model_name}, {description.family}, {output}, "
-        f"{total:,d} parameters ({share}), at most {description.max_length:,d} tokens",
+        f"{total:,d} parameters ({share})",
         f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
-        f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs_text}), "
+        f"steps: {data.total_steps:,d} of {batch} ({epochs_text}), "
         f"learning rate {config.optimizer.learning_rate:g}, loss {config.objective.loss}",
         f"device: {session.device}, {processes}, strategy {strategy}, mixed precision "
         f"{session.mixed_precision}",
