@@ -188,13 +188,34 @@ def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):
     assert [row["positive"] for row in read_lines(cleaned)] == ["another"]
 
 
+def test_leakage_counts_rows_and_validation_queries_apart(tmp_path):
+    rows = []
+    for number, query in enumerate(["one", "one", "two", "four"]):
+        rows.append({"query": query, "positive": f"p{number}"})
+    held_out = []
+    for query in ("one", "two", "three"):
+        held_out.append({"query": query, "positive": "x"})
+    _, actual = run(
+        {
+            "data_path": str(write_lines(tmp_path / "train.jsonl", rows)),
+            "val_data_path": str(write_lines(tmp_path / "val.jsonl", held_out)),
+            "output_path": str(tmp_path / "audit.html"),
+        }
+    )
+    leakage = actual["leakage"]
+    assert (leakage.count, leakage.share) == (3, 0.75)
+    assert leakage.title == "Training rows with a query of the validation data"
+    assert "3 rows have the same query and 0 a similar one" in leakage.text
+    assert "Of the 3 validation queries, 2 are in the training data" in leakage.text
+
+
 def test_the_command(options, tmp_path, capsys):
     words = [f"{name}={value}" for name, value in options.items()]
     run_audit([*words, "--dry-run"])
     assert "45 rows" in capsys.readouterr().out
     run_audit(words)
     assert (
-        "error: Queries of the validation data in the training data: 3"
+        "finding (error): Training rows with a query of the validation data: 3 ("
         in capsys.readouterr().err
     )
     with pytest.raises(UserError, match=r"must end in .html"):

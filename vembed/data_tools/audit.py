@@ -173,8 +173,9 @@ def audit(
             replace_text(page, html)
             replace_text(json_path, json.dumps(report, indent=2) + "\n")
         for finding in findings:
+            # Not as a line that begins with "error:": the command has not failed.
             log_line(
-                f"{finding.severity}: {finding.title}: {finding.count:,d} ({finding.share:.1%})"
+                f"finding ({finding.severity}): {finding.title}: {finding.count:,d} ({finding.share:.1%})"
             )
         seconds = duration(time.monotonic() - began)
         log_line(f"{page} and {json_path.name}: {len(findings)} findings, in {seconds}")
@@ -486,6 +487,8 @@ class Checks:
     def leakage(self, validation: AuditedRows) -> None:
         """Training rows whose query is in the validation data too, or nearly."""
         data = self.data
+        held_out = set(validation.query_keys)
+        num_held_out_equal = len(held_out.intersection(data.query_keys))
         in_validation = dict.fromkeys(validation.query_keys, "the same query")
         num_equal = sum(key in in_validation for key in data.query_keys)
         if self.config.near_duplicate is not None:
@@ -496,9 +499,8 @@ class Checks:
                     queries[key] = example.query.text or ""
             texts = list(queries.values())
             index = NearIndex(map(ngrams, texts), self.config.near_duplicate)
-            num_held_out = len(in_validation)
             for number, key in enumerate(queries):
-                if number < num_held_out:
+                if number < len(held_out):
                     index.add(number)
                     continue
                 other = next(index.near(number), None)
@@ -511,9 +513,10 @@ class Checks:
         self.add_rows(
             "leakage",
             "error",
-            "Queries of the validation data in the training data",
-            f"{num_equal:,d} are equal and {len(leaks) - num_equal:,d} nearly so. Scores on these say what was "
-            "memorised.",
+            "Training rows with a query of the validation data",
+            f"{num_equal:,d} rows have the same query and {len(leaks) - num_equal:,d} a similar one. Of the "
+            f"{len(held_out):,d} validation queries, {num_held_out_equal:,d} are in the training data. Scores on these "
+            "say what was memorised.",
             leaks,
             (
                 data.preview(row, **{"in validation": text})

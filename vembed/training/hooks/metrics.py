@@ -402,9 +402,11 @@ def log_setup(run: Trainer) -> None:
     output += f", pooling {description.pooling}"
     if description.scores is not None:
         output = "reranker"
+    if description.modalities != ("image",):
+        output += f", at most {description.max_length:,d} tokens"
     lines = [
         f"model: {config.model.model_name}, {description.family}, {output}, "
-        f"{total:,d} parameters ({share}), at most {description.max_length:,d} tokens",
+        f"{total:,d} parameters ({share})",
         f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
         f"steps: {data.total_steps:,d} of {batch} ({epochs_text}), "
         f"learning rate {config.optimizer.learning_rate:g}, loss {config.objective.loss}",
