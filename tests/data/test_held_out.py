@@ -12,6 +12,7 @@ from vembed.config.loading import load_config
 from vembed.data.datasets import example_groups, hold_out, open_sets, overlap_warnings
 from vembed.data.examples import Item
 from vembed.data.near_duplicates import normal_text
+from vembed.data_tools.data_page import data_facts
 from vembed.errors import UserError
 from vembed.evaluation.dataset import from_examples
 
@@ -224,3 +225,8 @@ def test_a_share_below_a_percent_and_few_negatives_are_written_out(tmp_path):
     )
     assert f"from 0.01% of the queries of {path}" in sets.evaluation.summary()
     assert "2 negatives in all" in sets.examples.summary()[0]
+    other = write_jsonl(tmp_path / "b.jsonl", rows[1:])
+    config = {"model_name": "m", "data_path": [str(path), str(other)]}
+    page, _ = data_facts(load_config(config))
+    cells = [line.split() for line in page.splitlines() if "negatives each" in line]
+    assert ["negatives", "each", "0.02", "0"] in cells

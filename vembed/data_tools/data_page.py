@@ -247,7 +247,8 @@ def _source_column(
         repeated.append(f"{1 - num_different / len(items):.0%}")
         median = np.median([len(item.text or "") for item in items])
         characters.append(f"{median:,.0f}")
-    each = f"{num_negatives / len(examples):.1f}"
+    # Three digits, so that few negatives are not 0.0.
+    each = f"{num_negatives / len(examples):.3g}"
     return (name, f"{size:,d}", *repeated, each, *characters)
 
 
