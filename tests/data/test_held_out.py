@@ -137,6 +137,35 @@ def test_a_group_of_most_queries_is_not_held_out(tmp_path, seed):
     assert 40 <= len(held) <= 80 and len(train) + len(held) == 200
 
 
+def of_a_template(text, count):
+    return [f"{text} {number} of the list in the menu" for number in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_kind_of_query_is_not_all_that_is_held_out(tmp_path, seed):
+    draw = random.Random(0)
+    similar = of_a_template("please cancel the order with the number", 30)
+    others = [" ".join(draw.choices(WORDS, k=40)) for _ in range(170)]
+    rows = []
+    for number, query in enumerate([*similar, *others]):
+        rows.append({"query": query, "positive": f"p{number}"})
+    parts = hold_out(store_of(tmp_path, rows), 0.15, seed)
+    held = {example.query.text for _, example in parts.examples}
+    assert len(held) == 30
+    assert len(held & set(similar)) <= 7
+    assert not any("nearly equal" in note for note in parts.notes())
+
+
+def test_a_single_kind_of_query_is_said_to_be_one(tmp_path):
+    rows = []
+    for text in ("please cancel the order with the number", "where is shop"):
+        for query in of_a_template(text, 30):
+            rows.append({"query": query, "positive": f"{query} yes"})
+    parts = hold_out(store_of(tmp_path, rows), 0.5, seed=0)
+    assert len(parts.examples) == 30
+    assert any("30 held-out queries" in note for note in parts.notes())
+
+
 def shuffled_queries(draw, count):
     return [draw.choices(WORDS, k=draw.randint(8, 16)) for _ in range(count)]
 

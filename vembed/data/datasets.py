@@ -156,6 +156,8 @@ MAX_COMPARED_EXAMPLES = 1_000_000
 """Training examples that are compared with validation data; of more, a sample spread over all."""
 NUM_PREVIEWS = 3
 SHOWN_CHARACTERS = 70
+SMALL_GROUPS = 4
+"""Groups that are held out at least, where enough of them are so small."""
 MIN_CHOICE = 2
 """Groups of queries and documents are used if those that can be held out have so many times the examples wanted."""
 MUCH_LARGER = 1.5
@@ -181,6 +183,8 @@ class HeldOut:
     """Those of them that are positives of training examples too."""
     num_wanted: int
     """Examples that the share asks for."""
+    num_groups: int
+    """Groups of connected examples that are held out."""
 
     @cached_property
     def documents(self) -> Sequence[tuple[int, Item]]:
@@ -209,12 +213,17 @@ class HeldOut:
         ]
         if not self.by_documents:
             notes.append(
-                "queries alone are held out, because most examples are connected by documents that they share"
+                "queries alone are held out, because most examples are connected by equal or nearly equal texts"
             )
         if len(self.examples) >= MUCH_LARGER * self.num_wanted:
             notes.append(
                 f"{len(self.examples):,d} examples are held out and not {self.num_wanted:,d}, because nearly equal "
                 "queries stay together (val_data_path names other validation data)"
+            )
+        if self.num_groups == 1 < len(self.examples):
+            notes.append(
+                f"the {len(self.examples):,d} held-out queries are nearly equal, so the score says little about others "
+                "(val_data_path names other validation data)"
             )
         return notes
 
@@ -235,8 +244,12 @@ def hold_out(
     if not by_documents:
         group_of = groups.by_query
         sizes = _sizes(group_of)
-    # Texts from one template are one group through chains of near-duplicates, which may be most of the data.
-    largest = max(num_held_out, min(sizes.values()))
+    # Texts from one template are one group through chains of near-duplicates, which may be most of the data. A large
+    # group would be most of what is held out, so smaller ones are taken where there are enough.
+    largest = max(1, num_held_out // SMALL_GROUPS)
+    num_small = sum(size for size in sizes.values() if size <= largest)
+    if num_small < MIN_CHOICE * num_held_out:
+        largest = max(num_held_out, min(sizes.values()))
     chosen: list[int] = []
     count = 0
     # By a hash of seed and content: what is held out does not depend on the order of the records.
@@ -264,6 +277,7 @@ def hold_out(
         len(documents),
         len(trained),
         num_held_out,
+        len(chosen),
     )
 
 
