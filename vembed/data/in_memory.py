@@ -69,7 +69,7 @@ def _stored_table(name: str, table: Any) -> str:
         raise UserError(
             f"{name}: the table has a column of mixed types: {str(error).splitlines()[0]}"
         ) from error
-    return _stored(sink.getvalue().to_pybytes(), "parquet")
+    return _stored(name, sink.getvalue().to_pybytes(), "parquet")
 
 
 def _stored_dataset(dataset: Any) -> str:
@@ -96,15 +96,14 @@ def _stored_rows(name: str, rows: list[Mapping[str, Any]]) -> str:
                 "datasets.Dataset may hold images too)"
             ) from error
         lines.append(line + "\n")
-    return _stored("".join(lines).encode("utf-8", "surrogatepass"), "jsonl")
+    data = "".join(lines).encode("utf-8", "surrogatepass")
+    return _stored(name, data, "jsonl")
 
 
-def _stored(data: bytes, kind: str) -> str:
-    path = (
-        cache_folder()
-        / IN_MEMORY_FOLDER
-        / f"{hashlib.sha256(data).hexdigest()[:16]}.{kind}"
-    )
+def _stored(name: str, data: bytes, kind: str) -> str:
+    """Return the path of a file with the data. Messages about its records begin with it, so it has the option's name."""
+    digest = hashlib.sha256(data).hexdigest()[:16]
+    path = cache_folder() / IN_MEMORY_FOLDER / f"{name}-{digest}.{kind}"
     if not path.is_file():
         with written_aside(path) as partial:
             partial.write_bytes(data)
