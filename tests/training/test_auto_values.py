@@ -87,7 +87,7 @@ def test_the_rate_follows_what_is_trained(facts, options, rate):
 def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own():
     def temperature(**options):
         config = TrainConfig(**BASE, **options)
-        return run_temperature(config)
+        return run_temperature(config.objective, config.data, config.model)
 
     assert temperature(loss="cosent") == temperature(loss="angle") == 0.1
     assert temperature() == 0.05
@@ -104,7 +104,7 @@ def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own():
 def test_infonce_has_the_temperature_with_which_the_model_was_trained():
     def temperature(base, **options):
         config = TrainConfig(**BASE, **options)
-        return run_temperature(config, base)
+        return run_temperature(config.objective, config.data, config.model, base)
 
     assert temperature(0.01) == 0.01
     assert temperature(None) == temperature(0.01, loss="circle") == 0.05
@@ -150,7 +150,7 @@ def test_the_config_of_a_run_repeats_its_temperatures(options, temperatures, tmp
 
     config = TrainConfig(**BASE, **options)
     assert started(config) == temperatures
-    decided = run_temperature(config, 0.01)
+    decided = run_temperature(config.objective, config.data, config.model, 0.01)
     if decided is not None:
         config = config.changed(temperature=decided)
     save_config(config, tmp_path / "config.yaml")
@@ -255,7 +255,9 @@ def test_intervals_suit_the_size_of_the_run(options, size, actual):
         is_length_given=config.optimizer.gives_length(),
         **size,
     )
-    intervals, _ = run_intervals(config, facts)
+    intervals, _ = run_intervals(
+        config.evaluation, config.run, config.logging.logging_steps, facts
+    )
     assert (
         intervals.eval_steps,
         intervals.save_steps,

@@ -15,10 +15,12 @@ from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.options import Level, OptionValue, yaml_word
 from vembed.config.schema import (
     AdapterSection,
+    EvaluationSection,
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
     ParallelSection,
+    RunSection,
     TrainConfig,
     option_fields,
 )
@@ -633,13 +635,13 @@ class RunIntervals:
 
 
 def run_intervals(
-    config: TrainConfig,
+    evaluation: EvaluationSection,
+    run_options: RunSection,
+    logging_steps: int | Literal["auto"],
     size: RunSize,
 ) -> tuple[RunIntervals, dict[str, str]]:
     """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run, with the reason
     by option."""
-    evaluation = config.evaluation
-    run_options = config.run
     has_validation = size.num_evaluated > 0
     reasons: dict[str, str] = {}
     steps = size.total_steps
@@ -691,7 +693,6 @@ def run_intervals(
                 reason = "there are validation data: final/ gets the checkpoint with the best score"
             reasons["load_best_model_at_end"] = reason
 
-    logging_steps = config.logging.logging_steps
     if logging_steps == "auto":
         interval = min(max(steps // LOG_LINES_PER_RUN, 1), MAX_STEPS_PER_LOG_LINE)
         logging_steps = _round_down(interval)

@@ -15,7 +15,6 @@ from vembed.config.schema import (
     ModelSection,
     ObjectiveSection,
     Teacher,
-    TrainConfig,
 )
 from vembed.losses.declaration import SCORES, LossDeclaration
 from vembed.losses.table import LOSSES
@@ -117,22 +116,24 @@ def loss_terms(
 
 
 def run_temperature(
-    config: TrainConfig, model_temperature: float | None = None
+    objective: ObjectiveSection,
+    data: DataSection,
+    model: ModelSection,
+    model_temperature: float | None = None,
 ) -> float | None:
     """Return the temperature of the run's one loss, for `config.yaml` and the checkpoints.
 
     None: an option gives it, or it is learned, or there are several losses. Then the run's
     files name no other than the config does, so that each loss chooses its own again.
     """
-    objective = config.objective
     is_given = "temperature" in objective.model_fields_set
-    if is_given or objective.losses is not None or losses_differ(config.data):
+    if is_given or objective.losses is not None or losses_differ(data):
         return None
     (term,) = loss_terms(
         objective,
-        config.model.model_name,
+        model.model_name,
         model_temperature=model_temperature,
-        is_reranker=config.model.task == "rerank",
+        is_reranker=model.task == "rerank",
     )
     return None if term.loss.learns_temperature() else term.temperature
 

@@ -32,7 +32,11 @@ from vembed.config.decisions import (
 )
 from vembed.config.schema import (
     FILE_OPTIONS,
+    AdapterSection,
     DataSection,
+    DataSource,
+    ModelSection,
+    ObjectiveSection,
     TrainConfig,
     parse_sampling,
 )
@@ -247,7 +251,8 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
 
 
 def identity_of(
-    config: TrainConfig,
+    options: Mapping[str, Any],
+    sources: Sequence[DataSource],
     data: RunData,
 ) -> dict[str, Any]:
     """Return what besides the options must stay when the run is resumed.
@@ -255,9 +260,8 @@ def identity_of(
     The content of every file and folder that an option names is part of it. A model that is not on this machine yet
     (a Hub name) has no fingerprint.
     """
-    options = config.to_dict()
     tasks = []
-    for source in config.data.sources():
+    for source in sources:
         tasks.append(
             source.model_dump(
                 mode="json", include=SOURCE_GROUP_OPTIONS, exclude_none=True
@@ -325,8 +329,15 @@ def build_components(
     is_left_to_auto = model_options.torch_compile == "auto"
     first_features: list[Features] = []
     if is_left_to_auto and session.device.type == "cuda":
-        first_features = decide_compilation(config, data, featuriser, session)
-    embedder = whole_model(config, description, session)
+        first_features = decide_compilation(data, featuriser, session)
+    embedder = unsharded_model(
+        config.model,
+        config.adapters,
+        config.objective,
+        config.run.seed,
+        description,
+        session,
+    )
 
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
     if config.optimizer.learning_rate == "auto":
@@ -364,7 +375,12 @@ def build_components(
     components = TrainingComponents(
         embedder, model, loss, optimizer, featuriser, input_builder, teachers
     )
-    temperature = run_temperature(config, None if scale is None else 1 / scale)
+    temperature = run_temperature(
+        config.objective,
+        config.data,
+        config.model,
+        None if scale is None else 1 / scale,
+    )
     if temperature is not None:
         config = config.changed(temperature=temperature)
     return components, config
@@ -394,8 +410,11 @@ def describe_model(config: TrainConfig, data: RunData) -> ModelDescription:
     return description
 
 
-def whole_model(
-    config: TrainConfig,
+def unsharded_model(
+    model: ModelSection,
+    adapters: AdapterSection,
+    objective: ObjectiveSection,
+    seed: int,
     description: ModelDescription,
     session: Session,
 ) -> EmbeddingModel:
@@ -403,10 +422,10 @@ def whole_model(
     placement = session.placement
     embedder = build_model(
         description,
-        config.model,
-        config.adapters,
-        objective=config.objective,
-        seed=config.run.seed,
+        model,
+        adapters,
+        objective=objective,
+        seed=seed,
         device=session.model_device,
         computes_on=session.device,
         compute_dtype=placement.compute_dtype,
@@ -601,7 +620,9 @@ def decide_intervals(
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
         is_length_given=is_length_given,
     )
-    intervals, reasons = run_intervals(config, size)
+    intervals, reasons = run_intervals(
+        config.evaluation, config.run, config.logging.logging_steps, size
+    )
     for name, reason in reasons.items():
         interval = getattr(intervals, name)
         value = "none" if interval is None else str(interval).lower()
@@ -621,7 +642,6 @@ MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
 
 
 def decide_compilation(
-    config: TrainConfig,
     data: RunData,
     featuriser: BaseFeaturiser,
     session: Session,
@@ -638,7 +658,7 @@ def decide_compilation(
     num_examples = data.total_steps * data.examples_per_step
     num_samples = num_examples / max(num_first, 1)
     num_tokens = num_samples * sum(feature.length for feature in features)
-    size = session.placement.size or measure(config)
+    size = session.placement.size or measure(session.placement.run.config)
     session.placement = session.placement.for_work(
         FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
     )

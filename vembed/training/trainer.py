@@ -274,10 +274,11 @@ class Trainer:
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
         data = open_data(resumed, session)
         self.data = data
-        identity = identity_of(resumed, data)
+        options = resumed.to_dict()
+        identity = identity_of(options, resumed.data.sources(), data)
         if session.world_size > 1:
             require_same_data(identity, data)
-        checkpointer.check(point, resumed.to_dict(), identity)
+        checkpointer.check(point, options, identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
