@@ -371,7 +371,7 @@ def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
     rows = [line.split() for line in done.out.splitlines()]
     assert ["source", "train.jsonl", "val.jsonl"] in rows
     assert ["repeated", "queries", "50%", "0%"] in rows
-    assert ["negatives", "each", "2.0", "0.0"] in rows
+    assert ["negatives", "each", "2", "0"] in rows
 
 
 def test_a_dry_run_shows_what_is_given_and_the_data(vembed, start, faq):
