@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import psutil
 import torch
@@ -35,8 +35,10 @@ from vembed.config.schema import (
     AdapterSection,
     DataSection,
     DataSource,
+    EvaluationSection,
     ModelSection,
     ObjectiveSection,
+    RunSection,
     TrainConfig,
     parse_sampling,
 )
@@ -597,7 +599,9 @@ def decide_rates(
 
 
 def decide_intervals(
-    config: TrainConfig,
+    evaluation: EvaluationSection,
+    run_options: RunSection,
+    logging_steps: int | Literal["auto"],
     data: RunData,
     model: nn.Module,
     *,
@@ -620,9 +624,7 @@ def decide_intervals(
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
         is_length_given=is_length_given,
     )
-    intervals, reasons = run_intervals(
-        config.evaluation, config.run, config.logging.logging_steps, size
-    )
+    intervals, reasons = run_intervals(evaluation, run_options, logging_steps, size)
     for name, reason in reasons.items():
         interval = getattr(intervals, name)
         value = "none" if interval is None else str(interval).lower()

@@ -285,7 +285,12 @@ class Trainer:
         self.components, decided = build_components(resumed, data, session)
         is_length_given = asked.optimizer.gives_length()
         self.intervals = decide_intervals(
-            decided, data, self.components.model, is_length_given=is_length_given
+            decided.evaluation,
+            decided.run,
+            decided.logging.logging_steps,
+            data,
+            self.components.model,
+            is_length_given=is_length_given,
         )
         intervals = asdict(self.intervals)
         if decided.optimizer.max_steps is None:
