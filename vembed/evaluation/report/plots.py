@@ -335,24 +335,6 @@ def plot_front(
     return _plot(title, lines, "{:.3f}".format, x_label, notes=notes)
 
 
-def plot_bars(values: Mapping[str, float], x_label: str) -> Plot:
-    """Return a horizontal bar for each value, the first one on top."""
-    row = 18.0
-    largest = max(values.values())
-    # A letter is about 0.58 of the font size wide.
-    start = 8 + 0.58 * FONT_SIZE * max(map(len, values))
-    marks: list[Mark] = []
-    for number, (name, value) in enumerate(values.items()):
-        middle = number * row + 8
-        end = start + value / max(largest, 1e-9) * (0.9 * WIDTH - start)
-        marks.append(Stroke([(start, middle), (end, middle)], ACCENT, row - 6))
-        marks.append(Text(start - 5, middle + 3, name, anchor="end"))
-        marks.append(Text(end + 4, middle + 3, f"{value:.0%}", anchor="start"))
-    height = row * len(values) + 20
-    marks.append(Text((start + WIDTH) / 2, height - 6, x_label))
-    return Plot(x_label, marks, height)
-
-
 def _running_mean(values: Sequence[float]) -> list[float]:
     """Return the mean of each value and its neighbours on both sides, with fewer neighbours at the ends."""
     reach = max(len(values) // MIN_SMOOTHED_POINTS, 2)
