@@ -371,7 +371,8 @@ class _Stage:
             (option,) = values_by_option([override])
             if option not in left_out:
                 kept_overrides.append(override)
-        if "resume" not in values_by_option(overrides) and not self.starts_over:
+        is_run = not self.all_arguments.is_dry_run and not self.starts_over
+        if is_run and "resume" not in values_by_option(overrides):
             # A stage that was stopped goes on; its folder is of this very fingerprint.
             kept_overrides.append("resume=auto")
         return tuple(kept_overrides)
