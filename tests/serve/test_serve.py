@@ -235,10 +235,7 @@ def test_what_is_known_about_the_server(server):
     assert float(metrics[answered]) >= 1
     assert float(metrics["vembed_tokens_total"]) >= 3
     assert float(metrics["vembed_waiting_requests"]) == 0
-    assert (
-        metrics['vembed_request_seconds_bucket{le="+Inf"}']
-        == metrics["vembed_request_seconds_count"]
-    )
+    assert float(metrics["vembed_request_seconds_count"]) >= 1
 
 
 @pytest.mark.parametrize("route", ["/v1/models", "/info", "/metrics", "/embed"])

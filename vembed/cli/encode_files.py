@@ -205,9 +205,6 @@ class EncodeInput:
         """Return the inputs of a chunk, of which the first row has this number. Collective."""
         rows = []
         problems = []
-        if first == 1 and self.column is not None:
-            records = [record for _, record, _ in chunk if isinstance(record, dict)]
-            self._check_columns("--column", [self.column], records)
         for number, (line, record, problem) in enumerate(chunk, first):
             where = f"{self.name}:{line}"
             value = record
@@ -258,23 +255,14 @@ class EncodeInput:
 
     def check_kept(self, rows: Sequence[EncodeRow]) -> None:
         """Raise UserError if a column to be kept is in none of the first records."""
-        self._check_columns("--keep", self.keep, [row.fields for row in rows])
-
-    def _check_columns(
-        self,
-        option: str,
-        columns: Sequence[str],
-        records: Sequence[dict[str, Any]],
-    ) -> None:
-        """Raise UserError if a column of an option is in none of these records."""
         names: dict[str, None] = {}  # as a set that keeps the order
-        for record in records:
-            names |= dict.fromkeys(record)
-        for column in columns:
-            if records and column not in names:
+        for row in rows:
+            names |= dict.fromkeys(row.fields)
+        for column in self.keep:
+            if rows and column not in names:
                 has = f"it has {listed(names)}" if names else "text has no columns"
                 raise UserError(
-                    f"{option} {column}: {self.name} has no such column ({has})"
+                    f"--keep {column}: {self.name} has no such column ({has})"
                 )
 
     def save_left_out(self, path: Path) -> Path | None:

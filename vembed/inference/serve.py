@@ -58,7 +58,6 @@ DISCARD_SECONDS = 2.0
 """Time in which the body of a refused request is read and thrown away, so that its client gets to read the answer."""
 
 SCORE_ROUTES = ("/rerank", "/score")
-SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
 Values = Mapping[str, Any]
 """The JSON object of a request."""
@@ -116,8 +115,6 @@ class Service:
     """Set `drain_seconds` after the server was told to stop."""
     num_requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Answered requests by route and status."""
-    num_within: Counter[float] = field(default_factory=Counter)
-    """Answered requests that took at most each of SECONDS_BUCKETS."""
     total_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -153,10 +150,9 @@ class Service:
     async def tei_embeddings(self, request: Request, values: Values) -> Any:
         """Return a list of vectors. `prompt_name`: query or document."""
         normalize = values.get("normalize")
-        if normalize is False:
+        if normalize is False and self.batcher.encoder.gives_unit_vectors:
             raise Refusal(
-                400,
-                "normalize is false, and this server gives the vectors that the model was trained for; leave it out",
+                400, "normalize is false, and this model normalises; leave it out"
             )
         embeddings, _ = await self.encode(request, values, "inputs", "prompt_name")
         if normalize:
@@ -292,11 +288,8 @@ class Service:
             log.exception("a request to %s failed", path)
             message = "the server could not compute this; its log has the reason"
             response = refusal_response(Refusal(500, message))
-        seconds = time.monotonic() - start
         self.num_requests[path, response.status_code] += 1
-        self.total_seconds += seconds
-        for bound in SECONDS_BUCKETS:
-            self.num_within[bound] += seconds <= bound
+        self.total_seconds += time.monotonic() - start
         return response
 
     def metrics(self) -> str:
@@ -305,13 +298,9 @@ class Service:
         for (route, status), count in sorted(self.num_requests.items()):
             labels = f'route="{route}",status="{status}"'
             lines.append(f"vembed_requests_total{{{labels}}} {count}")
-        lines.append("# TYPE vembed_request_seconds histogram")
-        total = self.num_requests.total()
-        buckets = {str(bound): self.num_within[bound] for bound in SECONDS_BUCKETS}
-        for bound, count in (buckets | {"+Inf": total}).items():
-            lines.append(f'vembed_request_seconds_bucket{{le="{bound}"}} {count}')
+        lines.append("# TYPE vembed_request_seconds summary")
         lines.append(f"vembed_request_seconds_sum {self.total_seconds}")
-        lines.append(f"vembed_request_seconds_count {total}")
+        lines.append(f"vembed_request_seconds_count {self.num_requests.total()}")
         for name in ("batches", "inputs", "tokens"):
             lines.append(f"# TYPE vembed_{name}_total counter")
             lines.append(f"vembed_{name}_total {self.batcher.counts[name]}")
@@ -827,6 +816,7 @@ class TextEncoder(ABC):
     """Token ids are below this number. None: the model takes texts only."""
     gives_scores = False
     """True: a reranker. Its inputs have queries."""
+    gives_unit_vectors = True
 
     @abstractmethod
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
@@ -845,6 +835,7 @@ class ModelEncoder(TextEncoder):
             )
         self.max_length = description.max_length
         self.has_fixed_length = description.traits.has_fixed_length
+        self.gives_unit_vectors = description.normalize
         self.prompts: dict[Kind | None, str] = {
             None: "",
             "query": description.query_prompt,
