@@ -151,12 +151,15 @@ def test_two_commands_that_write_one_file(texts, folder, name):
     assert (folder / name).read_text() == "of the first"
 
 
-@pytest.mark.parametrize("form", ["text", "jsonl"])
-def test_standard_input(monkeypatch, form):
-    lines = TEXTS if form == "text" else [json.dumps({"text": text}) for text in TEXTS]
-    stream = io.TextIOWrapper(io.BytesIO("\r\n".join(lines).encode()))
-    monkeypatch.setattr(sys, "stdin", stream)
+def test_standard_input(monkeypatch):
+    def stream(lines):
+        return io.TextIOWrapper(io.BytesIO("\r\n".join(lines).encode()))
+
+    monkeypatch.setattr(sys, "stdin", stream(TEXTS))
     np.testing.assert_allclose(vectors_of("-"), expected(), atol=1e-6)
+    monkeypatch.setattr(sys, "stdin", stream(['{"text": "red"}']))
+    with pytest.raises(UserError, match="standard input is text"):
+        vectors_of("-")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.parquet"])
