@@ -470,8 +470,7 @@ def _write_outcome(search: Search) -> dict[str, Any]:
     causes = f"not estimated from {len(complete)} trials that came to their end"
     if importance:
         plot = plot_bars(importance, "share of the difference between trials")
-        for kind in ("svg", "png"):
-            plot.write(search.folder / f"importance.{kind}")
+        plot.image("").save(search.folder / "importance.png")
         shares = [f"{name} {share:.0%}" for name, share in importance.items()]
         causes = ", ".join(shares)
     lines += [
