@@ -193,7 +193,11 @@ def test_the_weights_that_were_kept_count_not_the_last_ones(run):
 def test_what_comes_from_the_user_is_escaped(tmp_path):
     evil = "<script>alert('x')</script>&<b>"
     summary = RunSummary(
-        properties=[evil], data=[evil], evaluation=evil, warnings=[evil], versions={evil: evil}
+        properties=[evil],
+        data=[evil],
+        evaluation=evil,
+        warnings=[evil],
+        versions={evil: evil},
     )
     run = write_run(
         tmp_path / "run",
