@@ -17,7 +17,6 @@ from vembed.evaluation.report.plots import (
     Dot,
     Stroke,
     Text,
-    plot_bars,
     plot_curves,
     plot_dims,
     plot_front,
@@ -108,7 +107,3 @@ def test_files_have_colours_of_their_own_and_what_the_page_shows():
     assert pixels.mean() < 0.05
     trials = plot_front([(0.5, 0.6), (0.7, 0.5)], [0], (0.9, 0.65), "probe")
     assert accent(trials.image("")).any()
-    bars = plot_bars({"learning_rate": 0.8, "temperature": 0.2}, "share")
-    rows = accent(bars.image("")).sum(axis=1)
-    lengths = sorted({int(length) for length in rows if length > 20})
-    assert lengths[-1] == pytest.approx(4 * lengths[0], rel=0.05)

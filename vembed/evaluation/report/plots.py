@@ -111,17 +111,17 @@ def _pixel(x: float, y: float) -> Point:
 
 @dataclass(frozen=True)
 class Plot:
-    """Marks on an area of WIDTH x `height`."""
+    """Marks on an area of WIDTH x HEIGHT."""
 
     description: str
     marks: Sequence[Mark]
-    height: float = HEIGHT
     width: ClassVar[float] = WIDTH
+    height: ClassVar[float] = HEIGHT
     font_size: ClassVar[int] = FONT_SIZE
 
     def image(self, title: str) -> Image.Image:
         """Draw the plot below a title."""
-        width, height = _pixel(WIDTH + PLOT_MARGIN, self.height + PLOT_MARGIN)
+        width, height = _pixel(WIDTH + PLOT_MARGIN, HEIGHT + PLOT_MARGIN)
         image = Image.new("RGB", (round(width), round(height)), "white")
         draw = ImageDraw.Draw(image)
         heading = Text(0.0, -8.0, title, anchor="start")
@@ -258,24 +258,6 @@ def plot_front(
     title = "trials, and those that no other one beats"
     notes = [(*start, "before", INK, True)]
     return _plot(title, lines, "{:.3f}".format, x_label, notes=notes)
-
-
-def plot_bars(values: Mapping[str, float], x_label: str) -> Plot:
-    """Return a horizontal bar for each value, the first one on top."""
-    row = 18.0
-    largest = max(values.values())
-    # A letter is about 0.58 of the font size wide.
-    start = 8 + 0.58 * FONT_SIZE * max(map(len, values))
-    marks: list[Mark] = []
-    for number, (name, value) in enumerate(values.items()):
-        middle = number * row + 8
-        end = start + value / max(largest, 1e-9) * (0.9 * WIDTH - start)
-        marks.append(Stroke([(start, middle), (end, middle)], ACCENT, row - 6))
-        marks.append(Text(start - 5, middle + 3, name, anchor="end"))
-        marks.append(Text(end + 4, middle + 3, f"{value:.0%}", anchor="start"))
-    height = row * len(values) + 20
-    marks.append(Text((start + WIDTH) / 2, height - 6, x_label))
-    return Plot(x_label, marks, height)
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
