@@ -247,12 +247,14 @@ class Checks:
         self.rows_to_drop: dict[str, set[int]] = {}
         # The options that name the data, as arguments of a command that is advised.
         arguments = []
-        for name in ("model_name", "data_path", "val_data_path", "corpus_path"):
+        for name in ("model_name", "data_path", "corpus_path"):
             value = getattr(config, name)
             if isinstance(value, str):
                 arguments.append(f"{name}={value}")
         self.arguments = " ".join(arguments)
         self.command = f"vembed audit {self.arguments} cleaned_path=cleaned.jsonl"
+        if config.val_data_path is not None:
+            self.command += f" val_data_path={config.val_data_path}"
 
     def add(
         self,
