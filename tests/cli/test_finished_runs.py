@@ -130,7 +130,7 @@ def test_a_resumed_run_keeps_its_global_batch_on_more_processes(vembed, run):
     assert losses("run") == pytest.approx(whole, rel=1e-4)
     refused = on_ranks("train", run, "--resume", "batch_size=6", "max_steps=9")
     assert [done.code for done in refused] == [2, 2]
-    assert "give global_batch_size=8" in refused[0].err
+    assert "global_batch_size 8 -> 12" in refused[0].err
 
 
 def test_verbs_take_a_run_and_a_checkpoint(vembed, run):

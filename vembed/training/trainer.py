@@ -37,7 +37,6 @@ from vembed.parallel.devices import fsdp_print_memory_usage
 from vembed.parallel.environment import RankInfo, launched_rank
 from vembed.parallel.launch_check import COMPARED
 from vembed.parallel.parameters import log_parameter_summary
-from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import OutOfMemory, find_budget, halved
 from vembed.progress import duration
@@ -48,7 +47,6 @@ from vembed.training.checkpoint.folders import (
     OutputLock,
     kept_decisions,
     of_option,
-    precision_before,
     require_output_folder,
 )
 from vembed.training.final import ModelWriter, save_final
@@ -138,9 +136,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         lock,
         RunLog(config.logging, output, launched_rank()) as run_log,
         Interrupts(config.run.max_train_minutes) as interrupts,
-        start_session(
-            resolved, prepare_launch, lambda: precision_before(config.run)
-        ) as session,
+        start_session(resolved, prepare_launch) as session,
         Checkpointer(config.run, session) as checkpointer,
     ):
         for line in resolved.translated:
@@ -270,9 +266,6 @@ class Trainer:
             # Decisions of the run that is resumed stay.
             kept_options = kept_decisions(asked, point.state, session.world_size)
             resumed = asked.changed(**kept_options)
-            precision = session.placement.precision
-            if precision.origin == CHECKPOINT:
-                log.info(f"mixed precision: {precision}", extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
         data = open_data(resumed, session)
@@ -548,7 +541,7 @@ class Trainer:
             )
         state.scores = scores
         state.scored_step = state.step
-        metric = deciding_metric(config.evaluation.eval_metric, data, scores)
+        metric = deciding_metric(config.evaluation.eval_metric, data)
         when = f"after step {state.step:,d}" if state.step else "before training"
         seconds = self.clock.seconds() - start
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
@@ -612,9 +605,7 @@ class Trainer:
         data = self.data.evaluation
         metric = ""
         if data is not None and state.scores:
-            metric = deciding_metric(
-                self.config.evaluation.eval_metric, data, state.scores
-            )
+            metric = deciding_metric(self.config.evaluation.eval_metric, data)
         with self.hooks.evaluation_weights():
             model_dir = save_final(self.model_writer, self.data, state, metric)
         before = {f"before/{name}": score for name, score in state.before.items()}
@@ -639,11 +630,12 @@ class Trainer:
         state = LoopState.restored(self.checkpointer.load(point, self._trained()))
         data = self.data.evaluation
         is_scored = state.step > 0 and state.scored_step == state.step
-        if data is not None and is_scored and state.best is None:
+        has_checkpoint = self.checkpointer.path_of(state.step).is_dir()
+        if data is not None and is_scored and has_checkpoint and state.best is None:
             # No best step is known: the options have changed, or this step had no checkpoint yet when it was scored.
             # It has one now, so it may be the best. A best step that is known stays, as in a run that was not stopped.
             metric = self.config.evaluation.eval_metric
-            state.set_best(deciding_metric(metric, data, state.scores))
+            state.set_best(deciding_metric(metric, data))
         if not self.config.evaluation.guards:
             # The guard that ended the run is no longer asked for.
             state.guard_drop = None

@@ -22,7 +22,7 @@ from typing_extensions import override
 from vembed.config.decisions import has_initial_weights
 from vembed.config.terms import loss_terms, source_group_names
 from vembed.errors import RunError, UserError
-from vembed.evaluation.report.plots import Curve, plot_curve, plot_evaluations
+from vembed.evaluation.report.plots import ACCENT, Curve, plot_curves
 from vembed.evaluation.report.record import metric_name, read_run
 from vembed.parallel import collectives
 from vembed.parallel.devices import memory_snapshot
@@ -354,15 +354,18 @@ def _tracked_report(output: Path) -> TrackedReport:
     record = read_run(output)
     name = metric_name(record.headline)
     steps, scores = record.scores_over_steps(record.headline)
-    plots = []
+    curves = []
     if steps:
-        plots.append((name, plot_evaluations(steps, scores, name, None)))
+        curve = Curve(name, "", steps, scores, "{:.3f}".format, has_points=True)
+        curves.append(curve)
     lines = [line for line in record.steps if isinstance(line.get("loss"), float)]
     steps = [line["step"] for line in lines]
     losses = [line["loss"] for line in lines]
-    curve = Curve("loss", "", steps, losses, "{:.3g}".format)
-    plots.append(("loss", plot_curve(curve)))
-    images = [np.asarray(plot.image(title)) for title, plot in plots]
+    curves.append(Curve("loss", "", steps, losses, "{:.3g}".format))
+    images = []
+    for curve in curves:
+        plot = plot_curves([(ACCENT, curve)])
+        images.append(np.asarray(plot.image(curve.title)))
     picture = np.concatenate(images, axis=1)
     return TrackedReport(output / "report.html", picture, record.last_step)
 
