@@ -64,11 +64,6 @@ def test_texts_that_look_like_lists_are_warned_of(tmp_path):
             {},
             "{bm25 negatives: negative, negative1: negative}",
         ),
-        (
-            {"Instruction": "i", "prompt_id": 3},
-            {},
-            "Instruction is not read: .* {Instruction: query_prompt}",
-        ),
         ({"negative_ids": [3], "is_negative": False, "negative_1": "n"}, {}, None),
     ],
 )

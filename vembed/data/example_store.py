@@ -59,7 +59,7 @@ from vembed.data.records import (
     RecordFormat,
     classes_as_scores,
     unread_judgement,
-    unread_parts,
+    unread_negatives,
 )
 from vembed.errors import UserError, joined, listed
 from vembed.files import cache_folder, change_since, short_hash, stamp, written_aside
@@ -204,7 +204,7 @@ class _Source(Records):
         )
         sentences: list[str | None] = []
         if index.labels is None and losses:
-            sentences += unread_parts(index.unused)
+            sentences.append(unread_negatives(index.unused))
         if index.labels is None and takes_matches:
             if not counts["scored"]:
                 sentences.append(unread_judgement(index.unused))

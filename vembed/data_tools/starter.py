@@ -29,7 +29,7 @@ from vembed.data.records import (
     classes_as_scores,
     negative_columns,
     unread_judgement,
-    unread_parts,
+    unread_negatives,
 )
 from vembed.errors import UserError, printable
 from vembed.files import is_address, is_pattern
@@ -303,7 +303,7 @@ def doubts_about(sample: FileSample, mapping: Mapping[str, str]) -> list[str]:
         unused = [name for name in sample.columns if name not in read]
         if layout.score is None:
             doubts.append(unread_judgement(unused))
-        doubts += unread_parts(unused)
+        doubts.append(unread_negatives(unused))
     return [doubt for doubt in doubts if doubt is not None]
 
 
