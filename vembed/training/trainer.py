@@ -34,7 +34,6 @@ from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.parallel.devices import fsdp_print_memory_usage
 from vembed.parallel.environment import RankInfo, launched_rank
-from vembed.parallel.launch_check import COMPARED
 from vembed.parallel.parameters import log_parameter_summary
 from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import OutOfMemory, find_budget, halved
@@ -164,10 +163,7 @@ def facts_of(resolved: ResolvedRun) -> dict[str, Any]:
             is_switch = isinstance(value, bool) or value in ("auto", "force")
             facts[name] = value if is_switch else "a path"
         elif name in FILE_OPTIONS:
-            content = of_option(name, value, config.model.model_revision)
-            facts[name] = value
-            if content != value:
-                facts[name] = {COMPARED: content, "shown": f"{value} ({content})"}
+            facts[name] = of_option(name, value, config.model.model_revision)
         elif name not in MAY_DIFFER:
             facts[name] = value
     # What follows from options, files and the environment together.
