@@ -168,7 +168,7 @@ def test_everything_on_the_command_line(vembed):
     done = vembed(words, "--dry-run")
     assert done.code == 0, done.err
     assert "model_name: some/model  # command line" in done.out
-    printed = "--set=use_fsdp=true --set=model_name=some/model --set=data_path=d.jsonl"
+    printed = "--set=use_fsdp=true --set=model=some/model --set=data=d.jsonl"
     assert printed in done.out
     assert "data_path is missing" in vembed("train --model x").err
 

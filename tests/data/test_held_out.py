@@ -259,3 +259,28 @@ def test_a_share_below_a_percent_and_few_negatives_are_written_out(tmp_path):
     page, _ = data_facts(load_config(config))
     cells = [line.split() for line in page.splitlines() if "negatives each" in line]
     assert ["negatives", "each", "0.02", "0"] in cells
+
+
+def test_scored_pairs_are_not_in_a_retrieval_score(tmp_path):
+    pairs = [{"query": f"{word} asked", "positive": f"{word} found"} for word in WORDS]
+    write_jsonl(tmp_path / "pairs.jsonl", pairs)
+    scored = []
+    for number, word in enumerate(WORDS):
+        scored.append(
+            {"query": f"{word} left", "positive": f"{word} right", "score": number}
+        )
+    write_jsonl(tmp_path / "scored.jsonl", scored)
+    paths = [str(tmp_path / "pairs.jsonl"), str(tmp_path / "scored.jsonl")]
+    metrics = {}
+    for name, sources in (("both", paths), ("scored", paths[1:])):
+        options = load_config(
+            {"model_name": "m", "data_path": sources, "val_split": 0.5}
+        )
+        settings = {"model_name": "m", "seed": 0, "compares": False}
+        data = open_sets(options.data, options.objective, **settings).evaluation
+        metrics[name] = data.metric
+        if name == "both":
+            assert all(item.text.endswith("asked") for item in data.queries)
+            assert all(item.text.endswith("found") for item in data.documents)
+            assert "without the scored pairs" in data.summary()
+    assert metrics == {"both": "ndcg@10", "scored": "spearman"}

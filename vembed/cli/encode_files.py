@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -315,26 +315,20 @@ def broken_images(rows: Sequence[EncodeRow]) -> list[tuple[int, str]]:
 
 @dataclass
 class NpyWriter:
-    """A .npy file that grows. Kept columns go to a file of their own."""
+    """A .npy file that grows. It has no columns beside the vectors."""
 
     file: BinaryIO
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    kept_file: BinaryIO | None
     num_rows: int = 0
 
     def __post_init__(self) -> None:
         self._write_header()
 
-    def write(self, vectors: np.ndarray, columns: Mapping[str, list[Any]]) -> None:
+    def write(self, vectors: np.ndarray, _: Mapping[str, list[Any]]) -> None:
         """Append rows."""
         self.num_rows += len(vectors)
         self.file.write(np.ascontiguousarray(vectors, self.dtype).tobytes())
-        if self.kept_file is not None:
-            for values in zip(*columns.values(), strict=True):
-                row = dict(zip(columns, values, strict=True))
-                line = json.dumps(row, ensure_ascii=False) + "\n"
-                self.kept_file.write(line.encode())
 
     def close(self) -> None:
         """Write the header again, with the number of rows."""
@@ -391,27 +385,13 @@ def _column(
     values: Sequence[Any],
     kind: pa.DataType | None,
 ) -> pa.Array:
-    """Return a kept column: numbers and booleans as they are, all else as text. `kind`: that of the first values."""
-    if kind is None:
-        try:
-            kind = pa.infer_type(values)
-        except pa.ArrowException:
-            kind = pa.string()
-        if not (pa.types.is_primitive(kind) and not pa.types.is_temporal(kind)):
-            kind = pa.string()
-    if pa.types.is_string(kind):
-        texts = []
-        for value in values:
-            if value is not None and not isinstance(value, str):
-                value = json.dumps(value, ensure_ascii=False)  # noqa: PLW2901
-            texts.append(value)
-        values = texts
+    """Return a kept column. `kind`: that of the first values."""
     try:
-        return pa.array(values, kind)
+        column = pa.array(values, kind)
     except pa.ArrowException as error:
-        raise UserError(
-            f"--keep {name}: a later value is no {kind} as the first ones are: {error}"
-        ) from error
+        raise UserError(f"--keep {name}: values of several types: {error}") from error
+    # A column without any value yet.
+    return column.cast(pa.string()) if pa.types.is_null(column.type) else column
 
 
 @contextmanager
@@ -419,24 +399,15 @@ def vector_writer(
     target: Path,
     shape: tuple[int, ...],
     dtype: str,
-    *,
-    keeps_columns: bool,
 ) -> Iterator[NpyWriter | ParquetWriter]:
     """Write beside the target and move it there at the end. `shape`: of what stands for one input, more than one
     dimension in .npy alone."""
-    is_array = target.suffix == ".npy"
-    targets = [target]
-    if is_array and keeps_columns:
-        targets.append(target.with_suffix(".kept.jsonl"))
-    with ExitStack() as stack:
-        partials = [stack.enter_context(replaced_file(path)) for path in targets]
-        # Closed before they are renamed.
-        files = [stack.enter_context(partial.open("wb")) for partial in partials]
+    # Closed before it is renamed.
+    with replaced_file(target) as partial, partial.open("wb") as file:
         writer: NpyWriter | ParquetWriter
-        if is_array:
-            kept_file = files[1] if keeps_columns else None
-            writer = NpyWriter(files[0], shape, np.dtype(dtype), kept_file)
+        if target.suffix == ".npy":
+            writer = NpyWriter(file, shape, np.dtype(dtype))
         else:
-            writer = ParquetWriter(files[0], shape[0], np.dtype(dtype))
+            writer = ParquetWriter(file, shape[0], np.dtype(dtype))
         yield writer
         writer.close()

@@ -510,7 +510,7 @@ class Pipeline:
         step = trainings[stage]
         source = self.source
         # Option -> its path and where that comes from.
-        paths = {"output_dir": (self.folder(stage), f", {TRAINING_STAGES}.{stage}")}
+        paths = {"output_dir": (self.folder(stage), f", stage {stage}")}
         if step.model_step is not None:
             model = self.folder(step.model_step.name) / "final"
             paths["model_name"] = (model, f"{RESULT_OF}{step.model_step.name}")
@@ -649,7 +649,7 @@ def _step(
     layer = Layer(source)
     task = str(shared.value("task", "embed"))
     if kind == "train":
-        layer.take_all(block, f"{TRAINING_STAGES}.{name}.")
+        layer.take_all(block, f"{name}.")
         options = {key: value.value for key, value in layer.values.items()}
         task = str(layer.value("task", task))
     else:

@@ -357,7 +357,7 @@ class ModelSection(Section, title="model"):
 class MatryoshkaSection(Section, title="Matryoshka sizes"):
     """Matryoshka sizes of the embedding."""
 
-    mrl_dims: Auto | list[PositiveInt] | None = None
+    mrl_dims: Auto | Annotated[list[PositiveInt], Field(min_length=1)] | None = None
     """Sizes to train (Matryoshka): the loss is a weighted sum over them, each the first dimensions. `auto`: the
     embedding's size, halved repeatedly down to 64. Alias: `use_mrl: true` for `auto`."""
     mrl_weights: list[PositiveFloat] | None = None
@@ -483,7 +483,9 @@ class _Objective(Section, title="loss"):
     (`model_class`) names them. Other text models have a language-model head. Decoders: `next_token`, which is trained
     beside `loss` if it has a weight here, and alone with loss: none. Encoders: `masked_token`, only alone with loss: none. It
     predicts tokens that are hidden with probability 0.15."""
-    losses: Annotated[list[LossEntry] | None, NamesFiles("model")] = None
+    losses: Annotated[
+        Annotated[list[LossEntry], Field(min_length=1)] | None, NamesFiles("model")
+    ] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section, and those that only entries have
     (docs/teachers.md)."""

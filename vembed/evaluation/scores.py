@@ -89,10 +89,6 @@ def evaluate(
             f"data is a {type(data).__name__}; give the path of a file of pairs or of a BEIR-style folder, or what "
             "vembed.evaluation.dataset.from_examples returns"
         )
-    if not isinstance(model, str | Path | Embedder):
-        raise UserError(
-            f"model is a {type(model).__name__}; give the path of a model, its Hub name or an Embedder"
-        )
     if isinstance(data, str | Path):
         if retrieval_mode is None and not isinstance(model, Embedder):
             run = run_options(str(model), ("retrieval_mode",))
@@ -274,18 +270,10 @@ def similarity_metrics(
     return metrics
 
 
-def deciding_metric(
-    eval_metric: str,
-    data: EvalData,
-    scores: dict[str, float],
-) -> str:
-    """Return the key of the metric that decides which checkpoint is best."""
+def deciding_metric(eval_metric: str, data: EvalData) -> str:
+    """Return the key of the metric that decides which checkpoint is best. `check_metric` has seen it."""
     if eval_metric == "auto":
         return data.metric
-    if eval_metric not in scores:
-        raise UserError(
-            f"eval_metric: {eval_metric} is not among what is measured: {', '.join(scores)}"
-        )
     return eval_metric
 
 
@@ -399,7 +387,8 @@ def _evaluate_reranker(
     # The same number on every rank, because `score` is collective. A rank may have no queries in the last round.
     num_rounds = math.ceil(len(candidates) / (world_size * QUERIES_AT_ONCE))
     rankings = np.full((len(dealt), candidates.shape[1]), -1, np.int64)
-    with ProgressReport("scoring pairs", active=active, log=log) as progress:
+    title = f"scoring the first {candidates.shape[1]} of {evaluation.first_stage}"
+    with ProgressReport(title, active=active, log=log) as progress:
         for number in range(num_rounds):
             first = number * QUERIES_AT_ONCE
             rows = range(len(dealt))[first : first + QUERIES_AT_ONCE]
@@ -424,7 +413,7 @@ def _evaluate_reranker(
             progress(min(num_done, len(candidates)), len(candidates))
     if log is not None and active:
         seconds = (time.monotonic() - began) / max(1, len(candidates))
-        log(f"{1000 * seconds:,.1f} ms per query for {candidates.shape[1]} documents")
+        log(f"{title}: {1000 * seconds:,.1f} ms per query")
     rankings = from_all_ranks(rankings, len(candidates), session)
     names, values = score_rankings(rankings, data.relevance, ks)
     _, first_values = score_rankings(candidates, data.relevance, ks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
 from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
-from vembed.parallel.devices import GIB, Gpu, Hardware, bf16_instructions
+from vembed.parallel.devices import Gpu, Hardware, bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import (
     PRECISION_DTYPES,
@@ -61,11 +61,6 @@ class Prediction:
     def fits(self) -> bool:
         """True if each process has the memory."""
         return self.memory.total <= FITS * self.placement.memory
-
-    @property
-    def needed(self) -> str:
-        """The memory in words."""
-        return f"{self.memory.total / GIB:.1f} GB of the {self.placement.memory / GIB:.1f} GB of a process"
 
 
 @dataclass(frozen=True)
@@ -185,20 +180,6 @@ def training_time(
         f"on {world} {'GPU' if gpu else 'process'}(s); without evaluations and loading"
     )
     return seconds, line
-
-
-def encoding_seconds(prediction: Prediction, data_path: str) -> float | None:
-    """Return the estimated seconds in which one process encodes the texts of a file; None where that is not known."""
-    placement = replace(prediction.placement, ranks=RankInfo())
-    try:
-        peak = peak_tflops(placement, prediction.gpu)
-        config = placement.run.config.changed(**{"data_path": data_path})
-        data = data_size(config.model, config.data)
-    except UserError:
-        return None
-    operations = _forward_operations(prediction.size, data.length)
-    speed = peak * 1e12 * USED_SHARE[placement.computes_in_half]
-    return data.num_examples * data.tokens * operations / speed
 
 
 def operations_per_token(

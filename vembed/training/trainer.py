@@ -539,7 +539,7 @@ class Trainer:
             )
         state.scores = scores
         state.scored_step = state.step
-        metric = deciding_metric(config.evaluation.eval_metric, data, scores)
+        metric = deciding_metric(config.evaluation.eval_metric, data)
         when = f"after step {state.step:,d}" if state.step else "before training"
         seconds = self.clock.seconds() - start
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
@@ -603,9 +603,7 @@ class Trainer:
         data = self.data.evaluation
         metric = ""
         if data is not None and state.scores:
-            metric = deciding_metric(
-                self.config.evaluation.eval_metric, data, state.scores
-            )
+            metric = deciding_metric(self.config.evaluation.eval_metric, data)
         with self.hooks.evaluation_weights():
             model_dir = save_final(self.model_writer, self.data, state, metric)
         before = {f"before/{name}": score for name, score in state.before.items()}
@@ -635,7 +633,7 @@ class Trainer:
             # No best step is known: the options have changed, or this step had no checkpoint yet when it was scored.
             # It has one now, so it may be the best.
             metric = self.config.evaluation.eval_metric
-            state.set_best(deciding_metric(metric, data, state.scores))
+            state.set_best(deciding_metric(metric, data))
         if not self.config.evaluation.guards:
             # The guard that ended the run is no longer asked for.
             state.guard_drop = None

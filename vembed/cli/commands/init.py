@@ -14,8 +14,9 @@ from typer import Option
 
 from vembed.cli.commands.demo import demo_model
 from vembed.cli.support import ColumnMapping, option
-from vembed.config.loading import load_config, one_line_yaml, resolve_run
+from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.options import join_words
+from vembed.config.rules import missing_path
 from vembed.config.values import RetrievalMode, Task
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
@@ -44,7 +45,6 @@ from vembed.data_tools.starter import (
 )
 from vembed.errors import UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
-from vembed.files import is_pattern
 from vembed.losses.declaration import LossDeclaration
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
@@ -66,13 +66,6 @@ stages:
   - {{name: reranker}}  # all of the above"""
 DEMO = "demo"
 """Name for --model: all-MiniLM-L6-v2 from the demo's package, without a network."""
-SMALLER_SETTINGS: tuple[dict[str, Any], ...] = (
-    {"gradient_checkpointing": True},
-    {"use_fsdp": True},
-    {"use_lora": True},
-    {"use_lora": True, "gradient_checkpointing": True},
-)
-"""Settings that take less memory, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -155,6 +148,9 @@ def init(
         names = f": give one of {join_words(list(FAMILIES))}"
         hint = did_you_mean(family, FAMILIES) or names
         raise UserError(f"--family {family!r} is not known{hint}")
+    missing = missing_path("--data", data)
+    if missing is not None:
+        raise UserError(missing)
     train_data, comment = _in_utf8(data, force)
     if val_data is not None:
         val_data, more = _in_utf8(val_data, force)
@@ -171,10 +167,6 @@ def init(
     for line in text.splitlines():
         if line.startswith((CHECK, GUESSED)):
             sys.stderr.write(f"note: {line.removeprefix(CHECK).removeprefix('# ')}\n")
-    if not Path(data).exists() and not is_pattern(data):
-        sys.stderr.write(
-            f"note: {data} is not here, so columns, lengths and sizes are defaults; check the path\n"
-        )
     sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
 
 
@@ -272,12 +264,6 @@ def starter(
         num_steps=num_steps,
     )
     lines = [text.rstrip(), *_bad_record_lines(summary, text)]
-    if facts is None:
-        lines.append(
-            f"\n# Memory: not planned, since {name} is not on this machine; once it is, `vembed plan <this file>`"
-        )
-    else:
-        lines += ["", *_memory_lines("\n".join(lines))]
     if task == "rerank" and not (summary.is_scored or summary.has_negatives):
         configured = yaml.safe_load("\n".join(lines))
         options = {"model_name": "bm25", "num_negatives": 7}
@@ -320,37 +306,6 @@ def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
         f"{CHECK}{num_bad:,d} of {total} records are invalid and left out, the first: {first}",
         _line("on_bad_record", "skip", "fix these records to train on all"),
     ]
-
-
-def _memory_lines(text: str) -> list[str]:
-    """Return the memory of a process for a config whose model is on this machine, and the settings that it needs to
-    fit."""
-    from vembed.cli.run_train import resolve_launch
-    from vembed.parallel.devices import GIB
-    from vembed.parallel.step_memory import MemoryEstimate
-    from vembed.pipelines.prediction import FITS, place_here
-
-    configured = yaml.safe_load(text)
-    title = "# Memory (`vembed plan` says more)"
-    plain = ""
-    for change in ({}, *SMALLER_SETTINGS):
-        run = resolve_run({**configured, **change})
-        ranks = resolve_launch(run).first_rank
-        # On one process there is nothing to shard.
-        is_alone = "use_fsdp" in change and ranks.world_size == 1
-        if is_alone or change.keys() & configured.keys():
-            continue
-        placement = place_here(run, ranks)
-        need = MemoryEstimate(placement).in_step().total
-        gigabytes = f"{need / GIB:.1f} GB"
-        available = f"the {placement.memory / GIB:.1f} GB of a process on this machine"
-        plain = plain or f"# {gigabytes} of {available}"
-        if need <= FITS * placement.memory:
-            if not change:
-                return [title, f"{plain}: fits"]
-            lines = [_line(name, value, gigabytes) for name, value in change.items()]
-            return [title, f"{plain} without these settings", *lines]
-    return [title, f"{plain}: take a smaller model"]
 
 
 def look_at(

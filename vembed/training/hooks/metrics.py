@@ -399,6 +399,10 @@ class Profile(Hook):
     @override
     def on_start(self, run: Trainer) -> None:
         self.path = run.output / f"trace-rank{run.session.rank}.json"
+        if self.first > run.data.total_steps:
+            log.warning(
+                f"profile_steps: step {self.first} is after the run's last step, {run.data.total_steps}"
+            )
 
     @override
     def before_step(self, step: int) -> None:
