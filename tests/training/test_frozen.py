@@ -233,16 +233,16 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, 
 
 def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path, monkeypatch):
     whole = train(options(tmp_path, "whole", cache_frozen_features=False))
-    must_stop = Interrupts.must_stop
+    agree_on_stop = Interrupts.agree_on_stop
     steps = []
 
     def stop_after_two(self, save_seconds=0.0):
         steps.append(1)
         if len(steps) == 2:
             self._number = 15
-        return must_stop(self, save_seconds)
+        return agree_on_stop(self, save_seconds)
 
-    monkeypatch.setattr(Interrupts, "must_stop", stop_after_two)
+    monkeypatch.setattr(Interrupts, "agree_on_stop", stop_after_two)
     with pytest.raises(Stopped):
         train(options(tmp_path, "parts"))
     others = train(options(tmp_path, "parts", resume=True))

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -137,13 +138,15 @@ def run_of_a_rank(folder, **options):
     return vembed.train(run).output_dir
 
 
-def two_ranks(folder, failing_calls):
+def two_ranks(folder, failing_calls, **options):
     """Train on a rank of two, of which rank 1 runs out of memory at some calls of the model. Return the losses."""
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
             fail_at(patch, failing_calls)
         output = str(folder / f"run-{len(failing_calls)}")
-        run = run_of_a_rank(folder, use_gradient_cache=True, output_dir=output)
+        run = run_of_a_rank(
+            folder, use_gradient_cache=True, output_dir=output, **options
+        )
         return metrics(run)
 
 
@@ -152,6 +155,20 @@ def test_a_shortage_of_one_rank_is_known_to_all(tmp_path):
     failing_calls = {3, 11, 19}
     (short, _) = run_ranks(two_ranks, 2, tmp_path, failing_calls, process_group=False)
     assert short == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_shortage_between_shared_batch_norms_ends_all_ranks(tmp_path):
+    """Its neighbour may be inside the model, where a batch norm waits for this rank: nothing can tell it to repeat."""
+    (neighbour, short) = rank_outcomes(
+        partial(two_ranks, sync_batchnorm=True),
+        2,
+        tmp_path,
+        {3},
+        timeout=100,
+        process_group=False,
+    )
+    assert "RunError: rank 1 of 2 is out of device memory" in short.error
+    assert _LOST_RANK.search(neighbour.error)
 
 
 def two_ranks_with_short_loss(folder, strategy, cache):
