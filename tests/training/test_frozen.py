@@ -288,10 +288,16 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path):
         store = row_store.RowStore(
             tmp_path, "tower", "cache_frozen_features", ".features"
         )
-        stored = store.find_rows(keys)
-        assert len(stored) < 6
-        for number, row in stored.items():
-            assert np.array_equal(row, rows[number])
+        try:
+            stored = store.find_rows(keys)
+        except UserError as error:
+            assert f"is damaged: delete {tmp_path / 'tower'} and run again" in str(
+                error
+            )
+        else:
+            assert len(stored) < 6
+            for number, row in stored.items():
+                assert np.array_equal(row, rows[number])
         for path, content in contents.items():
             path.write_bytes(content)
 
@@ -301,14 +307,6 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path):
             check()
             path.write_bytes(content[:position])
             check()
-
-
-def test_a_run_with_damaged_features_computes_them_anew(tmp_path, cache):
-    first = train(options(tmp_path, "first"))
-    (path,) = cache.glob("*/*.features")
-    _corrupt(path, len(path.read_bytes()) // 2)
-    again = train(options(tmp_path, "again"))
-    assert again["losses"] == first["losses"] and 1 < again["passed"] <= NUM_ROWS + 1
 
 
 def test_a_full_disk_costs_time_and_not_the_run(tmp_path, monkeypatch):
