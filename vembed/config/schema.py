@@ -703,8 +703,8 @@ class LoggingSection(Section, title="logging"):
     wandb_tags: list[str] = Field(default_factory=list)
     """Tags of the run in wandb."""
     push_to_hub: str | None = None
-    """Repository on the Hub (user/name, private) that gets each best checkpoint, as a commit with the tag step-N, and in the end
-    `final/` with card, report and a description of the data. The token is that of the login or of HF_TOKEN."""
+    """Repository on the Hub (user/name, private) that gets `final/` at the end, with card, report and a description of the data.
+    The token is that of the login or of HF_TOKEN."""
     console: Literal["normal", "verbose", "quiet"] = "normal"
     """Lines on the console: five on the set-up, then steps and scores. Or all lines of the log file (alias: `--verbose`), or
     only warnings (alias: `--quiet`)."""

@@ -30,17 +30,17 @@ from vembed.config.loading import require_earlier_stage, save_config
 from vembed.config.rules import require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.data.batching.rank_batch import RankBatch
+from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.parallel.devices import fsdp_print_memory_usage
 from vembed.parallel.environment import RankInfo, launched_rank
-from vembed.parallel.launch_check import COMPARED
 from vembed.parallel.parameters import log_parameter_summary
 from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import OutOfMemory, find_budget, halved
 from vembed.progress import duration
-from vembed.saving.publication import Hub
+from vembed.saving.publication import Hub, publication
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint, Trained
 from vembed.training.checkpoint.folders import (
     NothingLeft,
@@ -57,7 +57,6 @@ from vembed.training.hooks.base import (
     Hooks,
     StepReport,
 )
-from vembed.training.hooks.evaluations import push_final
 from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.interrupts import Interrupts, StopRequested
 from vembed.training.optimizer import GradientScale, Schedule, Update
@@ -151,7 +150,14 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
             done = end.run
             return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
         if session.is_main and hub is not None:
-            push_final(hub, output)
+            try:
+                hub.push(publication(str(output)), "Trained by vembed")
+            except (RunError, UserError) as error:
+                command = f"vembed push {output} {hub.repository}"
+                raise RunError(
+                    f"{error}; the model is in {output}/final: `{command}`"
+                ) from error
+            log.info(f"push_to_hub: {hub.repository} has the model of final/")
         return result
 
 
@@ -165,10 +171,7 @@ def facts_of(resolved: ResolvedRun) -> dict[str, Any]:
             is_switch = isinstance(value, bool) or value in ("auto", "force")
             facts[name] = value if is_switch else "a path"
         elif name in FILE_OPTIONS:
-            content = of_option(name, value, config.model.model_revision)
-            facts[name] = value
-            if content != value:
-                facts[name] = {COMPARED: content, "shown": f"{value} ({content})"}
+            facts[name] = of_option(name, value, config.model.model_revision)
         elif name not in MAY_DIFFER:
             facts[name] = value
     # What follows from options, files and the environment together.
