@@ -27,7 +27,6 @@ from vembed.evaluation.bm25 import (
     scores_of_query,
 )
 from vembed.evaluation.top_k import (
-    NOTHING,
     Pairs,
     TopK,
     documents_of,
@@ -98,18 +97,12 @@ class LexicalRetriever:
 
         `excluded` counts queries from `first`. Collective: the ranks share the queries.
         """
-        num_candidates = self._documents.num_candidates
-        bounds = excluded.bounds(last - first)
         # The index is mapped by every rank, so that the queries are shared and not the documents.
-        dealt = range(self._session.rank, last - first, self._session.world_size)
-        best = torch.full((len(dealt), k), NOTHING, dtype=torch.int64)
-        for row, query in enumerate(dealt):
-            scores = self._scores(first + query)[:num_candidates]
-            left_out = excluded.documents[bounds[query] : bounds[query + 1]]
-            # Documents of the rows beyond the candidates may be excluded too.
-            left_out = left_out[left_out < num_candidates]
-            keys = best_keys(scores, k, left_out)
-            best[row, : len(keys)] = keys
+        queries = {}
+        for query in range(self._session.rank, last - first, self._session.world_size):
+            queries[query] = self._known.item(first + query).text
+        num_candidates = self._documents.num_candidates
+        best = best_keys(self._index, queries, num_candidates, k, excluded)
         device = self._session.device
         merged = collectives.all_gather_dealt(best.to(device), last - first).cpu()
         return documents_of(merged).numpy(), scores_of(merged).numpy()
