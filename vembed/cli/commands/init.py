@@ -28,7 +28,6 @@ from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,
     bad_records,
-    confirm,
     doubts_about,
     field_texts,
     fitting_batch,
@@ -36,12 +35,10 @@ from vembed.data_tools.starter import (
     fitting_length,
     guess,
     held_out_share,
-    is_terminal,
     local_family,
     measure_lengths,
     model_facts,
     read_sample,
-    utf8_copy,
 )
 from vembed.errors import UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
@@ -151,12 +148,7 @@ def init(
     missing = missing_path("--data", data)
     if missing is not None:
         raise UserError(missing)
-    train_data, comment = _in_utf8(data, force)
-    if val_data is not None:
-        val_data, more = _in_utf8(val_data, force)
-        comment += more
-    text = starter(FAMILIES[family], train_data, model, val_data, mapping, task)
-    text += comment
+    text = starter(FAMILIES[family], data, model, val_data, mapping, task)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -168,18 +160,6 @@ def init(
         if line.startswith((CHECK, GUESSED)):
             sys.stderr.write(f"note: {line.removeprefix(CHECK).removeprefix('# ')}\n")
     sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
-
-
-def _in_utf8(data: str, force: bool) -> tuple[str, str]:
-    """Return the file to train on, of one that is not UTF-8 a copy that is, and a comment on it for the config."""
-    written = utf8_copy(Path(data), force=force)
-    if written is None:
-        return data, ""
-    copy, encoding = written
-    about = (
-        f"{copy} is a copy of {data} in UTF-8, read as {encoding}: check its letters"
-    )
-    return str(copy), f"\n{GUESSED}{about}\n"
 
 
 def starter(
@@ -334,12 +314,8 @@ def look_at(
         missing.append("query")
     if not (layout.positive or layout.positive_image):
         missing.append("positive")
-    guesses = guess(records, missing, layout.read)
-    # Asked only where each missing part has a column to choose from.
-    confirmed = None
-    if missing and len(guesses.candidates) >= len(missing) and is_terminal():
-        confirmed = confirm(guesses, missing)
-    mapping = {**named, **(guesses.mapping if confirmed is None else confirmed)}
+    guesses, reasons = guess(records, missing, layout.read)
+    mapping = {**named, **guesses}
     layout = Columns(mapping).layout(names)
     if layout.problem:
         raise UserError(f"{data}: {layout.problem}, or with --query and --positive")
@@ -354,7 +330,7 @@ def look_at(
         about,
         bool(layout.negatives),
         is_scored,
-        guesses.reasons if confirmed is None else {},
+        reasons,
         _texts(records, (layout.query,)),
         _texts(records, (layout.positive, *layout.negatives)),
         doubts_about(sample, mapping),
