@@ -71,10 +71,10 @@ def _run(session: Session) -> None:
         _compare(output.detach(), whole(inputs)[0].detach(), "embeddings")
         _pass(rank, "* forward: embeddings equal those of the whole model")
     with check("backward", rank):
-        # Times world_size: FSDP and GradientSum average over ranks, and the whole model sums over all inputs.
+        # Times world_size: FSDP and GradientSync average over ranks, and the whole model sums over all inputs.
         (output.square().sum() * world_size).backward()
         if session.strategy != "fsdp":
-            collectives.GradientSum(model.parameters()).finish()
+            collectives.GradientSync(model.parameters()).finish()
         for other in range(world_size):
             (output_of_whole,) = whole(_inputs(other, session.device))
             output_of_whole.square().sum().backward()
@@ -93,7 +93,7 @@ def _run(session: Session) -> None:
         # pass.
         model(inputs)[0].backward(2 * world_size * cached)
         if session.strategy != "fsdp":
-            collectives.GradientSum(model.parameters()).finish()
+            collectives.GradientSync(model.parameters()).finish()
         ours = parameters.global_grad_norm(model)
         _compare(ours, theirs, "gradient norms with Gradient Cache")
         _pass(rank, "* gradient cache: two forward passes give the same gradient")

@@ -594,8 +594,7 @@ def _write_result(result: EditResult, metric: str | None) -> None:
         start = (result.before["probe"], result.before[metric])
         x_label = "accuracy of the probe (low: removed)"
         plot = plot_front(points, front, start, x_label)
-        for kind in ("svg", "png"):
-            plot.write(result.model_dir / f"trials.{kind}", metric_name(metric))
+        plot.image(metric_name(metric)).save(result.model_dir / "trials.png")
     write_json(result.model_dir / EDIT_FILE, summary)
 
 

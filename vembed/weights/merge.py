@@ -415,8 +415,7 @@ def _draw(
         f"0: {Path(start).name}    1: {Path(end).name}",
         scores.index(max(scores)),
     )
-    for kind in ("svg", "png"):
-        plot.write(target / f"sweep.{kind}", metric_name(metric))
+    plot.image(metric_name(metric)).save(target / "sweep.png")
     points = [asdict(trial) for trial in trials]
     write_json(
         target / "sweep.json",

@@ -89,7 +89,7 @@ def check_server(
     served_name: str | None = None,
     tolerance: float = 1e-3,
 ) -> dict[str, Any]:
-    """Compare a running embedding server with the model, batch by batch.
+    """Compare a running embedding server with the model.
 
     Exit code 1 if they differ.
 
@@ -98,9 +98,8 @@ def check_server(
         served_name: Name of the model at the server. Default: MODEL as it is given.
         tolerance: Largest cosine distance.
     """
-    from vembed.export.exporting import check_address, compare_server
+    from vembed.export.exporting import compare_server
 
-    check_address(url, model)
     largest = compare_server(
         url,
         usable_model(model),
