@@ -64,7 +64,6 @@ def test_it_says_what_it_is(model):
 
 def test_mistakes_are_user_errors(model, tmp_path):
     mistakes = [
-        ("the inputs are 3", lambda: model.encode(3)),
         ("the config is 3", lambda: vembed.train(3)),
         ("'int4'", lambda: model.encode(TEXTS, precision="int4")),
         ("data is a list", lambda: vembed.evaluate(model, [1])),
