@@ -412,24 +412,6 @@ def written_aside(target: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def change_since(path: Path, before: os.stat_result) -> str | None:
-    """Return what happened to a data file since it was opened, as a sentence; None if nothing did."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return f"{path} has been deleted or moved since the run began; the run goes on with what it has open"
-    except OSError as error:
-        return f"{path} can no longer be read ({error.strerror or error})"
-    if not os.path.samestat(status, before):
-        return f"{path} has been replaced since the run began; the run goes on with the file that it has open"
-    if status.st_size == before.st_size and status.st_mtime_ns == before.st_mtime_ns:
-        return None
-    return (
-        f"{path} has been written to since the run began ({before.st_size:,d} bytes then, {status.st_size:,d} now). What "
-        "was added is not read before the next start. If other records changed, start again"
-    )
-
-
 def refuse_truncated(files: Mapping[Path, os.stat_result]) -> None:
     """Raise UserError if a file is shorter than it was when it was mapped into memory: reading a page behind its end
     would end the process. A file that was deleted or replaced stays mapped as it was."""
