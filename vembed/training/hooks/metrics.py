@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -428,9 +427,6 @@ COLLAPSED_COSINE = 0.99
 """Mean cosine between inputs above which embeddings no longer distinguish them."""
 SMALLEST_LOSS = 1e-6
 """Below it a gradient of 0 is that of a loss that has nothing left to separate, in float32."""
-CONSTANT_LOSS_STEPS = 200
-"""Steps after which a loss still in its initial range causes a warning."""
-CONSTANT_LOSS_RANGE = 0.001
 MAX_SKIPPED_STEPS = 10
 """Steps in a row that `on_nonfinite: skip` skips before the run ends."""
 MAX_NAMED_EXAMPLES = 5
@@ -441,10 +437,6 @@ class Watch(Hook):
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
-        self._lowest_loss = math.inf
-        self._highest_loss = -math.inf
-        self._first_step: int | None = None
-        """First step that was looked at; of a resumed run not the first one."""
 
     @override
     def on_start(self, run: Trainer) -> None:
@@ -517,13 +509,6 @@ class Watch(Hook):
         """Return the mean cosine between this rank's inputs, and log warnings."""
         step = report.step
         loss = report.outcome.loss
-        if self._first_step is None:
-            self._first_step = step
-        num_steps = step - self._first_step + 1
-        self._lowest_loss = min(self._lowest_loss, loss)
-        self._highest_loss = max(self._highest_loss, loss)
-        loss_range = self._highest_loss - self._lowest_loss
-        size = max(abs(self._highest_loss), 1e-12)
         embeddings = report.embeddings
         cosine = mean_cosine(embeddings)
         # Of scores, which have one dimension, every cosine is 1 or -1.
@@ -540,15 +525,6 @@ class Watch(Hook):
                 f"the loss of step {step:,d} is exactly 0, so there is no gradient: positives had no negatives to be "
                 "compared with, or are separated already; check that positives differ (copies in a batch do not "
                 "count as negatives), or add negatives",
-            )
-        if (
-            num_steps >= CONSTANT_LOSS_STEPS
-            and loss_range <= CONSTANT_LOSS_RANGE * size
-        ):
-            self._warn_once(
-                "constant",
-                f"the loss has stayed at {loss:.4f} for {num_steps:,d} steps; raise learning_rate, and check that "
-                "parameters are trained at all (freeze, use_lora)",
             )
         return {"mean_cosine": cosine}
 
