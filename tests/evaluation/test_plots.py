@@ -24,10 +24,8 @@ from vembed.evaluation.report.plots import (
     plot_curve,
     plot_dims,
     plot_evaluations,
-    plot_front,
     plot_runs,
     plot_stored,
-    plot_sweep,
 )
 
 PIXELS = 3
@@ -105,13 +103,13 @@ def accent(path):
 
 
 def test_files_have_colours_of_their_own_and_what_the_page_shows(tmp_path):
-    plot = plot_sweep([0, 0.5, 1], [0.4, 0.6, 0.5], "a < b", 1)
-    path = plot.write(tmp_path / "sweep.svg", "nDCG@10 & more")
+    plot = plot_evaluations([0, 5, 10], [0.4, 0.6, 0.5], "a < b", 5)
+    path = plot.write(tmp_path / "scores.svg", "nDCG@10 & more")
     assert "var(" not in path.read_text()
     root = ElementTree.fromstring(path.read_bytes())
     names = [shape.text for shape in root if shape.tag.endswith("text")]
-    assert {"nDCG@10 & more", "a < b", "0.6000", "0", "1"} <= set(names)
-    pixels = accent(plot.write(tmp_path / "sweep.png"))
+    assert {"nDCG@10 & more", "step", "0.600", "0", "10"} <= set(names)
+    pixels = accent(plot.write(tmp_path / "scores.png"))
     dots = [mark for mark in plot.marks if isinstance(mark, Dot)]
     assert len(dots) == 4, "three points and a ring"
     for dot in dots:
@@ -120,8 +118,6 @@ def test_files_have_colours_of_their_own_and_what_the_page_shows(tmp_path):
         assert dot.colour == ACCENT
         assert pixels[y - 2 : y + 3, x - 2 : x + 3].any()
     assert pixels.mean() < 0.05
-    trials = plot_front([(0.5, 0.6), (0.7, 0.5)], [0], (0.9, 0.65), "probe")
-    assert accent(trials.write(tmp_path / "trials.png")).any()
     bars = plot_bars({"learning_rate": 0.8, "temperature": 0.2}, "share")
     rows = accent(bars.write(tmp_path / "bars.png")).sum(axis=1)
     lengths = sorted({int(length) for length in rows if length > 20})

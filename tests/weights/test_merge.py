@@ -123,8 +123,6 @@ def test_the_command_and_a_sweep(models, tmp_path, capsys):
     assert swept["points"][0]["score"] == pytest.approx(
         vembed.evaluate(models[0], data)["ndcg@10"]
     )
-    assert (out / "sweep.svg").read_text().startswith("<?xml")
-    assert (out / "sweep.png").read_bytes().startswith(b"\x89PNG")
     out_text = capsys.readouterr().out
     assert f"score: {best:.4f}" in out_text
     at = max(swept["points"], key=lambda point: point["score"])["at"]

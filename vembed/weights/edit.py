@@ -23,8 +23,6 @@ from vembed.config.schema import DataSection
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, EvalData, open_eval_data
-from vembed.evaluation.report.plots import plot_front
-from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
 from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
@@ -177,7 +175,7 @@ def edit(
     editor.save(target)
     result = EditResult(target, plan, before, after, tuple(tried))
     if session is None or session.is_main:
-        _write_result(result, editor.metric)
+        _write_result(result)
     collectives.barrier()
     return result
 
@@ -560,21 +558,8 @@ def _search(
     return tried
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the numbers of the points (low is good, high is good) that no other point beats in both."""
-    front = []
-    for number, (low, high) in enumerate(points):
-        is_beaten = any(
-            point[0] <= low and point[1] >= high and point != (low, high)
-            for point in points
-        )
-        if not is_beaten:
-            front.append(number)
-    return front
-
-
-def _write_result(result: EditResult, metric: str | None) -> None:
-    """Write edit.json, the picture of the trials, and a section of the card."""
+def _write_result(result: EditResult) -> None:
+    """Write edit.json and a section of the card."""
     summary: dict[str, Any] = {
         "plan": asdict(result.plan),
         "before": result.before,
@@ -584,18 +569,7 @@ def _write_result(result: EditResult, metric: str | None) -> None:
     section = f"\n## Edit\n\n```json\n{json.dumps(summary, indent=2)}\n```\n"
     replace_text(card, card.read_text(encoding="utf-8") + section)
     if result.trials:
-        assert metric is not None
-        points = [
-            (trial.scores["probe"], trial.scores[metric]) for trial in result.trials
-        ]
-        front = pareto_front(points)
         summary["trials"] = [asdict(trial) for trial in result.trials]
-        summary["front"] = front
-        start = (result.before["probe"], result.before[metric])
-        x_label = "accuracy of the probe (low: removed)"
-        plot = plot_front(points, front, start, x_label)
-        for kind in ("svg", "png"):
-            plot.write(result.model_dir / f"trials.{kind}", metric_name(metric))
     write_json(result.model_dir / EDIT_FILE, summary)
 
 
@@ -635,12 +609,8 @@ def directions(
                 "texts; use mean_difference"
             )
         _, _, components = np.linalg.svd(first - second, full_matrices=False)
-        principal = components[:count]
-        # SVD leaves the signs open.
-        largest = np.abs(principal).argmax(axis=1)
-        signs = np.sign(principal[np.arange(len(principal)), largest])
-        oriented: np.ndarray = principal * signs[:, None]
-        return oriented
+        principal: np.ndarray = components[:count]
+        return principal
     difference = first.mean(axis=0) - second.mean(axis=0)
     norm = float(np.linalg.norm(difference))
     if norm == 0:

@@ -318,25 +318,11 @@ def _embedding_settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def _vocabulary(folder: Path) -> list[Any] | None:
+def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Return the tokens and their numbers; None for a model without a tokenizer."""
-    values = read_object(folder / "tokenizer.json")
-    if values is not None and "vocab" in values.get("model", {}):
-        added = [
-            (token["id"], token["content"]) for token in values.get("added_tokens", ())
-        ]
-        vocabulary = values["model"]["vocab"]
-        if not isinstance(vocabulary, dict):
-            return [vocabulary, sorted(added)]
-        # Added tokens are in it or not, depending on the library that wrote it.
-        numbers = dict(vocabulary)
-        for number, content in added:
-            numbers[content] = number
-        return sorted(numbers.items())
     if not has_tokenizer_files(folder):
         return None
-    vocabulary = open_tokenizer(folder, trust_remote_code=False).get_vocab()
-    return sorted(vocabulary.items())
+    return open_tokenizer(folder, trust_remote_code=False).get_vocab()
 
 
 # ---- checkpoints of a run and adapters, as folders of whole models -----------------------------------------------------
