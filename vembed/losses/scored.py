@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from vembed.config.values import PositiveFloat
-from vembed.errors import UserError
 from vembed.losses.declaration import (
     SCORES,
     CandidateLoss,
@@ -116,11 +115,6 @@ class Angle(CoSENT):
 
         scores = []
         for dim in similarity.dims:
-            if dim % 2:
-                raise UserError(
-                    f"loss: angle reads halves of a vector as real and imaginary parts, and {dim:,d} dimensions have "
-                    "none: use an even size (mrl_dims), or loss: cosent"
-                )
             # A prefix is split into its own halves, so each size is a new computation.
             prefixes = batch.embeddings[:, :dim]
             real, imaginary = prefixes[batch.query].chunk(2, dim=1)

@@ -48,6 +48,7 @@ from vembed.losses.candidates import (
 )
 from vembed.losses.similarity import (
     Entries,
+    PrefixTable,
     RowVectors,
     Similarity,
     arithmetic_dtype,
@@ -198,15 +199,8 @@ class _ScoredPairs:
     """[P] entry of the row's positive, or of the hard negative."""
     scores: Tensor
     """[K, P]"""
-
-
-@dataclass(frozen=True)
-class _ExplicitScores:
-    """Scores of explicit pairs of a row block."""
-
-    pairs: _ScoredPairs
-    by_size: list[CandidateLogits]
-    """What the row losses of each size read of them, logits [P]."""
+    by_size: tuple[CandidateLogits, ...] = ()
+    """Of explicit pairs: what the row losses of each size read of them, logits [P]."""
 
 
 @dataclass(frozen=True)
@@ -242,8 +236,8 @@ class _ScorePass:
         if bias is not None:
             self.bias = bias.detach().to(embeddings.device, dtype)
         self.num_sizes = len(scoring.similarity.dims)
-        self.table = scoring.similarity.table(
-            embeddings, candidates.index, with_gradient=True
+        self.table = PrefixTable(
+            embeddings, candidates.index, scoring.similarity, with_gradient=True
         )
         self.guide_table: _VectorTable | None = None
         if scoring.guide is not None:
@@ -334,7 +328,7 @@ class _ScorePass:
         pairs = _ScoredPairs(queries, positives, positive_scores)
         return _RowBlock(pairs, losses, ceilings, guide_ceilings)
 
-    def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ExplicitScores]:
+    def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ScoredPairs]:
         """Score the explicit pairs of a row block, and add them to the row losses."""
         explicit = []
         for pairs in self.candidates.explicit:
@@ -350,50 +344,46 @@ class _ScorePass:
             if block.ceilings is not None:
                 is_above = scores * self.scale > block.ceilings[:, row]
                 scores.masked_fill_(is_above, EXCLUDED)
-            if self.guide_table is not None and block.guide_ceilings is not None:
+            if block.guide_ceilings is not None:
+                assert self.guide_table is not None
                 guide_scores = self.guide_table.pair_scores(left, right)
                 is_above = guide_scores > block.guide_ceilings[row]
                 scores.masked_fill_(is_above, EXCLUDED)
             target = None
             if self.teacher_table is not None:
                 target = self.teacher_table.pair_scores(left, right)
-            scaled = scores * self.scale
             by_size = []
-            for logits, by_direction in zip(scaled, block.losses, strict=True):
-                candidates = CandidateLogits(logits, target, row=row)
+            for logits in scores * self.scale:
+                by_size.append(CandidateLogits(logits, target, row=row))
+            for candidates, by_direction in zip(by_size, block.losses, strict=True):
                 by_direction[FORWARD].add(candidates)
-                by_size.append(candidates)
-            scored = _ScoredPairs(left, right, scores)
-            explicit.append(_ExplicitScores(scored, by_size))
+            explicit.append(_ScoredPairs(left, right, scores, tuple(by_size)))
         return explicit
 
     def _differentiate_pairs(
-        self, block: _RowBlock, explicit: list[_ExplicitScores]
+        self, block: _RowBlock, explicit: list[_ScoredPairs]
     ) -> None:
         """Add the gradient of a block's positives and explicit pairs."""
-        by_size = []
-        for by_direction in block.losses:
-            # Both directions share the positive's score, so their derivatives add up.
-            directions = [row_loss.d_positive() for row_loss in by_direction]
-            by_size.append(torch.stack(directions).sum(0))
-        self._add_pair_gradient(block.positives, by_size)
-        for scored in explicit:
+        for pairs in (block.positives, *explicit):
+            # The derivatives [P] of each size with respect to the logits.
             by_size = []
-            for by_direction, candidates in zip(
-                block.losses, scored.by_size, strict=True
-            ):
-                by_size.append(by_direction[FORWARD].grad(candidates))
-            self._add_pair_gradient(scored.pairs, by_size)
-
-    def _add_pair_gradient(self, pairs: _ScoredPairs, by_size: list[Tensor]) -> None:
-        """Add the gradient of pairs with the derivatives [P] of each size with respect to their logits."""
-        d_logits = torch.stack(by_size)  # [K, P]
-        if self.bias is not None:
-            self.d_bias += d_logits.sum()
-        # logits = scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
-        self.d_scale += (d_logits * pairs.scores).sum()
-        d_scores = d_logits * self.scale
-        self.table.add_pair_gradient(pairs.left, pairs.right, pairs.scores, d_scores)
+            for k, by_direction in enumerate(block.losses):
+                if pairs.by_size:
+                    gradient = by_direction[FORWARD].grad(pairs.by_size[k])
+                else:
+                    # Both directions share the positive's score, so their derivatives add up.
+                    directions = [row_loss.d_positive() for row_loss in by_direction]
+                    gradient = torch.stack(directions).sum(0)
+                by_size.append(gradient)
+            d_logits = torch.stack(by_size)  # [K, P]
+            if self.bias is not None:
+                self.d_bias += d_logits.sum()
+            # logits = scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
+            self.d_scale += (d_logits * pairs.scores).sum()
+            d_scores = d_logits * self.scale
+            self.table.add_pair_gradient(
+                pairs.left, pairs.right, pairs.scores, d_scores
+            )
 
     # ---- Tiles ------------------------------------------------------------------------
 
@@ -447,10 +437,12 @@ class _ScorePass:
         """
         rows = tile.row_vectors.entries
         scratch = tile.scratch[0]
-        if self.guide_table is not None and block.guide_ceilings is not None:
+        if block.guide_ceilings is not None:
+            assert self.guide_table is not None
             self.guide_table.score(rows, tile.columns, out=scratch)
             excluded.append(scratch > block.guide_ceilings[:, None])
-        if self.teacher_table is not None and tile.target is not None:
+        if tile.target is not None:
+            assert self.teacher_table is not None
             self.teacher_table.score(rows, tile.columns, out=tile.target)
         for k in self.table.logits(tile.row_vectors, tile.columns, tile.logits):
             logits = tile.logits[k]

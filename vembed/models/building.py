@@ -174,14 +174,12 @@ def build_model(
         scale_and_bias=scale_and_bias(description),
         language_head=language_head,
     )
-    freeze_unused(
-        backbone, description.traits, description.image_pooling or description.pooling
-    )
+    freeze_unused(backbone)
     if not adapters.use_lora:
         # With LoRA `add_adapters` has done this: no adapter in a frozen part, and all weights but the adapters frozen.
         for name in names_frozen_by(backbone, description.traits, adapters.freeze):
             backbone.get_parameter(name).requires_grad = False
-        _cast_frozen_towers(description, options, adapters.freeze, backbone)
+        _cast_frozen_towers(description, options, backbone)
     if keeps_masters:
         # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.heads`).
         for head_module in model.heads().values():
@@ -225,28 +223,23 @@ def has_language_head(
     has_weight = bool(names) and not is_own_model
     if not alone and not has_weight:
         return False
-    config = description.read_config()
-    problem = None
-    if description.scores is not None:
-        problem = "is a reranker"
-    elif is_own_model:
-        problem = "is an own model, which returns losses of its own"
-    elif not description.traits.reads_only_text or description.traits.has_two_models:
-        problem = f"is of the family {description.family}, and only text models have a language-model head here"
-    elif description.bidirectional_attention:
-        problem = "has bidirectional_attention: true, so that each token sees the next one, which it would predict"
-    elif not alone and not is_decoder_only(config):
-        problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
-    elif description.quantized:
-        problem = "has weights in 4 bits (use_qlora)"
-    if problem is None:
-        return True
-    if not has_weight:
-        return False
-    name = names.pop()
-    raise UserError(
-        f"auxiliary_losses: {name} is not possible: {description.name} {problem}; leave it out"
+    is_possible = (
+        description.scores is None
+        and not is_own_model
+        and description.traits.reads_only_text
+        and not description.traits.has_two_models
+        # Each token would see the next one, which it would predict.
+        and not description.bidirectional_attention
+        and not description.quantized
     )
+    # Tokens that are hidden from an encoder would be hidden from another loss too.
+    is_possible &= alone or is_decoder_only(description.read_config())
+    if has_weight and not is_possible:
+        raise UserError(
+            f"auxiliary_losses: {names.pop()} is not possible with {description.name}: it is for text models with causal "
+            "attention, and for encoders with loss: none, without use_qlora; leave it out"
+        )
+    return is_possible
 
 
 def is_embedding_model(folder: Path) -> bool:
@@ -416,10 +409,6 @@ def _load(
         if why_padded is not None:
             texts = f"padded ({why_padded})"
         notes.append(f"texts: {texts}")
-    if half and device.type == "cuda" and implementation in ("auto", "sdpa"):
-        problem = attention.use_flash3(config.to_dict(), device)
-        used = "used" if problem is None else f"not used ({problem})"
-        notes.append(f"FlashAttention 3: {used}")
     # The attention of vembed takes the kernel's place, and calls it or its own (vembed.models.attention).
     if why_padded is None:
         kernel = attention.register(attention.PACKED_ATTENTION)
@@ -485,9 +474,6 @@ def _load(
                 f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "
                 "it is incomplete, or config.json, or model_arguments, is that of another model"
             )
-        unused = info["unexpected_keys"]
-        if unused:
-            log.info("ignored %d unused weights of %s", len(unused), folder)
     if is_own and reads_text and why_padded is None:
         # `packs` reads it. The class of the user's own takes no attn_implementation.
         backbone.config._attn_implementation = kernel
@@ -541,7 +527,6 @@ def _four_bit(
 def _cast_frozen_towers(
     description: ModelDescription,
     options: ModelSection,
-    freeze: list[str],
     backbone: nn.Module,
 ) -> None:
     """Cast frozen towers to the dtype of the option or of their files: they need no float32 master weights.
@@ -558,16 +543,6 @@ def _cast_frozen_towers(
             dtype = file_dtype(read_config(Path(folder), trust_remote_code=trust))
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.traits, tower).to(dtype)
-    if not freeze or options.torch_dtype not in ("bfloat16", "float16"):
-        return
-    if any(
-        not parameter.requires_grad and parameter.dtype == torch.float32
-        for parameter in backbone.parameters()
-    ):
-        log.info(
-            "torch_dtype: %s is for whole frozen towers: frozen tensors of partly trained towers stay float32",
-            options.torch_dtype,
-        )
 
 
 def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:

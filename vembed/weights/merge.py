@@ -31,7 +31,6 @@ from vembed.weights.sources import (
     ModelFolder,
     Read,
     TensorReader,
-    TensorWriter,
     check_pooling,
     check_tokenizers,
     default_base,
@@ -40,6 +39,7 @@ from vembed.weights.sources import (
     matched,
     open_source,
     whole_model,
+    write_header,
 )
 
 log = logging.getLogger("vembed")
@@ -344,8 +344,7 @@ class Merge:
                 settings.pop("torch_dtype", None)
                 write_json(folder / "config.json", {**settings, "dtype": self.dtype})
             write_json(folder / RECIPE_FILE, {**described, **asdict(recipe)})
-            card = _card(described, recipe, (root / "vembed.json").is_file())
-            replace_text(folder / "README.md", card)
+            replace_text(folder / "README.md", _card(described, recipe))
         return target
 
     def _write_file(
@@ -365,7 +364,8 @@ class Merge:
             code = CODES[self.dtype] if self.dtype and is_cast else entry.dtype
             entries[name] = replace(entry, dtype=code)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with TensorWriter(target, entries, reader.metadata) as writer:
+        with target.open("wb") as file:
+            write_header(file, entries, reader.metadata)
             for name, entry in entries.items():
                 dtype = DTYPE_BY_CODE[entry.dtype]
                 models = []
@@ -379,17 +379,14 @@ class Merge:
                 # Counts and tables of positions have no mean; a pooler that some lack is never used.
                 is_merged = dtype.is_floating_point and len(models) == len(self.sources)
                 if not is_merged or (recipe.needs_base and base is None):
-                    writer.write(reader.read(name).to(dtype))
-                    continue
-                for piece in merged_pieces(recipe, name, entry.size, models, base):
-                    writer.write(piece.to(dtype))
+                    pieces = iter([reader.read(name, 0, entry.size)])
+                else:
+                    pieces = merged_pieces(recipe, name, entry.size, models, base)
+                for piece in pieces:
+                    file.write(piece.to(dtype).view(torch.uint8).numpy().data)
 
 
-def _card(
-    described: dict[str, Any],
-    recipe: Recipe,
-    has_vembed_file: bool,
-) -> str:
+def _card(described: dict[str, Any], recipe: Recipe) -> str:
     """Return a card with what the model was merged from."""
     front = "---\nlibrary_name: sentence-transformers\ntags:\n- sentence-transformers\n- feature-extraction\n- merge\n---"
     models = "\n".join(f"- {_public(name)}" for name in described["models"])
@@ -397,10 +394,6 @@ def _card(
     if described["base"]:
         blocks.append(f"Base: {_public(described['base'])}")
     blocks.append(f"```json\n{json.dumps(asdict(recipe), indent=2)}\n```")
-    if has_vembed_file:
-        blocks.append(
-            '```python\nimport vembed\n\nmodel = vembed.Embedder("this-folder")\n```'
-        )
     return "\n\n".join(blocks) + "\n"
 
 

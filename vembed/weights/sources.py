@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,69 +68,36 @@ class TensorReader:
                     f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with"
                 )
 
-    def read(
-        self,
-        name: str,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> Tensor:
+    def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
         entry = self.entries[name]
         dtype = DTYPE_BY_CODE[entry.dtype]
-        stop = entry.size if stop is None else min(stop, entry.size)
-        if stop <= start:
-            return torch.empty(0, dtype=dtype)
         width = dtype.itemsize
-        buffer = bytearray((stop - start) * width)
-        with self.path.open("rb") as file:
-            file.seek(entry.begin + start * width)
-            file.readinto(buffer)
-        return torch.frombuffer(buffer, dtype=dtype)
+        num_bytes = (stop - start) * width
+        offset = entry.begin + start * width
+        data = np.fromfile(self.path, np.uint8, num_bytes, offset=offset)
+        return torch.from_numpy(data).view(dtype)
 
 
-class TensorWriter:
-    """A new safetensors file, whose tensors are written one after the other, in any number of pieces each."""
-
-    def __init__(
-        self,
-        path: Path,
-        entries: Mapping[str, Stored],
-        metadata: Mapping[str, str],
-    ) -> None:
-        """`entries`: what will be written, in this order; their offsets are set here."""
-        self.path = path
-        self._left = sum(entry.size for entry in entries.values())
-        header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-        offset = 0
-        for name, entry in entries.items():
-            end = offset + entry.size * DTYPE_BY_CODE[entry.dtype].itemsize
-            header[name] = {
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        # The format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors. Offsets
-        # count from the end of the header.
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        self._file = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-
-    def write(self, piece: Tensor) -> None:
-        """Append elements, which have the dtype of the tensor that they belong to."""
-        self._left -= piece.numel()
-        flat = piece.contiguous().reshape(-1)
-        self._file.write(flat.view(torch.uint8).numpy().data)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        self._file.close()
-        assert kind is not None or self._left == 0, (
-            f"{self.path}: {self._left:,d} elements were not written"
-        )
+def write_header(
+    file: BinaryIO, entries: Mapping[str, Stored], metadata: Mapping[str, str]
+) -> None:
+    """Begin a new safetensors file. The values of the tensors are to be written behind it, in the order of `entries`."""
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    offset = 0
+    for name, entry in entries.items():
+        end = offset + entry.size * DTYPE_BY_CODE[entry.dtype].itemsize
+        header[name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    # The format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors. Offsets count from
+    # the end of the header.
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    file.write(len(text).to_bytes(8, "little") + text)
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -322,7 +290,9 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Return the tokens and their numbers; None for a model without a tokenizer."""
     if not has_tokenizer_files(folder):
         return None
-    return open_tokenizer(folder, trust_remote_code=False).get_vocab()
+    tokenizer = open_tokenizer(folder, trust_remote_code=False)
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return vocabulary
 
 
 # ---- checkpoints of a run and adapters, as folders of whole models -----------------------------------------------------

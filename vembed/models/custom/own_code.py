@@ -133,7 +133,7 @@ def _import_name(name: str, option: str) -> ModuleType:
 
 
 def _import_file(path: Path, option: str) -> ModuleType:
-    """Import a file once per process: as a module of its package if it has one, otherwise by its name alone."""
+    """Import a file once per process."""
     if not path.is_file():
         raise UserError(
             f"{option}: {path} is not a file here; give path/to/file.py:Name"
@@ -143,14 +143,6 @@ def _import_file(path: Path, option: str) -> ModuleType:
         file = vars(module).get("__file__")
         if file and Path(str(file)) == path:
             return module
-    if (path.parent / "__init__.py").is_file():
-        top = path.parent
-        while (top.parent / "__init__.py").is_file():
-            top = top.parent
-        if str(top.parent) not in sys.path:
-            sys.path.insert(0, str(top.parent))
-        parts = path.relative_to(top.parent).with_suffix("").parts
-        return _import_name(".".join(parts), option)
     # A package of its own, so that `from .layers import Block` finds the file beside it.
     digest = hashlib.blake2b(str(path.parent).encode(), digest_size=6)
     package = f"vembed_own_{digest.hexdigest()}"
