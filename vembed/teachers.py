@@ -500,12 +500,6 @@ class PairTeacher(CachedTeacher):
                 reranker.model, layers, device, only_rank0_reads=False
             )
             self._world_size = self.session.world_size
-        log.info(
-            "teacher %s: %s (%s)",
-            teacher.label,
-            "reranker" if self.kind == "reranker" else "asked for yes or no",
-            reranker.description.layer_classes[0],
-        )
         return reranker
 
 
@@ -520,15 +514,14 @@ def is_sharded(
     if teacher.sharded != "auto":
         return teacher.sharded
     # Rank 0 decides for all: the caches of several machines may hold different files.
-    size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    size = collectives.broadcast_object(size)
+    files_size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    size = collectives.broadcast_object(files_size)
     memory = session.memory
     if size <= LARGEST_SHARE * memory:
         return False
     log.info(
-        "teacher %s: sharded over %d processes (its weights take %.1f GB, and a process has %.1f GB)",
+        "teacher %s: sharded over the processes (its weights take %.1f GB, and each has %.1f GB)",
         teacher.label,
-        session.world_size,
         size / GB,
         memory / GB,
     )

@@ -99,7 +99,7 @@ def test_a_function_of_a_file_chooses(free):
     assert units(model, fsdp) == {"Linear": 32}
     with pytest.raises(
         vembed.UserError,
-        match=r"fsdp_auto_wrap_policy: .*policies\.py has no tree; it has linear",
+        match=r"fsdp_auto_wrap_policy: .*policies\.py has no tree",
     ):
         units(model, fsdp_of({"wrap_policy": f"{ROOT / 'tests/own/policies.py'}:tree"}))
 

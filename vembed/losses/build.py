@@ -324,7 +324,17 @@ def as_stored(
             length = unit.new_full((), float(dim) ** -0.5)
             stored = torch.where(unit > 0, length, -length)
         else:
-            stored = _levels(unit)
+            # The middles of the levels, as `vembed encode --precision int8` stores them.
+            low, high = unit.aminmax(dim=0)
+            varies = high > low
+            highest = NUM_LEVELS - 1
+            steps = torch.where(varies, (high - low) / highest, 1.0)
+            # The highest value stands on the edge of the last level, where rounding would decide, and processors differ
+            # in it.
+            levels = (unit - low) / steps + EDGE
+            levels = levels.clamp(0, highest).floor()
+            middles = low + (levels + 0.5) * steps
+            stored = torch.where(varies, middles, unit)
         shift = stored - unit
     if cosine:
         # Through the normalisation, whose derivative has no part along the embedding.
@@ -332,16 +342,3 @@ def as_stored(
     constant = floats.detach()
     lengths: Tensor = torch.linalg.vector_norm(constant, dim=1, keepdim=True)
     return floats + shift * lengths
-
-
-def _levels(unit: Tensor) -> Tensor:
-    """Return the middles of the levels, as `vembed encode --precision int8` stores them."""
-    low, high = unit.aminmax(dim=0)
-    varies = high > low
-    highest = NUM_LEVELS - 1
-    steps = torch.where(varies, (high - low) / highest, 1.0)
-    # The highest value stands on the edge of the last level, where rounding would decide, and processors differ in it.
-    levels = (unit - low) / steps + EDGE
-    levels = levels.clamp(0, highest).floor()
-    middles = low + (levels + 0.5) * steps
-    return torch.where(varies, middles, unit)

@@ -169,12 +169,6 @@ class PrefixTable:
 
     # ---- Tiles: n rows against t columns ---------------------------------------------
 
-    def row_vectors(self, entries: slice, scale: Tensor) -> RowVectors:
-        """Return the vectors of some entries as rows of the score matrix."""
-        # Scale the n vectors [n, d] rather than the n * N scores.
-        x = self.x[entries] * scale
-        return RowVectors(entries, x, torch.zeros_like(x))
-
     def logits(
         self,
         rows: RowVectors,

@@ -20,8 +20,8 @@ kept: O(N * block) memory. The sums of its rows are then complete, and the gradi
 total is three matrix products (scores, gradient of the rows, gradient of the columns), as with the full matrix, and no
 score is computed twice. All of it happens in the forward pass. `backward` only multiplies by the incoming gradient.
 
-Where a score's derivative does not depend on the others of its row (`Scoring.is_separable`), each tile is
-differentiated immediately after it is scored, and all tiles share one buffer.
+Where a score's derivative does not depend on the others of its row (`SEPARABLE`), each tile is differentiated
+immediately after it is scored, and all tiles share one buffer.
 
 Who does what: `candidates.py` says which scores count. The similarity's table computes them and turns their derivatives
 into the gradient of the embeddings. The row losses, below, add them up. `_ScorePass` brings the three together. Vectors
@@ -116,8 +116,6 @@ class Scoring:
     guide: Guide | None = None
     teacher: TeacherVectors | None = None
     """Whose scores are the targets of the row losses."""
-    is_separable: bool = False
-    """The row losses are sums of a function of each score, so that no derivative waits for the other scores."""
 
 
 def tiled_loss(
@@ -252,7 +250,7 @@ class _ScorePass:
         num_columns = sum(widths)
         scores_per_row = num_columns * self.num_matrices
         self.tiling = Tiling.for_scores(scores_per_row, embeddings)
-        self.keeps_tiles = not scoring.is_separable
+        self.keeps_tiles = scoring.row_loss not in SEPARABLE
         # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
         # of the size of a tile.
         widest_group = max(widths, default=0)
@@ -276,7 +274,9 @@ class _ScorePass:
             row_vectors = []
             for group in self.candidates.column_groups:
                 entries = shifted(rows, group.row_entries.start)
-                row_vectors.append(self.table.row_vectors(entries, self.scale))
+                # Scale the n vectors [n, d] rather than the n * N scores.
+                x = self.table.x[entries] * self.scale
+                row_vectors.append(RowVectors(entries, x, torch.zeros_like(x)))
             kept_tiles = []
             for tile in self._scored_tiles(rows, block, row_vectors):
                 if self.keeps_tiles:
@@ -526,7 +526,7 @@ class RowLoss(ABC):
     """Losses of n rows.
 
     Create it with the positives' logits, add all candidates, call `total`, then ask for the derivatives. Where the
-    derivatives do not depend on the other scores (`Scoring.is_separable`), `grad` may come before `total`.
+    derivatives do not depend on the other scores (`SEPARABLE`), `grad` may come before `total`.
     """
 
     def __init__(self, start: RowStart) -> None:
@@ -859,3 +859,7 @@ class SquaredErrorRows(RowLoss):
     def d_positive(self) -> Tensor:
         """See RowLoss."""
         return torch.zeros_like(self.positive)
+
+
+SEPARABLE = (SigmoidRows, SquaredErrorRows)
+"""Row losses that are sums of a function of each score, so that no derivative waits for the other scores."""

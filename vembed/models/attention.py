@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -123,11 +123,10 @@ def why_padded(
         return f"attn_implementation: {options.attn_implementation}"
     if device.type == "cpu":
         return None
-    values = model.to_dict()
-    num_heads = int(values.get("num_attention_heads") or values["n_heads"])
-    width = int(values.get("hidden_size") or values["dim"])
-    head_size = int(values.get("head_dim") or width // num_heads)
-    return why_no_kernel(head_size, device, half=half)
+    # DistilBERT's dim is hidden_size too.
+    width = model.hidden_size // model.num_attention_heads
+    head_size = model.to_dict().get("head_dim") or width
+    return why_no_kernel(int(head_size), device, half=half)
 
 
 def why_no_flash(device: torch.device, *, half: bool) -> str | None:
@@ -443,15 +442,10 @@ def fuse_rotary_positions(backbone: nn.Module) -> None:
     names = {type(module).__module__ for module in backbone.modules()}
     for model in _ROTARY_MODELS:
         name = f"transformers.models.{model}.modeling_{model}"
-        if name in names:
-            _fuse_rotary_positions(name)
-
-
-@cache
-def _fuse_rotary_positions(name: str) -> None:
-    library: Any = sys.modules[name]
-    plain = library.apply_rotary_pos_emb
-    library.apply_rotary_pos_emb = partial(rotate_both, plain)
+        library: Any = sys.modules.get(name)
+        if name in names and not isinstance(library.apply_rotary_pos_emb, partial):
+            plain = library.apply_rotary_pos_emb
+            library.apply_rotary_pos_emb = partial(rotate_both, plain)
 
 
 def rotate_both(

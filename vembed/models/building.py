@@ -202,7 +202,10 @@ def build_model(
         if adapters.use_lora:
             fuse_adapters(backbone)
         if description.traits.reads_chats:
-            vision.add_without_waits(tower_module(backbone, description.traits, "text"))
+            # Without reading from the device where images are.
+            language_model: Any = tower_module(backbone, description.traits, "text")
+            if "_deepstack_process" in vars(type(language_model)):
+                vars(language_model)["_deepstack_process"] = vision.add_at_images
     layers = layers_of(backbone)
     if compiles:
         # Packed texts call attention outside of the compiled graph (torch.compiler.disable).
@@ -365,9 +368,9 @@ def _load(
     Dtype first, then attention, which depends on it, then the weights, which are loaded with both. Log the choices.
     """
     trust = description.trust_remote_code
-    config = description.read_config()
-    if folder != Path(description.source):
-        config = read_config(folder, trust_remote_code=trust)
+    is_source = folder == Path(description.source)
+    changes = description.config_changes if is_source else None
+    config = read_config(folder, trust_remote_code=trust, changes=changes)
     if config.model_type == "vit_mae":
         # Pre-training masks random patches. An embedding must see all of them.
         config.mask_ratio = 0.0
@@ -398,17 +401,16 @@ def _load(
     )
     # None: texts are packed.
     why_padded = attention.why_padded(options, config, device, half=half)
-    kernel_name = kernel or "the model's own"
-    notes = [f"attention: {kernel_name} ({reason})"]
+    # Where the parameters are empty, the process that reads them says it.
+    level = logging.DEBUG if meta else logging.INFO
+    log.log(level, "attention: %s (%s)", kernel or "the model's own", reason)
     if reads_text:
         if why_padded is not None and options.padding_free is True:
             raise UserError(
                 f"padding_free: true is not possible: {why_padded}; leave it out, and texts are padded"
             )
-        texts = "without padding"
-        if why_padded is not None:
-            texts = f"padded ({why_padded})"
-        notes.append(f"texts: {texts}")
+        texts = f"padded ({why_padded})" if why_padded else "without padding"
+        log.log(level, "texts: %s", texts)
     # The attention of vembed takes the kernel's place, and calls it or its own (vembed.models.attention).
     if why_padded is None:
         kernel = attention.register(attention.PACKED_ATTENTION)
@@ -423,19 +425,11 @@ def _load(
     kernel_of_class = None if is_own else kernel
     if meta or options.from_scratch or (is_own and not has_weights):
         # Random weights start in float32. Empty ones get the dtype of the files, which rank 0 reads.
-        empty_dtype = weight_dtype
-        device_context: Any = nullcontext()
-        if meta:
-            device_context = init_empty_weights(include_buffers=False)
-        else:
-            empty_dtype = dtype or torch.float32
-            log.info(
-                "weights: random, drawn by the constructor of %s under the run's seed",
-                built_class.__name__,
-            )
-        with device_context:
+        with init_empty_weights(include_buffers=False) if meta else nullcontext():
             backbone = built_class._from_config(
-                config, dtype=empty_dtype, attn_implementation=kernel_of_class
+                config,
+                dtype=weight_dtype if meta else dtype or torch.float32,
+                attn_implementation=kernel_of_class,
             )
     else:
         quantization = None
@@ -487,16 +481,11 @@ def _load(
         # flash_attention_2 takes the images of a batch at once without this.
         tower = tower_module(backbone.base_model, description.traits, "vision")
         why_one_by_one = vision.pack_images(tower, device, half=half)
-        images = "attention over all at once"
-        if why_one_by_one is not None:
-            images = f"one by one ({why_one_by_one})"
-        notes.append(f"images: {images}")
+        images = f"one by one ({why_one_by_one})" if why_one_by_one else "all at once"
+        log.log(level, "images: attention over %s", images)
     if config.model_type in ENCODER_ONLY:
         # T5's embedding matrix is registered in two modules, which FSDP would shard as two parameters.
         backbone.set_input_embeddings(backbone.get_input_embeddings())
-    if not meta:
-        for note in notes:
-            log.info("%s", note)
     return cast(PreTrainedModel, backbone)
 
 

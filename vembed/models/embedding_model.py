@@ -166,7 +166,17 @@ class EmbeddingModel(nn.Module):
                 elif FEATURES in inputs:
                     vectors = inputs[FEATURES]
                 elif with_auxiliary:
-                    vectors, slice_losses = self._with_losses(modality, inputs)
+                    language_head = self.language_head if modality == "text" else None
+                    seen = inputs
+                    if language_head is not None:
+                        # Before the tower runs: an encoder must not see the tokens that it has to predict.
+                        seen, targets = language_head.hide(inputs)
+                    output = self.tower_output(modality, seen)
+                    vectors = output.features
+                    slice_losses = sums_and_counts(output.auxiliary, len(vectors))
+                    if language_head is not None:
+                        loss = language_head(output.states, targets, self.backbone)
+                        slice_losses[language_head.name] = loss
                 else:
                     vectors = self.tower_output(modality, inputs).features
                 if until == "embeddings":
@@ -178,22 +188,6 @@ class EmbeddingModel(nn.Module):
                 outputs.append(wide)
                 losses.append(slice_losses)
         return (outputs, losses) if with_auxiliary else outputs
-
-    def _with_losses(
-        self, modality: Modality, inputs: Inputs
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the features [n, width] of the tower, and the model's own losses."""
-        language_head = self.language_head if modality == "text" else None
-        if language_head is not None:
-            # Before the tower runs: an encoder must not see the tokens that it has to predict.
-            inputs, targets = language_head.hide(inputs)
-        output = self.tower_output(modality, inputs)
-        vectors = output.features
-        losses = sums_and_counts(output.auxiliary, len(vectors))
-        if language_head is not None:
-            loss = language_head(output.states, targets, self.backbone)
-            losses[language_head.name] = loss
-        return vectors, losses
 
     def tower_output(self, modality: Modality, inputs: Inputs) -> TowerOutput:
         """Run the tower (or towers) of one modality on its collated inputs."""
@@ -312,21 +306,21 @@ class EmbeddingModel(nn.Module):
         They compute in float32 in every precision, because they are small and give the
         embedding. They learn at `head_learning_rate`.
         """
-        projections = dict.fromkeys(self.description.traits.projections.values())
-        names = [f"backbone.{name}" for name in projections]
+        modules: dict[str, nn.Module] = {}
+        for name in self.description.traits.projections.values():
+            modules[f"backbone.{name}"] = self.backbone.get_submodule(name)
         if self.pooling is not None:
-            names.append("pooling")
+            modules["pooling"] = self.pooling
         if self.head is not None:
-            names.append("head")
-        return {name: self.get_submodule(name) for name in names}
+            modules["head"] = self.head
+        return modules
 
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
         family = self.description.traits
-        text = self.backbone
         if family.has_two_models:
-            text = tower_module(text, family, "text")
-        return packs(text)
+            return packs(tower_module(self.backbone, family, "text"))
+        return packs(self.backbone)
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 
@@ -610,15 +604,15 @@ class HiddenStates(nn.Module):
         tower = tower_module(backbone, description.traits, "text")
         self._transformer_layers = layers_of(tower)
         self._packs = packs(tower)
-        deepest = len(self._transformer_layers)
-        numbers = range(deepest + 1) if layers == "all" else layers
-        for number in numbers:
-            if not -deepest - 1 <= int(number) <= deepest:
-                raise UserError(
-                    f"layers: this model has layers 0 (its embeddings) to {deepest}, and {number} is asked for"
-                )
-        # Negative numbers count from the last layer, as in a Python list.
-        self.layers = [int(number) % (deepest + 1) for number in numbers]
+        known = range(len(self._transformer_layers) + 1)
+        numbers = known if layers == "all" else layers
+        try:
+            # Negative numbers count from the last layer, as in a Python list.
+            self.layers = [known[int(number)] for number in numbers]
+        except IndexError as error:
+            raise UserError(
+                f"layers: this model has layers 0 (its embeddings) to {known[-1]}, and {list(numbers)} are asked for"
+            ) from error
         # The model's own pooling layer is for its last layer only.
         default = description.pooling
         if default == MODEL_POOLING:
@@ -693,16 +687,12 @@ class HiddenStates(nn.Module):
 def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
     """Return the towers without trained parameters."""
     # By parameters and not by the option: adapters freeze towers too.
-    trained = [
-        name
-        for name, parameter in backbone.named_parameters()
-        if parameter.requires_grad
-    ]
-    frozen = []
-    for tower, prefix in family.towers.items():
-        if not any(name.startswith(prefix) for name in trained):
-            frozen.append(tower)
-    return frozen
+    frozen = dict(family.towers)
+    for name, parameter in backbone.named_parameters():
+        for tower, prefix in family.towers.items():
+            if parameter.requires_grad and name.startswith(prefix):
+                frozen.pop(tower, None)
+    return list(frozen)
 
 
 def tower_module(

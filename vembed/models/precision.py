@@ -424,10 +424,9 @@ def fuse_norms(backbone: nn.Module) -> None:
             module.__class__ = FusedRMSNorm
 
 
-def use_bf16(backbone: nn.Module) -> int:
-    """Let linear layers and norms with float32 weights compute in bfloat16, and return their number."""
+def use_bf16(backbone: nn.Module) -> None:
+    """Let linear layers and norms with float32 weights compute in bfloat16."""
     copies = WeightCopies()
-    count = 0
     for name, module in backbone.named_modules():
         weight = module._parameters.get("weight")
         if weight is None or weight.dtype != torch.float32:
@@ -438,7 +437,6 @@ def use_bf16(backbone: nn.Module) -> int:
         if kind is nn.Embedding and name.endswith("embed_tokens"):
             # Of a decoder, which hands it on from layer to layer.
             module.__class__ = Bf16Embedding
-            count += 1
             continue
         if kind is nn.Linear:
             module.__class__ = Bf16Linear
@@ -450,8 +448,6 @@ def use_bf16(backbone: nn.Module) -> int:
             continue
         vars(module)["copies"] = copies
         copies.layers.append(module)
-        count += 1
-    return count
 
 
 def weight_in_use(layer: Any) -> Tensor:
@@ -594,20 +590,17 @@ def rounded_to_int8(weight: Tensor) -> Tensor:
 
 def round_weights(backbone: nn.Module) -> None:
     """Let the linear layers inside the transformer layers compute with rounded weights."""
-    layers = [
-        backbone.get_submodule(name) for name in linear_names_inside_layers(backbone)
-    ]
-    chosen = [layer for layer in layers if type(layer) is nn.Linear]
-    if not chosen:
+    count = 0
+    for name in linear_names_inside_layers(backbone):
+        layer = backbone.get_submodule(name)
+        if type(layer) is nn.Linear:
+            layer.__class__ = RoundedLinear
+            count += 1
+    if not count:
         raise UserError(
             "quantize_weights: int8 rounds linear layers inside transformer layers, and the model has none"
         )
-    for layer in chosen:
-        layer.__class__ = RoundedLinear
-    log.info(
-        "weights of %d linear layers: rounded to int8 in the forward pass (quantize_weights)",
-        len(chosen),
-    )
+    log.info("quantize_weights: %d linear layers are rounded to int8", count)
 
 
 def store_rounded(model: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -122,14 +122,10 @@ def save_model(
                 if dtype is not None and tensor.is_floating_point():
                     part[name] = tensor.to(dtype)
         if weights:
-            _write_backbone(
-                folder,
-                description,
-                backbone,
-                weights,
-                language_state,
-                head_state,
-            )
+            whole_head = language_state
+            if description.scores is not None:
+                whole_head = head_state
+            _write_backbone(folder, description, backbone, weights, whole_head)
         if is_own(source):
             save_code(source, folder)
         save_processors(description, folder)
@@ -192,10 +188,9 @@ def _write_backbone(
     description: ModelDescription,
     backbone: Any,
     state: dict[str, Tensor],
-    language_head: dict[str, Tensor],
     head: dict[str, Tensor],
 ) -> None:
-    """Write the weights and config.json. `head`: that of a reranker is part of the weights."""
+    """Write the weights and config.json. `head`: of a reranker or a language model, which is part of the weights."""
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     if isinstance(backbone, PreTrainedModel):
         # After gathering from shards, tied weights are separate tensors. Store one of them.
@@ -203,9 +198,8 @@ def _write_backbone(
             if name in state and same in state:
                 state[name] = state[same]
     with quiet_transformers():
-        if description.scores is not None or language_head:
-            config = backbone.config
-            save_with_head(folder, description, config, state, language_head or head)
+        if description.scores is not None or head:
+            save_with_head(folder, description, backbone.config, state, head)
         else:
             backbone.save_pretrained(folder, state_dict=state)
     # save_pretrained writes the module's dtype to config.json, and loading uses it. Write the widest stored dtype, so

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -49,8 +48,8 @@ TextSets = tuple[tuple[str, ...], tuple[str, ...]]
 EDIT_FILE = "edit.json"
 MIN_TEXTS = 8
 """In each set: half of them estimate the direction, the other half test the probe."""
-MAX_PROBE_ERROR = 0.05
-"""Standard error of the probe's accuracy at chance, above which a warning says that it tells little."""
+FEWEST_PROBE_TEXTS = 100
+"""Below it the standard error of the probe's accuracy at chance is above 0.05, and a warning says so."""
 MAX_STRENGTH = 1.5
 DEFAULT_MAX_DROP = 0.01
 RANKING_CUTOFF = 10
@@ -208,13 +207,10 @@ def _check(
                 "direction, the other half test what is left of it"
             )
     num_held_out = sum(len(texts[1::2]) for texts in sets)
-    # Of n independent answers that are right with probability 1/2: sqrt(1/2 * 1/2 / n).
-    standard_error = 0.5 / math.sqrt(num_held_out)
-    if standard_error > MAX_PROBE_ERROR:
+    if num_held_out < FEWEST_PROBE_TEXTS:
         log.warning(
-            "the probe is tested on %d texts: its accuracy varies by %.2f by chance; give at least 100 texts per set",
+            "the probe is tested on %d texts: its accuracy varies by chance; give at least 100 texts per set",
             num_held_out,
-            standard_error,
         )
     if plan.direction == "erase" and plan.where != "embedding":
         raise UserError(
@@ -296,18 +292,19 @@ class Editor:
     def scores(self) -> dict[str, float]:
         """Return `probe` (what a linear probe finds in held-out texts), `across` (nDCG@10 from each text of the first
         set to its counterpart in the second, where they are paired), and the scores on the evaluation data."""
-        normalize = self.embedder.description.normalize
         first = self._vectors(self.first)
         second = self._vectors(self.second)
-        if normalize:
-            first = _unit(first)
-            second = _unit(second)
+        size = first.shape[1]
+        if self.embedder.description.normalize:
+            first = first_dims(first, size, True)
+            second = first_dims(second, size, True)
         # Even texts have estimated the direction (`apply`), odd ones test: the probe is fitted on the former as well.
         train = (first[0::2], second[0::2])
         test = (first[1::2], second[1::2])
         scores = {"probe": linear_probe(train, test)}
         if self.is_paired:
-            similarities = _unit(test[0]) @ _unit(test[1]).T
+            queries = first_dims(test[0], size, True)
+            similarities = queries @ first_dims(test[1], size, True).T
             right = np.diag(similarities)[:, None]
             # Pessimistic: candidates that tie with the right one count as ranked before it, so that equal vectors score
             # low.
@@ -412,10 +409,7 @@ class Editor:
 
 
 def _removal(
-    vectors_CD: Tensor,
-    strength: float,
-    *,
-    by_rows: bool,
+    vectors_CD: Tensor, strength: float, *, by_rows: bool
 ) -> Callable[[Tensor], Tensor]:
     """Return W -> W - strength * V'VW, or W - strength * WV'V by rows; computed in float64, so that every strategy
     stores the same bits."""
@@ -430,10 +424,6 @@ def _removal(
         return (wide - strength * component).to(weight.dtype)
 
     return edit
-
-
-def _unit(vectors_ND: np.ndarray) -> np.ndarray:
-    return first_dims(vectors_ND, vectors_ND.shape[1], True)
 
 
 # ---- weights that write to the residual stream ---------------------------------------------------------------------

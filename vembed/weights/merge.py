@@ -141,6 +141,7 @@ def merge(
         seed=seed,
     )
     is_main = session is None or session.is_main
+    stored_dtype = None if dtype == "auto" else dtype
     evaluation = None
     if data is not None:
         options = DataSection(data_path=str(data))
@@ -163,7 +164,8 @@ def merge(
         """Return all metrics of the merge of some of the models. Collective: the first process writes."""
         candidate = scratch / "candidate"
         if is_main:
-            merger.of(numbers).write(recipe, candidate)
+            members = [sources[number] for number in numbers]
+            Merge(members, base_source, stored_dtype).write(recipe, candidate)
         collectives.barrier()
         return scores_of(candidate)
 
@@ -192,8 +194,8 @@ def merge(
                 )
             log.info("base: %s", base_name)
             base_source = open_source(base_name)
-        merger = Merge(sources, base_source)
-        merger.dtype = None if dtype == "auto" else dtype
+        # What does not fit is said by every rank, before anything is written.
+        Merge(sources, base_source)
         chosen = list(range(len(names)))
         trials = []
         if method == "soup":
@@ -211,7 +213,8 @@ def merge(
             best = max(trials, key=lambda trial: trial.score)
             recipe = _at_point(recipe, best.at)
         if is_main:
-            merger.of(chosen).write(recipe, target)
+            members = [sources[number] for number in chosen]
+            Merge(members, base_source, stored_dtype).write(recipe, target)
             if trials:
                 start, end = names if len(names) == 2 else (base_name, names[0])
                 points = [asdict(trial) for trial in trials]
@@ -290,27 +293,22 @@ class Merge:
     """Models that fit together, and the base that they are compared with; ready to be merged by any recipe."""
 
     def __init__(
-        self, sources: Sequence[ModelFolder], base: ModelFolder | None
+        self,
+        sources: Sequence[ModelFolder],
+        base: ModelFolder | None = None,
+        dtype: str | None = None,
     ) -> None:
-        """Raise where the models are not of one architecture, tokenizer and pooling."""
+        """Raise where the models are not of one architecture, tokenizer and pooling. `dtype`: of the stored weights.
+        None: the first model's."""
         self.sources = list(sources)
         self.base = base
-        self.dtype: str | None = None
-        """Of the stored weights. None: the first model's."""
+        self.dtype = dtype
         first = self.sources[0]
         self._names = [matched(first, source) for source in self.sources]
         self._base_names = matched(first, base) if base is not None else {}
         with_base = self.sources if base is None else [*self.sources, base]
         check_tokenizers(with_base)
         check_pooling(self.sources)
-
-    def of(self, chosen: Sequence[int]) -> Merge:
-        """Return the merge of some of the models."""
-        if list(chosen) == list(range(len(self.sources))):
-            return self
-        merge = Merge([self.sources[number] for number in chosen], self.base)
-        merge.dtype = self.dtype
-        return merge
 
     def write(self, recipe: Recipe, target: Path) -> Path:
         """Write the merged model: the files of the first one, with the weights of all."""

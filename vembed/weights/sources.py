@@ -136,9 +136,7 @@ def open_source(name: str, folder: Path | None = None) -> ModelFolder:
         is_other = any(part.startswith(("checkpoint-", ".")) for part in relative.parts)
         if is_other or relative.parts[0] == ADAPTER_FOLDER:
             continue
-        subfolder = relative.parent.as_posix()
-        if subfolder == ".":
-            subfolder = ""
+        subfolder = relative.parent.as_posix().removeprefix(".")
         reader = TensorReader(path)
         tensors = files.setdefault(subfolder, {})
         tensors |= dict.fromkeys(reader.entries, reader)
@@ -184,17 +182,12 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
     names = {}
     for part, tensors in first.files.items():
         names[part] = _matched_names(tensors, other.files.get(part, {}))
-        missing = [
-            name
-            for name in tensors
-            if name not in names[part] and not _may_be_missing(name)
-        ]
-        if missing:
-            where = f"{part}/{missing[0]}" if part else missing[0]
-            raise UserError(
-                f"{other.name} has no {where}, which {first.name} has ({len(missing):,d} such tensors): only models "
-                "of one architecture can be merged"
-            )
+        for name in tensors:
+            if name not in names[part] and not _may_be_missing(name):
+                raise UserError(
+                    f"{other.name} has no {part}/{name}, which {first.name} has: only models of one architecture can be "
+                    "merged"
+                )
         for name, other_name in names[part].items():
             shape = first.entry(part, name).shape
             other_shape = other.entry(part, other_name).shape

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -30,7 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.dynamic_module_utils import get_relative_imports
 
-from vembed.errors import UserError
+from vembed.errors import UserError, did_you_mean
 from vembed.files import cache_folder, write_json
 from vembed.models.custom import modeling
 from vembed.models.custom.modeling import (
@@ -93,14 +92,15 @@ def find(named: str, option: str) -> Any:
     if place.endswith(".py"):
         module = _import_file(Path(place).expanduser(), option)
     else:
-        module = _import_name(place, option)
+        try:
+            module = importlib.import_module(place)
+        except ImportError as error:
+            raise UserError(
+                f"{option}: the module {place} cannot be imported ({error}); install it, or give path/to/file.py:Name"
+            ) from error
     if name not in vars(module):
-        known = []
-        for name_in_module, value in vars(module).items():
-            if inspect.isclass(value) or inspect.isfunction(value):
-                known.append(name_in_module)
         raise UserError(
-            f"{option}: {place} has no {name}; it has {', '.join(known) or 'no class'}"
+            f"{option}: {place} has no {name}{did_you_mean(name, vars(module))}"
         )
     return vars(module)[name]
 
@@ -115,21 +115,10 @@ def checked_class(value: Any, named: str) -> type[nn.Module]:
     if not (inspect.isclass(value) and issubclass(value, nn.Module)):
         raise UserError(f"model_class: {named} is not a class of torch.nn.Module")
     if not {"input_ids", "pixel_values"}.intersection(accepted_inputs(value)):
-        _, *parameters = inspect.signature(value.forward).parameters
         raise UserError(
-            f"model_class: the forward of {named} takes {', '.join(parameters) or 'nothing'}, and it must take input_ids "
-            "(with attention_mask), pixel_values, or both"
+            f"model_class: the forward of {named} must take input_ids (with attention_mask), pixel_values, or both"
         )
     return value
-
-
-def _import_name(name: str, option: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"{option}: the module {name} cannot be imported ({error}); install it, or give path/to/file.py:Name"
-        ) from error
 
 
 def _import_file(path: Path, option: str) -> ModuleType:
@@ -150,16 +139,7 @@ def _import_file(path: Path, option: str) -> ModuleType:
         parent = ModuleType(package)
         parent.__path__ = [str(path.parent)]
         sys.modules[package] = parent
-    spec = importlib.util.spec_from_file_location(f"{package}.{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    return module
+    return importlib.import_module(f"{package}.{path.stem}")
 
 
 # ---- the folder of a model -------------------------------------------------------------------------------------------
@@ -244,19 +224,17 @@ def _trust(folder: Path, code: type[nn.Module]) -> None:
 def store_weights(module: nn.Module) -> str:
     """Write the weights of a module that was given in Python to the cache; return their folder."""
     shared = modeling.tied_names(module)
-    digest = hashlib.blake2b(digest_size=8)
     state = {}
     for name, value in module.state_dict().items():
         if name not in shared:
-            tensor = value.detach().cpu().contiguous()
-            digest.update(name.encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            state[f"own.{name}"] = tensor
+            state[f"own.{name}"] = value.detach().cpu().contiguous()
+    data = save(state, metadata={"format": "pt"})
+    digest = hashlib.blake2b(data, digest_size=8)
     folder = _cache() / f"weights-{digest.hexdigest()}"
     if not (folder / WEIGHTS_FILE).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{os.getpid()}"
-        save_file(state, partial, metadata={"format": "pt"})
+        partial.write_bytes(data)
         partial.replace(folder / WEIGHTS_FILE)
     return str(folder)
 

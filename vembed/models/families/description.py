@@ -774,16 +774,12 @@ def _max_length(
                 f"max_length: {option} does not fit {name}: SigLIP pads every text to the {positions} tokens it was "
                 "trained with; leave max_length out"
             )
-        reading.reasons["max_length"] = (
-            "SigLIP pads every text to its number of positions"
-        )
         return int(positions)
     if option is not None and not for_inference:
         if positions is not None and option > positions:
             raise UserError(
                 f"max_length: {option} is more than the {positions} positions of {name}; set it to {positions} or less"
             )
-        reading.reasons["max_length"] = "max_length in the config"
         return option
     of_files = reading.files.max_length
     limits = {"positions in config.json": positions, "max_length": option}
@@ -797,10 +793,9 @@ def _max_length(
     if not is_length_named:
         limits[f"default limit of {longest}; set max_length to change it"] = longest
     # The smallest limit holds, and its reason is logged. Tokenizers without a limit say 1e30.
-    known = {}
+    known = []
     for why, limit in limits.items():
         if limit is not None and limit > 0:
-            known[why] = int(limit)
-    reason = min(known, key=lambda why: known[why])
-    reading.reasons["max_length"] = reason
-    return known[reason]
+            known.append((int(limit), why))
+    smallest, reading.reasons["max_length"] = min(known)
+    return smallest

@@ -523,11 +523,6 @@ def read_sentence_transformers(folder: Path) -> ModelFiles:
     has_config = (inner / "config.json").is_file()
     first_kind = _kind_of_module(first)
     if first_kind == STATIC:
-        if not has_config:
-            raise UserError(
-                f"{inner} is a table of token vectors without a config.json: vembed reads those that it has written "
-                "(`vembed export --format static`), and Sentence Transformers reads this one"
-            )
         modes = ("mean",)
     elif first_kind not in ("Transformer", "CLIPModel", "TwoTowers"):
         # Vision-language models had custom code before Sentence Transformers had chat templates (GME). vembed's
@@ -546,12 +541,12 @@ def read_sentence_transformers(folder: Path) -> ModelFiles:
             settings = read_settings(inner_folder / "config.json", PoolingSettings)
             include_prompt = settings.include_prompt
             # New files have a name or a list of names, old files one flag for each mode.
-            names = settings.pooling_mode
-            if names is None:
-                flags = settings.model_extra or {}
-                names = [mode for mode, flag in MODE_FLAGS.items() if flags.get(flag)]
-            if isinstance(names, str):
-                names = [names]
+            flags = settings.model_extra or {}
+            names = [mode for mode, flag in MODE_FLAGS.items() if flags.get(flag)]
+            if isinstance(settings.pooling_mode, str):
+                names = [settings.pooling_mode]
+            elif settings.pooling_mode is not None:
+                names = settings.pooling_mode
             modes = tuple(names) or ("mean",)
         elif module.type.startswith(POOLING_MODULE):
             modes = (module.type.removeprefix(POOLING_MODULE),)
@@ -620,15 +615,15 @@ def read_model(
     folder = model_folder(name, revision)
     stated = _stated_class(folder)
     kind = "embedder" if stated is None else _KINDS[stated]
-    if is_reranker and kind in ("embedder", "reranker"):
-        return ModelFiles(folder, folder)
-    if is_reranker:
-        raise UserError(f"{folder} holds a {kind}: give a reranker or an encoder")
+    if is_reranker and kind == "reranker":
+        kind = "embedder"
     if kind != "embedder":
+        wanted = "a reranker or an encoder" if is_reranker else "an embedding model"
         raise UserError(
-            f"{folder} holds a {stated} of Sentence Transformers, a {kind}, and no embedding model: give an embedding "
-            "model (a reranker can be a teacher or a judge)"
+            f"{folder} holds a {stated} of Sentence Transformers, a {kind}: give {wanted}"
         )
+    if is_reranker:
+        return ModelFiles(folder, folder)
     files = read_sentence_transformers(folder)
     backbone = files.backbone
     check_weight_files(backbone)
