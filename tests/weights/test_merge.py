@@ -309,7 +309,7 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
     with pytest.raises(UserError, match="different tokenizers"):
         vembed.merge([models[0], other], tmp_path / "out")
     pooled = shared(tiny_bert_st, pooling="cls")
-    with pytest.raises(UserError, match=r"embed in different ways .pooling"):
+    with pytest.raises(UserError, match=r"embed in different ways .*pooling"):
         vembed.merge([models[0], pooled], tmp_path / "out")
     deep = tiny_bert(tmp_path / "deep", layers=3)
     with pytest.raises(UserError, match="only models of one architecture"):

@@ -367,46 +367,30 @@ class Bf16LayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.Module):
-    """The RMSNorm of Llama, Qwen and Mistral, in one kernel of a GPU instead of seven, in the dtype of input and weight."""
+    """The RMSNorm of Llama, Qwen and Mistral, in one kernel of a GPU instead of seven, in the dtype of input and weight.
 
-    weight: nn.Parameter
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Apply the norm."""
-        weight = self.weight
-        dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
-        return rms_norm(
-            hidden_states.to(dtype), weight.to(dtype), self.variance_epsilon
-        )
-
-
-def rms_norm(
-    values: Tensor,
-    weight: Tensor,
-    epsilon: float,
-) -> Tensor:
-    """Return weight * x / sqrt(mean(x ** 2) + epsilon). The kernel takes one dtype, which autocast would change."""
-    with torch.autocast(values.device.type, enabled=False):
-        return functional.rms_norm(values, weight.shape, weight, float(epsilon))
-
-
-class Bf16RMSNorm(nn.Module):
-    """The RMSNorm of Llama, Qwen and Mistral with float32 weights and statistics, and output in bfloat16.
-
-    Transformers multiplies the 16-bit result by the float32 weight, so that every norm widens what follows it.
+    With `copies` its output is bfloat16. Transformers multiplies the 16-bit result by the float32 weight, so that every
+    norm widens what follows it.
     """
 
-    copies: WeightCopies
     weight: nn.Parameter
     variance_epsilon: float
+    copies: WeightCopies | None = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Apply the norm to float32 or bfloat16."""
-        values = hidden_states.to(torch.bfloat16)
-        weight = self.copies.trained(self.weight)
+        """Return weight * x / sqrt(mean(x ** 2) + epsilon)."""
+        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+        weight: Tensor | None = self.weight
+        if self.copies is not None:
+            dtype = torch.bfloat16
+            weight = self.copies.trained(self.weight)
         assert weight is not None
-        return rms_norm(values, weight, self.variance_epsilon)
+        values = hidden_states.to(dtype)
+        # The kernel takes one dtype, which autocast would change.
+        with torch.autocast(values.device.type, enabled=False):
+            return functional.rms_norm(
+                values, weight.shape, weight.to(dtype), float(self.variance_epsilon)
+            )
 
 
 class Bf16Embedding(nn.Embedding):
@@ -443,7 +427,7 @@ def use_bf16(backbone: nn.Module) -> None:
         elif kind is nn.LayerNorm:
             module.__class__ = Bf16LayerNorm
         elif kind is FusedRMSNorm or kind.__name__ in _RMS_NORMS:
-            module.__class__ = Bf16RMSNorm
+            module.__class__ = FusedRMSNorm
         else:
             continue
         vars(module)["copies"] = copies

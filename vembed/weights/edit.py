@@ -509,7 +509,6 @@ def _search(
     import optuna
 
     # Rank 0 alone uses the study. The others apply what it proposes, since every method of the editor is collective.
-    level_before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=seed)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
@@ -543,7 +542,6 @@ def _search(
             _score_line(scores),
             candidate.strength,
         )
-    optuna.logging.set_verbosity(level_before)
     return tried
 
 

@@ -254,16 +254,10 @@ def check_pooling(sources: Sequence[ModelFolder]) -> None:
     first_settings = _embedding_settings(first.folder)
     for other in sources[1:]:
         settings = _embedding_settings(other.folder)
-        differences = []
-        for key in first_settings.keys() & settings.keys():
-            if settings[key] != first_settings[key]:
-                differences.append(
-                    f"{key}: {first_settings[key]!r} and {settings[key]!r}"
-                )
-        if differences:
+        if settings and first_settings and settings != first_settings:
             raise UserError(
-                f"{first.name} and {other.name} embed in different ways ({'; '.join(sorted(differences))}): merge "
-                "models of one pooling and one head"
+                f"{first.name} and {other.name} embed in different ways ({first_settings}, {settings}): merge models of one "
+                "pooling and one head"
             )
 
 

@@ -40,7 +40,7 @@ from vembed.models.custom.modeling import (
     construct,
     read_output,
 )
-from vembed.models.families.model_files import is_own
+from vembed.models.families.model_files import is_own, model_folder
 
 if TYPE_CHECKING:
     from vembed.config.schema import ModelSection
@@ -152,17 +152,16 @@ def own_class(folder: Path) -> str | None:
     return str(OwnConfig.from_pretrained(folder).class_name)
 
 
-def own_folder(
-    options: ModelSection,
-    source: Path | None,
-    tokenizer: Path | None,
-) -> Path:
+def own_folder(options: ModelSection) -> Path:
     """Return the folder of the model that `model_class` names, and let this process run the class for it.
 
-    `source`: the folder that `model_name` names, if it names one. A folder of an own model is used as it is; otherwise
-    a folder is made in vembed's cache, named by its content. `tokenizer`: the folder of `tokenizer_name`.
+    A folder of an own model that `model_name` names is used as it is. Otherwise a folder is made in vembed's cache, named
+    by its content.
     """
     assert options.model_class is not None
+    source = None
+    if options.model_name != options.model_class:
+        source = model_folder(options.model_name, options.model_revision)
     code = find_class(options.model_class)
     accepted = accepted_inputs(code)
     arguments = options.model_arguments
@@ -175,7 +174,9 @@ def own_folder(
         _trust(source, code)
         return source
     files: list[Path] = []
-    texts = tokenizer or source
+    texts = source
+    if options.tokenizer_name is not None:
+        texts = model_folder(options.tokenizer_name, option="tokenizer_name")
     if texts is not None:
         files = [texts / name for name in TOKENIZER if (texts / name).is_file()]
     has_tokenizer = any("processor" not in path.name for path in files)
@@ -310,10 +311,8 @@ def settings_of(code: type[nn.Module], arguments: Mapping[str, Any]) -> dict[str
     }
     keys = {"max_positions": "max_position_embeddings", "image_size": "image_size"}
     for name, key in keys.items():
-        # Of the module, else of its class, else of its constructor's arguments.
-        value = arguments.get(name)
-        value = vars(code).get(name, value)
-        value = vars(module).get(name, value)
+        # Of the module or its class, else of its constructor's arguments.
+        value = getattr(module, name, arguments.get(name))
         if isinstance(value, int):
             values[key] = value
     return values
@@ -327,7 +326,7 @@ def _output_of(module: nn.Module, device: torch.device) -> Tensor:
         for name in {"input_ids", "attention_mask"}.intersection(accepted):
             inputs[name] = torch.ones(2, 3, dtype=torch.int64, device=device)
     else:
-        size = vars(module).get("image_size")
+        size = getattr(module, "image_size", None)
         side = size if isinstance(size, int) else 32
         inputs["pixel_values"] = torch.zeros(2, 3, side, side, device=device)
     with torch.no_grad():

@@ -274,18 +274,7 @@ def describe(
     `similarity`: that of the loss. `use_qlora`: the weights are held in 4 bits.
     `for_inference`: of a finished model that is used, not trained: its files say the similarity and the maximum length.
     """
-    name = model.model_name
-    if model.model_class is not None:
-        # The folder of the user's code, with the weights that `model_name` names, if it names any.
-        source = None
-        if name != model.model_class:
-            source = model_folder(name, model.model_revision)
-        tokenizer_source = None
-        if model.tokenizer_name is not None:
-            tokenizer_source = model_folder(
-                model.tokenizer_name, option="tokenizer_name"
-            )
-        name = str(own_folder(model, source, tokenizer_source))
+    name = str(own_folder(model)) if model.model_class else model.model_name
     files = read_model(name, model.model_revision, is_reranker=model.task == "rerank")
     if files.adapter is not None and use_qlora:
         raise UserError(
@@ -303,8 +292,6 @@ def describe(
     chosen = model_class(config, trust_remote_code=trust)
     reading = _Reading(model, files, saved, config, chosen)
     reasons = reading.reasons
-    if changes:
-        reasons["config_changes"] = "model_arguments in the config"
     family = _family(reading)
     shape = shape_of(
         files.backbone, config, chosen, family, reads_weights=not model.from_scratch
