@@ -36,10 +36,8 @@ SIZES = {
 @pytest.fixture(scope="module")
 def free():
     """The module of the example."""
-    find_class(
-        f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
-    )
-    return sys.modules["free_transformer.model"]
+    path = ROOT / "examples/own_model/free_transformer/model.py"
+    return sys.modules[find_class(f"{path}:FreeTransformer").__module__]
 
 
 def fsdp_of(config):

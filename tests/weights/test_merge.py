@@ -405,12 +405,3 @@ def test_memory_does_not_grow_with_the_models(tmp_path):
     grown, _ = (int(word) * 1024 for word in done.stdout.split())
     assert (tmp_path / "out" / "model.safetensors").stat().st_size > BYTES
     assert grown < 100e6
-
-
-def test_a_mistyped_method_is_named_with_the_methods(tmp_path, capsys):
-    with pytest.raises(SystemExit) as end:
-        app(["merge", "a", "b", "-o", str(tmp_path / "out"), "--method", "weigted"])
-    assert end.value.code == 2
-    message = capsys.readouterr().err
-    assert "--method" in message and "'weigted'" in message and "'weighted'" in message
-    assert "Value error" not in message

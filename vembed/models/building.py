@@ -142,25 +142,7 @@ def build_model(
             keep_trainable_layout(backbone)
         if adapters.quantize_weights == "int8":
             round_weights(backbone)
-        pooling = None
-        # None for the model's own pooling.
-        kind = POOLINGS.get(description.pooling)
-        if kind is not None and kind.is_trained:
-            pooling = kind.build(description.token_dim)
-            folder = description.pooling_folder
-            if folder is not None:
-                check_weights(folder)
-                pooling.load_state_dict(load_file(folder / "model.safetensors"))
-        # The model's own Dense modules, then this run's MRL projection.
-        dense_modules = [load_dense(folder) for folder in description.dense]
-        if description.adds_projection:
-            size = description.hidden_dim
-            if dense_modules:
-                size = dense_modules[-1].linear.out_features
-            projection = Dense(size, description.embedding_dim)
-            # The first rows of the identity, [embedding_dim, size]: at the start it only truncates.
-            nn.init.eye_(projection.linear.weight)
-            dense_modules.append(projection)
+        pooling, dense_modules = _modules_behind_tower(description)
     if language_head is not None and adapters.use_lora and not language_head.is_new:
         # Like all pretrained weights of a LoRA run.
         language_head.requires_grad_(False)
@@ -214,6 +196,31 @@ def build_model(
     elif recompute:
         precision.enable_checkpointing(layers)
     return model if meta else model.to(device)
+
+
+def _modules_behind_tower(
+    description: ModelDescription,
+) -> tuple[nn.Module | None, list[Dense]]:
+    """Return a trained pooling, and the model's own Dense modules with this run's MRL projection behind them."""
+    pooling = None
+    # None for the model's own pooling.
+    kind = POOLINGS.get(description.pooling)
+    if kind is not None and kind.is_trained:
+        pooling = kind.build(description.token_dim)
+        folder = description.pooling_folder
+        if folder is not None:
+            check_weights(folder)
+            pooling.load_state_dict(load_file(folder / "model.safetensors"))
+    dense_modules = [load_dense(folder) for folder in description.dense]
+    if description.adds_projection:
+        size = description.hidden_dim
+        if dense_modules:
+            size = dense_modules[-1].linear.out_features
+        projection = Dense(size, description.embedding_dim)
+        # The first rows of the identity, [embedding_dim, size]: at the start it only truncates.
+        nn.init.eye_(projection.linear.weight)
+        dense_modules.append(projection)
+    return pooling, dense_modules
 
 
 def has_language_head(
