@@ -160,8 +160,8 @@ def _kind(mode: int) -> str:
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EACCES, errno.ENOTSUP)
 """Answers of file systems that cannot flush folders."""
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
-"""Answers of file systems that have no locks."""
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF})
+"""Answers of file systems that have no locks, or none on files that are open for reading."""
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -214,7 +214,7 @@ def sole_writer(path: Path, target: Path, *, waits: bool = False) -> Iterator[No
                 f"{target} is being written by another process: wait for its end, or choose another name"
             ) from error
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
         yield
     finally:

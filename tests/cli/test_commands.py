@@ -84,7 +84,7 @@ def test_dry_run_resolves_everything_without_torch(process):
         assert line in done.out.splitlines(), line
     assert "fsdp_backward_prefetch: BACKWARD_PRE" in done.out
     assert (
-        "would run: python -m vembed.entrypoints.train --config=cfg.yaml --set=num_processes=4 (ranks 0 to 3 of 4"
+        "would run: python -m vembed.entrypoints.train --config=cfg.yaml --set=nproc=4 (ranks 0 to 3 of 4"
         in done.out
     )
 
@@ -168,7 +168,7 @@ def test_everything_on_the_command_line(vembed):
     done = vembed(words, "--dry-run")
     assert done.code == 0, done.err
     assert "model_name: some/model  # command line" in done.out
-    printed = "--set=use_fsdp=true --set=model_name=some/model --set=data_path=d.jsonl"
+    printed = "--set=use_fsdp=true --set=model=some/model --set=data=d.jsonl"
     assert printed in done.out
     assert "data_path is missing" in vembed("train --model x").err
 

@@ -1,14 +1,10 @@
-"""Names that would harm a run: its own files as log or data, lone surrogates, and files that are slow to parse."""
-
-import os
-import time
+"""Names that would harm a run: its own files as log or data."""
 
 import pytest
 from typer.testing import CliRunner
 
 from vembed.cli.main import app
 from vembed.config.loading import load_config
-from vembed.config.parsing import parse_toml
 from vembed.errors import UserError
 
 BASE = {"model_name": "m", "data_path": "d.jsonl"}
@@ -64,20 +60,6 @@ def test_data_of_another_name_in_output_dir_are_kept(tmp_path):
     load_config({**BASE, "data_path": str(path), "output_dir": str(tmp_path)})
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"query_prompt": "a\udcff"},
-        {"output_dir": os.fsdecode(b"run-\xff")},
-        {"wandb_tags": ["a", "\ud800"]},
-    ],
-)
-def test_a_lone_surrogate_is_refused_at_the_start(more):
-    (name,) = more
-    with pytest.raises(UserError, match=rf"{name} has a lone surrogate"):
-        load_config({**BASE, **more})
-
-
 def test_the_command_refuses_with_code_2(tmp_path):
     cfg = tmp_path / "cfg.yaml"
     cfg.write_text("model_name: m\ndata_path: d.jsonl\nlog_file: metrics.jsonl\n")
@@ -87,23 +69,3 @@ def test_the_command_refuses_with_code_2(tmp_path):
         and "log_file: metrics.jsonl is a file or folder"
         in " ".join(result.output.split())
     )
-    result = CliRunner().invoke(
-        app, ["config", str(cfg), "log_file=a.txt", "query_prompt=a\udcff"]
-    )
-    assert result.exit_code == 2 and "lone surrogate" in result.output
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a" + ".a" * 100_000 + " = 1",
-        "[a" + ".a" * 100_000 + "]\nb = 1",
-        "\n".join(f"a.b{number}.c = 1" for number in range(20_000)),
-        "\n".join(f'"a\\u0062{number}".c = 1' for number in range(4_900)),
-    ],
-)
-def test_toml_with_many_dotted_keys_is_refused_soon(text):
-    began = time.process_time()
-    with pytest.raises(UserError, match=r"more than 2,500 keys"):
-        parse_toml(text, "cfg.toml")
-    assert time.process_time() - began < 20  # a minute and more without the limits

@@ -185,29 +185,20 @@ def test_no_duplicates_loses_only_the_remainder(rows, size):
     assert drawn[0] != drawn[1], "others are left out in each epoch"
 
 
-@settings(max_examples=40)
-@given(
-    st.lists(st.integers(1, 9), min_size=2, max_size=25),
-    st.integers(1, 7),
-    st.integers(0, 99),
-)
-def test_groups_of_one_content_fill_as_many_batches_as_can_be_filled(
-    groups, size, seed
-):
-    rows = [[number] for number, members in enumerate(groups) for _ in range(members)]
-    # So many batches can be filled as each group can give one member to, which Gale and Ryser proved to be enough.
-    possible = max(
-        (
-            number
-            for number in range(1, len(rows) + 1)
-            if sum(min(group, number) for group in groups) >= number * size
-        ),
-        default=0,
+def test_each_epoch_has_as_many_batches_of_each_source():
+    """Although epoch 0 draws all four equal contents and epoch 1 none."""
+    rows = [[0]] * 4 + [[number] for number in range(4, 20)]
+    batch_schedule = BatchSchedule(
+        [16, 4],
+        4,
+        seed=6,
+        weights=[0.5, 1.0],
+        keys=make_keys(rows),
+        homogeneous=True,
     )
-    if possible == 0:
-        return
-    batch_schedule = BatchSchedule([len(rows)], size, seed, keys=make_keys(rows))
-    assert batch_schedule.batches_per_epoch == possible
+    for epoch in range(4):
+        is_second = [batch[0] >= 16 for batch in epoch_of(batch_schedule, epoch)]
+        assert sorted(is_second) == [False, True]
 
 
 @pytest.mark.parametrize("other", [0, 1000])
@@ -228,7 +219,7 @@ def test_one_text_in_most_examples_is_left_out_and_counted():
 
 
 def test_nothing_fits_without_duplicates():
-    with pytest.raises(UserError, match=r"no_duplicates.*100 of 100"):
+    with pytest.raises(UserError, match=r"no_duplicates: 100 examples .* batch of 2"):
         BatchSchedule(
             [100], 2, seed=0, keys=make_keys([[number, 777] for number in range(100)])
         )

@@ -49,7 +49,7 @@ def parsed(path):
 
 
 def step(number, **values):
-    return {
+    line = {
         "step": number,
         "epoch": number / 10,
         "loss": 3 / number,
@@ -63,6 +63,8 @@ def step(number, **values):
             {"rank": 1, "device": "cpu", "peak_gb": 2.5},
         ],
     } | values
+    line["steps"] = [[number, line["loss"], line["learning_rate"], line["grad_norm"]]]
+    return line
 
 
 def scores(gain, dims=(32, 8), metrics=("ndcg", "mrr", "recall", "map"), ks=(1, 10)):
@@ -191,7 +193,11 @@ def test_the_weights_that_were_kept_count_not_the_last_ones(run):
 def test_what_comes_from_the_user_is_escaped(tmp_path):
     evil = "<script>alert('x')</script>&<b>"
     summary = RunSummary(
-        model=evil, data=[evil], evaluation=evil, warnings=[evil], versions={evil: evil}
+        properties=[evil],
+        data=[evil],
+        evaluation=evil,
+        warnings=[evil],
+        versions={evil: evil},
     )
     run = write_run(
         tmp_path / "run",

@@ -394,7 +394,7 @@ def test_gguf_in_the_server_of_llama_cpp(exported, monkeypatch):
     with pytest.raises(
         RunError, match=r"llama\.cpp gave no embedding of a text of 2 tokens"
     ):
-        reader.encode([""], None)
+        reader.encode([""], "document")
 
 
 @pytest.mark.parametrize("server", ["tei", "vllm", "llama.cpp"])
@@ -493,10 +493,7 @@ def test_a_static_student(tmp_path):
         "--tolerance",
         "1e-6",
     )
-    assert (
-        refused.exit_code == 2
-        and "does not follow the model: Spearman correlation" in refused.stderr
-    )
+    assert refused.exit_code == 2 and "does not follow the model" in refused.stderr
     assert (
         "it had no texts to learn from" in refused.stderr
         and not (tmp_path / "bad").exists()
@@ -578,7 +575,7 @@ def test_check_server(server, monkeypatch):
         monkeypatch.setattr(Handler, "route", route)
         done = run("check-server", server, model_folder())
         assert done.exit_code == 0, done.output
-        assert "batch 1 of 13: 16 texts, cosine distance" in done.output
+        assert "16 of 200 texts" in done.output
         assert f"{server}{route} equals" in done.output
     right = Handler.embed
     monkeypatch.setattr(
@@ -590,14 +587,11 @@ def test_check_server(server, monkeypatch):
         Handler, "embed", staticmethod(lambda value: right(value)[:, :8])
     )
     done = run("check-server", server + "/embed", model_folder())
-    assert done.exit_code == 1 and "embeddings of [16, 8] for [16, 24]" in done.stderr
+    assert done.exit_code == 1 and "8 dimensions for 24" in done.stderr
     refused = run("check-server", "http://127.0.0.1:9", model_folder())
     assert refused.exit_code == 2 and "does not answer" in refused.stderr
-    swapped = run("check-server", "output/final", "http://127.0.0.1:9")
-    assert (
-        swapped.exit_code == 2
-        and "the address comes first, then the model" in swapped.stderr
-    )
+    swapped = run("check-server", "output/final", model_folder())
+    assert swapped.exit_code == 2 and "does not answer" in swapped.stderr
 
 
 def test_distances_of_broken_vectors_are_infinite():

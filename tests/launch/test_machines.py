@@ -58,8 +58,8 @@ def test_both_machines_name_what_differs(tmp_path):
         assert code == 2, err
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
         assert (
-            "learning_rate is 0.002 on rank 0 (machine 0, " in line
-            and ") but 0.5 on rank 1 (machine 1, " in line
+            "learning_rate is 0.002 on rank 0 (" in line
+            and ") but 0.5 on rank 1 (" in line
         )
         assert (
             "data_path is " in line

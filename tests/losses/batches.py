@@ -101,7 +101,7 @@ def make_batch(
         rank_rows=slice(0, num_rows),
         rank_negatives=slice(0, len(negative)),
         negative_scores=negative_scores,
-        batch_index=seed,
+        batch_number=seed,
     )
     return replace(batch, teachers=teachers_of(batch, draw))
 

@@ -283,14 +283,10 @@ def test_fsdp1_gives_the_losses_of_fsdp2(trained, place):
 
 
 def test_a_module_takes_texts_in_one_row(trained, place):
-    """Its vectors are those of padded texts, and the first loss of weights from nothing is compared."""
+    """Its vectors are those of padded texts."""
     assert trained[3].keys() >= {"loss/word_size"}
     log = (place / "packed" / "training_log.txt").read_text()
-    assert (
-        "texts: without padding" in log
-        and "step 1: loss" in log
-        and "candidates is" in log
-    )
+    assert "texts: without padding" in log
     assert (
         "learning_rate: 0.002 (auto; from scratch: initial weights of 16 dimensions)"
         in log

@@ -161,7 +161,7 @@ def sharded_step(config, options=None, *, dtype=torch.float64, edit=None):
             (share_of_loss(outputs) * session.world_size).backward()
         collectives.calls.clear()
         if session.strategy == "ddp":
-            collectives.GradientSum(model.parameters()).finish()
+            collectives.GradientSync(model.parameters()).finish()
         norm = float(parameters.global_grad_norm(model))
         optimizer = torch.optim.SGD(
             [parameter for parameter in model.parameters() if parameter.requires_grad],

@@ -70,7 +70,7 @@ def on_ranks(folder, sync):
     ) as session:
         model = session.prepare(small_network())
         loss = step(model, INPUTS[:5] if session.rank == 0 else INPUTS[5:])
-        collectives.GradientSum((), model.parameters()).finish()
+        collectives.GradientSync((), model.parameters()).finish()
         return found_in(model, collectives.sum_scalars([loss])[0]), [
             line for line in lines if "batch norms" in line
         ]

@@ -130,7 +130,7 @@ def averaged_gradients(average):
     )
     collectives.calls.clear()
     sides = (parameters, ()) if average else ((), parameters)
-    collectives.GradientSum(*sides).finish()
+    collectives.GradientSync(*sides).finish()
     return [parameter.grad for parameter in parameters], dict(collectives.calls)
 
 
@@ -159,19 +159,19 @@ def summed_early(fails):
     rank = collectives.rank()
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
     collectives.BUCKET_BYTES = 64  # a matrix, or a few biases
-    gradient_sum = collectives.GradientSum(layers.parameters())
+    gradient_sync = collectives.GradientSync(layers.parameters())
     inputs = torch.full((2, 4), rank + 1.0)
     layers(inputs).sum().backward()
-    gradient_sum.start_early()
+    gradient_sync.start_early()
     has_failed = fails and rank == 0
     if not has_failed:
         layers(inputs).sum().backward()
-    num_started = sum(bucket.work is not None for bucket in gradient_sum._buckets)
-    sums = gradient_sum.finish([rank + 0.5])
+    num_started = sum(bucket.work is not None for bucket in gradient_sync._buckets)
+    sums = gradient_sync.finish([rank + 0.5])
     layers.zero_grad(set_to_none=True)
-    gradient_sum.start_early()
+    gradient_sync.start_early()
     layers[:-1](inputs).sum().backward()
-    gradient_sum.finish()
+    gradient_sync.finish()
     gradients = [weight.grad for weight in layers.parameters()]
     return gradients, sums, num_started
 
@@ -197,7 +197,7 @@ def gradients_without_group():
     dist.destroy_process_group()
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
-    collectives.GradientSum([parameter]).finish()
+    collectives.GradientSync([parameter]).finish()
     collectives.barrier()
     return parameter.grad
 

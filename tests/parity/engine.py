@@ -189,7 +189,7 @@ def step_on_rank(case, config, session, auxiliary=None, teachers=None):
         teachers,
         auxiliary,
     )
-    result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
+    result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, is_last=True)
     step.synchronise(0.0)
     return {
         **full_gradients(model),

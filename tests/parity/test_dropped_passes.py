@@ -74,12 +74,12 @@ def steps_after(folder):
                 layer = embedder.backbone.encoder.layer[1]
                 hook = layer.register_forward_hook(Failing(name))
                 with pytest.raises(ZeroDivisionError):
-                    step.accumulate(rank_batch, 0, weight=1.0, last=True)
+                    step.accumulate(rank_batch, 0, weight=1.0, is_last=True)
                 discard_passes(model)
                 hook.remove()
             gradients = []
             for number in range(2):
-                step.accumulate(rank_batch, number, weight=1.0, last=True)
+                step.accumulate(rank_batch, number, weight=1.0, is_last=True)
                 gradients.append(full_gradients(model))
                 model.zero_grad(set_to_none=True)
             actual.append((demand, *gradients))

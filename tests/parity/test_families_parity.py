@@ -188,7 +188,7 @@ def on_ranks(configs):
                     frozen=frozen,
                     image_bytes=image_bytes,
                 )
-                result = step.accumulate(rank_batch, 3, weight=1.0, last=True)
+                result = step.accumulate(rank_batch, 3, weight=1.0, is_last=True)
                 step.synchronise(0.0)
                 results.append(
                     {

@@ -117,7 +117,7 @@ def step_on_rank(strategy, cache):
             SEED,
         )
         batch = replace(batch, features=features)
-        result = step.accumulate(batch, 3, weight=1.0, last=True)
+        result = step.accumulate(batch, 3, weight=1.0, is_last=True)
         step.synchronise(0.0)
         return {**full_gradients(model), "loss": result.loss_share}
 

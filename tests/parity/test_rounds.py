@@ -53,7 +53,7 @@ def count_rounds(folder, strategy, cases):
             collectives.calls.clear()
             reduced.clear()
             finished.clear()
-            result = step.accumulate(rank_batch, 0, weight=1.0, last=True)
+            result = step.accumulate(rank_batch, 0, weight=1.0, is_last=True)
             step.synchronise(0.0)
             ours = dict(collectives.calls)
             units = len(reduced)  # those of FSDP alone

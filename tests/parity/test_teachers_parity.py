@@ -245,7 +245,7 @@ def answered(case, batch, folder):
     return replace(
         batch,
         teachers=teachers,
-        batch_index=BATCH_NUMBER,
+        batch_number=BATCH_NUMBER,
         negative_scores=torch.tensor(negative_scores, dtype=torch.float64)
         if negative_scores
         else None,

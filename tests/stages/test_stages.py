@@ -141,7 +141,6 @@ MISTAKES = [
     ({"evaluate": {"ks": "1"}}, "stage last: evaluate needs data"),
     ({"evaluate": {**EVALUATE, "nproc": "two"}}, "'--nproc'"),
     ({"evaluate": {**EVALUATE, "model": "brod"}}, "did you mean 'broad'?"),
-    ({"evaluate": {**EVALUATE, "require": {"ndgc@10": 0}}}, "require: ndgc@10"),
     ({"evaluate": {**EVALUATE, "require": {"ndcg@10": "good"}}}, "'good'"),
     ({"mine": {"data_path": "trian.jsonl"}}, "stage last: data_path: trian.jsonl"),
     ({"mine": {"data_path": "train.jsonl", "num_negative": 3}}, "'num_negatives'?"),
@@ -265,12 +264,12 @@ def test_a_stage_runs_again_where_what_it_left_is_damaged(place, capsys):
     flipped = bytearray(whole[weights])
     flipped[-5] ^= 1
     weights.write_bytes(flipped)
-    repairs("broad")
-    assert Path("output/broad/final.damaged/model.safetensors").read_bytes() == flipped
+    assert train() == 2, "the user may have changed it on purpose"
+    assert "delete output/broad/final" in capsys.readouterr().err
     shutil.rmtree("output/broad/final")
     mined.write_bytes(whole[mined][: len(whole[mined]) // 2])
     repairs("broad", "hard")
-    merged.unlink()
+    shutil.rmtree("output/soup/final")
     repairs("soup")
     repairs()
 
@@ -408,20 +407,6 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
         < messages.index("==== sharp (train)")
     )
     assert "model_name: output/merge-2/final" in messages
-    table = messages.split(
-        "==== memory of each process and time of each step, estimated\n"
-    )[1].splitlines()
-    assert [line.split()[:2] for line in table] == [
-        ["stage", "step"],
-        ["broad", "train"],
-        ["merge-2", "merge"],
-        ["sharp", "train"],
-        ["all", "below"],
-    ]
-    assert all(
-        " GB of the " in line and ": fits" in line for line in (table[1], table[3])
-    )
-    assert table[4].endswith("without the 1 not estimated")
     assert not Path("output").exists()
     assert train("--stage", "broad", "output_dir=one") == 0
     assert Path("one/broad/final").is_dir()
@@ -440,7 +425,7 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
     assert train("--until", "nowhere") == 2
     assert "has the stages broad, merge-2, sharp" in capsys.readouterr().err
     assert train("--stage", "nowhere") == 2
-    assert "--stage NAME: broad, merge-2 (merge), sharp" in capsys.readouterr().err
+    assert "--stage NAME: broad, sharp" in capsys.readouterr().err
 
 
 def test_a_step_whose_earlier_one_has_not_run_names_it(place, capsys):
@@ -479,47 +464,20 @@ def test_a_plan_of_every_stage(place, capsys):
         {"name": "negatives", "mine": {"data_path": "train.jsonl"}},
         {"name": "sharp", "batch_size": 8},
         {"name": "check", "evaluate": {"data": "val.jsonl"}},
-        {"name": "other", "evaluate": {"data": "nowhere.jsonl"}},
     ]
     written(stages)
     assert run_process("plan", ["cfg.yaml", "--json", "plan.json"]) == 0
     messages = capsys.readouterr().out
     assert messages.index("==== broad") < messages.index("==== sharp")
     assert messages.count("hours: about ") == 2
-    assert "of a matrix product here (cpu)" in messages
-    _, broad, negatives, sharp, check, other, total = messages.split("==== memory")[
-        1
-    ].splitlines()[1:]
-    assert broad.endswith(": fits  below 1 s")
-    assert sharp.endswith(
-        ": fits  below 1 s (without the negatives that are to be mined)"
-    )
-    assert negatives.endswith("(encoding)") and check.endswith("(encoding)")
-    assert " GB (weights), and micro-batches" in negatives and other.endswith(
-        "not estimated"
-    )
-    assert total.endswith("below 1 s, without the 1 not estimated")
+    assert "of a matrix product here" in messages
     assert all(
         entry["fits"] and entry["seconds"] < 60
         for entry in json.loads(Path("plan.json").read_text())
     )
     assert not Path("output").exists()
     assert run_process("plan", ["cfg.yaml", "--memory", "0.001"]) == 1
-    assert ": does not fit" in capsys.readouterr().out.split("==== memory")[1]
-
-
-def test_a_dry_run_without_the_model_says_so(place, capsys):
-    written(
-        [{"name": "broad"}, {"name": "check", "evaluate": {"data": "val.jsonl"}}],
-        model_name="some/model",
-    )
-    assert train("--dry-run") == 0
-    table = capsys.readouterr().out.split("==== memory")[1]
-    assert (
-        "broad  train     not estimated (no files of some/model here; `vembed plan` looks further)"
-        in table
-    )
-    assert run_process("plan", ["cfg.yaml", "model_name=./nowhere"]) == 2
+    assert ": does not fit" in capsys.readouterr().out
 
 
 def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypatch):

@@ -82,7 +82,7 @@ def config():
 
 def width_of(store):
     """Values per row of a store, 0 without rows."""
-    rows = store.find_rows(list(store._places._recent)[:1])
+    rows = store.find_rows(list(store._places)[:1])
     return sum(map(len, rows.values()))
 
 
@@ -98,7 +98,7 @@ def answers_on_disk(cache):
     """All rows of each store, in the order of their keys."""
     answers = {}
     for width, store in stores(cache).items():
-        answers[width] = store.read_rows(sorted(store._places._recent))
+        answers[width] = store.read_rows(sorted(store._places))
     return answers
 
 

@@ -75,7 +75,7 @@ def kept(cache):
     ]
     actual = {}
     for store in stores:
-        keys = list(store._places._recent)
+        keys = list(store._places)
         actual[store.folder.name] = {
             keys[place]: row for place, row in store.find_rows(keys).items()
         }

@@ -42,6 +42,11 @@ class Run:
 
     def __init__(self, session, output_dir, model=None, **options):
         self.config = config_for(output_dir, **options)
+        if session.world_size > 1:
+            if session.is_main:
+                output_dir.mkdir(exist_ok=True)
+                (output_dir / integrity.LOCK).touch()
+            session.barrier()
         self.checkpointer = Checkpointer(self.config.run, session)
         self.model = model or TinyModel()
         self.loss = TinyLoss()
@@ -244,7 +249,7 @@ def test_best_weights_that_are_not_there_leave_the_last_ones(tmp_path, caplog):
     [
         (
             lambda: TinyModel(num_layers=3),
-            r"only this run trains model.backbone.layer.2.linear.bias.* and 1 more",
+            r"only this run trains model.backbone.layer.2.linear.bias",
         ),
         (
             lambda: TinyModel(num_layers=1),
@@ -280,7 +285,7 @@ def test_state_of_another_optimizer_is_refused(tmp_path, first, second):
     with (
         starting(tmp_path, optim=second, resume="force") as run,
         pytest.raises(
-            UserError, match=r"another model or optimizer: only .* has optimizer\."
+            UserError, match=r"another model or optimizer: only .* optimizer\."
         ),
     ):
         run.resume()
@@ -461,7 +466,7 @@ def test_a_folder_without_permission_is_named_before_anything_is_loaded(mode):
     finally:
         folder.chmod(0o700)
         folder.rmdir()
-    assert "cannot be written to (process 0: Permission denied; process 1: " in said
+    assert "cannot be written to on process 0" in said
 
 
 def test_tensors_alone_go_into_a_checkpoint(tmp_path):

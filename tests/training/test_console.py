@@ -7,7 +7,7 @@ import pytest
 from tests.cli.conftest import vembed
 from tests.data.files import write_jsonl
 from tests.tiny import shared, texts, tiny_bert
-from vembed.training.hooks.metrics import log_line, slow_rank
+from vembed.training.hooks.metrics import log_line
 from vembed.training.trainer import RunClock
 
 __all__ = ["vembed"]
@@ -113,7 +113,6 @@ def test_step_lines_fit_and_time_left_follows_the_recent_rate(
         "learning_rate": 1.25e-5,
         "grad_norm": 1234.5678,
         "samples_per_second": 12_345.6,
-        "slow_rank": 127,
     }
     assert len(log_line(values, 1_234_567, 400_000)) <= 100
     current_time = 0.0
@@ -129,17 +128,3 @@ def test_step_lines_fit_and_time_left_follows_the_recent_rate(
     clock.add_evaluation(30)
     current_time += 1
     assert clock.seconds_left(21, 120, 2) == pytest.approx(99 + 2 * 30)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "rank"),
-    [
-        ([2.0, 2.1, 2.9, 2.0], 2),
-        ([2.0, 2.6], 1),
-        ([2.0, 2.1, 2.3], None),  # 10 % more
-        ([0.010, 0.012, 0.060], None),  # too little time to tell
-        ([2.0], None),
-    ],
-)
-def test_a_slow_rank_is_late_by_a_share_and_by_a_time(seconds, rank):
-    assert slow_rank(seconds) == rank

@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from vembed.config.options import all_options
 from vembed.config.schema import option_fields
 from vembed.training.optimizer import build_optimizer
 from vembed.training.optimizer_kinds import OPTIMIZERS
-from vembed.training.trackers import TRACKERS, TrackedReport, TrackedRun
+from vembed.training.trackers import TRACKERS, TrackedRun
 
 DECLARED = [
     *(("optim", kind) for kind in OPTIMIZERS.values()),
@@ -76,15 +75,12 @@ def test_an_optimizer_descends_and_decays_as_declared(name, tmp_path):
     assert state_bytes <= declared * num_large + 8.5 * (num_trained - num_large) + 2**14
 
 
-def test_tensorboard_gets_numbers_options_and_report(tmp_path):
+def test_tensorboard_gets_numbers_and_options(tmp_path):
     tracker = TRACKERS["tensorboard"]()
     tracker.start(TrackedRun(tmp_path, None, "p", [], {"seed": 1, "tags": [1]}, 0))
     tracker.log({"train/loss": 1.0}, 1)
-    page = tmp_path / "report.html"
-    page.with_suffix(".md").write_text("# report")
-    tracker.send_report(TrackedReport(page, np.zeros((2, 2, 3), np.uint8), 1))
     tracker.finish()
     (events,) = (tmp_path / "tensorboard").glob("events*")
     content = events.read_bytes()
-    for text in (b"train/loss", b"# report", b"seed"):
+    for text in (b"train/loss", b"seed"):
         assert text in content

@@ -53,17 +53,16 @@ def test_any_damage_to_any_file_is_seen(tmp_path_factory, name, kind, position):
     assert problems or (
         name == integrity.MANIFEST and json.loads((folder / name).read_bytes())
     )
-    assert not problems or name in problems[0]
+    # Damage of the manifest may look like that of a file that it names.
+    assert not problems or name in (*problems[0].split(), integrity.MANIFEST)
     shutil.rmtree(folder.parent)
 
 
 def test_another_format_is_not_mistaken_for_damage(tmp_path):
     folder = fake_checkpoint(tmp_path, 1)
     content = {"format": 99, "files": {}}
-    (folder / integrity.MANIFEST).write_text(
-        json.dumps({**content, "sha256": integrity._seal(content)})
-    )
-    assert "has format 99, and this vembed reads 3" in integrity.verify(folder)[0]
+    (folder / integrity.MANIFEST).write_text(json.dumps(content))
+    assert "is of another version of vembed" in integrity.verify(folder)[0]
 
 
 def test_each_part_of_the_files_is_looked_at_by_one(tmp_path):
@@ -99,7 +98,6 @@ def test_files_of_another_machine_that_are_not_there_are_noticed(tmp_path):
 def test_the_limit_spares_the_best_and_the_newest(tmp_path, limit, keep, left):
     for step in (10, 1, 3, 2):
         fake_checkpoint(tmp_path, step)
-    (tmp_path / "checkpoint-4.damaged").mkdir()
     (tmp_path / "checkpoint-5.abandoned").mkdir()
     removed = integrity.prune(tmp_path, limit, keep)
     assert [step for step, _ in integrity.list_checkpoints(tmp_path)] == left

@@ -35,11 +35,11 @@ def test_a_signal_is_obeyed_after_the_step(number, exit_code, caplog):
     caplog.set_level("INFO", logger="vembed")
     before = signal.getsignal(number)
     with Interrupts() as interrupts:
-        assert not interrupts.must_stop()
+        assert not interrupts.agree_on_stop()
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the terminal and the launcher both send it
         wait_for(interrupts)
-        assert interrupts.must_stop()
+        assert interrupts.agree_on_stop()
         stopped = interrupts.stopped(7, Path("run/checkpoint-7"))
     assert stopped.exit_code == exit_code
     assert (
@@ -67,7 +67,7 @@ def test_what_was_to_be_ignored_stays_ignored():
         with Interrupts() as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.05)
-            assert not interrupts.must_stop()
+            assert not interrupts.agree_on_stop()
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -81,7 +81,7 @@ def assert_stops(interrupts):
 
 def test_an_evaluation_ends_between_two_micro_batches():
     with Interrupts() as interrupts:
-        interrupts.must_stop()
+        interrupts.agree_on_stop()
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(interrupts)
         assert_stops(interrupts)
@@ -91,7 +91,7 @@ def test_an_evaluation_ends_between_two_micro_batches():
 def test_an_evaluation_does_not_use_up_the_time_for_its_checkpoint(monkeypatch):
     clock = Clock(monkeypatch)
     interrupts = Interrupts(100 / 60)
-    interrupts.must_stop(save_seconds=20.0)
+    interrupts.agree_on_stop(save_seconds=20.0)
     clock.now = 67.0  # 100 - 2 (slack) - 30 (half as much again as a save) = 68
     for _ in range(16):
         interrupts.check()
@@ -104,9 +104,9 @@ def test_an_evaluation_does_not_take_back_that_the_run_stops(monkeypatch):
     """No step fits into what is left, and an evaluation would."""
     clock = Clock(monkeypatch)
     interrupts = Interrupts(100 / 60)
-    interrupts.must_stop()
+    interrupts.agree_on_stop()
     clock.now = 60.0
-    assert interrupts.must_stop()  # a step took 60
+    assert interrupts.agree_on_stop()  # a step took 60
     assert_stops(interrupts)
 
 
@@ -118,7 +118,7 @@ def test_only_the_main_thread_may_catch_signals():
         with Interrupts() as interrupts:
             actual.append(
                 (
-                    interrupts.must_stop(),
+                    interrupts.agree_on_stop(),
                     [signal.getsignal(number) for number in module.SIGNALS],
                 )
             )
@@ -133,7 +133,7 @@ def test_only_the_main_thread_may_catch_signals():
 def test_a_childs_signals_are_its_own():
     """A pool ends its forked workers by SIGTERM: that must not stop the run."""
     with Interrupts() as interrupts:
-        interrupts.must_stop()
+        interrupts.agree_on_stop()
         child = os.fork()
         if not child:
             time.sleep(10)
@@ -141,7 +141,7 @@ def test_a_childs_signals_are_its_own():
         os.kill(child, signal.SIGTERM)
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
         time.sleep(0.05)
-        assert not interrupts.must_stop()
+        assert not interrupts.agree_on_stop()
 
 
 # ---- the time limit --------------------------------------------------------------------------------------------
@@ -159,11 +159,11 @@ def test_the_time_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch):
     said = {}
     for _ in range(12):
         clock.now += 5
-        said[clock.now] = interrupts.must_stop(save_seconds=20.0)
+        said[clock.now] = interrupts.agree_on_stop(save_seconds=20.0)
     # 100 - 2 (slack) - 5 (the longest step) - 30 (half as much again as a save) = 63
     assert [at for at, stop in said.items() if stop] == []
     clock.now += 5
-    assert interrupts.must_stop(save_seconds=20.0)
+    assert interrupts.agree_on_stop(save_seconds=20.0)
     stopped = interrupts.stopped(13, Path("c"))
     assert stopped.exit_code == 0
     assert "max_train_minutes" in str(stopped)
@@ -173,9 +173,9 @@ def test_set_up_counts_for_the_limit_and_not_for_the_step(monkeypatch):
     clock = Clock(monkeypatch)
     interrupts = Interrupts(1)
     clock.now = 50.0
-    assert not interrupts.must_stop()
+    assert not interrupts.agree_on_stop()
     clock.now = 59.0
-    assert interrupts.must_stop()
+    assert interrupts.agree_on_stop()
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_set_up_counts_for_the_limit_and_not_for_the_step(monkeypatch):
 
 def one_is_signalled():
     with Interrupts() as interrupts:
-        recorded = [interrupts.must_stop()]
+        recorded = [interrupts.agree_on_stop()]
         if os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_for(interrupts)
@@ -191,11 +191,11 @@ def one_is_signalled():
             interrupts.check()
         with pytest.raises(StopRequested):
             interrupts.check()
-        recorded.append(interrupts.must_stop())
+        recorded.append(interrupts.agree_on_stop())
         exit_code = interrupts.stopped(2, Path("c")).exit_code
     late = Interrupts(0.001 if os.environ["RANK"] == "0" else 1000)
     time.sleep(0.1)
-    recorded.append(late.must_stop())
+    recorded.append(late.agree_on_stop())
     return recorded, exit_code, late.stopped(3, Path("c")).exit_code
 
 

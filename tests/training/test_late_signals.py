@@ -28,19 +28,19 @@ MANY = {"micro_batch_tokens": 32, "eval_steps": 3}
 
 def stop_in_evaluation(options, number):
     """Train; in that evaluation (from 1, without the one before the first step) the last rank gets SIGTERM."""
-    must_stop = Interrupts.must_stop
+    agree_on_stop = Interrupts.agree_on_stop
     check = Interrupts.check
-    calls = {"must_stop": 0, "check": 0}
+    calls = {"agree_on_stop": 0, "check": 0}
     is_last_rank = os.environ.get("RANK", "0") == str(
         int(os.environ.get("WORLD_SIZE", "1")) - 1
     )
 
     def counted(self, save_seconds=0.0):
-        calls["must_stop"] += 1
-        return must_stop(self, save_seconds)
+        calls["agree_on_stop"] += 1
+        return agree_on_stop(self, save_seconds)
 
     def signalled(self):
-        calls["check"] += calls["must_stop"] == 3 * number
+        calls["check"] += calls["agree_on_stop"] == 3 * number
         if calls["check"] == 3 and is_last_rank:
             os.kill(os.getpid(), signal.SIGTERM)
             while not self._number:
@@ -48,7 +48,7 @@ def stop_in_evaluation(options, number):
         check(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Interrupts, "must_stop", counted)
+        patch.setattr(Interrupts, "agree_on_stop", counted)
         patch.setattr(Interrupts, "check", signalled)
         with pytest.raises(Stopped) as stopped:
             vembed.train(options)

@@ -2,10 +2,8 @@
 
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numpy as np
 import pytest
 
 import vembed
@@ -82,8 +80,6 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
 
     wandb = ModuleType("wandb")
     wandb.init = init
-    wandb.Html = str
-    wandb.Image = np.shape
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     said = {
         "wandb": {
@@ -108,11 +104,6 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     assert [step for step, values in logged if "train/loss" in values] == [1, 2, 3]
     assert any("eval/ndcg_at_10" in values for _, values in logged)
     assert logged[-1] == (-1, {})
-    step, report = logged[-2]
-    assert step == 3 and report["report"].startswith("<!doctype html>"), (
-        "the report, before the end"
-    )
-    assert report["report/picture"] == (597, 2 * 981, 3)
 
 
 def test_mlflow_gets_settings_and_numbers(tmp_path, monkeypatch):
@@ -131,9 +122,6 @@ def test_mlflow_gets_settings_and_numbers(tmp_path, monkeypatch):
     mlflow.log_metrics = lambda values, step: (
         messages["steps"].setdefault(step, {}).update(values)
     )
-    mlflow.log_artifact = lambda local_path, **_: messages.setdefault(
-        "files", []
-    ).append(Path(local_path).name)
     mlflow.end_run = lambda: messages.setdefault("ended", True)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     train(
@@ -151,7 +139,6 @@ def test_mlflow_gets_settings_and_numbers(tmp_path, monkeypatch):
         True,
     )
     assert float(messages["params"]["learning_rate"]) == 2e-3
-    assert messages["files"] == ["report.html", "report.png"]
     assert (
         "train/loss" in messages["steps"][1]
         and "eval/ndcg_at_10" in messages["steps"][2]

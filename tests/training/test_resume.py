@@ -55,7 +55,7 @@ def test_resume_where_there_is_nothing(tmp_path):
     assert candidates(config_for(tmp_path / "new", resume="auto").run) == []
     with pytest.raises(UserError, match="holds no checkpoint; use resume: auto"):
         candidates(config_for(tmp_path / "new", resume=True).run)
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="neither a checkpoint nor"):
         candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-7")).run)
     with pytest.raises(
         UserError, match="neither a checkpoint nor a folder with checkpoints"
@@ -179,12 +179,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_leaves_the_way_free(tmp_path, c
             "checkpoint-4.partial (incomplete, left by an earlier process)"
             in caplog.text
         )
-        assert (tmp_path / "checkpoint-3.damaged").is_dir()
+        assert (tmp_path / "checkpoint-3.abandoned").is_dir()
         run.train().save()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint-1",
         "checkpoint-2",
         "checkpoint-3",
+        "checkpoint-3.abandoned",
     ]
     assert integrity.verify(tmp_path / "checkpoint-3") == []
 

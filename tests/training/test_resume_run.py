@@ -23,7 +23,7 @@ from vembed.training.interrupts import Interrupts
 
 def part_of_a_run(options, last_step):
     """Train until rank 1 is told to stop, after `last_step`."""
-    agree = Interrupts.must_stop
+    agree = Interrupts.agree_on_stop
     counted = []
 
     def signalled(self, save_seconds=0.0):
@@ -36,7 +36,7 @@ def part_of_a_run(options, last_step):
                 time.sleep(0.001)
         return agree(self, save_seconds)
 
-    Interrupts.must_stop = signalled
+    Interrupts.agree_on_stop = signalled
     try:
         vembed.train(options)
     except Stopped as stopped:

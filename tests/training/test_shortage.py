@@ -3,6 +3,7 @@
 import itertools
 import logging
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -124,22 +125,29 @@ def test_step_is_replayed_with_half_the_budget(cache, tmp_path, monkeypatch):
     assert "micro-batches of 200 tokens instead of 400" in said
 
 
-def two_ranks(folder, failing_calls):
+def run_of_a_rank(folder, **options):
+    run = settings(
+        folder,
+        model_name=str(shared(tiny_bert, dropout=0.0)),
+        val_data_path=None,
+        max_steps=3,
+        micro_batch_tokens=400,
+        gradient_accumulation_steps=2,
+        **options,
+    )
+    return vembed.train(run).output_dir
+
+
+def two_ranks(folder, failing_calls, **options):
     """Train on a rank of two, of which rank 1 runs out of memory at some calls of the model. Return the losses."""
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
             fail_at(patch, failing_calls)
-        run = settings(
-            folder,
-            model_name=str(shared(tiny_bert, dropout=0.0)),
-            val_data_path=None,
-            max_steps=3,
-            micro_batch_tokens=400,
-            gradient_accumulation_steps=2,
-            use_gradient_cache=True,
-            output_dir=str(folder / f"run-{len(failing_calls)}"),
+        output = str(folder / f"run-{len(failing_calls)}")
+        run = run_of_a_rank(
+            folder, use_gradient_cache=True, output_dir=output, **options
         )
-        return metrics(vembed.train(run).output_dir)
+        return metrics(run)
 
 
 def test_a_shortage_of_one_rank_is_known_to_all(tmp_path):
@@ -147,6 +155,20 @@ def test_a_shortage_of_one_rank_is_known_to_all(tmp_path):
     failing_calls = {3, 11, 19}
     (short, _) = run_ranks(two_ranks, 2, tmp_path, failing_calls, process_group=False)
     assert short == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_shortage_between_shared_batch_norms_ends_all_ranks(tmp_path):
+    """Its neighbour may be inside the model, where a batch norm waits for this rank: nothing can tell it to repeat."""
+    (neighbour, short) = rank_outcomes(
+        partial(two_ranks, sync_batchnorm=True),
+        2,
+        tmp_path,
+        {3},
+        timeout=100,
+        process_group=False,
+    )
+    assert "RunError: rank 1 of 2 is out of device memory" in short.error
+    assert _LOST_RANK.search(neighbour.error)
 
 
 def two_ranks_with_short_loss(folder, strategy, cache):
@@ -163,20 +185,13 @@ def two_ranks_with_short_loss(folder, strategy, cache):
             return loss(self, batch)
 
         patch.setattr(TermModule, "forward", forward)
-        run = settings(
+        run = run_of_a_rank(
             folder,
-            model_name=str(shared(tiny_bert, dropout=0.0)),
-            val_data_path=None,
-            max_steps=3,
-            micro_batch_tokens=400,
-            gradient_accumulation_steps=2,
             use_gradient_cache=cache,
             output_dir=str(folder / f"{strategy}-{cache}"),
             **STRATEGIES[strategy],
         )
-        result = vembed.train(run)
-        log = (result.output_dir / "training_log.txt").read_text()
-        return metrics(result.output_dir), log
+        return metrics(run), (run / "training_log.txt").read_text()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -248,12 +263,12 @@ def test_no_budget_is_small_enough(tmp_path, monkeypatch):
             {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
             RankInfo(0, 2, 0, 2),
             "fsdp_sharding_strategy: FULL_SHARD",
-            "over all machines",
+            "use_fsdp",
         ),
         (
             {"fsdp_sharding_strategy": "HYBRID_SHARD"},
             RankInfo(0, 4, 0, 2),
-            "fsdp_sharding_strategy: FULL_SHARD (over all machines: about",
+            "fsdp_sharding_strategy: FULL_SHARD",
             "use_fsdp",
         ),
     ],

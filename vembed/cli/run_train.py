@@ -236,17 +236,16 @@ def describe_run(
             size = f"{file.stat().st_size:,d} bytes" if file.is_file() else "a folder"
         files.append((names[option], path, size))
     words = ["python", "-m", "vembed.entrypoints.train"]
-    command = shlex.join([*words, *arguments.shown_command_line()])
+    command = shlex.join([*words, *arguments.command_line()])
     for name, value in launch.changes.items():
         command = f"{name}={value} {command}"
-    config = config_yaml(run.config, run.origins, only_given=not arguments.shows_all)
+    config = config_yaml(run.config, run.origins, only_given=True)
     return render_page(
         "dry_run.txt.j2",
         run=run,
         launch=launch,
         strategy=strategy,
         config=config.rstrip(),
-        shows_all=arguments.shows_all,
         notes=[*run.notes, *(run.fsdp_notes if strategy != "auto" else ())],
         batch=batch.global_batch_size or batch.batch_size * launch.world_size,
         files=files,

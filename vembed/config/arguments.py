@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vembed.config.options import (
     BLOCKS,
     BOOLS,
     all_options,
-    option_of,
     quoted,
     target_of,
 )
@@ -60,7 +59,6 @@ LAUNCH_FLAGS = {
         "[FILE.json]",
         "The result as JSON: alone on standard output, or in this file.",
     ),
-    "all": ("", "With --dry-run: the options that have their default too."),
 }
 """Flags that `--help` lists. Every option of the config is a flag as well."""
 
@@ -107,8 +105,6 @@ class TrainArguments:
     main_process_port: int | None = None
     run_id: str | None = None
     is_dry_run: bool = False
-    shows_all: bool = False
-    """A dry run lists the options that have their default too."""
     mapping: Mapping[str, Any] | None = None
     """The config as a dict, in place of a file; from Python alone."""
 
@@ -125,19 +121,6 @@ class TrainArguments:
         config = [] if self.config is None else [f"--config={self.config}"]
         stage = [f"--stage={self.stage}"] if self.stage else []
         return [*config, *stage, *(f"--set={override}" for override in self.overrides)]
-
-    def shown_command_line(self) -> list[str]:
-        """Return the command line for display, with aliases replaced by the option names: nproc=8 ->
-        num_processes=8."""
-        overrides = []
-        for override in self.overrides:
-            key, _, value = override.partition("=")
-            name = option_of(key)
-            # An effective batch counts something else.
-            if name is None or key == "effective_batch_size":
-                name = key
-            overrides.append(f"{name}={value}")
-        return replace(self, overrides=tuple(overrides)).command_line()
 
 
 def parse_train_arguments(args: Sequence[str]) -> TrainArguments:
@@ -206,10 +189,6 @@ class _Parser:
             raise UserError(
                 "which config? Give its file: `vembed train cfg.yaml` (`vembed init` writes one)"
             )
-        if "shows_all" in self.launch and not self.launch.get("is_dry_run"):
-            raise UserError(
-                "--all belongs to --dry-run: it lists the options that have their default too"
-            )
         return TrainArguments(self.config, tuple(self.overrides), **self.launch)
 
     def _flag(self, word: str) -> None:
@@ -217,8 +196,6 @@ class _Parser:
         key = name.replace("-", "_")
         if key == "dry_run":
             self.launch["is_dry_run"] = not has_value or BOOLS.get(value.lower(), True)
-        elif key == "all" and not has_value:
-            self.launch["shows_all"] = True
         elif key in ("verbose", "quiet") and not has_value:
             self.overrides.append(f"console={key}")
         elif key == "set":

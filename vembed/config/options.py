@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from vembed.config.parsing import Node, parse_value
 from vembed.config.schema import sections_by_option
 from vembed.config.values import Form
 from vembed.errors import nearest
-from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, with_constraints
+from vembed.losses.table import ENTRY_OPTIONS, with_constraints
 from vembed.models.poolings.table import POOLINGS
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
@@ -72,16 +73,6 @@ class OptionValue:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.written or yaml_word(self.value)} ({self.place})"
-
-    def contradicts(self, other: OptionValue) -> bool:
-        """Return whether two values of an option in one source contradict each other."""
-        if self.option == "report_to" and (self.is_weak or other.is_weak):
-            return ("wandb" in self.value) != ("wandb" in other.value)
-        # These contradict each other even if one is weak: `use_fsdp: false` must not lose silently to `strategy: fsdp`.
-        both = {str(self.value), str(other.value)}
-        if both in ({"ddp", "fsdp"}, {"FULL_SHARD", "SHARD_GRAD_OP"}):
-            return True
-        return self.value != other.value and not self.is_weak and not other.is_weak
 
 
 @dataclass
@@ -155,8 +146,7 @@ class Layer:
             plain = parse_value(value)
         word = yaml_word(plain)  # the value as messages show it
         if target is None or (inner and target != "column_mapping"):
-            if name not in FORMER_DEFAULTS or plain != FORMER_DEFAULTS[name]:
-                self._refuse_key(name, block, place)
+            self._refuse_key(name, block, place)
         elif isinstance(target, NoEffect):
             self.translated.append(
                 f"{written}: {word} has no effect: {target} ({place})"
@@ -170,7 +160,7 @@ class Layer:
         elif not callable(target):
             final = self.enter(target, plain, written, place)
             is_respelled = isinstance(plain, str) and str(final) != plain
-            if final is not None and (written != target or is_respelled):
+            if final is not None and (name != target or is_respelled):
                 self.translated.append(
                     f"{written}: {word} -> {target}: {yaml_word(final)} ({place})"
                 )
@@ -213,11 +203,17 @@ class Layer:
         is_weak = isinstance(option, WeakDefault) or final == "auto"
         new = OptionValue(name, final, key, place, self.level, is_weak, written)
         old = self.values.get(name)
-        if old is not None and new.contradicts(old):
+        if old is None:
+            self.values[name] = new
+            return final
+        is_conflict = old.value != final and not is_weak and not old.is_weak
+        # `use_fsdp: false` must not lose silently to `strategy: fsdp`, though it is weak.
+        both = {str(old.value), str(final)}
+        if is_conflict or both in ({"ddp", "fsdp"}, {"FULL_SHARD", "SHARD_GRAD_OP"}):
             self.problems.append(
                 f"{place}: {new} and {old} both set {name}: keep one of them"
             )
-        elif old is None or not is_weak:
+        elif not is_weak:
             self.values[name] = new
         return final
 
@@ -541,11 +537,6 @@ def _fsdp_switch(value: Any) -> list[Setting]:
     return settings
 
 
-def _wandb_switch(value: Any) -> list[Setting]:
-    trackers = ["tensorboard", "wandb"] if as_bool(value) else ["tensorboard"]
-    return [(WeakDefault("report_to"), trackers)]
-
-
 TRANSLATED: dict[str, Translation] = {
     "bf16": _flag("mixed_precision", "bf16", "no"),
     "fp16": _flag("mixed_precision", "fp16", "no"),
@@ -569,7 +560,7 @@ TRANSLATED: dict[str, Translation] = {
     "warmup_ratio": lambda value: [
         ("warmup_steps", float(value) if type(value) is int else value)
     ],
-    "use_wandb": _wandb_switch,
+    "use_wandb": _flag("report_to", ["tensorboard", "wandb"], ["tensorboard"]),
 }
 """Aliases whose values must be converted."""
 
@@ -666,23 +657,6 @@ REFUSED = {
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
 """Known keys for features that vembed does not have, with the message."""
-FORMER_DEFAULTS = {
-    "drop_last": True,
-    "language_modelling": "auto",
-    "negatives_from": "all_ranks",
-    "negatives_cross_device": True,
-    "gather_across_devices": True,
-    "mask_duplicates": True,
-    "query_query_negatives": False,
-    "document_document_negatives": False,
-    "save_dtype": "auto",
-    "eval_ks": [1, 5, 10, 100],
-    "layer_lr_decay": 1.0,
-    "guide_margin_kind": "absolute",
-    **{name: LOSS_OPTIONS[name].default for name in ENTRY_OPTIONS},
-}
-"""The values of refused keys that say what happens in any case. They are accepted."""
-
 _FLAT: dict[str, str] = {
     name: option for option, names in ALIASES.items() for name in names.split()
 }
@@ -782,7 +756,7 @@ class Option:
             return None if text == "null" and "null" in self.kinds else text
         value = parse_value(text)
         if isinstance(value, Mapping):
-            return _pairs(value) if "mapping" in self.kinds else text
+            return dict(value) if "mapping" in self.kinds else text
         if "text" in self.kinds and not isinstance(value, bool | list):
             return text
         return value
@@ -859,16 +833,28 @@ def quoted(value: Any) -> str:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
         text = f"a {type(value).__name__}"
+    return shortened(text)
+
+
+def shortened(text: str) -> str:
+    """Return the beginning of a text for messages."""
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def yaml_word(value: Any) -> str:
     """Return a value as it is written in YAML."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, str) and len(value) <= 80 else quoted(value)
+    if isinstance(value, str) and len(value) <= 80:
+        return value
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, list | Mapping | BaseModel):
+        text = json.dumps(value, ensure_ascii=False, default=_given_fields)
+        return shortened(text)
+    return quoted(value)
+
+
+def _given_fields(entry: BaseModel) -> dict[str, Any]:
+    return entry.model_dump(exclude_unset=True)
 
 
 def join_words(words: Sequence[str]) -> str:
@@ -876,17 +862,6 @@ def join_words(words: Sequence[str]) -> str:
     if len(words) < 2:
         return "".join(words)
     return ", ".join(words[:-1]) + " or " + words[-1]
-
-
-def _pairs(value: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Split keys of the form `a:b`. YAML reads {a:b} without a space as a key without a value."""
-    pairs = {}
-    for key, entry in value.items():
-        name, colon, target = str(key).partition(":")
-        if entry is not None or not colon:
-            return dict(value)
-        pairs[name.strip()] = target.strip()
-    return pairs
 
 
 def _entry_model(annotation: Any) -> type[BaseModel] | None:

@@ -1,4 +1,4 @@
-"""Parsers of YAML, TOML and JSON into a tree with line numbers. Loading is safe and limited in size and depth."""
+"""Parsers of YAML, TOML and JSON into a tree, with line numbers but for TOML. Loading is safe and limited in size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ MAX_CONFIG_BYTES = 300_000
 """Largest config file in bytes."""
 MAX_VALUES = 5_000
 """Most values after the expansion of anchors; protects against YAML bombs."""
-MAX_TOML_KEYS = 2_500
 MAX_DEPTH = 40
 
 _TAG = "tag:yaml.org,2002:"
@@ -224,42 +223,14 @@ def _scalar(text: str, kind: str) -> Any:
 
 
 def parse_toml(text: str, name: str) -> Node:
-    """Return the tree of TOML text."""
-    # Counted before parsing, since tomllib's time grows with the square of nested keys.
-    keys = [line.partition("=")[0] for line in text.split("\n")]
-    most_dots = max(key.count(".") for key in keys)
-    if most_dots > MAX_DEPTH or text.count("=") > MAX_TOML_KEYS:
-        raise UserError(
-            f"{name}: more than {MAX_TOML_KEYS:,d} keys, or nested deeper than {MAX_DEPTH} levels."
-        )
+    """Return the tree of TOML text. tomllib gives no lines."""
     try:
-        data = tomllib.loads(text)
+        tree = tree_of_mapping(tomllib.loads(text))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: not valid TOML: {error}.") from None
-    if not data:
+    if not tree.value:
         raise UserError(f"{name}: has no options; write one `key = value` per line.")
-    return _with_lines(data, text.split("\n"), 0)
-
-
-def _with_lines(
-    table: Mapping[str, Any],
-    lines: list[str],
-    start: int,
-) -> Node:
-    """Return the tree of a table. tomllib gives no lines, so each key is searched from that of its table on."""
-    nodes: dict[str, Node] = {}
-    for key, value in table.items():
-        pattern = re.compile(rf"""(^|[\[.{{,\s])["']?{re.escape(key)}["']?\s*[\].=]""")
-        number = start
-        for position in range(start, len(lines)):
-            if pattern.search(lines[position]):
-                number = position
-                break
-        if isinstance(value, dict):
-            nodes[key] = Node(_with_lines(value, lines, number).value, number + 1)
-        else:
-            nodes[key] = Node(value, number + 1)
-    return Node(nodes, start + 1)
+    return tree
 
 
 def source_tree(source: str | Path | Mapping[Any, Any]) -> tuple[Node, str]:

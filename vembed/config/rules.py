@@ -6,7 +6,6 @@ that it names are added to it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,24 +94,13 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-MAX_NAME_BYTES = 255
-"""Longest name of a file or folder on common file systems."""
-
-
 def _value_rules(options: Mapping[str, Any]) -> Iterator[str]:
     for name in ("model_name", "data_path", "output_dir"):
         if options[name] in ("", []):
             yield f"{name} is empty: give it a value"
-        parts = str(options[name]).split("/") if name != "data_path" else []
-        if any(len(part.encode("utf-8", "replace")) > MAX_NAME_BYTES for part in parts):
-            yield f"{name} has a part of more than {MAX_NAME_BYTES} bytes, which no file system takes: shorten it"
     for name, value in options.items():
         if isinstance(value, str) and "\0" in value:
             yield f"{name}: {value!r} holds a NUL character: write it without"
-        try:
-            json.dumps(value, ensure_ascii=False, default=dict).encode()
-        except UnicodeEncodeError:
-            yield f"{name} has a lone surrogate, which no file can hold: write it as UTF-8"
     steps = options["profile_steps"]
     if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
         yield f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]"
@@ -131,10 +119,6 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
             f"image_model_name: {second} makes a composed model, but model_family is {model.model_family}: leave one of "
             "them out"
         )
-    smallest = model.min_pixels
-    largest = model.max_pixels
-    if smallest is not None and largest is not None and smallest > largest:
-        yield f"min_pixels: {smallest:,d} is more than max_pixels: {largest:,d}: exchange them"
     quantized = adapters.quantize_weights
     if quantized == "nf4" and not adapters.use_lora:
         yield "quantize_weights: nf4 (use_qlora: true) holds weights that are not trained: set use_lora: true"
@@ -172,18 +156,12 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
             f"mrl_weights has {len(weights)} entries and mrl_dims has {len(dims)}: give one weight for each size, in the "
             "same order"
         )
-    if not dims:
-        yield "mrl_dims: [] is empty: give at least one size"
-    if len(set(dims)) < len(dims):
-        yield f"mrl_dims: {dims} names a size twice: keep it once"
 
 
 def _loss_rules(config: TrainConfig, terms: Sequence[ResolvedTerm]) -> Iterator[str]:
     objective = config.objective
     data = config.data
     dims = config.matryoshka.mrl_dims
-    if objective.losses == []:
-        yield "losses is an empty list: name a loss in it"
     # A config that a run has written names every option, and `loss` with its default.
     if objective.losses and objective.loss != "infonce":
         yield f"losses and loss: {objective.loss} are two ways to say one thing: keep one of them"
@@ -444,12 +422,6 @@ def remarks(config: TrainConfig) -> list[str]:
         lines.append(
             f"learning_rate: {rate:g} is a rate for training all weights, and adapters learn little with it: leave it "
             "out (auto), or give about ten times that"
-        )
-    is_composed = model.image_model_name is not None
-    if is_composed and optimizer.head_learning_rate is None and rate != "auto":
-        lines.append(
-            "head_learning_rate is not set: the projections of two towers that were not trained together are new, and "
-            f"learn little at learning_rate: {rate:g}; 1e-3 is usual for them"
         )
     prompted = {"": model} | {
         f"data_path, {source.path}: ": source for source in data.sources()

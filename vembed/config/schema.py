@@ -89,7 +89,7 @@ def parse_sampling(text: str) -> Sampling:
     if match is None or alpha > 1.0:
         raise ValueError(f"must be {SAMPLING_FORMS}")
     kind = match[1] or "temperature"
-    # size ** 0: the weights alone.
+    # Power 0: the size does not count.
     return Sampling(kind, 0.0 if kind == "weights" else alpha)
 
 
@@ -196,7 +196,7 @@ class DataSource(Immutable):
     """Like the option of the same name, for this source only."""
 
 
-LIMITS = frozenset({"relative_margin", "margin", "max_score", "threshold"})
+NEGATIVE_LIMITS = frozenset({"relative_margin", "margin", "max_score", "threshold"})
 """Options that limit how high a negative may score."""
 
 
@@ -224,12 +224,12 @@ class ChoiceOptions(Immutable):
     max_false_negative_rate: ProperFraction = 0.05
     """With `threshold: auto`: the estimated share of negatives that are in truth relevant stays at or below this."""
     prefer_claimed: Auto | bool = "auto"
-    """Take first those candidates that another query claims: with its known positive it is nearer to them than this
-    query with its own, so few of them are relevant here. `auto`: where `relative_margin`, `margin`, `max_score` and
-    `threshold` are left out; claimed candidates may then score up to 5 % above the positive, and the default margin
+    """Take first those candidates d that another query q' with its positive p' claims:
+    s(q, d) + s(p, d) <= 0.95 * (s(q', d) + s(p', d)). Few of them are relevant here. `auto`: where `relative_margin`, `margin`, `max_score`
+    and `threshold` are left out. Claimed candidates may then score up to 5 % above the positive, and the default margin
     holds for the others."""
     near_duplicate: Fraction | None = 0.9
-    """Leave out candidates of whose word n-grams at least this share is in a known positive, or the other way round.
+    """Leave out a candidate if at least this share of its word n-grams is in a known positive, or the reverse.
     `null`: only equal texts, apart from case, punctuation and spaces."""
     sampling: Literal["top", "random", "softmax"] = "top"
     """Choice among those that are left: the best, any, or any with probability softmax(score / temperature)."""
@@ -260,7 +260,7 @@ class ChoiceOptions(Immutable):
         """True if claimed candidates come first."""
         if self.prefer_claimed != "auto":
             return self.prefer_claimed
-        return LIMITS.isdisjoint(self.model_fields_set)
+        return NEGATIVE_LIMITS.isdisjoint(self.model_fields_set)
 
     @property
     def budget(self) -> int:
@@ -357,7 +357,7 @@ class ModelSection(Section, title="model"):
 class MatryoshkaSection(Section, title="Matryoshka sizes"):
     """Matryoshka sizes of the embedding."""
 
-    mrl_dims: Auto | list[PositiveInt] | None = None
+    mrl_dims: Auto | Annotated[list[PositiveInt], Field(min_length=1)] | None = None
     """Sizes to train (Matryoshka): the loss is a weighted sum over them, each the first dimensions. `auto`: the
     embedding's size, halved repeatedly down to 64. Alias: `use_mrl: true` for `auto`."""
     mrl_weights: list[PositiveFloat] | None = None
@@ -437,14 +437,14 @@ class DataSection(Section, title="data"):
     the same losses, temperature and batch size."""
     sampling: SamplingName = "proportional"
     """With several sources: a source of n examples is drawn in proportion to its weight times n (`proportional`), n to
-    a power from 0 to 1 (`temperature(0.5)`), or its weight alone (`weights`), as many examples per epoch in all.
+    a power from 0 to 1 (`temperature(0.5)`), or its weight alone (`weights`). The number of examples per epoch stays the same.
     `round_robin`: a batch of each source in turn."""
     mine: EpochMining | None = None
     """Hard negatives mined by the run's own model between epochs, after those of the data: {every_epochs: 1,
     num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
     num_workers: Auto | NonNegativeInt = "auto"
-    """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none. Beside a
-    GPU a single one is a process."""
+    """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none. On a GPU
+    machine 1 is a process and not a thread."""
 
     @property
     def has_validation(self) -> bool:
@@ -483,7 +483,9 @@ class _Objective(Section, title="loss"):
     (`model_class`) names them. Other text models have a language-model head. Decoders: `next_token`, which is trained
     beside `loss` if it has a weight here, and alone with loss: none. Encoders: `masked_token`, only alone with loss: none. It
     predicts tokens that are hidden with probability 0.15."""
-    losses: Annotated[list[LossEntry] | None, NamesFiles("model")] = None
+    losses: Annotated[
+        Annotated[list[LossEntry], Field(min_length=1)] | None, NamesFiles("model")
+    ] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section, and those that only entries have
     (docs/teachers.md)."""
@@ -586,7 +588,7 @@ class OptimizerSection(Section, title="optimizer"):
     """Decay of an exponential moving average of the weights, such as 0.999. Evaluations and `final/` use the average.
     The decay is lower during the first steps. Not under FSDP1."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Non-finite loss or gradient: stop and name the examples, or skip the step and count it."""
+    """Non-finite loss or gradient: fail and name the examples, or skip the step and count it."""
 
     def gives_length(self) -> bool:
         """Return whether the length of the run is given, rather than left to `auto`."""
@@ -701,8 +703,8 @@ class LoggingSection(Section, title="logging"):
     wandb_tags: list[str] = Field(default_factory=list)
     """Tags of the run in wandb."""
     push_to_hub: str | None = None
-    """Repository on the Hub (user/name, private) that gets each best checkpoint, as a commit with the tag step-N, and in the end
-    `final/` with card, report and a description of the data. The token is that of the login or of HF_TOKEN."""
+    """Repository on the Hub (user/name, private) that gets `final/` at the end, with card, report and a description of the data.
+    The token is that of the login or of HF_TOKEN."""
     console: Literal["normal", "verbose", "quiet"] = "normal"
     """Lines on the console: five on the set-up, then steps and scores. Or all lines of the log file (alias: `--verbose`), or
     only warnings (alias: `--quiet`)."""
@@ -740,7 +742,7 @@ class RunSection(Section, title="run"):
     """true: continue from the newest valid checkpoint of output_dir. auto: the same if there is one, or a path. force: as
     true, although model, data, batch or seed have changed."""
     max_train_minutes: PositiveFloat | None = None
-    """Time limit in minutes. The run saves a checkpoint and ends before it."""
+    """Time limit in minutes. The run writes a checkpoint and stops before it. `resume` goes on."""
 
 
 class TrainConfig(Immutable):

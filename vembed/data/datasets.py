@@ -32,6 +32,7 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     EvalData,
     RetrievalData,
+    are_scored_pairs,
     from_examples,
     open_eval_data,
 )
@@ -83,15 +84,34 @@ def open_sets(
             free_name = f"{name} {len(by_task) + 1}" if name in by_task else name
             by_task[free_name] = data.read_as(ReadAs.of(source))
     if options.val_split is not None:
-        names = store.names
         parts = hold_out(store, options.val_split, seed)
         store = parts.train
+        by_source: dict[int, list[Example]] = {}
+        for number, example in parts.examples:
+            by_source.setdefault(number, []).append(example)
+        scored = set()
+        for number, examples in by_source.items():
+            if are_scored_pairs(examples):
+                scored.add(number)
+        notes = parts.notes()
+        # Correlations with given scores and retrieval have no common scale: the main score is one of them.
+        if len(scored) == len(by_source):
+            scored.clear()
+        elif scored:
+            left_out = [store.names[number] for number in sorted(scored)]
+            notes.append(f"without the scored pairs of {', '.join(left_out)}")
+        names = []
+        for number, source_name in enumerate(store.names):
+            if number not in scored:
+                names.append(source_name)
         evaluation = from_examples(
-            [example for _, example in parts.examples],
+            [example for number, example in parts.examples if number not in scored],
             # Not rounded: a share may be less than a percent.
             f"{100 * options.val_split:g}% of the queries of {', '.join(names)}",
-            documents=[item for _, item in parts.documents],
-            notes=parts.notes(),
+            documents=[
+                item for source, item in parts.documents if source not in scored
+            ],
+            notes=notes,
         )
         by_task = {**held_by_task(options, parts), **by_task}
         log.info(
@@ -426,7 +446,9 @@ def short_item(item: Item) -> str:
     if text := " ".join((item.text or "").split()):
         parts.append(repr(text))
     for image in item.images:
-        parts.append(Path(image.path).name if image.path else "an image")
+        # The name with its folder, which is often the class.
+        place = Path(image.path or "an image").parts[-2:]
+        parts.append("/".join(place))
     joined = " + ".join(parts)
     if len(joined) > SHOWN_CHARACTERS:
         return joined[: SHOWN_CHARACTERS - 3] + "..."

@@ -1,8 +1,8 @@
 """RowStore: rows of numbers by key on disk, shared by processes and runs. For what is expensive to compute.
 
 The folder holds the rows of one producer (`identity`). Each process appends to two files of its own, one of keys and one
-of rows, and reads those of all, so no locks are needed. Each row has a checksum. Truncated, damaged or foreign data are
-ignored and computed again.
+of rows, and reads those of all, so no locks are needed. Each row has a checksum. Rows that were written in part are
+computed again.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,6 @@ KEYS_SUFFIX = ".keys"
 """Ending of the file of keys, after the name of that of the rows."""
 MAX_ROWS = 2**40
 """Rows of a file at most. A place is the number of the file times this, plus the number of the row."""
-NUM_RECENT = 65_536
 _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 """Type of the values by their bytes. Two bytes are float16 or bfloat16, which numpy does not have."""
 
@@ -52,43 +51,6 @@ class _File:
     """A row on disk, with its checksum."""
     num_read: int = 0
     """Rows whose keys were read."""
-    is_whole: bool = True
-    """False: a row is damaged, and all are ignored."""
-
-
-class _Places:
-    """Where the row of each key is. Recent keys are in a dict, the others in sorted arrays of 24 bytes for each."""
-
-    def __init__(self) -> None:
-        self._recent: dict[bytes, int] = {}
-        self._keys = np.empty(0, f"S{KEY_BYTES}")
-        self._places = np.empty(0, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._recent) + len(self._keys)
-
-    def add(self, keys: bytes, first: int) -> None:
-        """Add the keys of rows that follow each other from place `first` on."""
-        for row, start in enumerate(range(0, len(keys), KEY_BYTES)):
-            self._recent[keys[start : start + KEY_BYTES]] = first + row
-        if len(self._recent) > NUM_RECENT + len(self._keys) // 4:
-            keys_N = np.concatenate([self._keys, list(self._recent)]).astype("S16")
-            places_N = np.concatenate([self._places, list(self._recent.values())])
-            self._keys, indices = np.unique(keys_N, return_index=True)
-            self._places = places_N[indices]
-            self._recent = {}
-
-    def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the place of each key, -1 where there is none."""
-        places_N = np.full(len(keys), -1)
-        if len(self._keys) and len(keys):
-            keys_N = np.array(keys, self._keys.dtype)
-            # searchsorted gives their number for a key above all.
-            at = np.searchsorted(self._keys, keys_N)
-            at = at.clip(max=len(self._keys) - 1)
-            places_N = np.where(self._keys[at] == keys_N, self._places[at], -1)
-        pairs = zip(keys, places_N.tolist(), strict=True)
-        return [self._recent.get(key, place) for key, place in pairs]
 
 
 class RowStore:
@@ -112,7 +74,8 @@ class RowStore:
         """Start of all checksums."""
         self._files: list[_File] = []
         self._seen: set[Path] = set()
-        self._places = _Places()
+        self._places: dict[bytes, int] = {}
+        """Where the row of each key is."""
         self._own: list[BinaryIO] = []
         """This process's keys and rows."""
         self._writes = True
@@ -150,10 +113,10 @@ class RowStore:
         return rows
 
     def read_rows(self, keys: Sequence[bytes]) -> np.ndarray:
-        """Return [N, width] the rows of keys that all have one. Raise UserError if one is damaged."""
+        """Return [N, width] the rows of keys that all have one."""
         rows = self.find_rows(keys)
         if len(rows) < len(keys):
-            raise UserError(f"{self.folder} was damaged: start again")
+            raise UserError(f"{self.folder} lost rows: start again")
         return np.stack(list(rows.values()))
 
     def add_rows(self, keys: Sequence[bytes], rows_ND: np.ndarray) -> bool:
@@ -197,7 +160,7 @@ class RowStore:
             with suppress(OSError):
                 stream.close()
         self._files = []
-        self._places = _Places()
+        self._places = {}
         self._own = []
 
     def _checksum(self, key: bytes, row: np.ndarray) -> int:
@@ -210,15 +173,15 @@ class RowStore:
                 self._seen.add(path)
                 self._open(path)
         for number, file in enumerate(self._files):
-            if not file.is_whole:
-                continue
             num_keys = os.fstat(file.keys).st_size // KEY_BYTES
             # Fewer rows than keys: the file was truncated.
             num_rows = os.fstat(file.rows).st_size // file.record.itemsize
             num_new = max(min(num_keys, num_rows) - file.num_read, 0)
             start = file.num_read * KEY_BYTES
             keys = os.pread(file.keys, num_new * KEY_BYTES, start)
-            self._places.add(keys, number * MAX_ROWS + file.num_read)
+            first = number * MAX_ROWS + file.num_read
+            for row, begin in enumerate(range(0, len(keys), KEY_BYTES)):
+                self._places[keys[begin : begin + KEY_BYTES]] = first + row
             file.num_read += num_new
 
     def _open(self, path: Path) -> None:
@@ -238,14 +201,13 @@ class RowStore:
             )
 
     def _find(self, keys: Sequence[bytes]) -> list[int]:
-        places = self._places.find(keys)
-        if -1 in places:
+        """Return the place of each key, -1 where there is none."""
+        if any(key not in self._places for key in keys):
             self._look_around()
-            places = self._places.find(keys)
-        return places
+        return [self._places.get(key, -1) for key in keys]
 
-    def _read(self, place: int, keys: Sequence[bytes]) -> list[np.ndarray]:
-        """Return the rows of some keys, which follow each other from this place on, up to the first damaged one."""
+    def _read(self, place: int, keys: Sequence[bytes]) -> Iterator[np.ndarray]:
+        """Yield the rows of some keys, which follow each other from this place on. Raise UserError if one is damaged."""
         number, first = divmod(place, MAX_ROWS)
         file = self._files[number]
         size = file.record.itemsize
@@ -253,29 +215,14 @@ class RowStore:
         # Bytes behind the end of a file that was truncated stay 0, which no checksum fits.
         os.preadv(file.rows, [held], first * size)
         records = np.frombuffer(held, file.record)
-        rows = []
         for key, checksum, row in zip(
             keys, records["checksum"].tolist(), records["row"], strict=True
         ):
             if self._checksum(key, row) != checksum:
-                self._discard(file)
-                break
-            rows.append(row)
-        return rows
-
-    def _discard(self, file: _File) -> None:
-        """Forget a damaged file, and delete it: its rows would be found first in the next run too."""
-        log.warning(
-            "%s: %s is damaged: what it held is computed anew", self._option, file.path
-        )
-        file.is_whole = False
-        with suppress(OSError):
-            file.path.unlink()
-            file.path.with_name(f"{file.path.name}{KEYS_SUFFIX}").unlink()
-        self._places = _Places()
-        for other in self._files:
-            other.num_read = 0
-        self._look_around()
+                raise UserError(
+                    f"{self._option}: {file.path} is damaged: delete {self.folder} and run again"
+                )
+            yield row
 
 
 def _record_of(width: int, itemsize: int) -> np.dtype[np.void]:

@@ -6,7 +6,6 @@ import functools
 import json
 import shutil
 import time
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +16,6 @@ from typing import Any, Literal
 import numpy as np
 
 from vembed.config.schema import ModelSection
-from vembed.data.datasets import overlap_warnings
 from vembed.data.example_store import Records
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.near_duplicates import (
@@ -59,8 +57,6 @@ SOURCE_COLUMNS = (
     "documents above it (median)",
 )
 PREVIEW_CHARACTERS = 300
-SCRIPT_SAMPLE_ITEMS = 20_000
-SCRIPT_SAMPLE_CHARACTERS = 1000
 POPULAR_SHARE_OF_ROWS = 0.01
 """A document that is the positive of more than this share of the rows is named."""
 LOW_RANK = 10
@@ -161,7 +157,6 @@ def audit(
             "num_rows": len(data),
             "num_queries": inputs.known.num_queries,
             "num_documents": inputs.documents.num_candidates,
-            "scripts": scripts(data.examples),
             "sources": sources,
             "findings": list(map(asdict, findings)),
         }
@@ -252,11 +247,14 @@ class Checks:
         self.rows_to_drop: dict[str, set[int]] = {}
         # The options that name the data, as arguments of a command that is advised.
         arguments = []
-        for name in ("model_name", "data_path", "val_data_path", "corpus_path"):
+        for name in ("model_name", "data_path", "corpus_path"):
             value = getattr(config, name)
             if isinstance(value, str):
                 arguments.append(f"{name}={value}")
-        self.command = f"vembed audit {' '.join(arguments)} cleaned_path=cleaned.jsonl"
+        self.arguments = " ".join(arguments)
+        self.command = f"vembed audit {self.arguments} cleaned_path=cleaned.jsonl"
+        if config.val_data_path is not None:
+            self.command += f" val_data_path={config.val_data_path}"
 
     def add(
         self,
@@ -316,22 +314,12 @@ class Checks:
             sentence = unread_judgement(index.unused)
             if sentence is None or index.labels is not None or index.counts["scored"]:
                 continue
-            examples = []
-            names = list(table.record(0))
-            for number in range(min(self.config.num_examples, len(table))):
-                record = table.record(number)
-                examples.append(
-                    {
-                        name: str(record.get(name, ""))[:PREVIEW_CHARACTERS]
-                        for name in names
-                    }
-                )
             self.add(
                 "unread_judgement",
                 "warning",
                 "Pairs that may not match",
                 f"{table.name}: {sentence}.",
-                examples,
+                [],
                 count=len(table),
             )
 
@@ -392,7 +380,6 @@ class Checks:
                 positive_row.setdefault((query, key), row)
         examples = []
         rows = set()
-        by_source: Counter[str] = Counter()
         for row, query in enumerate(data.query_keys):
             example = data.examples[row]
             for item in example.negatives:
@@ -400,23 +387,19 @@ class Checks:
                 if earlier is None:
                     continue
                 rows.add(row)
-                positive_in = data.names[data.sources[earlier]]
-                negative_in = data.names[data.sources[row]]
-                by_source[" and ".join(dict.fromkeys((positive_in, negative_in)))] += 1
                 examples.append(
                     {
                         "query": preview(example.query),
                         "document": preview(item),
-                        "positive in": positive_in,
-                        "negative in": negative_in,
+                        "positive in": data.names[data.sources[earlier]],
+                        "negative in": data.names[data.sources[row]],
                     }
                 )
-        where = [f"{name}: {count:,d}" for name, count in by_source.most_common(5)]
         self.add_rows(
             "contradictions",
             "error",
             "Pairs that are positive in one row and negative in another",
-            f"By source: {', '.join(where)}.",
+            "The query and the document of both are equal, apart from case and spaces.",
             rows,
             examples,
         )
@@ -609,10 +592,7 @@ class Checks:
             )
             if len(examples) == self.config.num_examples:
                 break
-        path = mining.data_path
-        if isinstance(path, list):
-            path = path[0] if isinstance(path[0], str) else path[0].path
-        fix = f"vembed mine model_name={mining.model_name} data_path={path} output_path=mined.jsonl threshold=auto"
+        fix = f"vembed mine {self.arguments} output_path=mined.jsonl threshold=auto"
         if is_estimated or examples:
             self.findings.append(
                 Finding(
@@ -648,29 +628,6 @@ def preview(item: Item) -> str:
     return " ".join(part for part in [*parts, text] if part)
 
 
-def scripts(examples: Sequence[Example]) -> dict[str, dict[str, float]]:
-    """The share of each script among the letters of a sample, by part of the examples: LATIN, CYRILLIC, CJK, ..."""
-    parts: dict[str, list[Item]] = {"queries": [], "positives": [], "negatives": []}
-    for example in examples[:: max(1, len(examples) // SCRIPT_SAMPLE_ITEMS)]:
-        parts["queries"].append(example.query)
-        parts["positives"] += example.positives
-        parts["negatives"] += example.negatives
-    shares = {}
-    for part, items in parts.items():
-        letters: Counter[str] = Counter()
-        for item in items:
-            text = (item.text or "")[:SCRIPT_SAMPLE_CHARACTERS]
-            letters.update(filter(str.isalpha, text))
-        by_script: Counter[str] = Counter()
-        for letter, count in letters.items():
-            by_script[unicodedata.name(letter, "OTHER").partition(" ")[0]] += count
-        if items:
-            total = by_script.total()
-            most = by_script.most_common(8)
-            shares[part] = {name: count / total for name, count in most}
-    return shares
-
-
 def data_sections(
     config: AuditConfig,
     inputs: MiningInputs,
@@ -679,7 +636,7 @@ def data_sections(
     report: dict[str, Any],
 ) -> list[PageSection]:
     """Return the beginning of the page: the sections that `vembed data` shows, of the rows that the audit has read, and
-    scripts and sources of the report.
+    sources of the report.
 
     Of the model only its tokenizer is read, if it is on this machine.
     """
@@ -692,20 +649,12 @@ def data_sections(
     if validation is not None:
         names = ", ".join(validation.names)
         lines.append(f"validation: {len(validation):,d} rows of {names}")
-        pairs = []
-        for example in validation.examples:
-            pairs += [(example.query, positive) for positive in example.positives]
-        lines += [f"warning: {warning}" for warning in overlap_warnings(data, pairs)]
     model = None
     if config.model_name is not None:
         shared = {"query_prompt", "document_prompt", "max_length", "trust_remote_code"}
         options = config.model_dump(include=shared, exclude_none=True)
         model = ModelSection(model_name=config.model_name, **options)
-    script_lines = []
-    for part, shares in report["scripts"].items():
-        names = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-        script_lines.append(f"{part}: {names}")
-    page = [*sections(data, lines, model), PageSection("scripts", script_lines)]
+    page = sections(data, lines, model)
     if config.model_name is not None:
         table = [SOURCE_COLUMNS]
         for source, values in report["sources"].items():

@@ -5,12 +5,10 @@ Imports no torch.
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import logging
 import math
 import re
-import sys
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,21 +18,16 @@ from typing import Any
 
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
-from vembed.config.values import RetrievalMode, Task
-from vembed.data.examples import BadRecord, ImageRoot
+from vembed.config.values import Task
+from vembed.data.examples import BadRecord
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import SeveralFiles, open_reader
 from vembed.data.images.files import IMAGE_PATH
 from vembed.data.records import (
-    Columns,
-    RecordFormat,
-    classes_as_scores,
     negative_columns,
-    unread_judgement,
-    unread_parts,
 )
 from vembed.errors import UserError, printable
-from vembed.files import is_address, is_pattern, replace_text
+from vembed.files import is_address, is_pattern
 
 NUM_RECORDS = 1000
 """Number of records to look at."""
@@ -75,17 +68,17 @@ def read_sample(path: Path) -> FileSample:
     reader = open_reader(path)
     rows = itertools.islice(reader.rows(), NUM_RECORDS)
     records = []
+    problems = []
     for _, line, record in rows:
         if isinstance(record, dict):
             records.append(record)
-        elif reader.columns is not None:
-            # A row that is no record has no cells here; training says where it is and what is wrong.
-            records.append(dict.fromkeys(reader.columns))
-        else:
-            reason = record if isinstance(record, BadRecord) else "not an object"
-            raise UserError(f"{reader.where(line)}: {reason}")
-    if not records:
-        raise UserError(f"{path}: has no records")
+            continue
+        reason = record if isinstance(record, BadRecord) else "not an object"
+        problems.append(f"{reader.where(line)}: {reason}")
+        # Among good rows of a table it is counted as a record without any cell.
+        records.append(dict.fromkeys(reader.columns or ()))
+    if len(problems) == len(records) or (problems and reader.columns is None):
+        raise UserError(problems[0] if problems else f"{path}: has no records")
     files = reader.readers if isinstance(reader, SeveralFiles) else (reader,)
     counts = [_num_records(file) for file in files]
     return FileSample(
@@ -126,46 +119,6 @@ def field_texts(value: Any) -> list[str | None]:
     return texts
 
 
-DELIMITED = (".csv", ".tsv")
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-ENCODING_NAMES = {"cp1252": "Windows-1252", "utf-16": "UTF-16"}
-
-
-def utf8_copy(path: Path, *, force: bool = False) -> tuple[Path, str] | None:
-    """Write a copy of a CSV or TSV that is not UTF-8; return its path and the encoding that was taken. None for a file
-    that needs none. Raise UserError if the encoding cannot be told, or if another file has the copy's name."""
-    if path.suffix.lower() not in DELIMITED or not path.is_file():
-        return None
-    if path.stat().st_size > COUNTED_BYTES:  # each record is checked as it is read
-        return None
-    raw = path.read_bytes()
-    encoding = "utf-16" if raw.startswith(_UTF16) else "cp1252"
-    if encoding == "cp1252":
-        try:
-            raw.decode()
-            return None
-        except UnicodeDecodeError as error:
-            line = raw.count(b"\n", 0, error.start) + 1
-        # In UTF-8 with a damaged place the other letters beyond ASCII are whole; text in Windows-1252 has hardly any
-        # such. Some bytes are none of Windows-1252.
-        letters = raw.decode("utf-8", "surrogateescape")
-        num_broken = sum("\udc80" <= letter <= "\udcff" for letter in letters)
-        num_whole = sum(not letter.isascii() for letter in letters) - num_broken
-        if num_whole > num_broken or "\ufffd" in raw.decode("cp1252", "replace"):
-            raise UserError(
-                f"{path}, line {line}: not UTF-8 text; save the file as UTF-8"
-            )
-    text = raw.decode(encoding, "replace")
-    copy = path.with_name(f"{path.stem}.utf8{path.suffix}")
-    if copy.exists() and not force and copy.read_bytes() != text.encode():
-        raise UserError(
-            f"{path} is {ENCODING_NAMES[encoding]}, and its copy in UTF-8 would be {copy}, which is another file already: "
-            "move it away, or give --force to overwrite it"
-        )
-    replace_text(copy, text)
-    return copy, ENCODING_NAMES[encoding]
-
-
 ROLE_WORDS = {
     role: set(words.split())
     for role, words in {
@@ -199,7 +152,6 @@ class ColumnFacts:
     """Figures of one column from the first records."""
 
     name: str
-    example: str
     mean_length: float
     """Characters."""
     unique: float
@@ -216,23 +168,13 @@ class ColumnFacts:
         return f"{role}_image" if self.has_paths else role
 
 
-@dataclass(frozen=True)
-class Guess:
-    """A guessed assignment of the query's and the positive's columns."""
-
-    mapping: dict[str, str]
-    reasons: dict[str, str]
-    """Column -> why."""
-    candidates: tuple[ColumnFacts, ...]
-    """Columns that can be embedded, the likeliest first."""
-
-
 def guess(
     records: Sequence[Record],
     missing: Sequence[str],
     taken_columns: Sequence[str] = (),
-) -> Guess:
-    """Return columns for the missing parts (query, positive) among those that are not taken."""
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return a column mapping for the missing parts (query, positive), of columns that are not taken, and the reason for
+    each column."""
     candidates = []
     record_names: dict[str, None] = {}  # as a set that keeps the order
     for record in records:
@@ -245,15 +187,14 @@ def guess(
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
     mapping = {}
     reasons = {}
-    open_columns = list(candidates)
     unassigned = list(missing)
     # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
-    while unassigned and open_columns:
-        pairs = [(column, role) for column in open_columns for role in unassigned]
+    while unassigned and candidates:
+        pairs = [(column, role) for column in candidates for role in unassigned]
         # Of equal scores the earlier column.
         best, role = max(pairs, key=lambda pair: _score(pair[0], pair[1], longest))
         mapping[best.name] = best.part(role)
-        why = ["the only text column left"] if len(open_columns) == 1 else []
+        why = ["the only text column left"] if len(candidates) == 1 else []
         if _named(best.name, role):
             why.append("its name")
         if role == "query" and best.questions > 0.3:
@@ -262,16 +203,10 @@ def guess(
             why.append("paths of images")
         why.append(f"{best.mean_length:,.0f} characters on average")
         reasons[best.name] = ", ".join(why)
-        open_columns.remove(best)
+        candidates.remove(best)
         unassigned.remove(role)
-    guessed = [column.name for column in candidates if column.name in mapping]
-
-    def best_score(column: ColumnFacts) -> float:
-        return max(_score(column, role, longest) for role in ("query", "positive"))
-
-    candidates.sort(key=best_score, reverse=True)
-    in_file_order = {name: mapping[name] for name in guessed}
-    return Guess(in_file_order, reasons, tuple(candidates))
+    in_file_order = {name: mapping[name] for name in record_names if name in mapping}
+    return in_file_order, reasons
 
 
 def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
@@ -284,7 +219,7 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
         if isinstance(entry, str) and entry.strip():
             texts.append(entry.strip())
     if not texts:
-        return ColumnFacts(name, "", 0.0, 0.0, 0.0, has_paths=False, is_text=False)
+        return ColumnFacts(name, 0.0, 0.0, 0.0, has_paths=False, is_text=False)
     unique = len(set(texts)) / len(texts)
     has_paths = mean(IMAGE_PATH.fullmatch(text) is not None for text in texts) > 0.5
     questions = mean(text.rstrip(" \"')").endswith(("?", "\uff1f")) for text in texts)
@@ -298,7 +233,7 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
         spaced < 0.1 and unique > 0.9 and letters < 0.8 and not wide and length < 64
     )
     is_text = has_paths or (letters > 0.4 and not is_id and not is_code)
-    return ColumnFacts(name, texts[0], length, unique, questions, has_paths, is_text)
+    return ColumnFacts(name, length, unique, questions, has_paths, is_text)
 
 
 def _score(
@@ -339,100 +274,19 @@ def _words(name: str) -> set[str]:
     return set(re.findall(r"[^\W_]+", re.sub(r"[\u0300-\u036f]", "", letters)))
 
 
-MOST_SHOWN = 12
-
-
-def is_terminal() -> bool:
-    """Return whether somebody can answer."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
-
-
-def confirm(
-    guess: Guess,
-    missing: Sequence[str],
-    read: Callable[[str], str] = input,
-) -> dict[str, str]:
-    """Ask which column each missing part is; an empty answer takes the guess. Return the column mapping."""
-    columns = guess.candidates[:MOST_SHOWN]
-    mapping = {}
-    for role in missing:
-        what = "the query" if role == "query" else "what the query should find"
-        lines = [f"Which column is {what}?"]
-        default = ""
-        for number, column in enumerate(columns, 1):
-            short = " ".join(column.example.split())
-            if len(short) > 60:
-                short = f"{short[:57]}..."
-            lines.append(f"  {number}  {column.name}: {short}")
-            if not default and guess.mapping.get(column.name, "").startswith(role):
-                default = str(number)
-        lines.append(f"Number{f' [{default}]' if default else ''}: ")
-        answer = read("\n".join(lines)).strip() or default
-        while not (answer.isdecimal() and 1 <= int(answer) <= len(columns)):
-            answer = read(f"A number from 1 to {len(columns)}: ").strip() or default
-        chosen = columns[int(answer) - 1]
-        mapping[chosen.name] = chosen.part(role)
-    return mapping
-
-
 WORDS_OF_A_RECORD = 4
 """Words from which the name of a column looks like a text."""
 
 
-def doubts_about(sample: FileSample, mapping: Mapping[str, str]) -> list[str]:
-    """Return sentences on what may be wrong with the columns."""
-    layout = Columns(mapping).layout(sample.columns)
-    doubts: list[str | None] = []
+def header_doubt(sample: FileSample) -> str | None:
+    """Return a doubt about the first line of a CSV or TSV, which may be a record; None without one."""
     num_words = min(len(name.split()) for name in sample.columns)
-    if sample.is_delimited and num_words >= WORDS_OF_A_RECORD:
-        doubts.append(
-            f"the first line is taken for the names of the columns ({printable(sample.columns[0])}); if it is a record, "
-            "put a line with names before it, such as query,positive"
-        )
-    if layout.score == "label":
-        # Few whole numbers are classes. Beside sentence1 and sentence2 they are read as a score.
-        values = {str(record.get("label")) for record in sample.records}
-        if all(map(str.isdigit, values)):
-            doubts.append(classes_as_scores([float(value) for value in values]))
-    if layout.label is None:
-        read = set(layout.read)
-        unused = [name for name in sample.columns if name not in read]
-        if layout.score is None:
-            doubts.append(unread_judgement(unused))
-        doubts += unread_parts(unused)
-    return [doubt for doubt in doubts if doubt is not None]
-
-
-def bad_records(
-    sample: FileSample,
-    data: str,
-    mapping: Mapping[str, str],
-    loss: str,
-    mode: RetrievalMode = "auto",
-) -> tuple[int, str]:
-    """Return how many of the first records are invalid, and what is wrong with the first column. No image is opened.
-
-    Raise UserError if all are.
-    """
-    folder = data if Path(data).is_dir() else str(Path(data).parent)
-    form = RecordFormat(
-        Columns(mapping),
-        ImageRoot(folder, allow_urls=True),
-        mode=mode,
-        losses=(loss,),
-        numbers_in_text=sample.is_delimited,
+    if not sample.is_delimited or num_words < WORDS_OF_A_RECORD:
+        return None
+    return (
+        f"the first line is taken for the names of the columns ({printable(sample.columns[0])}); if it is a record, "
+        "put a line with names before it, such as query,positive"
     )
-    problems = []
-    for number, record in enumerate(sample.records, 1):
-        try:
-            form.example(record, "")
-        except BadRecord as error:
-            problems.append(f"record {number:,d}: {error}")
-    if len(problems) == len(sample.records):
-        raise UserError(
-            f"{data}: none of the first {len(problems):,d} records can be used, {problems[0]}"
-        )
-    return len(problems), problems[0] if problems else ""
 
 
 SMALLEST_SPLIT = 50
@@ -453,8 +307,6 @@ class ModelFacts:
     max_length: int
     tokens: Callable[[Sequence[str]], list[int]] | None
     """Lengths of texts in tokens, special ones included; None for a model without texts."""
-    temperature: float | None
-    """The learned temperature of CLIP and SigLIP."""
 
 
 @dataclass(frozen=True)
@@ -518,8 +370,7 @@ def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
             encoded = tokenizer(list(texts), truncation=False, verbose=False)
             return list(map(len, encoded["input_ids"]))
 
-    temperature = _learned_temperature(Path(description.source))
-    return ModelFacts(description.max_length, tokens, temperature)
+    return ModelFacts(description.max_length, tokens)
 
 
 def measure_lengths(
@@ -570,20 +421,3 @@ def held_out_share(num_records: int) -> float | None:
     if num_records < SMALLEST_SPLIT:
         return None
     return min(0.1, float(f"{MOST_HELD_OUT / num_records:.1g}"))
-
-
-def _learned_temperature(folder: Path) -> float | None:
-    """Return the temperature that a CLIP or SigLIP model has learned, from its weights' file."""
-    from safetensors import SafetensorError, safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 - no mapping
-                    if name.rpartition(".")[2] == "logit_scale":
-                        # CLIP stores the log of the scale, which is 1 / temperature.
-                        scale = float(file.get_tensor(name).reshape(-1)[0])
-                        return float(f"{math.exp(-scale):.3g}")
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
-    return None

@@ -33,7 +33,7 @@ from vembed.data.records import (
     document_text,
     judgement_column,
 )
-from vembed.errors import UserError, listed
+from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
 
@@ -171,6 +171,15 @@ def open_eval_data(
     return from_examples([store[index] for index in range(len(store))], path, task)
 
 
+def are_scored_pairs(examples: Sequence[Example]) -> bool:
+    """Return whether every example has a score and one document."""
+    for example in examples:
+        num_documents = len(example.positives) + len(example.negatives)
+        if example.scores is None or num_documents != 1:
+            return False
+    return len(examples) > 0
+
+
 def from_examples(
     examples: Sequence[Example],
     name: str,
@@ -184,13 +193,7 @@ def from_examples(
 
     Of labelled data each text or image is a query and a document, and the others of its class are relevant.
     """
-    if task == "auto":
-        task = "similarity" if examples else "retrieval"
-        for example in examples:
-            num_documents = len(example.positives) + len(example.negatives)
-            if example.scores is None or num_documents != 1:
-                task = "retrieval"
-    if task == "similarity":
+    if task == "similarity" or (task == "auto" and are_scored_pairs(examples)):
         return _scored_pairs(examples, name)
     judgements = _Judgements()
     all_notes = []
@@ -442,10 +445,7 @@ def choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
             f"{place} holds {', '.join(sorted(files))}, and none of {', '.join(splits)}: give the split, or the path of "
             "the qrels file, that is meant"
         )
-    others = listed(sorted(path.name for path in place.glob("*")))
-    raise UserError(
-        f"{place} holds {others or 'nothing'}, and no file that ends in {join_words(QRELS_ENDINGS)}"
-    )
+    raise UserError(f"{place} has no file that ends in {join_words(QRELS_ENDINGS)}")
 
 
 def folder_of_qrels(path: Path) -> Path | None:
@@ -563,45 +563,37 @@ class IdentifiedCorpus:
 
 def read_beir_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
     """Read a corpus once, without holding its texts. What is wrong with records is added to `problems`."""
-    # 28 bytes for each document. Its line is not kept: lines are counted again for the few that a message names.
-    # Plain arrays grow in place. Lists of Python numbers would take 30 to 40 bytes for each number.
-    # Number of the record, length of its text, key of its content, hash of its `_id`.
-    columns = [array("q"), array("i"), array("q"), array("q")]
+    # A plain array grows in place. A list of Python numbers would take 30 to 40 bytes for each number.
+    # Number of the record, its line, length of its text, key of its content, hash of its `_id`.
+    values = array("q")
     problem_lines: list[tuple[int, str]] = []
-    for number, _, identity, text in identified_texts(reader, problem_lines):
-        values = (number, len(text), Item(text=text).key(), _hash(identity))
-        for column, value in zip(columns, values, strict=True):
-            column.append(value)
-    # Shares the arrays' memory. frombuffer takes no empty array.
-    arrays = []
-    for column in columns:
-        empty = np.zeros(0, column.typecode)
-        arrays.append(np.frombuffer(column, column.typecode) if column else empty)
-    numbers, lengths, keys, hashes = arrays
+    for number, line, identity, text in identified_texts(reader, problem_lines):
+        key = Item(text=text).key()
+        values.extend((number, line, len(text), key, _hash(identity)))
+    table = np.array(values, np.int64).reshape(-1, 5)
+    numbers, _, lengths, keys, hashes = table.T
     is_first = _first_occurrences(hashes)
-    # Records with the `_id` of an earlier one are left out. The file is read once more for their lines.
-    if not is_first.all():
-        repeated = set(numbers[~is_first].tolist())
-        for number, line, record in reader.rows():
-            if number in repeated:
-                reason = f"_id {document_id(record)} occurs twice"
-                problem_lines.append((line, reason))
-        numbers = numbers[is_first]
-        lengths = lengths[is_first]
-        keys = keys[is_first]
-        hashes = hashes[is_first]
+    # Records with the `_id` of an earlier one are left out.
+    for number, line in table[~is_first, :2].tolist():
+        reason = f"_id {document_id(reader.read(number))} occurs twice"
+        problem_lines.append((line, reason))
+    numbers = numbers[is_first]
+    lengths = lengths[is_first]
+    keys = keys[is_first]
+    hashes = hashes[is_first]
     for line, reason in sorted(problem_lines):
         problems.append(f"{reader.where(line)}: {reason}")
     # Records with the content of an earlier one are joined with it.
     is_first = _first_occurrences(keys)
-    document_of = np.arange(len(keys), dtype=np.int32)
     num_joined = len(keys) - int(is_first.sum())
-    if num_joined:  # most corpora have none, and their columns are not copied
-        document_of = KeyIndex(keys[is_first]).find(keys).astype(np.int32)
-        numbers = numbers[is_first]
-        lengths = lengths[is_first]
-        keys = keys[is_first]
-    documents = Corpus(reader, numbers, lengths, keys, ReadAs())
+    document_of = KeyIndex(keys[is_first]).find(keys).astype(np.int32)
+    documents = Corpus(
+        reader,
+        numbers[is_first],
+        lengths[is_first].astype(np.int32),
+        keys[is_first],
+        ReadAs(),
+    )
     return IdentifiedCorpus(documents, num_joined, KeyIndex(hashes), document_of)
 
 

@@ -156,10 +156,9 @@ def export_model(
             source = Path(description.source)
             trust = description.trust_remote_code
             dtype = file_dtype(read_config(source, trust_remote_code=trust))
-            if str(dtype) == "torch.float16":
-                precision = "float16"
-            elif str(dtype) == "torch.bfloat16":
-                precision = "bfloat16"
+            for name in export_format.precisions:
+                if str(dtype) == f"torch.{name}":
+                    precision = name
     is_student = format_name == "static"
     if tolerance is None:
         tolerance = STUDENT_TOLERANCE if is_student else DISTANCE_TOLERANCE[precision]
@@ -180,8 +179,10 @@ def export_model(
         facts = _describe(folder, description, format_name, precision, result, vectors)
         if is_student:
             facts["num_training_texts"] = len(texts)
-        if server is not None:
-            write_server_files(server, folder, description, size)
+        if server == "fastembed":
+            prompt = description.query_prompt
+            text = _FASTEMBED.format(file=FASTEMBED_FILE, dim=size, query=prompt)
+            replace_text(folder / FASTEMBED_FILE, text)
     return Exported(target, result, description, facts)
 
 
@@ -282,9 +283,8 @@ def _write_and_check(
         reader = export_format.reader(folder)
         job.log(f"encoding the same texts with the export in {reader.runtime}")
         export_ND = encode_all(reader.encode, texts)
-        check = compare_embeddings(
-            reader.runtime, model_ND, export_ND, texts, tolerance
-        )
+        check = compare_embeddings(reader.runtime, model_ND, export_ND, tolerance)
+        check = replace(check, num_texts=len(texts))
         if format_name == "static":
             # A student is another model: its similarities should follow the model's.
             correlation = similarity_correlation(model_ND, export_ND)
@@ -294,23 +294,26 @@ def _write_and_check(
             if not job.texts:
                 advice = "; it had no texts to learn from: export a run, or give --data"
             raise UserError(
-                f"the static student of {job.model} does not follow the model: Spearman correlation {correlation:.3f} "
-                f"of the similarities of {check.num_texts} texts, at least {1 - tolerance:.2g} is asked for{advice}; "
-                f"{nothing}"
+                f"the static student of {job.model} does not follow the model: {check.lines()[0]}{advice}; {nothing}"
             )
         if not check.passes:
-            reason = describe_difference(check, embedder, reader, model_ND, export_ND)
+            reason = describe_difference(
+                check, embedder, reader, model_ND, export_ND, texts
+            )
             raise UserError(
-                f"the {format_name} export of {job.model} differs from the model in {reason}; largest cosine distance "
-                f"{check.largest_distance:.2g} of {check.num_texts} texts, tolerance {tolerance:.2g}; {nothing}"
+                f"the {format_name} export of {job.model} differs from the model in {reason}: {check.lines()[0]}; {nothing}"
             )
     if images or not has_texts:
-        of_images = compare_images(folder, images, image_ND, tolerance)
+        image_reader = OnnxImages(folder)
+        exported_ND = image_reader.encode(images)
+        of_images = compare_embeddings(
+            image_reader.runtime, image_ND, exported_ND, tolerance
+        )
+        of_images = replace(of_images, num_images=len(images))
         if not of_images.passes:
             raise UserError(
                 f"the onnx export of {job.model} differs from the model in its images (image processor, pooling or "
-                f"weights); largest cosine distance {of_images.largest_distance:.2g} of {of_images.num_images} images, "
-                f"tolerance {tolerance:.2g}; {nothing}"
+                f"weights): {of_images.lines()[0]}; {nothing}"
             )
         check = replace(check, runtime=of_images.runtime, images=of_images)
     if scored is None:
@@ -319,7 +322,7 @@ def _write_and_check(
         check,
         ndcg_model=ndcg_model,
         ndcg_export=ndcg(reader.encode, scored, normalize=normalize),
-        evaluation=f"{len(scored.queries):,d} queries over {len(scored.documents):,d} documents",
+        evaluation=scored.summary(),
     )
 
 
@@ -566,23 +569,16 @@ print(next(iter(model.embed([{query!r} + "a query"])))[:5])
 
 def check_served(server: ServerName, description: ModelDescription) -> None:
     """Raise UserError if a server cannot run a model as it is."""
-    if server not in ("tei", "vllm", "llama.cpp"):
+    pools_tokens = server in ("tei", "vllm", "llama.cpp")
+    runs_own_code = server == "vllm" and description.pooling == MODEL_POOLING
+    if not pools_tokens or runs_own_code:
         return
-    reason = "it pools the tokens of texts, and this model pools itself"
-    if description.pooling == MODEL_POOLING:
-        if server == "vllm":
-            return
-    elif server in POOLINGS[description.pooling].servers:
-        return
-    else:
-        known = [
-            pooling.name for pooling in POOLINGS.values() if server in pooling.servers
-        ]
-        reason = (
-            f"it pools by {', '.join(known)}, and this model by {description.pooling}: use --for fastembed, whose "
-            "graph has the pooling inside"
+    known = [pooling.name for pooling in POOLINGS.values() if server in pooling.servers]
+    if description.pooling not in known:
+        raise UserError(
+            f"--for {server}: it pools by {', '.join(known)}, and {description.name} by {description.pooling}: use --for "
+            "fastembed, whose graph has the pooling inside"
         )
-    raise UserError(f"--for {server}: {description.name} cannot be served: {reason}")
 
 
 def start_of(
@@ -610,20 +606,6 @@ def start_of(
         "fastembed": f"python {folder / FASTEMBED_FILE}",
     }
     return {"start": commands[server], "note": note}
-
-
-def write_server_files(
-    server: ServerName,
-    folder: Path,
-    description: ModelDescription,
-    dim: int,
-) -> None:
-    """Write the files beside the export that a server needs; only fastembed, which is started from Python, has one."""
-    if server == "fastembed":
-        text = _FASTEMBED.format(
-            file=FASTEMBED_FILE, dim=dim, query=description.query_prompt
-        )
-        replace_text(folder / FASTEMBED_FILE, text)
 
 
 # ---- a running server against the model that it should serve -----------------------------------------------------------
@@ -664,21 +646,8 @@ def post(url: str, values: dict[str, Any]) -> Any:
         ) from error
 
 
-def check_address(url: str, model: str) -> None:
-    """Raise UserError for a URL that is none, or stands in the place of the model."""
-    schemes = ("http://", "https://")
-    if url.startswith(schemes):
-        return
-    if model.startswith(schemes):
-        raise UserError(
-            f"{url} is no address, and {model} is one: the address comes first, then the model"
-        )
-    raise UserError(f"{url} is no address; give it as http://localhost:8080")
-
-
 def find_route(url: str, model: str) -> str:
     """Return the route of a server: the URL itself if it names one, otherwise the first that answers."""
-    check_address(url, model)
     url = url.rstrip("/")
     if url.endswith(("/embeddings", TEI_ROUTE)):
         return url
@@ -719,31 +688,25 @@ def compare_server(
         "query": description.query_prompt,
         "document": description.document_prompt,
     }
-    largest = 0.0
-    worst_text = ""
-    starts = range(0, len(texts), TEXTS_PER_REQUEST)
-    for number, start in enumerate(starts, start=1):
-        batch = texts[start : start + TEXTS_PER_REQUEST]
-        expected = expected_ND[start : start + TEXTS_PER_REQUEST]
-        prompted = [prompts[kind] + text for text, kind in batch]
-        served = served_embeddings(route, name, prompted)
-        if served.shape != expected.shape:
-            raise RunError(
-                f"{route} differs from {model}: embeddings of {list(served.shape)} for {list(expected.shape)}"
-            )
-        batch_distances = distances(expected, served)
-        worst = int(batch_distances.argmax())
-        distance = float(batch_distances[worst])
-        log(
-            f"batch {number} of {len(starts)}: {len(batch)} texts, cosine distance {distance:.2g}"
+    prompted = [prompts[kind] + text for text, kind in texts]
+    served = []
+    for start in range(0, len(texts), TEXTS_PER_REQUEST):
+        batch = prompted[start : start + TEXTS_PER_REQUEST]
+        served.append(served_embeddings(route, name, batch))
+        log(f"{start + len(batch)} of {len(texts)} texts")
+    served_ND = np.concatenate(served)
+    if served_ND.shape != expected_ND.shape:
+        raise RunError(
+            f"{route} differs from {model}: embeddings of {served_ND.shape[1]:,d} dimensions for "
+            f"{expected_ND.shape[1]:,d}"
         )
-        if distance > largest:
-            largest = distance
-            worst_text, _ = batch[worst]
+    text_distances = distances(expected_ND, served_ND)
+    worst = int(text_distances.argmax())
+    largest = float(text_distances[worst])
     compared = f"largest cosine distance {largest:.2g} (tolerance {tolerance:.2g})"
     if largest > tolerance:
         raise RunError(
-            f"{route} differs from {model}: {compared}, for the text {worst_text[:60]!r}; "
+            f"{route} differs from {model}: {compared}, for the text {texts[worst][0][:60]!r}; "
             "compare its pooling, its maximum length and its tokenizer with the model's"
         )
     log(f"{route} equals {model}: {compared}")
@@ -778,42 +741,17 @@ WORDS = (
 
 
 @dataclass(frozen=True)
-class ImageCheck:
-    """Result of a comparison of images."""
-
-    runtime: str
-    num_images: int
-    largest_distance: float
-    """Largest cosine distance between the two embeddings of an image."""
-    largest_length_error: float
-    tolerance: float
-
-    @property
-    def passes(self) -> bool:
-        """True if the export may be used in the model's place."""
-        return _are_close(
-            self.largest_distance, self.largest_length_error, self.tolerance
-        )
-
-    def line(self) -> str:
-        """Return what is printed and written into the card."""
-        return (
-            f"{self.num_images:,d} images through the model and through {self.runtime}: largest cosine distance "
-            f"{self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"
-        )
-
-
-@dataclass(frozen=True)
 class Check:
-    """Result of a comparison. A model of images alone has no texts in it."""
+    """Result of a comparison of texts or of images. A model of images alone has no texts in it."""
 
     runtime: str
     num_texts: int = 0
+    num_images: int = 0
     largest_distance: float = 0.0
-    """Largest cosine distance between the two embeddings of a text."""
+    """Largest cosine distance between the two embeddings of an input."""
+    worst: int = 0
+    """The input with that distance."""
     tolerance: float = 0.0
-    worst_text: str = ""
-    worst_kind: Kind = "document"
     largest_length_error: float = 0.0
     """Largest relative difference of the lengths of the two embeddings."""
     ndcg_model: float | None = None
@@ -822,27 +760,30 @@ class Check:
     rank_correlation: float | None = None
     """Of a student: Spearman's correlation of the similarities of all pairs. It has vectors of its own, so that
     distances to the model's mean nothing."""
-    images: ImageCheck | None = None
+    images: Check | None = None
 
     @property
     def passes(self) -> bool:
-        """True if the texts of the export may be used in the model's place."""
+        """True if the export may be used in the model's place."""
         if self.rank_correlation is not None:
             return 1 - self.rank_correlation <= self.tolerance
-        return _are_close(
-            self.largest_distance, self.largest_length_error, self.tolerance
-        )
+        max_length_error = LENGTH_TOLERANCE_FACTOR * self.tolerance
+        has_equal_lengths = self.largest_length_error <= max_length_error
+        return self.largest_distance <= self.tolerance and has_equal_lengths
 
     def lines(self) -> list[str]:
         """Return what is printed and written into the card."""
         lines = []
-        both = f"{self.num_texts:,d} texts through the model and through {self.runtime}"
+        inputs = f"{self.num_texts:,d} texts"
+        if self.num_images:
+            inputs = f"{self.num_images:,d} images"
+        both = f"{inputs} through the model and through {self.runtime}"
         if self.rank_correlation is not None:
             lines.append(
                 f"{both}: Spearman correlation {self.rank_correlation:.3f} of the similarities of all pairs (at least "
                 f"{1 - self.tolerance:.2g})"
             )
-        elif self.num_texts:
+        elif self.num_texts or self.num_images:
             lines.append(
                 f"{both}: largest cosine distance {self.largest_distance:.2g} (tolerance {self.tolerance:.2g})"
             )
@@ -853,16 +794,8 @@ class Check:
                 f"(difference {difference:+.4f}; {self.evaluation})"
             )
         if self.images is not None:
-            lines.append(self.images.line())
+            lines += self.images.lines()
         return lines
-
-
-def _are_close(
-    distance: float,
-    length_error: float,
-    tolerance: float,
-) -> bool:
-    return distance <= tolerance and length_error <= LENGTH_TOLERANCE_FACTOR * tolerance
 
 
 # ---- inputs --------------------------------------------------------------------------------------------------------
@@ -1000,41 +933,21 @@ def compare_embeddings(
     runtime: str,
     model_ND: np.ndarray,
     export_ND: np.ndarray,
-    texts: Texts,
     tolerance: float,
 ) -> Check:
-    """Return the comparison of two sets of embeddings of the same texts."""
-    text_distances = np.full(len(model_ND), np.inf)
+    """Return the comparison of two sets of embeddings of the same inputs."""
+    input_distances = np.full(len(model_ND), np.inf)
     largest_length_error = np.inf
     if model_ND.shape == export_ND.shape:
-        text_distances = distances(model_ND, export_ND)
+        input_distances = distances(model_ND, export_ND)
         largest_length_error = length_error(model_ND, export_ND)
-    worst = int(np.argmax(text_distances))
-    worst_text, worst_kind = texts[worst]
+    worst = int(np.argmax(input_distances))
     return Check(
         runtime=runtime,
-        num_texts=len(texts),
-        largest_distance=float(text_distances[worst]),
+        largest_distance=float(input_distances[worst]),
+        worst=worst,
         tolerance=tolerance,
-        worst_text=worst_text,
-        worst_kind=worst_kind,
         largest_length_error=largest_length_error,
-    )
-
-
-def compare_images(
-    folder: Path,
-    images: Sequence[Image.Image],
-    model_ND: np.ndarray,
-    tolerance: float,
-) -> ImageCheck:
-    """Return the comparison of the exported image graph with the model's own vectors of the same images."""
-    reader = OnnxImages(folder)
-    export_ND = reader.encode(images)
-    largest = float(distances(model_ND, export_ND).max())
-    largest_length_error = length_error(model_ND, export_ND)
-    return ImageCheck(
-        reader.runtime, len(images), largest, largest_length_error, tolerance
     )
 
 
@@ -1044,12 +957,12 @@ def describe_difference(
     reader: ExportReader,
     model_ND: np.ndarray,
     export_ND: np.ndarray,
+    texts: Texts,
 ) -> str:
     """Return what differs, found on the text with the largest distance: sizes, token ids, lengths or pooling."""
     if model_ND.shape != export_ND.shape:
         return f"embeddings of {export_ND.shape[1]:,d} dimensions instead of {model_ND.shape[1]:,d} (Dense, truncate_dim)"
-    text = check.worst_text
-    kind = check.worst_kind
+    text, kind = texts[check.worst]
     featuriser = embedder.featuriser
     (features,) = featuriser.features([(Item(text=text), kind)])
     model_ids = [] if features.token_ids is None else features.token_ids.tolist()

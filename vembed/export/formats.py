@@ -24,15 +24,11 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from vembed.config.terms import ResolvedTerm
 from vembed.data.examples import Kind
 from vembed.data.features import MAX_CHARACTERS_PER_TOKEN, cut_words
 from vembed.errors import RunError, UserError
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
-from vembed.losses.batch import LossBatch, LossModule, TeacherVectors
-from vembed.losses.build import TermModule
-from vembed.losses.vectors import Relational
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import StaticConfig, quiet_transformers
 from vembed.models.families.model_files import STATIC, read_object
@@ -74,11 +70,11 @@ class ExportReader(Protocol):
     runtime: str
     """Name and version of the runtime."""
 
-    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
-        """Return [n, d] float32 embeddings of the texts. `kind`: whose prompt is put before them; None for none."""
+    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
+        """Return [n, d] float32 embeddings of the texts. `kind`: whose prompt is put before them."""
         ...
 
-    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
+    def token_ids(self, text: str, kind: Kind) -> list[int]:
         """Return the ids that the runtime gives the model for a text."""
         ...
 
@@ -158,15 +154,16 @@ class FolderTexts:
         self, rows: Sequence[Sequence[int]], length: int | None = None
     ) -> dict[str, np.ndarray]:
         """Return int64 `input_ids` and `attention_mask` [n, tokens] of a batch, padded to its longest text or to
-        `length`, on the side that the tokenizer names."""
-        width = length or max(len(row) for row in rows)
-        ids = np.full((len(rows), width), self.tokenizer.pad_token_id, np.int64)
-        mask = np.zeros((len(rows), width), np.int64)
-        for number, row in enumerate(rows):
-            start = width - len(row) if self.tokenizer.padding_side == "left" else 0
-            ids[number, start : start + len(row)] = row
-            mask[number, start : start + len(row)] = 1
-        return {"input_ids": ids, "attention_mask": mask}
+        `length`."""
+        with quiet_transformers():  # it advises to tokenise and pad at once
+            padded = self.tokenizer.pad(
+                {"input_ids": rows},
+                padding="max_length" if length else "longest",
+                max_length=length,
+                return_tensors="np",
+                return_attention_mask=True,
+            )
+        return dict(padded)
 
 
 def write_texts(
@@ -244,25 +241,20 @@ class SentenceTransformersReader:
         self.folder = folder
         self.model = open_in_sentence_transformers(folder)
 
-    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
+    def token_ids(self, text: str, kind: Kind) -> list[int]:
         """Return the token ids of a text with its prompt."""
         return FolderTexts(self.folder).token_ids([text], kind)[0]
 
-    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
+    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
         """Return [n, d] embeddings."""
-        options = {"show_progress_bar": False, "batch_size": 16}
-        vectors: np.ndarray
+        encode = self.model.encode_document
         if kind == "query":
-            vectors = self.model.encode_query(texts, **options)
-        elif kind == "document":
-            vectors = self.model.encode_document(texts, **options)
-        else:
-            # Without an empty prompt, `encode` would take the model's default one.
-            vectors = self.model.encode(texts, prompt="", **options)
+            encode = self.model.encode_query
+        vectors: np.ndarray = encode(texts, show_progress_bar=False, batch_size=16)
         return vectors.astype(np.float32)
 
 
-# ---- gguf: a file for llama.cpp, written by its own converter and checked in llama-cpp-python or xllamacpp ---------
+# ---- gguf: a file for llama.cpp, written by its own converter and checked in xllamacpp -----------------------------
 
 
 GGUF_FILE = "model.gguf"
@@ -276,6 +268,8 @@ class GgufFormat(ExportFormat):
     """GGUF. llama.cpp pools and normalises itself; a Dense module or truncation has no place in the file."""
 
     precisions = ("float32", "float16", "bfloat16", "int8")
+    packages = ("xllamacpp",)
+    install = "`pip install xllamacpp`"
 
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
@@ -284,12 +278,7 @@ class GgufFormat(ExportFormat):
                 f"{CONVERTER} is not on the PATH: `git clone https://github.com/ggml-org/llama.cpp`, install its "
                 "requirements, and add its folder to PATH"
             )
-        if find_spec("llama_cpp") is None and find_spec("xllamacpp") is None:
-            return (
-                "neither llama-cpp-python nor xllamacpp, in which this format is checked, is installed: "
-                "`pip install xllamacpp` (wheels) or `pip install llama-cpp-python` (compiled there)"
-            )
-        return None
+        return super().missing()
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
@@ -330,43 +319,7 @@ class GgufFormat(ExportFormat):
 
     def reader(self, folder: Path) -> ExportReader:
         """Return the export in llama.cpp."""
-        if find_spec("llama_cpp") is not None:
-            return GgufReader(folder)
         return GgufServer(folder)
-
-
-class GgufReader:
-    """An export in llama.cpp, by llama-cpp-python."""
-
-    def __init__(self, folder: Path) -> None:
-        module = import_module("llama_cpp")
-        self.runtime = f"llama.cpp (llama-cpp-python {module.__version__})"
-        self.texts = FolderTexts(folder)
-        # llama.cpp pools within one micro-batch (n_ubatch), so a whole text must fit into one.
-        length = self.texts.max_length
-        self.model: Any = module.Llama(
-            str(folder / GGUF_FILE),
-            embedding=True,
-            n_ctx=length,
-            n_batch=length,
-            n_ubatch=length,
-            verbose=False,
-        )
-
-    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
-        """Return llama.cpp's own token ids of a text with its prompt."""
-        whole = self.texts.with_prompt(text, kind).encode()
-        # special: prompts may hold special tokens in writing, such as <|im_end|>.
-        ids: list[int] = self.model.tokenize(whole, add_bos=True, special=True)
-        return ids[: self.texts.max_length]
-
-    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
-        """Return [n, d] embeddings."""
-        vectors = []
-        for text in texts:
-            whole = self.texts.with_prompt(text, kind)
-            vectors.append(self.model.embed(whole, normalize=True, truncate=True))
-        return np.array(vectors, np.float32)
 
 
 class GgufServer:
@@ -387,12 +340,12 @@ class GgufServer:
         settings.n_ubatch = num_tokens
         self.server: Any = module.Server(settings)
 
-    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
+    def token_ids(self, text: str, kind: Kind) -> list[int]:
         """Return the token ids of a text with its prompt, by the exported tokenizer: the server does not tell its
         own."""
         return self.texts.token_ids([text], kind)[0]
 
-    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
+    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
         """Return [n, d] embeddings."""
         vectors = []
         for text in texts:
@@ -426,7 +379,6 @@ MAX_DISTILLATION_EPOCHS = 20
 MIN_TRAINING_TEXTS = 32
 LEARNING_RATE = 5e-3
 HELD_OUT_FRACTION = 0.1
-TEACHER = "model"
 
 
 class StaticFormat(ExportFormat):
@@ -565,7 +517,6 @@ def distil(
         min(MAX_DISTILLATION_EPOCHS, MAX_STEPS * BATCH_TEXTS // len(trained)), 1
     )
     num_steps = num_epochs * -(-len(trained) // BATCH_TEXTS)
-    loss = TermModule(ResolvedTerm(1.0, Relational(), teacher=TEACHER, guide=None))
 
     table = table_VD.clone().requires_grad_()
     optimizer = torch.optim.AdamW([table], lr=LEARNING_RATE, weight_decay=0.0)
@@ -575,19 +526,16 @@ def distil(
     # The untrained table takes part, so that training never makes a student worse on the held-out texts.
     best_table = table_VD
     with torch.no_grad():
-        best_loss = float(_relational(loss, table_VD, texts, vectors_NE, held_out))
+        best_loss = float(_relational(table_VD, texts, vectors_NE, held_out))
     for _ in range(num_epochs):
         shuffled = trained[torch.randperm(len(trained), generator=draw)]
         for batch in torch.split(shuffled, BATCH_TEXTS):
-            if len(batch) < 2:
-                continue
-            batch_loss = _relational(loss, table, texts, vectors_NE, batch)
-            # A gradient of the table alone: parameters that a loss may have are not trained here.
+            batch_loss = _relational(table, texts, vectors_NE, batch)
             (table.grad,) = torch.autograd.grad(batch_loss, table)
             optimizer.step()
             schedule.step()
         with torch.no_grad():
-            held_out_loss = float(_relational(loss, table, texts, vectors_NE, held_out))
+            held_out_loss = float(_relational(table, texts, vectors_NE, held_out))
         if held_out_loss < best_loss:
             best_loss = held_out_loss
             best_table = table.detach().clone()
@@ -603,30 +551,13 @@ def embed(table_VD: Tensor, texts: Sequence[Tensor]) -> Tensor:
 
 
 def _relational(
-    loss: LossModule,
     table_VD: Tensor,
     texts: Sequence[Tensor],
     vectors_NE: Tensor,
     numbers: Tensor,
 ) -> Tensor:
-    """Return the loss of a batch: one half of the texts stands for queries, the other for positives."""
-    half = len(numbers) // 2
-    numbers = numbers[: 2 * half]
-    query = torch.arange(half)
-    positive = torch.arange(half, 2 * half)
-    no_rows = torch.empty(0, dtype=torch.int64)
-    teacher = TeacherVectors(vectors_NE[numbers], query, positive, no_rows)
-    batch = LossBatch(
-        embeddings=embed(table_VD, [texts[number] for number in numbers.tolist()]),
-        content=torch.arange(2 * half),
-        query=query,
-        positive=positive,
-        example=query,
-        negative=no_rows,
-        negative_example=no_rows,
-        rank_rows=slice(0, half),
-        rank_negatives=slice(0, 0),
-        teachers={TEACHER: teacher},
-    )
-    value: Tensor = loss(batch)
-    return value
+    """Return the mean squared difference of the student's and the model's similarities, over all pairs of a batch."""
+    batch = [texts[number] for number in numbers.tolist()]
+    student_BD = F.normalize(embed(table_VD, batch), dim=1)
+    teacher_BE = vectors_NE[numbers]
+    return F.mse_loss(student_BD @ student_BD.T, teacher_BE @ teacher_BE.T)

@@ -211,18 +211,15 @@ def write_graph(
     int8_operators: Sequence[str] | None = None,
 ) -> None:
     """Trace a module and save it in a precision."""
-    # They name every operator library that is not installed, and hint at pre-processing, which changes nothing here.
-    levels = {}
-    for name in ("torch.onnx", "root"):
-        levels[name] = logging.getLogger(name).level
-        logging.getLogger(name).setLevel(logging.ERROR)
+    # torch and onnxruntime name every operator library that is not installed, and hint at pre-processing, which changes
+    # nothing here.
+    logging.disable(logging.WARNING)
     try:
         trace(graph, example, shapes, target, output)
         if precision != "float32":
             convert(target, precision, int8_operators)
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        logging.disable(logging.NOTSET)
 
 
 class OnnxGraph:
@@ -380,7 +377,7 @@ class GraphReader(ABC):
     def encode_ids(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Return [n, d] float32 embeddings of token ids."""
 
-    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
+    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
         """Return [n, d] float32 embeddings of texts."""
         return self.encode_ids(self.texts.token_ids(texts, kind))
 

@@ -143,8 +143,8 @@ class LossBatch:
     """Answers of each teacher for this batch, by the teacher's name."""
     source_index: int = 0
     """Index of the batch's source. That of the first example, where sources are mixed."""
-    batch_index: int = 0
-    """Index of the batch in the run: random draws of a loss depend on it and on nothing else."""
+    batch_number: int = 0
+    """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
     embeddings_are_scores: bool = False
     """True for rerankers: `embeddings` is [U, 1], the score of a pair. Query and positive of a row both point to the score
     of their pair, and a hard negative to that with the query of its example."""
@@ -467,7 +467,7 @@ def draw_mixtures(
     start = start[has_two, None]
     # A table for the whole batch, with a row for each position of an example in it.
     num_examples = int(example.max()) + 1 if len(example) else 0
-    batch_seed = (seed * 0x9E3779B9 + batch.batch_index) % 2**63
+    batch_seed = (seed * 0x9E3779B9 + batch.batch_number) % 2**63
     draw = torch.Generator().manual_seed(batch_seed)
     shape = (num_examples, count, 5)
     table = torch.rand(shape, generator=draw, dtype=torch.float64)

@@ -112,9 +112,9 @@ class LossCandidates:
     """[N] index of each entry's vector in E."""
     occurrence: Tensor
     """[N] occurrence of each entry."""
-    queries: slice
+    rank_queries: slice
     """Entries of the queries of this rank's rows."""
-    positives: slice
+    rank_positives: slice
     """Entries of the positives of this rank's rows."""
     column_groups: tuple[ColumnGroup, ...]
     explicit: tuple[ExplicitPairs, ...] = ()
@@ -144,11 +144,12 @@ class _Layout:
     """Hard negatives that are columns."""
     documents: slice
     queries: slice
-    query_rows: slice
+    tabled_rows: slice
     """Rows whose queries are in the table."""
-    row_queries: slice
+    rank_queries: slice
     """Queries of this rank's rows."""
-    row_positives: slice
+    rank_positives: slice
+    """Positives of this rank's rows."""
 
 
 def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
@@ -164,16 +165,16 @@ def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
     num_negatives = 0 if is_own else batch.negative.numel()
     # Queries of other rows are needed only as columns.
     has_query_columns = rule.query_query or rule.both_directions
-    query_rows = slice(0, num_rows) if has_query_columns else rank_rows
+    tabled_rows = slice(0, num_rows) if has_query_columns else rank_rows
     first_query = num_negatives + num_rows
-    first_explicit = first_query + length_of(query_rows)
+    first_explicit = first_query + length_of(tabled_rows)
     layout = _Layout(
         num_negatives=num_negatives,
         documents=slice(0, first_query),
         queries=slice(first_query, first_explicit),
-        query_rows=query_rows,
-        row_queries=shifted(rank_rows, first_query - query_rows.start),
-        row_positives=shifted(rank_rows, num_negatives),
+        tabled_rows=tabled_rows,
+        rank_queries=shifted(rank_rows, first_query - tabled_rows.start),
+        rank_positives=shifted(rank_rows, num_negatives),
     )
     tensors = _keys(batch, rule, layout)
     explicit_negatives = batch.negative[:0]
@@ -187,7 +188,7 @@ def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
     parts = (
         occurrences[2 * num_rows :],
         occurrences[num_rows : 2 * num_rows],
-        occurrences[query_rows],
+        occurrences[tabled_rows],
         2 * num_rows + explicit_negatives,
     )
     occurrence = torch.cat(parts)
@@ -197,19 +198,19 @@ def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
     explicit = []
     if explicit_negatives.numel():
         pairs = ExplicitPairs(
-            row_entries=layout.row_queries,
+            row_entries=layout.rank_queries,
             row=copies["explicit_row"],
             host_row=tensors["explicit_row"],
             negative_entry=copies["negative_entry"],
         )
         explicit.append(pairs)
         if rule.document_document:
-            explicit.append(replace(pairs, row_entries=layout.row_positives))
+            explicit.append(replace(pairs, row_entries=layout.rank_positives))
     return LossCandidates(
         index=copies["index"],
         occurrence=copies["occurrence"],
-        queries=layout.row_queries,
-        positives=layout.row_positives,
+        rank_queries=layout.rank_queries,
+        rank_positives=layout.rank_positives,
         column_groups=_column_groups(copies, rule, layout),
         explicit=tuple(explicit),
     )
@@ -227,12 +228,12 @@ def _keys(
     row_keys, negative_keys = batch.content_keys(content)
     query_keys = content[batch.query][:, None]
     positive_keys = content[batch.positive][:, None]
-    # A mixture has the keys of both of its parts. A positive's key is repeated to their number.
+    # A synthetic negative mixed from two has the keys of both. A positive's key is repeated to their number.
     repeated = positive_keys.expand(-1, negative_keys.shape[1])
     keys = {
         "row": row_keys[rank_rows],
         "document": torch.cat((negative_keys[:num_negatives], repeated)),
-        "query": query_keys[layout.query_rows],
+        "query": query_keys[layout.tabled_rows],
     }
     if rule.lists_own_negatives:
         # A second mask, by the example that a text comes from. Positives have no key in it.
@@ -242,9 +243,9 @@ def _keys(
         keys["document_example"] = document_example[:, None].int()
         keys["row_example"] = batch.example[rank_rows, None].int()
     if rule.both_directions:
-        column_keys = row_keys[layout.query_rows]
+        column_keys = row_keys[layout.tabled_rows]
         is_key = column_keys != NO_KEY_ROW
-        keys["row_of_query"] = column_keys.where(is_key, NO_KEY_COLUMN)
+        keys["column_row"] = column_keys.where(is_key, NO_KEY_COLUMN)
         keys["row_query"] = query_keys[rank_rows]
         keys["row_positive"] = positive_keys[rank_rows]
     return keys
@@ -264,20 +265,20 @@ def _column_groups(
         own_mask = ExclusionMask(keys["row_example"], keys["document_example"])
         document_masks.append(own_mask)
     masks = tuple(document_masks)
-    groups = [ColumnGroup(layout.row_queries, documents, masks)]
+    groups = [ColumnGroup(layout.rank_queries, documents, masks)]
     if rule.query_query:
         query_mask = ExclusionMask(keys["row"], keys["query"])
-        groups.append(ColumnGroup(layout.row_queries, queries, (query_mask,)))
+        groups.append(ColumnGroup(layout.rank_queries, queries, (query_mask,)))
     if rule.document_document:
-        groups.append(ColumnGroup(layout.row_positives, documents, masks))
+        groups.append(ColumnGroup(layout.rank_positives, documents, masks))
     if rule.both_directions:
         # Left out: the queries of examples that have the row's positive as positive or as query, and queries with the
         # content of the row's query.
         query_masks = (
-            ExclusionMask(keys["row_positive"], keys["row_of_query"]),
+            ExclusionMask(keys["row_positive"], keys["column_row"]),
             ExclusionMask(keys["row_query"], keys["query"]),
         )
-        group = ColumnGroup(layout.row_positives, queries, query_masks, REVERSE)
+        group = ColumnGroup(layout.rank_positives, queries, query_masks, REVERSE)
         groups.append(group)
     return tuple(group for group in groups if length_of(group.columns))
 

@@ -11,14 +11,16 @@ row blocks, and each block into tiles of columns:
     block   | ...
 
 For a loss L = sum over rows of l(row), with logits z = scale * score, the gradient with respect to the vectors x of rows
-and y of columns is
+and y of columns is as follows. They are the vectors as they are multiplied: of length 1 for the cosine, whose table adds
+the gradient of the norm.
 
     dL/dx_i = scale * sum_j dl/dz_ij * y_j          dL/dy_j = scale * sum_i dl/dz_ij * x_i
 
-dl/dz_ij depends on sums over the whole row, such as the sum of a softmax. So all tiles of one row block are scored and
-kept: O(N * block) memory. The sums of its rows are then complete, and the gradient follows from the same scores. The
-total is three matrix products (scores, gradient of the rows, gradient of the columns), as with the full matrix, and no
-score is computed twice. All of it happens in the forward pass. `backward` only multiplies by the incoming gradient.
+dl/dz_ij depends on sums over the whole row, such as the sum of a softmax. So all tiles of one row block are scored
+and kept: O(N * block) memory for N columns and `block` rows. The sums of its rows are then complete, and the gradient
+follows from the same scores. The total is three matrix products (scores, gradient of the rows, gradient of the
+columns), as with the full matrix, and no score is computed twice. All of it happens in the forward pass. `backward`
+only multiplies by the incoming gradient.
 
 Where a score's derivative does not depend on the others of its row (`SEPARABLE`), each tile is differentiated
 immediately after it is scored, and all tiles share one buffer.
@@ -198,7 +200,7 @@ class _ScoredPairs:
     scores: Tensor
     """[K, P]"""
     by_size: tuple[CandidateLogits, ...] = ()
-    """Of explicit pairs: what the row losses of each size read of them, logits [P]."""
+    """Of explicit pairs: the logits [P] that the row losses got, by size."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +257,7 @@ class _ScorePass:
         # of the size of a tile.
         widest_group = max(widths, default=0)
         widest_tile = min(widest_group, self.tiling.columns)
-        max_rows = min(self.tiling.rows, length_of(candidates.queries))
+        max_rows = min(self.tiling.rows, length_of(candidates.rank_queries))
         width = num_columns if self.keeps_tiles else widest_tile
         size = self.num_matrices * max_rows * width
         self.logits_buffer = self.scale.new_empty(size)
@@ -266,7 +268,7 @@ class _ScorePass:
 
     def run(self) -> None:
         """Accumulate `loss`, `d_scale`, `d_bias` and the table's gradient."""
-        num_rows = length_of(self.candidates.queries)
+        num_rows = length_of(self.candidates.rank_queries)
         for rows in chunks(num_rows, self.tiling.rows):
             # The positives first: they start the online softmax and define the ceilings.
             block = self._start(rows)
@@ -297,8 +299,8 @@ class _ScorePass:
 
     def _start(self, rows: slice) -> _RowBlock:
         """Start the losses of a row block with its positives."""
-        queries = shifted(rows, self.candidates.queries.start)
-        positives = shifted(rows, self.candidates.positives.start)
+        queries = shifted(rows, self.candidates.rank_queries.start)
+        positives = shifted(rows, self.candidates.rank_positives.start)
         positive_scores = self.table.pair_scores(queries, positives)  # [K, n]
         target = None
         if self.teacher_table is not None:
@@ -459,8 +461,8 @@ class _ScorePass:
         derivative_buffer, table_buffer = tile.scratch
         for k in reversed(range(self.num_sizes)):
             logits = tile.logits[k]
-            # The table reads the logits of the smaller sizes once more, for the gradient of their norms. Those of the
-            # largest are overwritten in place: its buffer then adds up the gradient of all sizes.
+            # The derivative of the largest size overwrites its own logits, and add_gradient sums all sizes there. The
+            # smaller sizes keep their logits, which the gradient of the norm reads.
             is_largest = k == self.num_sizes - 1
             out = logits if is_largest else derivative_buffer
             row_loss = block.losses[k][tile.direction]
@@ -501,7 +503,7 @@ class RowStart:
     logits: Tensor
     """[n] of the positives."""
     coefficient: float
-    """Factor of the losses."""
+    """Factor of the losses, > 0."""
     bias: Tensor | None = None
     """Added to every logit."""
     target: Tensor | None = None
@@ -605,7 +607,7 @@ class OnlineSum:
 class SoftmaxRows(RowLoss):
     """Negative log softmax of the positive among itself and all candidates, as an online softmax.
 
-    `rest` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
+    `others` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
     precision of small losses.
 
     `stretch`: candidates enter as stretch * logit, and the difference to the logit has no gradient (hardness_alpha).

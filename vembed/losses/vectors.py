@@ -215,8 +215,8 @@ def _squared_errors(
     candidates = LossCandidates(
         index=batch.occurrences()[occurrence],
         occurrence=occurrence,
-        queries=row_entries,
-        positives=row_entries,
+        rank_queries=row_entries,
+        rank_positives=row_entries,
         column_groups=(ColumnGroup(row_entries, column_entries, masks),),
     )
     embeddings = batch.embeddings

@@ -102,8 +102,8 @@ class EmbeddingModel(nn.Module):
 
         token ids [n, tokens] or pixels
           -> tower: hidden states [n, tokens, token_dim]
-          -> pooling: features [n, hidden_dim], which never change while the tower is frozen
-          -> projection of the family (CLIP, two towers): [n, hidden_dim]
+          -> pooling: features [n, width], which never change while the tower is frozen
+          -> projection of the family (CLIP, two towers): features [n, width]
           -> head, Dense modules and this run's MRL projection: embeddings [n, embedding_dim]
     """
 
@@ -146,10 +146,10 @@ class EmbeddingModel(nn.Module):
         """Return for each slice (modality, inputs) the [n, embedding_dim] embeddings, not normalised, in at least
         float32.
 
-        `until`: features return the features [n, width] of the tower. Passed as the inputs {"features": ...} of a later
-        call, they replace the inputs of the tower, which does not run again. images, for the modality multimodal, return
-        the output of the image tower, which can replace the pixels. `with_auxiliary`: return also, for each slice, the
-        model's own losses by name, each [2, n] or [2, 1]: sums and counts.
+        `until`: "features" returns the features [n, width] of the tower. Passed as the inputs {"features": ...} of a
+        later call, they replace the inputs of the tower, which does not run again. "images", for the modality multimodal
+        alone, returns the output of the image tower, which can replace the pixels. `with_auxiliary`: return also, for
+        each slice, the model's own losses by name, each [2, n] or [2, 1]: sums and counts.
         """
         device_type = next(self.parameters()).device.type
         # Inside the forward, so that the step, the evaluation and the use all get it.
@@ -404,9 +404,12 @@ def run_packed(
         positions = positions + backbone.config.pad_token_id + 1
     shared = None
     if PREFIX in inputs:
-        # The row begins with the prefix, and each text continues its positions.
+        # The row begins with the prefix, and each text continues its positions. Only templates of rerankers have one.
+        assert backbone.config.model_type not in POSITIONS_AFTER_PADDING
+        assert backbone.config.model_type != OwnConfig.model_type
         prefix = inputs[PREFIX]
         num_shared = len(prefix)
+        # [all tokens] the text of a token is its place in the padded batch, divided by the longest length.
         slots = index
         if slots is None:
             slots = torch.arange(len(tokens), device=device)
@@ -414,6 +417,7 @@ def run_packed(
         tokens = torch.cat([prefix, tokens])
         prefix_positions = torch.arange(num_shared, device=device)
         positions = torch.cat([prefix_positions, positions + num_shared])
+        # From here on `starts` is as if each text had its own copy of the prefix.
         starts = starts + num_shared * torch.arange(num_texts + 1, device=device)
         longest += num_shared
     starts = starts.to(torch.int32)

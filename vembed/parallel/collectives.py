@@ -187,7 +187,7 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
         return local_rows[: counts[rank()]]
 
 
-class GradientSum:
+class GradientSync:
     """All-reduce of the gradients of replicated parameters, in a few large buckets.
 
     A missing gradient counts as zero if any other rank has one. A gradient that is missing on all ranks stays None.

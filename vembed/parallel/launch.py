@@ -9,11 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,8 +38,6 @@ RUN_ID = "VEMBED_RUN_ID"
 """Environment variable with the id of a run, given on every machine (`--run-id`) and compared."""
 LAUNCHER_VARIABLE = "VEMBED_LAUNCHER"
 """Environment variable with the process number of the launcher that started the processes of this machine."""
-HANG_REPORT = "VEMBED_HANG_REPORT"
-"""Environment variable with the file in which a rank leaves the name of the rank that it waits for in vain."""
 TRACEBACK = "Traceback (most recent call last)"
 PR_SET_PDEATHSIG = 1
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -61,20 +58,11 @@ def num_visible_devices(env: Mapping[str, str] = os.environ) -> int:
 
 
 def free_port() -> int:
-    """Return a free port of this machine.
-
-    It lies below those that the kernel gives to outgoing connections, which may take one before rank 0 listens.
-    """
-    end = 32768
-    with suppress(OSError, ValueError):
-        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
-        end = int(text.split()[0])
-    ports = range(max(1024, end - 20_000), end) or range(1024, 65_536)
+    """Return a free port of this machine, below those that Linux gives to outgoing connections."""
     draws = random.SystemRandom()  # runs with equal seeds must not choose the same port
-    for _ in range(100):
+    for port in draws.sample(range(12_768, 32_768), 100):
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", draws.choice(ports)))
-            port: int = probe.getsockname()[1]
+            probe.bind(("", port))
             return port
     raise UserError(
         "this machine has no free port: end processes that hold connections open"
@@ -139,8 +127,6 @@ class _Ranks:
         self.environments = environments
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """By rank."""
-        self.hang_reports: dict[int, IO[bytes]] = {}
-        """By rank."""
         self.pumps: list[_Pump] = []
         self.stop_signal: signal.Signals | None = None
         self.stopped_at = 0.0
@@ -152,42 +138,36 @@ class _Ranks:
 
     def run(self) -> int:
         """Start all ranks, wait until they have ended, and return the exit code."""
-        with ExitStack() as files:
-            try:
-                # All processes before the first thread: between fork and exec, other threads' locks could deadlock.
-                for environment in self.environments:
-                    rank = int(environment["RANK"])
-                    # Without a name, so that nothing stays when the launcher is killed. Ranks open it through /proc.
-                    report = files.enter_context(tempfile.TemporaryFile())
-                    self.hang_reports[rank] = report
-                    path = f"/proc/{os.getpid()}/fd/{report.fileno()}"
-                    on_linux = sys.platform == "linux"
-                    # The first process writes to the terminal directly.
-                    output = subprocess.PIPE if self.processes else None
-                    self.processes[rank] = subprocess.Popen(
-                        self.command,
-                        env={**environment, HANG_REPORT: path},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                        # Ctrl-C reaches it only through the launcher.
-                        start_new_session=True,
-                        preexec_fn=_die_with_parent(os.getpid()) if on_linux else None,  # noqa: PLW1509 - see above
-                    )
-                for number, process in self.processes.items():
-                    if process.stdout is not None and process.stderr is not None:
-                        self.pumps.append(_Pump(number, process.stdout, sys.stdout))
-                        self.pumps.append(_Pump(number, process.stderr, sys.stderr))
-                if self.stop_signal is not None:  # it came while they were started
-                    self._send(self.stop_signal)
-                while self._update():
-                    time.sleep(POLL_SECONDS)
-            finally:
-                self._kill()
-                for pump in self.pumps:
-                    pump.join(timeout=JOIN_SECONDS)
-                    # After a UserError on one rank, the tracebacks of the others are only consequences.
-                    pump.release(drop=self.code == 2)
+        try:
+            # All processes before the first thread: between fork and exec, other threads' locks could deadlock.
+            for environment in self.environments:
+                on_linux = sys.platform == "linux"
+                # The first process writes to the terminal directly.
+                output = subprocess.PIPE if self.processes else None
+                self.processes[int(environment["RANK"])] = subprocess.Popen(
+                    self.command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    # Ctrl-C reaches it only through the launcher.
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent(os.getpid()) if on_linux else None,  # noqa: PLW1509 - see above
+                )
+            for number, process in self.processes.items():
+                if process.stdout is not None and process.stderr is not None:
+                    self.pumps.append(_Pump(number, process.stdout, sys.stdout))
+                    self.pumps.append(_Pump(number, process.stderr, sys.stderr))
+            if self.stop_signal is not None:  # it came while they were started
+                self._send(self.stop_signal)
+            while self._update():
+                time.sleep(POLL_SECONDS)
+        finally:
+            self._kill()
+            for pump in self.pumps:
+                pump.join(timeout=JOIN_SECONDS)
+                # After a UserError on one rank, the tracebacks of the others are only consequences.
+                pump.release(drop=self.code == 2)
         if self.code is not None:
             return self.code
         codes = [process.returncode for process in self.processes.values()]
@@ -251,32 +231,16 @@ class _Ranks:
         return is_any_running
 
     def _report(self, failed: Mapping[int, int]) -> None:
-        """Report the likely cause: a rank that was killed, else one with exit code 2, else the first that does not name
-        another."""
-        named = {}
-        for rank in failed:
-            report = self.hang_reports[rank]
-            report.seek(0)
-            text = report.read().decode("utf-8", "replace")
-            if text:
-                named[rank] = text
+        """Report the likely cause: a rank that was killed, else one with exit code 2, else the first."""
         rank = min(
-            failed,
-            key=lambda rank: (
-                failed[rank] >= 0,
-                failed[rank] != 2,
-                rank in named,
-                rank,
-            ),
+            failed, key=lambda rank: (failed[rank] >= 0, failed[rank] != 2, rank)
         )
         code = failed[rank]
         for pump in self.pumps:
             if pump.number == rank:
                 pump.join(timeout=JOIN_SECONDS)
                 pump.release()
-        if rank in named and code not in (2, -signal.SIGKILL):
-            self._fail(f"{named[rank]}; rank {rank} gave up waiting", 1)
-        elif code < 0:
+        if code < 0:
             why = " (perhaps because memory ran out)" if code == -signal.SIGKILL else ""
             name = signal.Signals(-code).name
             self._fail(f"rank {rank} was killed by signal {-code}, {name}{why}", 1)

@@ -32,15 +32,13 @@ import vembed
 from vembed.errors import UserError
 from vembed.parallel import collectives
 from vembed.parallel.environment import RankInfo, machine_name
-from vembed.parallel.launch import HANG_REPORT, LAUNCHER_VARIABLE, RUN_ID
+from vembed.parallel.launch import LAUNCHER_VARIABLE, RUN_ID
 
 RankFacts = Callable[[RankInfo], Mapping[str, Any]]
 """Facts of a rank about its run: values by name, equal on all ranks. It may raise UserError, which then ends all."""
 
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
 """Beside vembed itself."""
-COMPARED = "compared"
-"""Key of a fact that is a dict of what is compared and how a message shows it ("shown")."""
 ADVICE = (
     "start every machine with the same config, data, model, packages and --run-id, and two runs on two ports "
     "(--main-process-port)"
@@ -202,7 +200,10 @@ class LaunchCheck:
         facts = {**launch, **versions()}
         # By which the machine of another run is told apart.
         facts[f"the run id ({RUN_ID})"] = os.environ.get(RUN_ID) or None
-        record: dict[str, Any] = {"machine": machine_name(), "host": _host(ranks)}
+        record: dict[str, Any] = {
+            "machine": machine_name(),
+            "host": socket.gethostname(),
+        }
         try:
             # On rank 0 it takes the lock on output_dir: another run's folder must not be waited for.
             record["facts"] = facts | dict(rank_facts(ranks))
@@ -301,7 +302,7 @@ def require_equal(
     advice: str,
 ) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
-    fact = {name: value}, _host(None)
+    fact = {name: value}, socket.gethostname()
     problem = rank_differences(dict(enumerate(collectives.gather_objects(fact))))
     if problem is not None:
         raise UserError(f"{problem}: {advice}")
@@ -315,9 +316,7 @@ def rank_differences(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str 
     ranks_by_value: dict[str, dict[str, list[int]]] = {}  # of each name
     for rank, (values, _) in facts.items():
         for name, value in values.items():
-            is_file = isinstance(value, dict) and COMPARED in value
-            content = value[COMPARED] if is_file else value
-            compared = json.dumps(content, sort_keys=True)
+            compared = json.dumps(value, sort_keys=True)
             by_value = ranks_by_value.setdefault(name, {})
             by_value.setdefault(compared, []).append(rank)
     differing = [name for name, by_value in ranks_by_value.items() if len(by_value) > 1]
@@ -337,8 +336,6 @@ def rank_differences(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str 
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, dict) and COMPARED in value:
-        value = value["shown"]
     if value is None:
         return "not set"
     text = value if isinstance(value, str) else json.dumps(value)
@@ -356,7 +353,7 @@ def _claim_rank(store: Store, check: LaunchCheck) -> None:
         LAUNCHER_VARIABLE
     )  # has started all processes of this machine
     place = ranks.rank if launcher is None else ranks.rank - ranks.local_rank
-    process = f"{_host(None)}, process {launcher or os.getpid()}"
+    process = f"{socket.gethostname()}, process {launcher or os.getpid()}"
     # Writes only where nothing stands: the first process wins, and all others read its name.
     holder = store.compare_set(f"claim-{place}", "", process).decode()
     if holder != process:
@@ -365,16 +362,6 @@ def _claim_rank(store: Store, check: LaunchCheck) -> None:
             f"({process}) has no place in it: give each machine its own --machine-rank (RANK), and each run its own "
             "port (--main-process-port)"
         )
-
-
-def _host(ranks: RankInfo | None) -> str:
-    """Return the name of this machine for messages, with its number if the launcher has said it."""
-    name = socket.gethostname()
-    if ranks is None or not ranks.is_counted:
-        return name
-    if ranks.local_world_size == ranks.world_size:
-        return name
-    return f"machine {ranks.rank // ranks.local_world_size}, {name}"
 
 
 # ---- heartbeats -----------------------------------------------------------------
@@ -437,7 +424,6 @@ class Heartbeats:
         self._answered = self._still_since
         self._report_time = self._still_since
         self._report: HangReport | None = None
-        self._is_final = False
         self._ended = threading.Event()
         # A connection of its own: a thread that waits for an answer would block the others that use the store.
         own_store = store.clone()  # type: ignore[attr-defined]
@@ -450,12 +436,10 @@ class Heartbeats:
     def stop(self) -> None:
         """End the thread. Not waited for."""
         self._ended.set()
-        if not self._is_final:
-            self._leave_for_launcher(None)
 
     def hang_report(self, error: BaseException) -> str | None:
-        """Return the sentence on the rank that hangs, if this error is a collective in which this rank waited for it;
-        also for the launcher. None otherwise."""
+        """Return the sentence on the rank that hangs, if this error is a collective in which this rank waited for it.
+        None otherwise."""
         traceback = error.__traceback__
         while traceback is not None and traceback.tb_next is not None:
             traceback = traceback.tb_next
@@ -476,12 +460,7 @@ class Heartbeats:
                 f"{waiting} rank 0, which has given no sign of life for {silence:.0f} s"
             )
             report = HangReport((0,), text)
-        if report is None:
-            return None
-        self._ended.set()
-        self._is_final = True
-        self._leave_for_launcher(report)
-        return report.text
+        return None if report is None else report.text
 
     def _watch(self, store: Store) -> None:
         """Write this rank's records, and log what it waits for. Runs in a thread of its own."""
@@ -501,7 +480,6 @@ class Heartbeats:
                 self._still_since = time.monotonic()
                 next_line = FIRST_LINE_SECONDS
                 last_changes.clear()
-                self._leave_for_launcher(None)
             waited = time.monotonic() - self._still_since
             number += 1
             values: list[bytes] = []
@@ -527,20 +505,9 @@ class Heartbeats:
             self._report_time = time.monotonic()
             if waited >= next_line:
                 next_line *= 2
-                self._leave_for_launcher(report)
                 # One line for all: of the first rank that is not waited for.
                 if rank == min(set(range(len(keys))) - set(report.ranks)):
                     collectives.log_from(rank, report.text)
-
-    def _leave_for_launcher(self, report: HangReport | None) -> None:
-        """Leave the sentence for the launcher of this machine, or take it back: NCCL ends a process without an error
-        that could be caught."""
-        path = os.environ.get(HANG_REPORT)
-        if path is None:
-            return
-        text = "" if report is None else report.text
-        with suppress(OSError):
-            Path(path).write_text(text, encoding="utf-8", errors="replace")
 
 
 def find_hanging_ranks(
@@ -589,24 +556,22 @@ def _waiting(
 
 
 def _place(innermost: FrameType | None) -> tuple[bool, str]:
-    """Return whether a thread is inside a collective, and its line with the nearest line of vembed."""
+    """Return whether a thread is inside a collective, and the line where it is."""
     if innermost is None:
         return False, "its end"
-    waits = _is_collective(innermost)
-    vembed_frame = None
-    calling_frame = None
+    if not _is_collective(innermost):
+        return False, _line(innermost)
+    # The line of vembed that waits, or the one that calls torch.
+    caller = innermost
     frame: FrameType | None = innermost
     while frame is not None:
         if not _is_collective(frame):
-            calling_frame = calling_frame or frame
+            if caller is innermost:
+                caller = frame
             if frame.f_code.co_filename.startswith(_PACKAGE):
-                vembed_frame = vembed_frame or frame
+                return True, _line(frame)
         frame = frame.f_back
-    if waits:
-        return True, _line(vembed_frame or calling_frame or innermost)
-    if vembed_frame is None or vembed_frame is innermost:
-        return False, _line(innermost)
-    return False, f"{_line(innermost)}, called from {_line(vembed_frame)}"
+    return True, _line(caller)
 
 
 def _is_collective(frame: FrameType) -> bool:

@@ -149,7 +149,7 @@ def set_gradient_sync(
     `all_reduce`: HYBRID_SHARD of FSDP2 also sums between the copies of the model; otherwise only inside each copy,
     where the sums of several micro-batches add up to the next all-reduce. `is_last`: the next backward pass is the last
     one before the optimizer step. FSDP2 waits for its reductions only then. No-op for a model that is not sharded:
-    `collectives.GradientSum` averages its gradients.
+    `collectives.GradientSync` averages its gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)

@@ -35,8 +35,6 @@ from vembed.parallel.step_memory import (
 
 PRECISION_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-CHECKPOINT = "checkpoint"
-"""Source of a decision that was taken over from the checkpoint. This machine would have decided otherwise."""
 FITS_SHARE = 0.5
 """`strategy: auto` shards the model if weights, gradients and optimizer take more than this share of a process's memory.
 The rest is for activations, gathered embeddings and the data."""
@@ -202,13 +200,11 @@ def place(
     memory: int,
     gpu: Gpu | None = None,
     instructions: str | None = None,
-    resumed: Precision | None = None,
 ) -> Placement:
     """Decide how a run is placed: strategy, precision, gradient checkpointing and compiled layers.
 
     Ranks with the same `memory` and `instructions` decide the same. `gpu`: facts of a GPU of another machine, for `plan`.
     `instructions`: bfloat16 instructions that the CPUs of all processes have.
-    `resumed`: the precision of the run that is resumed.
     """
     strategy, size, advice = _choose_strategy(run, ranks, memory)
     fsdp = run.fsdp if strategy.value == "fsdp" else None
@@ -253,7 +249,7 @@ def place(
         memory=memory,
         strategy=strategy,
         fsdp=fsdp,
-        precision=choose_precision(run.precision, device, gpu, auto_precision, resumed),
+        precision=choose_precision(run.precision, device, gpu, auto_precision),
         recomputation=run.recomputation,
         compilation=Decision(compiles, why_compiled, origin),
         num_examples=num_examples,
@@ -308,12 +304,10 @@ def choose_precision(
     device: torch.device,
     gpu: Gpu | None = None,
     on_cpu: Decision[Precision] = NO_BF16_ON_CPU,
-    resumed: Precision | None = None,
 ) -> Decision[Precision]:
     """Return the precision of the arithmetic: the one that was asked for, for `auto` by the device.
 
-    `on_cpu`: what `auto` is on a CPU. `resumed`: the precision of the run that is resumed, which `auto` keeps if the device
-    can compute in it.
+    `on_cpu`: what `auto` is on a CPU.
     """
     has_bf16 = True
     name = "the CPU"
@@ -332,24 +326,11 @@ def choose_precision(
         raise UserError(f"{asked.reason}, but {name} has no bfloat16: use fp16 or no.")
     if asked.value != "auto":
         return Decision(asked.value, asked.reason, asked.origin)
-    chosen: Decision[Precision]
     if device.type == "cpu":
-        chosen = on_cpu
-    elif has_bf16:
-        chosen = Decision("bf16", f"auto: {name} computes in bfloat16")
-    else:
-        chosen = Decision("no", f"auto: {name} has no bfloat16")
-    # A resumed run keeps the precision that `auto` chose at its start, also on another machine.
-    if resumed is None or resumed == chosen.value:
-        return chosen
-    if resumed == "fp16" or (resumed == "bf16" and not has_bf16):
-        reason = f"{chosen.reason}; the run that is resumed computed in {resumed}, which does not go here"
-        return Decision(chosen.value, reason, CHECKPOINT)
-    return Decision(
-        resumed,
-        f"auto: kept from the run that is resumed; here it would be {chosen.value}",
-        CHECKPOINT,
-    )
+        return on_cpu
+    if has_bf16:
+        return Decision("bf16", f"auto: {name} computes in bfloat16")
+    return Decision("no", f"auto: {name} has no bfloat16")
 
 
 def precision_of_use(

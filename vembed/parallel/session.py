@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -20,10 +19,8 @@ from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from vembed.config.decisions import (
-    PRECISIONS,
     Decision,
     FsdpConfig,
-    Precision,
     ResolvedRun,
     Strategy,
 )
@@ -365,13 +362,11 @@ _groups = itertools.count()
 def start_session(
     source: ResolvedRun | TrainConfig,
     rank_facts: RankFacts = lambda _: {},
-    resumed_precision: Callable[[], Precision | None] = lambda: None,
 ) -> Session:
     """Start the session of a training run: join the other processes, place the run on them and their devices, and log
     each decision with its reason.
 
-    `rank_facts`: see `Session`. `resumed_precision` reads the precision of the run that is resumed from its checkpoint.
-    Only rank 0 calls it.
+    `rank_facts`: see `Session`.
     """
     run = resolve_run(source)
     config = run.config
@@ -385,19 +380,12 @@ def start_session(
         if config.run.deterministic:
             # cuBLAS reads it at its first matrix product.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Rank 0 tells the others which precision the checkpoint has, by its position in this list.
-        precisions = (None, *PRECISIONS)
-        number = 0
-        if session.is_main:
-            number = precisions.index(resumed_precision())
-        number = collectives.max_ints([number])[0]
         placement = place(
             run,
             session.ranks,
             session.device,
             session.memory,
             instructions=session.instructions,
-            resumed=precisions[number],
         )
         variables = []
         for name in sorted(os.environ):

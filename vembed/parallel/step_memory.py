@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -624,102 +624,55 @@ def advice(
     *,
     in_loss: bool = False,
 ) -> str:
-    """Return the current settings and what to change, the cheapest change first, each with what it saves.
+    """Return the estimated memory by use, and what to change, the cheapest change first.
 
     `in_loss`: memory ran out beside the embeddings of the global batch, and not in the model.
     """
     placement = session.placement
     config = placement.run.config
     estimate = MemoryEstimate(placement)
-    size = estimate.size
     tokens = budget.micro_batch_tokens
-    estimate_now = estimate.in_step(tokens=tokens)
-    recomputed = estimate.in_step(tokens=tokens, recomputes=True)
     fsdp = placement.fsdp
-    has_adapters = config.adapters.use_lora
-    # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
-    can_use_8_bit = config.optimizer.optim == "adamw" and not _is_fsdp1(fsdp)
-    num_shards = placement.num_shards
     num_ranks = session.world_size
-    has_graphs = budget.use_gradient_cache is False
-    place = "out of device memory"
-    bound = "A smaller batch_size is not needed: it changes the negatives, and memory is bounded by micro_batch_tokens"
-    if in_loss:
-        has_graphs = not budget.use_gradient_cache
-        place = "out of device memory in the loss"
-        bound = "A smaller micro_batch_tokens does not help: the loss has the embeddings of the whole batch"
-    half_batch = f"batch_size: {max(placement.num_examples // 2, 1)}"
-    if config.batch.global_batch_size is not None:
-        half_batch = (
-            f"global_batch_size: {max(placement.num_examples // 2, 1) * num_ranks}"
-        )
-    half_loss = estimate.loss_bytes(estimate.output_size, estimate.inputs // 2)
-
-    def less(count: float) -> str:
-        return f"about {count / GIB:.2f}GB less"
-
-    changes: list[tuple[bool, str, str]] = [
-        (
-            has_graphs,
-            "use_gradient_cache: true",
-            "it reduces memory, and the result is the same",
-        ),
-        (
-            in_loss,
-            half_batch,
-            f"{less(estimate_now.loss - half_loss)}, and half the negatives",
-        ),
-        (not in_loss, f"micro_batch_tokens: {max(tokens // 2, 1)}", f"now {tokens:,d}"),
-        (
-            not in_loss and not placement.recomputation.value,
-            "gradient_checkpointing: true",
-            less(estimate_now.activations - recomputed.activations),
-        ),
-        (
-            not in_loss and size.max_length > SHORT_TEXT_TOKENS,
-            f"max_length: {size.max_length // 2}",
-            f"now {size.max_length}",
-        ),
-        (
-            not has_adapters,
-            "use_lora: true",
-            less(estimate_now.gradients + estimate_now.optimizer),
-        ),
-        (
-            not has_adapters and can_use_8_bit,
-            "optim: adamw_8bit",
-            less(0.75 * estimate_now.optimizer),
-        ),
-        (
-            fsdp is None and num_ranks > 1,
-            "use_fsdp: true",
-            f"FULL_SHARD: {less(estimate_now.states * (1 - 1 / num_ranks))}",
-        ),
-        (
-            placement.is_hybrid,
-            "fsdp_sharding_strategy: FULL_SHARD",
-            f"over all machines: {less(estimate_now.states * (1 - num_shards / num_ranks))}",
-        ),
-        (
-            fsdp is not None and not fsdp.reshard_after_forward,
-            "fsdp_sharding_strategy: FULL_SHARD",
-            "parameters are freed after each layer, and gathered again",
-        ),
-        (
-            fsdp is not None and not fsdp.offload,
-            "fsdp_offload_params: true",
-            less(estimate_now.weights + estimate_now.optimizer),
-        ),
-        (not config.adapters.use_qlora, "use_qlora: true", "weights in 4 bits"),
-    ]
+    max_length = estimate.size.max_length
+    cache = "use_gradient_cache: true (the result is the same)"
     steps: list[str] = []
-    for is_possible, option, effect in changes:
-        if is_possible:
-            steps.append(f"{len(steps) + 1}. {option} ({effect})")
+    if in_loss:
+        place = "out of device memory in the loss"
+        if not budget.use_gradient_cache:
+            steps.append(cache)
+        half = max(placement.num_examples // 2, 1)
+        steps.append(f"batch_size: {half} on each process (half the negatives)")
+    else:
+        place = "out of device memory"
+        if budget.use_gradient_cache is False:
+            steps.append(cache)
+        steps.append(f"micro_batch_tokens: {max(tokens // 2, 1)} (now {tokens:,d})")
+        if not placement.recomputation.value:
+            steps.append("gradient_checkpointing: true")
+        if max_length > SHORT_TEXT_TOKENS:
+            steps.append(f"max_length: {max_length // 2} (now {max_length})")
+    if not config.adapters.use_lora:
+        steps.append("use_lora: true")
+        # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
+        if config.optimizer.optim == "adamw" and not _is_fsdp1(fsdp):
+            steps.append("optim: adamw_8bit")
+    if fsdp is None and num_ranks > 1:
+        steps.append("use_fsdp: true")
+    if fsdp is not None:
+        if placement.is_hybrid or not fsdp.reshard_after_forward:
+            steps.append("fsdp_sharding_strategy: FULL_SHARD")
+        if not fsdp.offload:
+            steps.append("fsdp_offload_params: true")
+    if not config.adapters.use_qlora:
+        steps.append("use_qlora: true")
+    numbered = [f"{number}. {step}" for number, step in enumerate(steps, 1)]
     snapshot = memory_snapshot(session.device)
     used = ", ".join(f"{key} {value}" for key, value in snapshot.items())
+    memory = asdict(estimate.in_step(tokens=tokens)).items()
+    parts = ", ".join(f"{use} {num_bytes / GIB:.2f}GB" for use, num_bytes in memory)
     return (
-        f"rank {session.rank} of {num_ranks} is {place} ({used}; {placement.num_examples:,d} rows per "
-        f"process, strategy {session.strategy}, an estimated {estimate_now.total / GIB:.2f}GB of "
-        f"{placement.memory / GIB:.2f}GB). Change in this order: {'; '.join(steps)}. {bound}"
+        f"rank {session.rank} of {num_ranks} is {place} ({used}; {placement.num_examples:,d} rows per process, strategy "
+        f"{session.strategy}). Estimated of {placement.memory / GIB:.2f}GB: {parts}. Change in this order: "
+        f"{'; '.join(numbered)}. The loss takes the whole batch at once, and the model micro_batch_tokens at a time"
     )

@@ -11,18 +11,17 @@ import os
 import shutil
 import signal
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vembed.cli.support import print_lines
 from vembed.config.decisions import rate_of
 from vembed.config.loading import config_yaml, load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms
 from vembed.errors import RunError, Stopped, UserError
-from vembed.evaluation.report.plots import plot_bars
 from vembed.files import require_regular
 from vembed.parallel.environment import num_cores
 from vembed.parallel.launch import STOPPED_CODES, num_visible_devices, run_ranks
@@ -58,7 +57,6 @@ RATE_RATIO = 8
 """Learning rates are searched up to this factor above and below that of the first trial."""
 REDUCTION = 3
 """Successive halving: of the trials that have come to an evaluation, a third goes on to three times as many."""
-MIN_TRIALS_FOR_IMPORTANCE = 4
 
 OptionNumber = float | int
 
@@ -108,7 +106,7 @@ def run_tune(
     nproc: int = 0,
     is_dry_run: bool = False,
 ) -> dict[str, Any] | None:
-    """Search, or go on with a search; write the best config and the picture. Return the result; None for a dry run."""
+    """Search, or go on with a search, and write the best config. Return the result; None for a dry run."""
     try:
         import optuna
     except ImportError as error:
@@ -143,22 +141,22 @@ def run_tune(
         where = f"{num_workers} process(es) on the CPU"
         if num_devices:
             where = f"{num_workers} GPU(s)"
-        listed = _listed(planned)
+        listed = [f"  {entry}" for entry in planned]
         if is_auto and planned[0].option == "learning_rate":
-            listed = (
-                f"  learning_rate: an eighth to {RATE_RATIO:g} times that of the first trial, by ratio (auto)\n"
-                + _listed(planned[1:])
+            listed[0] = (
+                f"  learning_rate: an eighth to {RATE_RATIO} times that of the first trial, by ratio (auto)"
             )
-        sys.stdout.write(
-            f"trials: {search.num_trials}, the first one the config as it is, on {where}, one trial each\n"
-            f"options:\n{listed}"
-            f"stopped early: of the trials at an evaluation, two thirds (successive halving by {REDUCTION})\n"
-            f"written: {search.folder}/{BEST}, importance.svg and .png, {TRIALS}, {JOURNAL}\n"
+        print_lines(
+            f"trials: {search.num_trials}, the first one the config as it is, on {where}, one trial each",
+            "options:",
+            *listed,
+            f"stopped early: of the trials at an evaluation, two thirds (successive halving by {REDUCTION})",
+            f"written: {search.folder}/{BEST}, {TRIALS}, {JOURNAL}",
         )
         return None
     search.folder.mkdir(parents=True, exist_ok=True)
     _begin(search)
-    sys.stdout.write(_listed(_ranges_of(_study(search))))
+    print_lines(*(f"  {entry}" for entry in _ranges_of(_study(search))))
     if num_workers == 1:
         _work(search)
     else:
@@ -224,13 +222,14 @@ def _begin(search: Search) -> None:
         # Of a search that was killed: nobody runs them any more.
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             study.tell(trial.number, state=TrialState.FAIL)
-        sys.stdout.write(
-            f"going on with the search in {search.folder}: {len(_trials(study))} trials are done\n"
+        num_done = len(_trials(study))
+        print_lines(
+            f"going on with the search in {search.folder}: {num_done} trials are done"
         )
         return
     # What is asked is written last, so a journal without it is that of a search killed during trial 0.
     journal.unlink(missing_ok=True)
-    sys.stdout.write("trial 0: the config as it is\n")
+    print_lines("trial 0: the config as it is")
     scores, folder = _run(search, 0, {}, None)
     space = ranges(load_config(folder / "config.yaml"), search.options)
     best_until = [max(scores[: number + 1]) for number in range(len(scores))]
@@ -243,7 +242,7 @@ def _begin(search: Search) -> None:
             intermediate_values=dict(enumerate(best_until)),
         )
     )
-    sys.stdout.write(f"trial 0: {max(scores):.4f}\n")
+    print_lines(f"trial 0: {max(scores):.4f}")
     study.set_user_attr("ranges", [asdict(entry) for entry in space])
     study.set_user_attr("asked", asked)
 
@@ -293,8 +292,7 @@ def _work(search: Search) -> None:
         else:
             study.tell(trial, max(scores))
             outcome = f"{max(scores):.4f} {text}"
-        sys.stdout.write(f"trial {trial.number}: {outcome}\n")
-        sys.stdout.flush()
+        print_lines(f"trial {trial.number}: {outcome}")
 
 
 def _run(
@@ -420,7 +418,7 @@ def _trials(study: Any, *more_states: str) -> list[Any]:
 
 
 def _write_outcome(search: Search) -> dict[str, Any]:
-    """Write the best config as YAML, all trials as JSON, and a picture of what mattered. Return and print the result."""
+    """Write the best config as YAML and all trials as JSON. Return and print the result."""
     study = _study(search)
     trials = _trials(study)
     complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
@@ -452,40 +450,13 @@ def _write_outcome(search: Search) -> dict[str, Any]:
         f"best: trial {best.number}, {best.value:.4f} ({best.value - first.value:+.4f} to the config as it is)"
     ]
     lines += [f"  {name}: {value:g}" for name, value in values.items()]
-    importance = {}
-    if len(complete) >= MIN_TRIALS_FOR_IMPORTANCE:
-        from optuna.importance import (
-            PedAnovaImportanceEvaluator,
-            get_param_importances,
-        )
-
-        # PED-ANOVA by name: the default of earlier versions of optuna needs scikit-learn.
-        evaluator = PedAnovaImportanceEvaluator()
-        with warnings.catch_warnings():
-            # Of few trials, or equal ones: the shares are then equal, which the line below shows.
-            warnings.filterwarnings(
-                "ignore", "Target and region quantiles", UserWarning
-            )
-            importance = get_param_importances(study, evaluator=evaluator)
-    causes = f"not estimated from {len(complete)} trials that came to their end"
-    if importance:
-        plot = plot_bars(importance, "share of the difference between trials")
-        for kind in ("svg", "png"):
-            plot.write(search.folder / f"importance.{kind}")
-        shares = [f"{name} {share:.0%}" for name, share in importance.items()]
-        causes = ", ".join(shares)
-    lines += [
-        f"what mattered: {causes}",
-        f"train with it: vembed train {best_config}",
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    print_lines(*lines, f"train with it: vembed train {best_config}")
     return {
         "best_config": best_config,
         "best_trial": best.number,
         "score": best.value,
         "score_without_search": first.value,
         "values": values,
-        "importance": importance,
         "trials": plain,
     }
 
@@ -493,7 +464,3 @@ def _write_outcome(search: Search) -> dict[str, Any]:
 def _rounded(value: OptionNumber) -> OptionNumber:
     """Return the value as the trial uses it."""
     return float(f"{value:.3g}") if isinstance(value, float) else value
-
-
-def _listed(space: Sequence[Range]) -> str:
-    return "".join(f"  {entry}\n" for entry in space)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
 from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
-from vembed.parallel.devices import GIB, Gpu, Hardware, bf16_instructions
+from vembed.parallel.devices import Gpu, Hardware, bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import (
     PRECISION_DTYPES,
@@ -61,11 +61,6 @@ class Prediction:
     def fits(self) -> bool:
         """True if each process has the memory."""
         return self.memory.total <= FITS * self.placement.memory
-
-    @property
-    def needed(self) -> str:
-        """The memory in words."""
-        return f"{self.memory.total / GIB:.1f} GB of the {self.placement.memory / GIB:.1f} GB of a process"
 
 
 @dataclass(frozen=True)
@@ -170,35 +165,13 @@ def training_time(
     # Every process has this peak.
     speed = peak * 1e12 * USED_SHARE[is_half] * world
     seconds = steps * per_step * data.tokens * operations / speed
-    basis = "a table of data sheets"
-    source = "of a matrix product here"
-    if gpu is None:
-        basis = "a test"
-        source += f" ({placement.device.type})"
-    else:
-        source = f"of {gpu.name}'s data sheet"
-    work = f"{steps:,d} steps x {per_step:,d} examples x {data.tokens:,.0f} tokens"
+    source = f"of {gpu.name}'s data sheet" if gpu else "of a matrix product here"
     line = (
-        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}). This is an estimate from {basis} "
-        f"with an assumed 35-60 % of the peak, often off by a factor of two: {work}, {operations / 1e9:,.3g} GFLOP per "
-        f"token, at {USED_SHARE[is_half]:.0%} of the {peak:.4g} TFLOPS {source} ({'16 bits' if is_half else 'float32'}), "
-        f"on {world} {'GPU' if gpu else 'process'}(s); without evaluations and loading"
+        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}), often off by a factor of two: {steps:,d} steps "
+        f"x {per_step:,d} examples x {data.tokens:,.0f} tokens, {operations / 1e9:,.3g} GFLOP per token, at an assumed "
+        f"{USED_SHARE[is_half]:.0%} of the {peak:.4g} TFLOPS {source}, on {world} process(es); without evaluations and loading"
     )
     return seconds, line
-
-
-def encoding_seconds(prediction: Prediction, data_path: str) -> float | None:
-    """Return the estimated seconds in which one process encodes the texts of a file; None where that is not known."""
-    placement = replace(prediction.placement, ranks=RankInfo())
-    try:
-        peak = peak_tflops(placement, prediction.gpu)
-        config = placement.run.config.changed(**{"data_path": data_path})
-        data = data_size(config.model, config.data)
-    except UserError:
-        return None
-    operations = _forward_operations(prediction.size, data.length)
-    speed = peak * 1e12 * USED_SHARE[placement.computes_in_half]
-    return data.num_examples * data.tokens * operations / speed
 
 
 def operations_per_token(

@@ -7,13 +7,12 @@ import json
 import operator
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
@@ -42,12 +41,8 @@ from vembed.files import (
     similar_path,
 )
 from vembed.mining.options import BM25
-from vembed.progress import duration
-from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local, of_model
+from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local
 from vembed.training.trackers import require_trackers
-
-if TYPE_CHECKING:
-    from vembed.pipelines.prediction import Prediction
 
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""
@@ -98,9 +93,7 @@ def run_stages(
                 sys.stdout.write(f"would run: vembed {name} {' '.join(args)}\n")
         if code:
             return code
-    if arguments.is_dry_run:
-        sys.stdout.write(pipeline_table(pipeline, arguments))
-    elif is_first_rank():
+    if not arguments.is_dry_run and is_first_rank():
         done = "all done"
         if len(chosen) < len(pipeline.steps):
             names = ", ".join(step.name for step in chosen)
@@ -229,14 +222,13 @@ class _Stage:
             if damage is None:
                 self._log("done already (nothing that it depends on has changed)")
                 return 0
-            self._log(f"{self.folder}: {damage}, so it runs again")
             final = self.folder / FINAL
-            if final.is_dir() and is_first_rank():
-                # Renamed: the user may have changed it on purpose.
-                aside = self.folder / "final.damaged"
-                shutil.rmtree(aside, ignore_errors=True)
-                final.rename(aside)
-                self._log(f"the damaged model is now {aside}")
+            if final.is_dir():
+                # The user may have changed it on purpose.
+                raise UserError(
+                    f"stage {self.step.name}: {self.folder}: {damage}; delete {final} to make it again"
+                )
+            self._log(f"{self.folder}: {damage}, so it runs again")
         self._log(f"{self.step.kind} in {self.folder}")
         began = time.time()
         # "started" is noted first: a step that is killed is not done, and a start with another fingerprint moves its
@@ -278,7 +270,10 @@ class _Stage:
         """Return the command of a step between, and its arguments."""
         kind = self.step.kind
         options = dict(self.options)
-        if self.pipeline.has_own_class and kind in ("mine", "evaluate"):
+        layers = [step.layer for step in self.before if step.kind == "train"]
+        if kind in ("mine", "evaluate") and any(
+            "model_class" in layer.values for layer in [self.pipeline.shared, *layers]
+        ):
             # The code in the folders of trained models is the class that the config names.
             options.setdefault("trust_remote_code", True)
         for key in MODELS:
@@ -379,7 +374,8 @@ class _Stage:
             (option,) = values_by_option([override])
             if option not in left_out:
                 kept_overrides.append(override)
-        if "resume" not in values_by_option(overrides) and not self.starts_over:
+        is_run = not self.all_arguments.is_dry_run and not self.starts_over
+        if is_run and "resume" not in values_by_option(overrides):
             # A stage that was stopped goes on; its folder is of this very fingerprint.
             kept_overrides.append("resume=auto")
         return tuple(kept_overrides)
@@ -493,8 +489,6 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 DATA_FILE_OPTIONS = ("data_path", "corpus_path", "qrels_path", "data")
 """Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
 MODELS = ("model_name", "model", "models", "base", "retrievers", "judges")
-CUTS = "1,5,10,100"
-"""Cut-offs of `vembed eval` without `--ks`."""
 COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 # An optional comparison and a decimal number, also `.5` and `1e-3`.
 CONDITION = re.compile(r"\s*(>=|<=|>|<)?\s*([+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*")
@@ -580,30 +574,11 @@ def check_options(
                     f"{', '.join(before) or 'none'}{hint}"
                 )
     if step.kind == "evaluate":
-        try:
-            _check_requirements_of(options)
-        except UserError as error:
-            raise UserError(f"{where}{error}") from None
-
-
-def _check_requirements_of(options: Mapping[str, Any]) -> None:
-    """Raise UserError where the requirements of an evaluation are no conditions on what it will measure."""
-    required = options.get("require", {})
-    if not isinstance(required, Mapping):
-        raise UserError(
-            f'require: {required!r} is no condition by name; write it as {{nDCG@10: ">= 0.60"}}'
-        )
-    cuts = options.get("ks", CUTS)
-    cuts = cuts if isinstance(cuts, list) else str(cuts).split(",")
-    measured = ["spearman", "pearson"]
-    for metric in ("ndcg", "mrr", "recall", "map"):
-        measured += [f"{metric}@{str(cut).strip()}" for cut in cuts]
-    for name, condition in required.items():
-        _parse(name, condition)
-        if str(name).lower().rpartition("/")[2] not in measured:  # also dim256/ndcg@10
-            raise UserError(
-                f"require: {name} is not among what is measured: {', '.join(measured)}"
-            )
+        required = options.get("require", {})
+        if not isinstance(required, Mapping):
+            raise UserError(f"{where}require: {required!r} is no condition by name")
+        for name, condition in required.items():
+            _parse(name, condition)
 
 
 def unmet_requirement(
@@ -683,137 +658,39 @@ def _digest(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# ---- estimates of memory and time --------------------------------------------------------------------------------
-
-NOT_ESTIMATED = "not estimated"
+# ---- what a plan predicts ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Memory of each process and time of a step, in words."""
-
-    step: PipelineStep
-    memory: str
-    time: str = NOT_ESTIMATED
-    seconds: float | None = None
-    fits: bool = True
-
-
-def pipeline_table(pipeline: Pipeline, arguments: TrainArguments) -> str:
-    """Return the estimates of all steps for a dry run, which fetches nothing and without a model imports no torch."""
-
-    def predict_if_here(stage: TrainArguments) -> Prediction:
-        run = resolve_run(stage.source, stage.overrides, stage=stage.stage)
-        model = run.config.model
-        if of_model(model.model_name, model.model_revision) is None:
-            raise UserError(
-                f"no files of {model.model_name} here; `vembed plan` looks further"
-            )
-        from vembed.pipelines.prediction import predict  # imports torch
-
-        return predict(stage)
-
-    return table(estimates(pipeline, arguments, predict_if_here, skips_missing=True))
-
-
-def estimates(
+def planned_trainings(
     pipeline: Pipeline,
     arguments: TrainArguments,
-    predict: Callable[[TrainArguments], Prediction],
-    *,
-    skips_missing: bool = False,
-) -> list[Estimate]:
-    """Return the estimate of each step. The weights of a stage's model need not be there yet: every stage has the
-    architecture of the model that the first one starts from. `skips_missing`: a model that is not here is no error."""
+) -> list[TrainArguments]:
+    """Return the arguments of each training, as they can be planned before any stage has run: a model of an earlier stage
+    has the shapes of the one that it starts from, and data that are not mined yet are those that they come from."""
     models: dict[str, str] = {}
-    step_estimates = []
-    newest = None
+    planned = []
     for step in pipeline.steps:
         before = step.model_step
         if step.kind != "train":
             models[step.name] = models[before.name] if before is not None else ""
-            step_estimates.append(_between(step, newest))
             continue
-        stage = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
+        overrides = list(arguments.overrides)
         if before is not None and "model_name" not in step.options:
-            name = f"model_name={models[before.name]}"
-            stage = replace(stage, overrides=(*stage.overrides, name))
-        # For a stage that starts from an earlier one this is the name given above: of the first model, whose shapes
-        # it has.
-        run = resolve_run(stage.source, stage.overrides, stage=step.name)
-        models[step.name] = run.config.model.model_name
-        remark = ""
+            overrides.append(f"model_name={models[before.name]}")
         mined = step.data_step
         if mined is not None and "data_path" not in step.options:
-            # Until its data are mined, those that they come from stand for them.
             unmined = mined.options.get("data_path")
             is_mined = pipeline.data_of(mined).is_file()
             if not is_mined and isinstance(unmined, str):
-                path = f"data_path={unmined}"
-                stage = replace(stage, overrides=(*stage.overrides, path))
-                remark = " (without the negatives that are to be mined)"
-        try:
-            newest = predict(stage)
-        except UserError as error:
-            if not skips_missing:
-                raise
-            newest = None
-            memory = f"{NOT_ESTIMATED} ({str(error).splitlines()[0]})"
-            step_estimates.append(Estimate(step, memory))
-            continue
-        memory = f"{newest.needed}: {'fits' if newest.fits else 'does not fit'}"
-        time = NOT_ESTIMATED
-        if newest.seconds is not None:
-            time = _about(newest.seconds) + remark
-        step_estimates.append(Estimate(step, memory, time, newest.seconds, newest.fits))
-    return step_estimates
-
-
-def table(step_estimates: Sequence[Estimate]) -> str:
-    """Return the lines of all steps, and the sum of what is estimated."""
-    rows = [("stage", "step", "memory", "time")]
-    for estimate in step_estimates:
-        step = estimate.step
-        rows.append((step.name, step.kind, estimate.memory, estimate.time))
-    known = [
-        estimate.seconds for estimate in step_estimates if estimate.seconds is not None
-    ]
-    if known:
-        total = _about(sum(known))
-        if len(known) < len(step_estimates):
-            total += f", without the {len(step_estimates) - len(known)} not estimated"
-        rows.append(("all", "", "", total))
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    text = "==== memory of each process and time of each step, estimated\n"
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        text += "  ".join(cells).rstrip() + "\n"
-    return text
-
-
-def _between(step: PipelineStep, newest: Prediction | None) -> Estimate:
-    """Return the estimate of a step between trainings. `newest`: the training before it, whose model has its shapes."""
-    # 2**20 elements in float64: PIECE of weights/merge.py, which is not imported because it imports torch.
-    if step.kind == "merge":
-        return Estimate(
-            step, "pieces of 8 MB of each model", "that of reading each model once"
+                overrides.append(f"data_path={unmined}")
+        stage = replace(
+            arguments,
+            stage=step.name,
+            first_stage=None,
+            last_stage=None,
+            overrides=tuple(overrides),
         )
-    if newest is None:
-        return Estimate(step, NOT_ESTIMATED)
-    from vembed.pipelines.prediction import encoding_seconds
-
-    weight_bytes = 4 * newest.size.total  # float32
-    memory = f"{weight_bytes / 2**30:.1f} GB (weights), and micro-batches"
-    options = step.options
-    total = 0.0
-    for name in ("data_path", "corpus_path", "data"):
-        for path in named_paths(options.get(name)):
-            seconds = encoding_seconds(newest, path)
-            if seconds is None:
-                return Estimate(step, memory)
-            total += seconds
-    return Estimate(step, memory, f"{_about(total)} (encoding)", total)
-
-
-def _about(seconds: float) -> str:
-    return "below 1 s" if seconds < 1.0 else f"about {duration(seconds)}"
+        run = resolve_run(stage.source, stage.overrides, stage=step.name)
+        models[step.name] = run.config.model.model_name
+        planned.append(stage)
+    return planned

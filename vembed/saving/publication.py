@@ -153,15 +153,9 @@ class Hub:
                 "to vembed push, or another name"
             )
 
-    def push(
-        self,
-        files: Files,
-        message: str,
-        *,
-        tag: str | None = None,
-    ) -> str:
+    def push(self, files: Files, message: str) -> str:
         """Send the files in one commit and return its URL. What the Hub has already is not sent again, also after a
-        push that was cut. `tag`: a name for the result."""
+        push that was cut."""
         from huggingface_hub import CommitOperationAdd
 
         operations = []
@@ -177,10 +171,6 @@ class Hub:
             commit = self.api.create_commit(
                 self.repository, operations, commit_message=message
             )
-            if tag is not None:
-                self.api.create_tag(
-                    self.repository, tag=tag, tag_message=message, exist_ok=True
-                )
         return str(commit.commit_url)
 
 

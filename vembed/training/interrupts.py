@@ -35,8 +35,8 @@ class StopRequested(Exception):  # noqa: N818 - not an error, as Stopped
 class Interrupts:
     """Signal handling while the with-block runs.
 
-    Before the first call of `must_stop`, a signal ends the run at once: there is nothing to save, and the launcher stops
-    the other ranks. From then on it sets a flag that the ranks share in `must_stop` and, during an evaluation, in `check`,
+    Before the first call of `agree_on_stop`, a signal ends the run at once: there is nothing to save, and the launcher stops
+    the other ranks. From then on it sets a flag that the ranks share in `agree_on_stop` and, during an evaluation, in `check`,
     so that the run can finish the step and save. Once `ignores_signals` is set, the flag has no effect: only final/ is
     left to write. A second signal ends the process at once, even while it waits for other ranks, because a separate
     thread reads the signals. SIGUSR1 never does: it is a warning.
@@ -50,7 +50,7 @@ class Interrupts:
         self.end_agreed = False
         """True once all ranks know that a rank asked for the end of the run. The run then ends well: with final/."""
         self.end_requested = False
-        """Set on a rank that asks for the end of the run. After the next `must_stop` or `share_end_request`,
+        """Set on a rank that asks for the end of the run. After the next `agree_on_stop` or `share_end_request`,
         `end_agreed` is true on every rank."""
         self._number = 0
         self._first_at = 0.0
@@ -58,7 +58,7 @@ class Interrupts:
         self._last_step_at = self._began
         self._longest_step = 0.0
         self._is_armed = False
-        """True from the first `must_stop` on."""
+        """True from the first `agree_on_stop` on."""
         self._is_ending = False
         """True once a signal has ended the run before its first step."""
         self.ignores_signals = False
@@ -71,7 +71,7 @@ class Interrupts:
         self._wakeup_before = -1
         self._reader: threading.Thread | None = None
 
-    def must_stop(self, save_seconds: float = 0.0) -> bool:
+    def agree_on_stop(self, save_seconds: float = 0.0) -> bool:
         """Return whether any rank was signalled, or the time is up by the clock of rank 0. All ranks call it after
         every step.
 
@@ -106,7 +106,7 @@ class Interrupts:
             raise StopRequested
 
     def stopped(self, step: int, checkpoint: Path) -> Stopped:
-        """Return the exception to raise after `must_stop` returned True."""
+        """Return the exception to raise after `agree_on_stop` returned True."""
         saved = f"saved in {checkpoint}; go on with --resume"
         if self.reason_to_stop == _TIME_IS_UP:
             reason = "max_train_minutes: the time is up;"

@@ -95,7 +95,6 @@ from vembed.training.hooks.base import Hook
 from vembed.training.hooks.evaluations import (
     Guards,
     Patience,
-    PushBest,
     QueryRecord,
     TaskScores,
     WeightAverage,
@@ -457,8 +456,6 @@ def configured_hooks(trainer: Trainer) -> list[Hook]:
         hooks.append(
             Patience(trainer.intervals.patience, trainer.schedule.warmup_steps)
         )
-    if config.logging.push_to_hub is not None:
-        hooks.append(PushBest())  # after the guards, whose scores are in the card
     hooks.append(ProgressBar(trainer.run_log.console))
     if config.logging.profile_steps is not None:
         hooks.append(Profile(*config.logging.profile_steps))

@@ -1,16 +1,18 @@
-"""One contrastive step on one global batch. Without dropout the result is the same on any number of ranks and with
-micro-batches of any size; dropout draws depend on the rank and the micro-batch.
+"""One global batch through model and loss. An optimizer step has one such batch or several. Without dropout the
+result is the same on any number of ranks and with micro-batches of any size; dropout draws depend on the rank and the
+micro-batch.
 
 The backward pass is split in two at the embeddings. The model gives each input i of the global batch an embedding e_i(w)
 of width D, and the loss L is a function of the embeddings E [U, D] of all U inputs alone. By the chain rule
 
     dL/dw = sum over i of  G_i . de_i/dw        with  G = dL/dE  [U, D].
 
-Once G is known, each input's summand can be computed by itself: it is the gradient of the dot product <e_i, G_i>, with
-G_i as a constant. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks in any way.
-This rank holds n of the U inputs, each of them once, however often it occurs in the rows of the loss. An input may be
-a pair, whose vector is its score (D = 1). It may also have several vectors. Then E is [T, D] with one row for each
-vector: their number is known from the tokens, before the forward pass, and `starts` says where those of an input begin.
+Once G is known, each input's summand can be computed by itself: it is the gradient of the dot product <e_i, G_i>,
+with G_i as a constant. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks
+in any way. This rank holds n of the U inputs, each of them once, however often it occurs in the rows of the loss.
+Equal inputs of two ranks count twice. An input may be a pair, whose vector is its score (D = 1). It may also have
+several vectors. Then E is [T, D] with one row for each vector: their number is known from the tokens, before the
+forward pass, and `starts` says where those of an input begin.
 Five stages, five methods:
 
 1. `split`     One collective: the number of inputs, rows and micro-batches of each rank. From them every rank derives
@@ -20,13 +22,14 @@ Five stages, five methods:
                Features of frozen towers are computed first, or read from the cache; gradients do not reach them.
 3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them.
 4. `score`     L is a sum over the rows. This rank computes the part of its rows, and its gradient with respect to all
-               of E. Added up over the ranks, these are G, of which this rank gets its n vectors, times the world size:
-               the gradients of the ranks are averaged later.
+               of E. Their sum over the ranks is G. Each rank gets its n vectors of it, multiplied by the world size
+               because the ranks' gradients are averaged later.
 5. `backward`  Backpropagate G_i from e_i through each micro-batch, in the graph that was kept, or in that of a second
                forward pass with the same random draws. Under FSDP the last backward pass synchronises the gradients of
                the ranks.
 
-After the last batch of an optimizer step, `synchronise` averages the gradients that FSDP did not reduce.
+After the last batch of an optimizer step, `synchronise` adds up the gradients of the loss's parameters over the ranks,
+and under DDP averages those of the model.
 
 A rank that runs out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks
 raise OutOfMemory there, to repeat the step with a smaller budget. In the loss that helps where graphs of micro-batches are
@@ -115,8 +118,8 @@ class StepBatch:
     """One global batch on its way through the stages, as this rank sees it."""
 
     rank_batch: RankBatch
-    batch_index: int
-    """Index of the global batch in the run."""
+    batch_number: int
+    """Number of the global batch in the run."""
     is_last: bool
     """True if this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
     inputs: BatchInputs
@@ -132,7 +135,7 @@ class StepBatch:
 
     # Set by `encode`.
     embeddings: Tensor = field(init=False)
-    """[n, D] this rank's embeddings, detached."""
+    """[n, D] this rank's embeddings, detached. Where inputs have several vectors, a row for each of them."""
     kept: deque[tuple[list[Tensor], SliceLosses]] = field(default_factory=deque)
     """Embeddings and the model's own losses of the first `num_kept_graphs` micro-batches, with their graphs."""
     auxiliary: AuxiliaryBatch | None = None
@@ -268,15 +271,18 @@ class ContrastiveStep:
         self.auxiliary_options = auxiliary_options
         self.timer = PhaseTimer(session.device)
         # Each rank's gradient of a loss parameter comes from its rows, and L is the sum over the rows: sum, not mean.
-        replicated = model.parameters() if session.strategy == "ddp" else ()
-        self.gradient_sum = collectives.GradientSum(replicated, loss.parameters())
+        averaged = model.parameters() if session.strategy == "ddp" else ()
+        self.gradient_sync = collectives.GradientSync(averaged, loss.parameters())
         self.copies = copies_of(model)
         self._grouped: list[nn.Parameter] = []
         """Parameters whose gradients a backward pass adds together. None under FSDP, which adds them itself, and on
         CPUs, where an addition costs its arithmetic alone."""
         if session.device.type == "cuda" and session.fsdp is None:
-            trained = [weight for weight in model.parameters() if weight.requires_grad]
-            if sum(weight.nbytes for weight in trained) <= GROUPED_GRADIENT_BYTES:
+            trained = [
+                parameter for parameter in model.parameters() if parameter.requires_grad
+            ]
+            num_bytes = sum(parameter.nbytes for parameter in trained)
+            if num_bytes <= GROUPED_GRADIENT_BYTES:
                 self._grouped = trained
         self._ran_out_of_memory = False
         """True from a shortage on this rank until the ranks know of it."""
@@ -287,18 +293,18 @@ class ContrastiveStep:
         batch_number: int,
         *,
         weight: float,
-        last: bool,
+        is_last: bool,
         scale: float = 1.0,
     ) -> BatchResult:
         """Add `weight` times the gradient of L of a global batch to the parameters' gradients. Collective.
 
-        `last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
+        `is_last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
         """
         # The weights stay the same until the optimizer step, and so do their copies in bfloat16.
         with self.copies.held():
             with self.timer("data"):
                 inputs = self.input_builder.build(rank_batch.features)
-                batch = StepBatch(rank_batch, batch_number, last, inputs)
+                batch = StepBatch(rank_batch, batch_number, is_last, inputs)
             if self.auxiliary_options is not None:
                 batch.auxiliary = AuxiliaryBatch(
                     self.auxiliary_options, rank_batch, self.session.device
@@ -306,16 +312,18 @@ class ContrastiveStep:
             with self.timer("wait"):
                 self.split(batch)
             # Under FSDP the other ranks are inside a layer's all-gather, where nothing can tell them to repeat the step.
-            # Whole copies have no collective in the model.
-            has_copy = self.session.strategy != "fsdp"
-            with self.timer("forward"), self._watching_memory(can_repeat=has_copy):
+            # Whole copies have no collective in the model, apart from shared batch norms.
+            session = self.session
+            shares_norms = session.syncs_batch_norms and session.world_size > 1
+            can_repeat = session.strategy != "fsdp" and not shares_norms
+            with self.timer("forward"), self._watching_memory(can_repeat=can_repeat):
                 self.encode(batch)
             with self._watching_memory(can_repeat=False, in_loss=True):
                 with self.timer("wait"):
                     loss_batch = self.gather(batch)
                 loss_share, gradient = self.score(loss_batch, batch, weight * scale)
             loss_copy = HostCopy(loss_share)
-            with self.timer("backward"), self._watching_memory(can_repeat=has_copy):
+            with self.timer("backward"), self._watching_memory(can_repeat=can_repeat):
                 self.backward(batch, gradient, weight * scale)
         num_forwards = len(batch.micro_batches)
         feeder = self.input_builder.feeder
@@ -338,7 +346,7 @@ class ContrastiveStep:
     def synchronise(self, loss_share: float) -> float:
         """Complete the gradients of an optimizer step, and return the sum of `loss_share` over the ranks. Collective."""
         failed = float(self._ran_out_of_memory)
-        loss, num_failed = self.gradient_sum.finish([loss_share, failed])
+        loss, num_failed = self.gradient_sync.finish([loss_share, failed])
         self._raise_if_any([num_failed])
         return loss
 
@@ -374,12 +382,13 @@ class ContrastiveStep:
             [*numbers, *trained_split.counts, *frozen_split.counts]
         )
         columns = [list(column) for column in zip(*table, strict=True)]
-        counts = dict(zip(rank_counts, columns, strict=False))
+        num_counts = len(rank_counts)
+        counts = dict(zip(rank_counts, columns[:num_counts], strict=True))
         batch.counts = Counts(**counts)
         self._raise_if_any(batch.counts.failed)
         # The maximum over the ranks for each modality. A rank with fewer micro-batches splits its inputs finer, or runs
         # dummies.
-        num_micro_batches = [max(column) for column in columns[len(rank_counts) :]]
+        num_micro_batches = [max(column) for column in columns[num_counts:]]
         num_groups = len(trained_split.counts)
         splits = trained_split.agreed(num_micro_batches[:num_groups])
         batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_groups:])
@@ -462,7 +471,7 @@ class ContrastiveStep:
             **fields,
             rank_rows=rank_slice(rank, counts.rows),
             rank_negatives=rank_slice(rank, counts.negatives),
-            batch_index=batch.batch_index,
+            batch_number=batch.batch_number,
             source_index=rank_batch.source_index,
             embeddings_are_scores=isinstance(featuriser, PairFeaturiser),
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
@@ -514,7 +523,7 @@ class ContrastiveStep:
             if batch.auxiliary is not None:
                 batch.auxiliary.sum_over_ranks()
                 loss_share = loss_share + batch.auxiliary.loss_share()
-        # FSDP and the flat all-reduce average over the ranks, but L is a sum over them.
+        # FSDP and GradientSync average over the ranks, but L is a sum over them.
         return loss_share, gradient * self.session.world_size
 
     def backward(
@@ -537,8 +546,8 @@ class ContrastiveStep:
             else:
                 # The seed is a function of the index, so this replay draws the dropout masks of `encode`.
                 outputs, losses = self._forward(batch, next(replayed), micro_index)
-            # From the last backward pass on, units reshard again. Set after the last forward pass, which would reshard
-            # too, so that every unit would be gathered a second time.
+            # Units reshard again from the last backward pass on. Set before its forward pass, this would reshard there,
+            # and gather every unit twice.
             self._keep_gathered(not batch.is_last_backward(micro_index))
             # The roots of this backward pass, each with the gradient that it starts from.
             roots: list[Tensor] = []
@@ -563,7 +572,7 @@ class ContrastiveStep:
                     gradients.append(surrogate.new_full((), factor))
             overlaps = not self.session.syncs_batch_norms
             if batch.is_last_backward(micro_index) and overlaps:
-                self.gradient_sum.start_early()
+                self.gradient_sync.start_early()
             if roots:
                 with self._grouping_gradients(batch, micro_index):
                     torch.autograd.backward(roots, gradients)
@@ -595,7 +604,9 @@ class ContrastiveStep:
         }
         # Some inputs have several vectors. Every rank sees this in the shared counts.
         if counts.vectors != counts.inputs:
-            num_vectors = np.array([feature.num_vectors for feature in features])
+            num_vectors = np.array(
+                [feature.num_vectors for feature in features], dtype=np.int64
+            )
             columns["num_vectors"] = Column(num_vectors, counts.inputs)
         # Scores are used only if every rank has them: all ranks pass the same columns.
         if all(counts.has_scores) and rank_batch.scores is not None:
@@ -615,7 +626,7 @@ class ContrastiveStep:
     ) -> tuple[list[Tensor], SliceLosses]:
         """Return the embeddings of each slice of a micro-batch, and the model's own losses."""
         rank = self.session.rank
-        seed = seed_of(self.seed, batch.batch_index, rank, micro_index)
+        seed = seed_of(self.seed, batch.batch_number, rank, micro_index)
         seed_draws(seed, self.session.device)
         if self.auxiliary_options is None:
             return self.model(inputs), []

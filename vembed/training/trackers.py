@@ -16,18 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from vembed.declarations import check_parts
 from vembed.errors import UserError
-
-if TYPE_CHECKING:
-    import numpy as np
-
-REPORT = "report"
-REPORT_PICTURE = "report/picture"
 
 
 @dataclass(frozen=True)
@@ -48,17 +42,6 @@ class TrackedRun:
     def display_name(self) -> str:
         """`run_name`, or the name of the folder."""
         return self.name or self.output.resolve().name
-
-
-@dataclass(frozen=True)
-class TrackedReport:
-    """The report of a finished run."""
-
-    page: Path
-    """report.html; report.md is beside it."""
-    picture: np.ndarray
-    """[height, width, 3] uint8: the deciding score over the evaluations, and the loss over the steps."""
-    step: int
 
 
 class Tracker(ABC):
@@ -84,10 +67,6 @@ class Tracker(ABC):
     def log(self, values: dict[str, float], step: int) -> None:
         """Take the numbers of a step. An OSError disables the tracker."""
         self.tracker.log(values, step=step)
-
-    @abstractmethod
-    def send_report(self, report: TrackedReport) -> None:
-        """Take the report of a finished run."""
 
     def finish(self) -> None:
         """End the run."""
@@ -132,19 +111,12 @@ class TensorBoard(Tracker):
         for summary in hparams(values, {}):  # type: ignore[no-untyped-call]
             self.tracker.writer._get_file_writer().add_summary(summary)
 
-    @override
-    def send_report(self, report: TrackedReport) -> None:
-        writer = self.tracker.writer
-        text = report.page.with_suffix(".md").read_text(encoding="utf-8")
-        writer.add_text(REPORT, text, report.step)
-        writer.add_image(REPORT_PICTURE, report.picture, report.step, dataformats="HWC")
-
 
 class Wandb(Tracker):
     """A run of Weights & Biases."""
 
     name = "wandb"
-    summary = "Weights & Biases, with the report as a page of the run."
+    summary = "Weights & Biases."
     spellings = "weights_and_biases"
     package = "wandb"
     options = frozenset({"wandb_project", "wandb_tags"})
@@ -157,14 +129,6 @@ class Wandb(Tracker):
             run.project, name=run.display_name, tags=run.tags, config=run.settings
         )
         self.tracker.start()
-
-    @override
-    def send_report(self, report: TrackedReport) -> None:
-        import wandb
-
-        page = wandb.Html(report.page.read_text(encoding="utf-8"))
-        values = {REPORT: page, REPORT_PICTURE: wandb.Image(report.picture)}
-        self.tracker.run.log(values, step=report.step)
 
 
 class Trackio(Tracker):
@@ -184,19 +148,12 @@ class Trackio(Tracker):
         )
         self.tracker.start()
 
-    @override
-    def send_report(self, report: TrackedReport) -> None:
-        import trackio
-
-        values = {REPORT_PICTURE: trackio.Image(report.picture)}
-        self.tracker.run.log(values, step=report.step)
-
 
 class Mlflow(Tracker):
     """A run of MLflow."""
 
     name = "mlflow"
-    summary = "MLflow, with the report as an artifact; the project is the experiment."
+    summary = "MLflow; the project is the experiment."
     package = "mlflow"
     options = frozenset({"wandb_project"})
 
@@ -207,16 +164,6 @@ class Mlflow(Tracker):
         self.tracker = MLflowTracker(run.project, run_name=run.display_name)
         self.tracker.start()
         self.tracker.store_init_configuration(dict(run.settings))
-
-    @override
-    def send_report(self, report: TrackedReport) -> None:
-        from PIL import Image
-
-        self.tracker.log_artifact(str(report.page))
-        picture = report.page.with_name("report.png")
-        Image.fromarray(report.picture).save(picture)
-        self.tracker.log_artifact(str(picture))
-        picture.unlink()
 
 
 _CLASSES: tuple[type[Tracker], ...] = (TensorBoard, Wandb, Trackio, Mlflow)

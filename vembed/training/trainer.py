@@ -2,7 +2,8 @@
 
 Each part of the set-up needs the ones before it:
 
-    checkpoint to resume from -> data and number of steps -> model, loss, optimizer -> intervals -> hooks -> step
+    checkpoint to resume from -> data and number of steps -> model, loss, optimizer -> intervals -> hooks -> restored
+    state -> step
 
 A checkpoint holds the weights of model and loss, the optimizer's state, the tensors of hooks, and `LoopState`. Data
 order, dropout and learning rate are pure functions of the step, so nothing else is needed to resume. What watches the
@@ -29,25 +30,23 @@ from vembed.config.loading import require_earlier_stage, save_config
 from vembed.config.rules import require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.data.batching.rank_batch import RankBatch
+from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.parallel.devices import fsdp_print_memory_usage
 from vembed.parallel.environment import RankInfo, launched_rank
-from vembed.parallel.launch_check import COMPARED
 from vembed.parallel.parameters import log_parameter_summary
-from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import OutOfMemory, find_budget, halved
 from vembed.progress import duration
-from vembed.saving.publication import Hub
+from vembed.saving.publication import Hub, publication
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint, Trained
 from vembed.training.checkpoint.folders import (
     NothingLeft,
     OutputLock,
     kept_decisions,
     of_option,
-    precision_before,
     require_output_folder,
 )
 from vembed.training.final import ModelWriter, save_final
@@ -58,7 +57,6 @@ from vembed.training.hooks.base import (
     Hooks,
     StepReport,
 )
-from vembed.training.hooks.evaluations import push_final
 from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.interrupts import Interrupts, StopRequested
 from vembed.training.optimizer import GradientScale, Schedule, Update
@@ -137,9 +135,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         lock,
         RunLog(config.logging, output, launched_rank()) as run_log,
         Interrupts(config.run.max_train_minutes) as interrupts,
-        start_session(
-            resolved, prepare_launch, lambda: precision_before(config.run)
-        ) as session,
+        start_session(resolved, prepare_launch) as session,
         Checkpointer(config.run, session) as checkpointer,
     ):
         for line in resolved.translated:
@@ -154,7 +150,14 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
             done = end.run
             return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
         if session.is_main and hub is not None:
-            push_final(hub, output)
+            try:
+                hub.push(publication(str(output)), "Trained by vembed")
+            except (RunError, UserError) as error:
+                command = f"vembed push {output} {hub.repository}"
+                raise RunError(
+                    f"{error}; the model is in {output}/final: `{command}`"
+                ) from error
+            log.info(f"push_to_hub: {hub.repository} has the model of final/")
         return result
 
 
@@ -168,10 +171,7 @@ def facts_of(resolved: ResolvedRun) -> dict[str, Any]:
             is_switch = isinstance(value, bool) or value in ("auto", "force")
             facts[name] = value if is_switch else "a path"
         elif name in FILE_OPTIONS:
-            content = of_option(name, value, config.model.model_revision)
-            facts[name] = value
-            if content != value:
-                facts[name] = {COMPARED: content, "shown": f"{value} ({content})"}
+            facts[name] = of_option(name, value, config.model.model_revision)
         elif name not in MAY_DIFFER:
             facts[name] = value
     # What follows from options, files and the environment together.
@@ -207,12 +207,14 @@ class LoopState:
     best_scores: dict[str, float] = field(default_factory=dict)
     """All scores at `best_step`."""
     guarded_step: int | None = None
-    """Last step at which every guard held. If a guard ends the run, `final/` gets its checkpoint."""
+    """Step whose checkpoint `final/` gets if a guard ends the run: the last at which every guard held, or with
+    load_best_model_at_end the best so far."""
     guarded_scores: dict[str, float] = field(default_factory=dict)
     """All scores at `guarded_step`."""
     guard_drop: str | None = None
     """The guard that ended the run and its drop, as text. None if no guard did."""
     scale: GradientScale = field(default_factory=GradientScale)
+    """Factor of gradients in float16. Not the scale of the loss."""
     before: dict[str, float] = field(default_factory=dict)
     """Scores before the first step."""
     scores: dict[str, float] = field(default_factory=dict)
@@ -220,7 +222,7 @@ class LoopState:
     scored_step: int | None = None
     """Step at which `scores` were measured."""
     seconds: float = 0.0
-    """Training time so far, over all resumed parts."""
+    """Seconds of the run so far, with set-up and evaluations, over all its parts."""
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State of each hook that has one, by its name. Written when the state is saved."""
 
@@ -267,9 +269,6 @@ class Trainer:
             # Decisions of the run that is resumed stay.
             kept_options = kept_decisions(asked, point.state, session.world_size)
             resumed = asked.changed(**kept_options)
-            precision = session.placement.precision
-            if precision.origin == CHECKPOINT:
-                log.info(f"mixed precision: {precision}", extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
         data = open_data(resumed, session)
@@ -308,7 +307,7 @@ class Trainer:
             hook.on_build(self)
 
         # All state of the loop. After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
-        self.state = LoopState() if point is None else self._restored(point)
+        self.state = LoopState() if point is None else self._restore(point)
         self._open_step()
 
     def _open_step(self) -> None:
@@ -384,6 +383,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_start(self)
         log_setup(self)
+        set_up_seconds = self.clock.seconds() - state.seconds
         if self.config.evaluation.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
@@ -397,8 +397,9 @@ class Trainer:
                 f"nothing is left to train: step {state.step:,d} is done, and epochs or max_steps ask for "
                 f"{total_steps:,d}"
             )
-        seconds = self.clock.seconds() - state.seconds
-        log.info(f"set-up took {duration(seconds)}; training {total_steps:,d} steps")
+        log.info(
+            f"set-up took {duration(set_up_seconds)}; training {total_steps:,d} steps"
+        )
         self.clock.start_loop(state.step)
 
     def fit(self) -> None:
@@ -439,19 +440,19 @@ class Trainer:
             if self.hooks.on_step(report):
                 interrupts.end_requested = True
             # The ranks decide together, once per step, so that all stop after the same one. After `on_step`, whose wish
-            # to end the run is shared in the same collective.
-            must_stop = interrupts.must_stop(self.checkpointer.save_seconds)
+            # to end the run is shared in the same collective. A checkpoint must still fit into the time limit.
+            must_stop = interrupts.agree_on_stop(self.checkpointer.save_seconds)
             is_logged = _is_due(state.step, self.intervals.logging_steps)
             if must_stop or is_logged or state.step == 1 or self._is_last():
                 self.log(report)
             if _is_due(state.step, self.intervals.eval_steps):
                 self.evaluate()
-            # After the evaluation, so that the checkpoint holds its scores. `run` writes that of a stopped run.
+            # After the evaluation, so that the checkpoint holds its scores. `run` writes the checkpoint of a stopped run.
             if must_stop:
                 raise StopRequested
             if self._checkpoint_is_due():
                 self.save()
-        # The last step, unless it was an evaluation step too.
+        # The last step. Returns at once if it is scored.
         self.evaluate()
 
     def _add_gradients(
@@ -459,21 +460,21 @@ class Trainer:
         step_batches: Sequence[RankBatch],
         report: StepReport,
     ) -> float | None:
-        """Add up the gradients of a step's batches, and return its loss. None: memory ran out. Collective.
+        """Add up the gradients of a step's batches, and return its loss. Collective.
 
-        Without a loss there are no gradients, and the micro-batches are smaller from then on.
+        None: memory ran out. The gradients are cleared, and the budget of micro-batches is halved.
         """
         contrastive_step = self.contrastive_step
         num_batches = len(step_batches)
-        first = self.state.step * num_batches
+        first_batch = self.state.step * num_batches
         try:
             for index, rank_batch in enumerate(step_batches):
-                # Each batch has the weight 1 / num_batches: L is the mean.
+                # The loss of the step is the mean over its batches, so each has the weight 1 / num_batches.
                 result = contrastive_step.accumulate(
                     rank_batch,
-                    first + index,
+                    first_batch + index,
                     weight=1 / num_batches,
-                    last=index == num_batches - 1,
+                    is_last=index == num_batches - 1,
                     scale=self.state.scale.value,
                 )
                 report.add(rank_batch, result)
@@ -543,7 +544,7 @@ class Trainer:
             )
         state.scores = scores
         state.scored_step = state.step
-        metric = deciding_metric(config.evaluation.eval_metric, data, scores)
+        metric = deciding_metric(config.evaluation.eval_metric, data)
         when = f"after step {state.step:,d}" if state.step else "before training"
         seconds = self.clock.seconds() - start
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
@@ -588,7 +589,7 @@ class Trainer:
         # The weights that final/ gets.
         step = None
         if state.guard_drop is not None:
-            reason = "the last checkpoint that held"
+            reason = "the last checkpoint at which every guard held"
             step = state.guarded_step
             scores = state.guarded_scores
         elif self.intervals.load_best_model_at_end:
@@ -605,9 +606,7 @@ class Trainer:
         data = self.data.evaluation
         metric = ""
         if data is not None and state.scores:
-            metric = deciding_metric(
-                self.config.evaluation.eval_metric, data, state.scores
-            )
+            metric = deciding_metric(self.config.evaluation.eval_metric, data)
         with self.hooks.evaluation_weights():
             model_dir = save_final(self.model_writer, self.data, state, metric)
         before = {f"before/{name}": score for name, score in state.before.items()}
@@ -621,22 +620,23 @@ class Trainer:
     def restart_stream(self) -> None:
         """Read the batches from the current step on. Those prepared ahead are dropped."""
         num_batches = self.data.batches_per_step
-        first = self.state.step * num_batches
+        first_batch = self.state.step * num_batches
         end = self.data.total_steps * num_batches
-        self.batches: Iterator[RankBatch] = self.stream.from_batch(first, end)
+        self.batches: Iterator[RankBatch] = self.stream.from_batch(first_batch, end)
 
     # ---- parts of the loop ---------------------------------------------------
 
-    def _restored(self, point: ResumePoint) -> LoopState:
+    def _restore(self, point: ResumePoint) -> LoopState:
         """Return the state to begin with, and restore weights, optimizer and hooks."""
         state = LoopState.restored(self.checkpointer.load(point, self._trained()))
         data = self.data.evaluation
         is_scored = state.step > 0 and state.scored_step == state.step
-        if data is not None and is_scored and state.best is None:
+        has_checkpoint = self.checkpointer.path_of(state.step).is_dir()
+        if data is not None and is_scored and has_checkpoint and state.best is None:
             # No best step is known: the options have changed, or this step had no checkpoint yet when it was scored.
-            # It has one now, so it may be the best.
+            # It has one now, so it may be the best. A best step that is known stays, as in a run that was not stopped.
             metric = self.config.evaluation.eval_metric
-            state.set_best(deciding_metric(metric, data, state.scores))
+            state.set_best(deciding_metric(metric, data))
         if not self.config.evaluation.guards:
             # The guard that ended the run is no longer asked for.
             state.guard_drop = None
@@ -655,13 +655,12 @@ class Trainer:
 
     def _before_step(self) -> None:
         """Let the hooks prepare the next step."""
-        # Batches, not steps: with gradient accumulation an epoch may begin inside a step, and counts from the next step
-        # on.
+        # Counted in batches: an epoch that begins inside a step starts with the next step.
         num_batches = self.data.batches_per_step
         batches_per_epoch = self.data.batch_schedule.batches_per_epoch
-        first = self.state.step * num_batches
-        epoch = first // batches_per_epoch
-        epoch_before = (first - num_batches) // batches_per_epoch
+        first_batch = self.state.step * num_batches
+        epoch = first_batch // batches_per_epoch
+        epoch_before = (first_batch - num_batches) // batches_per_epoch
         if epoch_before < epoch:
             for hook in self.hooks:
                 hook.on_epoch(epoch)
@@ -692,12 +691,11 @@ class RunClock:
         self.began = time.perf_counter()
         self.earlier_seconds = 0.0
         """Seconds that earlier parts of a resumed run took."""
-        self._evaluations_seconds = 0.0
+        self._all_evaluations = 0.0
         """Seconds of all evaluations so far."""
-        self._evaluation_seconds = 0.0
+        self._last_evaluation = 0.0
         """Seconds of the last evaluation."""
-        # (time without evaluations, step) at the last few log lines. Not at all of them: the first steps of a run are
-        # slower.
+        # (time without evaluations, step) at the last few log lines. Only at these, since the first steps are slower.
         self._marks: deque[tuple[float, int]] = deque(maxlen=6)
 
     def start_loop(self, step: int) -> None:
@@ -706,8 +704,8 @@ class RunClock:
 
     def add_evaluation(self, seconds: float) -> None:
         """Take note of an evaluation. Its time is not counted as that of the steps around it."""
-        self._evaluations_seconds += seconds
-        self._evaluation_seconds = seconds
+        self._all_evaluations += seconds
+        self._last_evaluation = seconds
 
     def seconds(self) -> float:
         """Return the seconds of the whole run so far."""
@@ -722,11 +720,11 @@ class RunClock:
         """Return the seconds that the steps after `step` will take at the rate of the last few calls, and the evaluations
         that are left, each as long as the last one."""
         current_seconds = self._step_seconds()
-        began, first = self._marks[0]
+        mark_seconds, mark_step = self._marks[0]
         self._marks.append((current_seconds, step))
-        seconds_per_step = (current_seconds - began) / (step - first)
-        evaluation_seconds = self._evaluation_seconds * num_evaluations
+        seconds_per_step = (current_seconds - mark_seconds) / (step - mark_step)
+        evaluation_seconds = self._last_evaluation * num_evaluations
         return seconds_per_step * (total_steps - step) + evaluation_seconds
 
     def _step_seconds(self) -> float:
-        return self.seconds() - self._evaluations_seconds
+        return self.seconds() - self._all_evaluations

@@ -60,7 +60,6 @@ def encode(
     kind: KindOption = "document",
     column: str | None = None,
     keep: str = "",
-    input_format: Literal["auto", "jsonl", "text"] = "auto",
     truncate_dim: TruncateDim = None,
     normalize: bool | None = None,
     layers: str = "",
@@ -75,11 +74,10 @@ def encode(
     """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input.
 
     Args:
-        input_file: Texts (one per line), JSONL, a table or a folder of images. - is standard input.
+        input_file: Texts (one per line), JSONL, a table or a folder of images. -: texts on standard input.
         output: Where to write: NAME.npy or NAME.parquet.
         column: The field or column that holds the text.
-        keep: Columns to write beside the vectors, as id,title. For .npy to NAME.kept.jsonl.
-        input_format: auto, jsonl or text.
+        keep: Columns to write beside the vectors in NAME.parquet, as id,title.
         normalize: Vectors of length 1. Default: as the model says.
         layers: Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings).
         pooling: --layers: cls, mean, last, ... Default: the model's own.
@@ -107,6 +105,8 @@ def encode(
         raise UserError(
             f"--keep {keep}: name each column once, and none embedding, as the vectors are named"
         )
+    if kept_fields and target.suffix == ".npy":
+        raise UserError(f"--keep {keep}: a .npy file has no columns: give NAME.parquet")
     has_ranges = precision in ("int8", "uint8")
     if ranges is not None and not has_ranges:
         raise UserError(
@@ -145,7 +145,6 @@ def encode(
             session,
             column=column,
             keep=kept_fields,
-            line_format=input_format,
             image_root=image_root,
             skips=on_bad_record == "skip",
             chunk_rows=CHUNK_ROWS,
@@ -157,8 +156,10 @@ def encode(
         has_ids = target.suffix == ".parquet" and bool(
             first_chunk and first_chunk[0].identity
         )
-        if rows.has_images and target.suffix == ".npy" and not kept_fields:
-            kept_fields = ["image"]  # nothing else says which image a vector is of
+        if rows.has_images and target.suffix == ".npy":
+            raise UserError(
+                f"{target} would not say which image a vector is of: give NAME.parquet"
+            )
         embedder = Embedder(model_path, truncate_dim=truncate_dim, **options)
         description = embedder.description
         dim = embedder.truncate_dim or description.embedding_dim
@@ -205,9 +206,7 @@ def encode(
         writer = None
         if session.is_main:
             stored = STORED_DTYPES.get(precision, precision)
-            writer = stack.enter_context(
-                vector_writer(target, shape, stored, keeps_columns=bool(kept_fields))
-            )
+            writer = stack.enter_context(vector_writer(target, shape, stored))
         progress = stack.enter_context(
             ProgressReport("encoding", active=session.is_main, console=console)
         )
@@ -249,13 +248,9 @@ def encode(
         skipped = rows.save_left_out(target.with_suffix(".skipped.jsonl"))
         sizes = " x ".join(f"{size:,d}" for size in (num_done, *shape))
         left_out = f", {len(rows.left_out):,d} left out ({skipped})" if skipped else ""
-        place = "the same file"
-        if target.suffix == ".npy":
-            place = str(target.with_suffix(".kept.jsonl"))
-        beside = f"; {', '.join(kept_fields)} in {place}" if kept_fields else ""
         console.print(
             f"{target}: {sizes} {precision}, computed in {embedder.arithmetic}{left_out}, in {duration(seconds)} "
-            f"({num_done / max(seconds, 1e-9):,.0f}/s){beside}"
+            f"({num_done / max(seconds, 1e-9):,.0f}/s)"
         )
         if not num_done:
             console.print(f"warning: {rows.name} is empty, and {target} has no rows")

@@ -7,44 +7,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import yaml
 from typer import Option
 
 from vembed.cli.commands.demo import demo_model
 from vembed.cli.support import ColumnMapping, option
-from vembed.config.loading import load_config, one_line_yaml, resolve_run
+from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.options import join_words
-from vembed.config.values import RetrievalMode, Task
+from vembed.config.rules import missing_path
+from vembed.config.values import Task
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
 from vembed.data.formats.saved_datasets import has_validation_split
-from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english
 from vembed.data.records import Columns, as_fields, is_conversation
 from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,
-    bad_records,
-    confirm,
-    doubts_about,
     field_texts,
     fitting_batch,
     fitting_epochs,
     fitting_length,
     guess,
+    header_doubt,
     held_out_share,
-    is_terminal,
     local_family,
     measure_lengths,
     model_facts,
     read_sample,
-    utf8_copy,
 )
 from vembed.errors import UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
-from vembed.files import is_pattern
 from vembed.losses.declaration import LossDeclaration
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
@@ -66,13 +61,6 @@ stages:
   - {{name: reranker}}  # all of the above"""
 DEMO = "demo"
 """Name for --model: all-MiniLM-L6-v2 from the demo's package, without a network."""
-SMALLER_SETTINGS: tuple[dict[str, Any], ...] = (
-    {"gradient_checkpointing": True},
-    {"use_fsdp": True},
-    {"use_lora": True},
-    {"use_lora": True, "gradient_checkpointing": True},
-)
-"""Settings that take less memory, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +79,8 @@ class DataSummary:
     """Columns that were guessed -> why."""
     queries: list[str] = field(default_factory=list)
     documents: list[str] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)
-    """Sentences on what may be wrong with the data, for the user to check."""
-    bad: tuple[int, str] = (0, "")
-    """How many of the first records are invalid, and what is wrong with the first one."""
+    doubt: str | None = None
+    """What may be wrong with the header."""
 
 
 def init(
@@ -155,12 +141,10 @@ def init(
         names = f": give one of {join_words(list(FAMILIES))}"
         hint = did_you_mean(family, FAMILIES) or names
         raise UserError(f"--family {family!r} is not known{hint}")
-    train_data, comment = _in_utf8(data, force)
-    if val_data is not None:
-        val_data, more = _in_utf8(val_data, force)
-        comment += more
-    text = starter(FAMILIES[family], train_data, model, val_data, mapping, task)
-    text += comment
+    missing = missing_path("--data", data)
+    if missing is not None:
+        raise UserError(missing)
+    text = starter(FAMILIES[family], data, model, val_data, mapping, task)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -171,23 +155,7 @@ def init(
     for line in text.splitlines():
         if line.startswith((CHECK, GUESSED)):
             sys.stderr.write(f"note: {line.removeprefix(CHECK).removeprefix('# ')}\n")
-    if not Path(data).exists() and not is_pattern(data):
-        sys.stderr.write(
-            f"note: {data} is not here, so columns, lengths and sizes are defaults; check the path\n"
-        )
     sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
-
-
-def _in_utf8(data: str, force: bool) -> tuple[str, str]:
-    """Return the file to train on, of one that is not UTF-8 a copy that is, and a comment on it for the config."""
-    written = utf8_copy(Path(data), force=force)
-    if written is None:
-        return data, ""
-    copy, encoding = written
-    about = (
-        f"{copy} is a copy of {data} in UTF-8, read as {encoding}: check its letters"
-    )
-    return str(copy), f"\n{GUESSED}{about}\n"
 
 
 def starter(
@@ -208,16 +176,10 @@ def starter(
         kind = family.reranker_starter
     if val_data is None and has_validation_split(Path(data)):
         val_data = data
-    if Path(data).is_dir() and any(
-        path.suffix.lower() in IMAGE_SUFFIXES for path in Path(data).iterdir()
-    ):
-        raise UserError(
-            f"--data {data} is a folder of images, which says nothing of what belongs together: give a file whose "
-            'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
-        )
-    mode = cast(RetrievalMode, kind.retrieval_mode or "auto")
-    summary = look_at(read_sample(Path(data)), data, mapping, mode, task)
-    doubts = list(summary.doubts)
+    summary = look_at(read_sample(Path(data)), data, mapping, task)
+    doubts = []
+    if summary.doubt is not None:
+        doubts.append(summary.doubt)
     is_foreign = not is_english([*summary.queries, *summary.documents])
     name = model or kind.model_name
     about = kind.about
@@ -271,13 +233,7 @@ def starter(
         num_train=num_train,
         num_steps=num_steps,
     )
-    lines = [text.rstrip(), *_bad_record_lines(summary, text)]
-    if facts is None:
-        lines.append(
-            f"\n# Memory: not planned, since {name} is not on this machine; once it is, `vembed plan <this file>`"
-        )
-    else:
-        lines += ["", *_memory_lines("\n".join(lines))]
+    lines = [text.rstrip(), *_check_lines(family, summary.sample, text)]
     if task == "rerank" and not (summary.is_scored or summary.has_negatives):
         configured = yaml.safe_load("\n".join(lines))
         options = {"model_name": "bm25", "num_negatives": 7}
@@ -289,75 +245,44 @@ def starter(
     return "\n".join(lines) + "\n"
 
 
-def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
-    """Return lines that leave out the records that training would refuse."""
-    sample = summary.sample
-    if not sample.records:
+def _check_lines(
+    family: Family,
+    sample: FileSample,
+    text: str,
+) -> list[str]:
+    """Return lines on what may be wrong with the records, and one that leaves out those that training would refuse."""
+    is_large = sample.is_estimate or sample.num_records > MAX_CHECKED
+    if is_large or not sample.records:
         return []
-    num_bad, first = summary.bad
-    total = f"the first {len(sample.records):,d}"
-    if not sample.is_estimate and sample.num_records <= MAX_CHECKED:
-        # All of them, with their images, as training does.
-        config = load_config({**yaml.safe_load(text), "on_bad_record": "skip"})
-        try:
-            with unlogged():
-                store = open_examples(
-                    config.data,
-                    config.data.data_path,
-                    config.objective,
-                    model_name=config.model.model_name,
-                )
-        except UserError as error:
-            return [f"{CHECK}{str(error).splitlines()[0]}"]
-        num_bad = store.num_skipped
-        total = f"{len(store) + num_bad:,d}"
-        for line in reversed(store.summary()):
-            if line.startswith("left out: "):
-                first = line.removeprefix("left out: ")
-    if not num_bad:
-        return []
-    return [
-        f"{CHECK}{num_bad:,d} of {total} records are invalid and left out, the first: {first}",
-        _line("on_bad_record", "skip", "fix these records to train on all"),
-    ]
-
-
-def _memory_lines(text: str) -> list[str]:
-    """Return the memory of a process for a config whose model is on this machine, and the settings that it needs to
-    fit."""
-    from vembed.cli.run_train import resolve_launch
-    from vembed.parallel.devices import GIB
-    from vembed.parallel.step_memory import MemoryEstimate
-    from vembed.pipelines.prediction import FITS, place_here
-
-    configured = yaml.safe_load(text)
-    title = "# Memory (`vembed plan` says more)"
-    plain = ""
-    for change in ({}, *SMALLER_SETTINGS):
-        run = resolve_run({**configured, **change})
-        ranks = resolve_launch(run).first_rank
-        # On one process there is nothing to shard.
-        is_alone = "use_fsdp" in change and ranks.world_size == 1
-        if is_alone or change.keys() & configured.keys():
-            continue
-        placement = place_here(run, ranks)
-        need = MemoryEstimate(placement).in_step().total
-        gigabytes = f"{need / GIB:.1f} GB"
-        available = f"the {placement.memory / GIB:.1f} GB of a process on this machine"
-        plain = plain or f"# {gigabytes} of {available}"
-        if need <= FITS * placement.memory:
-            if not change:
-                return [title, f"{plain}: fits"]
-            lines = [_line(name, value, gigabytes) for name, value in change.items()]
-            return [title, f"{plain} without these settings", *lines]
-    return [title, f"{plain}: take a smaller model"]
+    # All of them, with their images, as training does.
+    config = load_config({**yaml.safe_load(text), "on_bad_record": "skip"})
+    try:
+        with unlogged():
+            store = open_examples(
+                config.data,
+                config.data.data_path,
+                config.objective,
+                model_name=config.model.model_name,
+            )
+    except UserError as error:
+        if family.reads_only_text:
+            raise
+        # The images may be in another folder, which image_root will name.
+        return [CHECK + " ".join(str(error).split())]
+    lines = [CHECK + warning for warning in store.warnings()]
+    if store.num_skipped:
+        left_out = [line for line in store.summary() if line.startswith("left out: ")]
+        lines.append(CHECK + left_out[0])
+        lines.append(
+            _line("on_bad_record", "skip", "fix these records to train on all")
+        )
+    return lines
 
 
 def look_at(
     sample: FileSample,
     data: str,
     named: Mapping[str, str],
-    mode: RetrievalMode,
     task: Task,
 ) -> DataSummary:
     """Return what the first records show. `named`: columns that the user names."""
@@ -379,12 +304,8 @@ def look_at(
         missing.append("query")
     if not (layout.positive or layout.positive_image):
         missing.append("positive")
-    guesses = guess(records, missing, layout.read)
-    # Asked only where each missing part has a column to choose from.
-    confirmed = None
-    if missing and len(guesses.candidates) >= len(missing) and is_terminal():
-        confirmed = confirm(guesses, missing)
-    mapping = {**named, **(guesses.mapping if confirmed is None else confirmed)}
+    guesses, reasons = guess(records, missing, layout.read)
+    mapping = {**named, **guesses}
     layout = Columns(mapping).layout(names)
     if layout.problem:
         raise UserError(f"{data}: {layout.problem}, or with --query and --positive")
@@ -399,11 +320,10 @@ def look_at(
         about,
         bool(layout.negatives),
         is_scored,
-        guesses.reasons if confirmed is None else {},
+        reasons,
         _texts(records, (layout.query,)),
         _texts(records, (layout.positive, *layout.negatives)),
-        doubts_about(sample, mapping),
-        bad_records(sample, data, mapping, loss.name, mode),
+        header_doubt(sample),
     )
 
 

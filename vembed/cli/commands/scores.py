@@ -61,16 +61,14 @@ def eval(
         ks: Cut-offs of the metrics.
         task: auto, retrieval or similarity.
         split: Split of the qrels of a BEIR-style folder. Default: test.
-        compressed: Also score int8 and binary documents, and draw quality against bytes (.png, .svg).
+        compressed: Also score int8 and binary documents, and draw quality against bytes (.png).
         on_bad_record: stop or skip.
     """
     sizes = numbers("--dims", dims) or None
     cuts = numbers("--ks", ks)
     mapping = option("column_mapping", column_mapping)
-    if compressed is not None and Path(compressed).suffix not in (".png", ".svg"):
-        raise UserError(
-            f"--compressed {compressed}: the picture is written as .png or .svg"
-        )
+    if compressed is not None and Path(compressed).suffix != ".png":
+        raise UserError(f"--compressed {compressed}: the picture is written as .png")
     use.share()
     from rich.console import Console
 
@@ -102,7 +100,7 @@ def eval(
             if compressed is not None and stored is not None:
                 console.print(" ", number_table(stored.header, stored.rows), sep="\n")
                 plot = plot_stored(stored_points(scores), "nDCG@10")
-                plot.write(Path(compressed), "nDCG@10")
+                plot.image("nDCG@10").save(compressed)
     return scores
 
 
@@ -115,16 +113,10 @@ def score_tables(scores: dict[str, float]) -> list[Table]:
     columns = [key for key in whole if "@" not in key or key.endswith(f"@{REPORTED_K}")]
     names = [metric_name(key) for key in columns]
     sizes = [match[0] for key in scores if (match := re.match(r"dim\d+/", key))]
-    label = "whole"
     rows = []
-    for prefix in dict.fromkeys(sizes):
-        size = prefix.removeprefix("dim").removesuffix("/")
-        # Equal scores share a row: the largest Matryoshka size is the whole embedding.
-        if all(scores[prefix + key] == scores[key] for key in whole):
-            label += f", {size}"
-            continue
+    for prefix in dict.fromkeys(["", *sizes]):
+        size = prefix.removeprefix("dim").removesuffix("/") or "whole"
         rows.append([size, *(f"{scores[prefix + key]:.4f}" for key in columns)])
-    rows.insert(0, [label, *(f"{scores[key]:.4f}" for key in columns)])
     tables = [number_table(("size", *names), rows)]
     cuts = set()
     for key in whole:

@@ -16,6 +16,7 @@ from vembed.cli.support import (
     ConfigArguments,
     number_table,
     plain_console,
+    print_lines,
     read_config_arguments,
 )
 
@@ -97,25 +98,18 @@ def plan(
     from vembed.config.loading import chosen_pipeline
     from vembed.parallel.devices import read_hardware
     from vembed.pipelines.prediction import predict
-    from vembed.pipelines.stages import estimates, table
+    from vembed.pipelines.stages import planned_trainings
 
-    predict_run = partial(predict, hardware=read_hardware(gpu, memory))
+    hardware = read_hardware(gpu, memory)
     pipeline = chosen_pipeline(arguments.source, arguments.overrides, arguments.stage)
     if pipeline is None:
-        prediction = predict_run(arguments)
-        return show(prediction), 0 if prediction.fits else 1
+        result = show(predict(arguments, hardware=hardware))
+        return result, 0 if result["fits"] else 1
     results = []
-
-    def predict_and_show(stage_arguments: Any) -> Prediction:
-        sys.stdout.write(f"==== {stage_arguments.stage}\n")
-        sys.stdout.flush()
-        prediction = predict_run(stage_arguments)
-        results.append(show(prediction))
-        return prediction
-
-    step_estimates = estimates(pipeline, arguments, predict_and_show)
-    sys.stdout.write(table(step_estimates))
-    return results, 0 if all(estimate.fits for estimate in step_estimates) else 1
+    for stage in planned_trainings(pipeline, arguments):
+        print_lines(f"==== {stage.stage}")
+        results.append(show(predict(stage, hardware=hardware)))
+    return results, 0 if all(result["fits"] for result in results) else 1
 
 
 def show(prediction: Prediction) -> dict[str, Any]:
@@ -149,8 +143,8 @@ def show(prediction: Prediction) -> dict[str, Any]:
     console.print(f"graphs: {estimate.describe_graphs()}")
     where = prediction.gpu.name if prediction.gpu else str(placement.device)
     console.print(
-        f"needs {prediction.needed} ({where}): {'fits' if prediction.fits else 'does not fit'}. Activations are an "
-        "estimate; the rest follows from the model's shapes."
+        f"needs {prediction.memory.total / GIB:.1f} GB of the {placement.memory / GIB:.1f} GB of a process ({where}): "
+        f"{'fits' if prediction.fits else 'does not fit'}. Activations are an estimate; the rest follows from the model's shapes."
     )
     ways = [] if prediction.fits else ways_out(estimate)
     for line in ways:
@@ -189,10 +183,6 @@ def ways_out(estimate: MemoryEstimate) -> list[str]:
     cache = ""
     if config.batch.use_gradient_cache is False:
         cache = "use_gradient_cache: auto, "
-        if estimate.in_step(uses_cache=True).total <= limit:
-            return [
-                "fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"
-            ]
     # Smaller micro-batches cost less time than recomputation, so all of them are tried first.
     for recomputes in (recomputation, True):
         more = "" if recomputes == recomputation else "gradient_checkpointing: true, "

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import threading
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +21,6 @@ from vembed.errors import UserError
 
 EPOCHS_KEPT = 2
 """Number of epoch orders in memory. Batches are prepared ahead, so two epochs are in use at an epoch's end."""
-ATTEMPTS = 8
-"""Numbers of batches that are tried before batches that are not full are given up."""
-SWAPS = 256
-"""Batches looked at for an exchange, per example that found no place."""
 
 # Purpose of a random stream, part of its seed, so that no two streams are equal.
 _PASS = 1
@@ -276,9 +270,7 @@ class BatchSchedule:
         drawn = [self._draw(source, epoch) for source in sources]
         stream = self._mix(drawn, group, epoch)
         if self.keys is not None:
-            conflicts = find_conflicts(*self.keys.of_all(stream))
-            if conflicts.keys:
-                return self._arranged(group, stream, conflicts, epoch)
+            return self._without_duplicates(group, stream, epoch)
         # An incomplete batch is trained on where there is no other.
         num_full = max(len(stream) // size, 1)
         starts = range(0, num_full * size, size)
@@ -317,31 +309,32 @@ class BatchSchedule:
             mixed[source_of == source] = stream
         return mixed
 
-    def _arranged(
+    def _without_duplicates(
         self,
         group: int,
         stream: np.ndarray,
-        conflicts: Conflicts,
         epoch: int,
     ) -> Batches:
         """Return the batches of one group, without common content inside a batch."""
+        assert self.keys is not None
         size = self._batch_sizes[self._groups[group][0]]
-        # Later epochs have at most as many batches as epoch 0.
-        most = len(stream) if epoch == 0 else self._num_batches[group]
-        batches = arrange(conflicts, size, most)
-        if epoch == 0 and not batches:
-            raise UserError(
-                f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content "
-                f"that occurs twice (one is in {conflicts.group_sizes.max():,d} of {len(stream):,d}): lower "
-                "batch_size, or turn it off"
-            )
+        contents = repeated_contents(*self.keys.of_all(stream))
+        batches = arrange(contents, len(stream), size)
+        if epoch == 0:
+            if not batches:
+                raise UserError(
+                    f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content "
+                    "that occurs twice: lower batch_size, or turn it off"
+                )
+            return [stream[positions] for positions in batches]
         # Every epoch must have as many batches as the first one, or their numbers would not map to epochs. If fewer
         # come out, the epoch has the batches of the first one in another order: no example is in two of them.
-        if epoch and len(batches) < most:
+        num_batches = self._num_batches[group]
+        if len(batches) < num_batches:
             first = self._group_batches(group, 0)
             order = shuffled(self.seed, len(first), _ORDER_OF_FIRST, epoch, group)
             return [first[number] for number in order.tolist()]
-        return [stream[positions] for positions in batches]
+        return [stream[positions] for positions in batches[:num_batches]]
 
 
 def examples_per_epoch(
@@ -368,192 +361,60 @@ def examples_per_epoch(
 # ---- batches without duplicates ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Conflicts:
-    """The contents that several examples have. Examples are numbered by their position in the epoch's order."""
-
-    keys: dict[int, list[int]]
-    """Repeated contents of each example that has any, in the order of placing: those of the most frequent content
-    first, the examples of one content one after the other."""
-    group_sizes: np.ndarray
-    """Examples by their most frequent content: the size of each such group."""
-    free: np.ndarray
-    """Examples without repeated content, in order."""
-
-
-def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
-    """Return the conflicts of examples whose contents are `values`, of which example i has the next counts[i]."""
+def repeated_contents(values: np.ndarray, counts: np.ndarray) -> dict[int, set[int]]:
+    """Return the contents that another example has too, of each example that has any. `values`: contents of all
+    examples, of which example i has the next counts[i]."""
     owners = np.repeat(np.arange(len(counts)), counts)
-    order = np.lexsort((owners, values))
-    values = values[order]
-    owners = owners[order]
-    # A content that an example holds twice counts once.
-    once = np.ones(len(values), dtype=bool)
-    is_new_value = values[1:] != values[:-1]
-    is_new_owner = owners[1:] != owners[:-1]
-    once[1:] = is_new_value | is_new_owner
-    values = values[once]
-    owners = owners[once]
-    _, number, frequency = np.unique(values, return_inverse=True, return_counts=True)
-    repeated = frequency[number] > 1
-    number = number[repeated]
-    owners = owners[repeated]
-    # Each example belongs to the group of its most frequent content. Groups are placed by size, equal ones in the
-    # order in which they begin, so that the result depends on the epoch's order alone.
-    by_owner = np.lexsort((number, -frequency[number], owners))
-    number = number[by_owner]
-    owners = owners[by_owner]
-    bound, first = np.unique(owners, return_index=True)
-    group = number[first]
-    begins = np.full(len(frequency), len(counts))
-    np.minimum.at(begins, group, bound)
-    placing = np.lexsort((bound, group, begins[group], -frequency[group]))
-    ends = np.append(first[1:], len(owners))
-    # Example -> the numbers of its repeated contents, in the order of placing.
-    keys = {}
-    for place in placing:
-        numbers = number[first[place] : ends[place]]
-        keys[int(bound[place])] = numbers.tolist()
-    is_free = np.ones(len(counts), dtype=bool)
-    is_free[bound] = False
-    _, group_sizes = np.unique(group, return_counts=True)
-    return Conflicts(keys, group_sizes, np.flatnonzero(is_free))
+    _, numbers, frequencies = np.unique(values, return_inverse=True, return_counts=True)
+    is_repeated = frequencies[numbers] > 1
+    contents: dict[int, set[int]] = defaultdict(set)
+    for owner, number in zip(
+        owners[is_repeated].tolist(), numbers[is_repeated].tolist(), strict=True
+    ):
+        contents[owner].add(number)
+    return contents
 
 
 def arrange(
-    conflicts: Conflicts,
+    contents: Mapping[int, set[int]],
+    num_examples: int,
     size: int,
-    max_batches: int,
-) -> list[np.ndarray]:
-    """Return full batches of `size` examples, as many as can be filled and at most `max_batches`, each in the epoch's
-    order. Of fewer than `size` examples it returns one batch, of those that can be together."""
-    num_free = len(conflicts.free)
-    num_examples = len(conflicts.keys) + num_free
-    smallest = size
-    num_batches = 1
-    if num_examples < size:
-        smallest = 1
-    else:
-        # A number that no arrangement exceeds. A group gives each batch one example at most: with more batches a group
-        # can place more, but more places are to be filled.
-        def is_too_many(number: int) -> bool:
-            from_groups = np.minimum(conflicts.group_sizes, number).sum()
-            return bool(num_free + from_groups < number * size)
+) -> list[list[int]]:
+    """Return full batches of `size` examples that share none of their `contents`. Of fewer than `size` examples it
+    returns one batch, of those that can be together.
 
-        numbers = range(1, num_examples // size + 1)
-        num_batches = bisect_left(numbers, True, key=is_too_many)
-    num_batches = min(max_batches, num_batches)
+    An example that does not fit into a batch waits for a later one. Each batch takes one waiting example of each content
+    first, the content for which most wait before others, and is then filled in the epoch's order.
+    """
+    waiting: dict[int, deque[int]] = defaultdict(deque)
+    coming = iter(range(num_examples))
     batches: list[list[int]] = []
-    for _ in range(ATTEMPTS):
-        if num_batches <= 0:
-            return []
-        arrangement = _Arrangement(num_batches, size, conflicts.keys)
-        arrangement.fill(conflicts.free)
-        batches = arrangement.batches
-        if num_examples < size or arrangement.num_open == 0:
-            break
-        # At least so many batches cannot be filled with what is left.
-        num_batches -= math.ceil(arrangement.num_open / size)
-    full = []
-    for batch in batches:
-        if len(batch) >= smallest:
-            full.append(np.sort(np.array(batch, dtype=np.int64)))
-    return full
-
-
-class _Arrangement:
-    """Batches that are being filled."""
-
-    def __init__(
-        self,
-        num_batches: int,
-        size: int,
-        keys: dict[int, list[int]],
-    ) -> None:
-        self.size = size
-        self.keys = keys
-        self.num_open = num_batches * size
-        """Places that are not taken."""
-        self.batches: list[list[int]] = [[] for _ in range(num_batches)]
-        self.holders: dict[int, set[int]] = defaultdict(set)
-        """The batches that hold a content."""
-        self.next_batch = 0
-
-    def fill(self, free: np.ndarray) -> None:
-        """Place as many examples as possible. What comes last in the epoch's order is left out first."""
-        num_places = self.num_open
-        # Examples with conflicts first, while there is choice. Those late in the order wait: they are left out first.
-        waiting = []
-        for example in self.keys:
-            if example >= num_places or not self._place(example):
-                waiting.append(example)
-        early = free[free < num_places]
-        self._place_free(early)
-        # Then those that waited, before the free examples that come even later.
-        waiting = [example for example in waiting if not self._place(example)]
-        self._place_free(free[len(early) :])
-        # Fill places that suit no waiting example by an exchange.
-        for batch, members in enumerate(self.batches):
-            while waiting and len(members) < self.size:
-                for example in waiting:
-                    if self._exchange(example, batch):
-                        waiting.remove(example)
-                        break
-                else:
-                    break
-
-    def _place(self, example: int) -> bool:
-        """Put an example into the next batch in turn that has room and none of its contents."""
-        num_batches = len(self.batches)
-        holders = [self.holders[key] for key in self.keys[example]]
-        if not self.num_open or any(len(held) == num_batches for held in holders):
-            return False
-        for step in range(num_batches):
-            batch = (self.next_batch + step) % num_batches
-            is_full = len(self.batches[batch]) >= self.size
-            if not is_full and not any(batch in held for held in holders):
-                self._put(example, batch)
-                self.next_batch = (batch + 1) % num_batches
-                return True
-        return False
-
-    def _place_free(self, examples: np.ndarray) -> None:
-        """Fill places with examples that fit everywhere."""
-        start = 0
-        for batch, members in enumerate(self.batches):
-            stop = start + self.size - len(members)
-            for example in examples[start:stop].tolist():
-                self._put(example, batch)
-            start = stop
-
-    def _exchange(self, example: int, batch: int) -> bool:
-        """Move a member of another batch to this one, and put the example, which does not suit it, in its place."""
-        num_batches = len(self.batches)
-        holders = [self.holders[key] for key in self.keys[example]]
-        if any(len(held) == num_batches for held in holders):
-            return False
-        num_others = min(SWAPS, num_batches - 1)
-        for other in range(batch + 1, batch + 1 + num_others):
-            source = other % num_batches
-            if any(source in held for held in holders):
+    while True:
+        batch: list[int] = []
+        held: set[int] = set()
+        for example in itertools.chain(_first_waiting(waiting), coming):
+            example_contents = contents.get(example, set())
+            shared = held & example_contents
+            if shared:
+                waiting[min(shared)].append(example)
                 continue
-            for member in self.batches[source]:
-                member_keys = self.keys.get(member, [])
-                if not any(batch in self.holders[key] for key in member_keys):
-                    self.batches[source].remove(member)
-                    self.num_open += 1
-                    for key in member_keys:
-                        self.holders[key].discard(source)
-                    self._put(member, batch)
-                    self._put(example, source)
-                    return True
-        return False
+            batch.append(example)
+            held |= example_contents
+            if len(batch) == size:
+                break
+        else:
+            return batches if num_examples >= size else [batch]
+        batches.append(batch)
 
-    def _put(self, example: int, batch: int) -> None:
-        self.batches[batch].append(example)
-        self.num_open -= 1
-        for key in self.keys.get(example, ()):
-            self.holders[key].add(batch)
+
+def _first_waiting(waiting: dict[int, deque[int]]) -> Iterator[int]:
+    """Take one example of each content, and yield it."""
+    for content in sorted(waiting, key=lambda key: -len(waiting[key])):
+        examples = waiting[content]
+        example = examples.popleft()
+        if not examples:
+            del waiting[content]
+        yield example
 
 
 # ---- labelled examples -------------------------------------------------------------------------------------------

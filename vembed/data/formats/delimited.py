@@ -59,12 +59,7 @@ class DelimitedFile(TextFormat):
         if cells is None:
             raise UserError(f"{self.where(line)}: there is no header")
         if isinstance(cells, BadRecord):
-            hint = ""
-            if "not UTF-8" in str(cells):
-                hint = ", or let `vembed init --data` make such a copy"
-            raise UserError(
-                f"{self.where(line)}: the header cannot be read: {cells}{hint}"
-            )
+            raise UserError(f"{self.where(line)}: the header cannot be read: {cells}")
         self.start, self._first_line, _ = next(records, (self.stop, line + 1, None))
         self.columns = tuple(cells)
 

@@ -1,12 +1,11 @@
-"""Plots of runs: SVG for a page, in its CSS variables so that plots follow light and dark mode, or .svg and .png files."""
+"""Plots of runs: SVG for a page, in its CSS variables so that plots follow light and dark mode, or .png files."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
+from typing import ClassVar
 
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
@@ -16,9 +15,8 @@ ACCENT = "var(--accent)"
 BEFORE = "var(--before)"
 COLOURS = {INK: "#666c75", GRID_COLOUR: "#e4e5e2", ACCENT: "#1f5fbf", BEFORE: "#a3a8ae"}
 """Colours of the page in daylight, for files."""
-TITLE_COLOUR = "#1b1d20"
 RUN_COLOURS = tuple(f"var(--run-{number})" for number in range(8))
-"""Colours of runs that are compared. With more runs they are used again, paler."""
+"""Colours of runs that are compared. With more runs they are used again."""
 WIDTH = 317.0
 HEIGHT = 173.0
 """Size in SVG units. About the width of a phone, so that text keeps its size there."""
@@ -44,7 +42,7 @@ ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 Point = tuple[float, float]
 
 
-# ---- marks: each as SVG, and drawn by Pillow -----------------------------------------------------------------------
+# ---- marks: as SVG by plot.html.j2, and drawn by Pillow -------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,6 @@ class Stroke:
     colour: str
     width: float = 1.8
     opacity: float = 1.0
-
-    def svg(self) -> str:
-        """Return the SVG element."""
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in self.points)
-        look = f'stroke="{self.colour}" stroke-width="{self.width:g}" opacity="{self.opacity:g}"'
-        return f'<path d="M{path}" fill="none" {look}/>'
 
     def draw(self, draw: ImageDraw.ImageDraw) -> None:
         """Draw it, mixed with the white below it where it is not opaque."""
@@ -81,14 +73,6 @@ class Dot:
     colour: str
     is_ring: bool = False
 
-    def svg(self) -> str:
-        """Return the SVG element."""
-        place = f'cx="{self.x:.1f}" cy="{self.y:.1f}" r="{self.radius:g}"'
-        look = f'fill="{self.colour}"'
-        if self.is_ring:
-            look = f'fill="none" stroke="{self.colour}"'
-        return f"<circle {place} {look}/>"
-
     def draw(self, draw: ImageDraw.ImageDraw) -> None:
         """Draw it."""
         colour = COLOURS[self.colour]
@@ -107,20 +91,13 @@ class Text:
     text: str
     colour: str = INK
     anchor: str = "middle"
-    size: int = FONT_SIZE
-
-    def svg(self) -> str:
-        """Return the SVG element."""
-        place = f'x="{self.x:.1f}" y="{self.y:.1f}" text-anchor="{self.anchor}"'
-        look = f'font-size="{self.size}" fill="{self.colour}"'
-        return f"<text {place} {look}>{escape(self.text)}</text>"
 
     def draw(self, draw: ImageDraw.ImageDraw) -> None:
         """Draw it."""
-        font = ImageFont.load_default(self.size * PIXELS_PER_UNIT)
-        colour = COLOURS.get(self.colour, self.colour)
+        font = ImageFont.load_default(FONT_SIZE * PIXELS_PER_UNIT)
         anchor = ANCHORS[self.anchor]
-        draw.text(_pixel(self.x, self.y), self.text, colour, font, anchor)
+        place = _pixel(self.x, self.y)
+        draw.text(place, self.text, COLOURS[self.colour], font, anchor)
 
 
 Mark = Stroke | Dot | Text
@@ -134,51 +111,23 @@ def _pixel(x: float, y: float) -> Point:
 
 @dataclass(frozen=True)
 class Plot:
-    """Marks on an area of WIDTH x `height`."""
+    """Marks on an area of WIDTH x HEIGHT."""
 
     description: str
     marks: Sequence[Mark]
-    height: float = HEIGHT
-
-    def __html__(self) -> str:
-        """Return the SVG for a page, whose fonts and width it takes. Templates call this."""
-        start = f'<svg viewBox="0 0 {WIDTH:g} {self.height:g}" role="img" aria-label="{escape(self.description)}">'
-        return "\n".join([start, *(mark.svg() for mark in self.marks), "</svg>"])
+    width: ClassVar[float] = WIDTH
+    height: ClassVar[float] = HEIGHT
+    font_size: ClassVar[int] = FONT_SIZE
 
     def image(self, title: str) -> Image.Image:
         """Draw the plot below a title."""
-        width, height = _pixel(WIDTH + PLOT_MARGIN, self.height + PLOT_MARGIN)
+        width, height = _pixel(WIDTH + PLOT_MARGIN, HEIGHT + PLOT_MARGIN)
         image = Image.new("RGB", (round(width), round(height)), "white")
         draw = ImageDraw.Draw(image)
-        for mark in (*self.marks, _title(title)):
+        heading = Text(0.0, -8.0, title, anchor="start")
+        for mark in (*self.marks, heading):
             mark.draw(draw)
         return image.reduce(PIXEL_OVERSAMPLING)
-
-    def write(self, path: Path, title: str = "") -> Path:
-        """Write a file of its own, .svg or .png by the path's suffix."""
-        if path.suffix == ".png":
-            self.image(title).save(path)
-            return path
-        width = WIDTH + 2 * PLOT_MARGIN
-        height = self.height + TITLE_HEIGHT + 2 * PLOT_MARGIN
-        top = -TITLE_HEIGHT - PLOT_MARGIN
-        look = f'viewBox="{-PLOT_MARGIN:g} {top:g} {width:g} {height:g}" width="{2 * width:g}" font-family="sans-serif"'
-        lines = [
-            '<?xml version="1.0" encoding="UTF-8"?>',
-            f'<svg xmlns="http://www.w3.org/2000/svg" {look}>',
-            f'<rect x="{-PLOT_MARGIN:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="#ffffff"/>',
-            *(mark.svg() for mark in (*self.marks, _title(title))),
-            "</svg>\n",
-        ]
-        text = "\n".join(lines)
-        for variable, colour in COLOURS.items():
-            text = text.replace(variable, colour)
-        path.write_text(text, encoding="utf-8")
-        return path
-
-
-def _title(title: str) -> Text:
-    return Text(0.0, -8.0, title, TITLE_COLOUR, "start", FONT_SIZE + 1)
 
 
 # ---- the plots -----------------------------------------------------------------------------------------------------
@@ -194,54 +143,32 @@ class Curve:
     values: Sequence[float]
     write: Callable[[float], str]
     from_zero: bool = False
-    noisy: bool = False
-    """True if single values are noisy, so that a running mean is shown."""
+    is_noisy: bool = False
+    """Long curves of noisy values are also drawn as their running mean."""
+    has_points: bool = False
+    """Every value is marked, where they are few."""
 
 
-def plot_curve(curve: Curve) -> Plot:
-    """Return a line plot over the steps."""
-    values = curve.values
+def plot_curves(
+    curves: Sequence[tuple[str, Curve]],
+    ring_at: float | None = None,
+) -> Plot:
+    """Return a plot of one quantity over the steps, of one run or several, each in its colour. `ring_at`: the step whose
+    value gets a ring."""
     lines = []
-    if curve.noisy and len(values) >= MIN_SMOOTHED_POINTS:
-        lines.append(_Line(curve.steps, values, ACCENT, width=1.0, opacity=0.3))
-        values = _running_mean(values)
-    lines.append(_Line(curve.steps, values, ACCENT))
-    lines.append(_Line(curve.steps[-1:], curve.values[-1:], ACCENT, dot=2.2))
+    for colour, curve in curves:
+        values = curve.values
+        dot = 2.0 if curve.has_points else 0.0
+        if curve.is_noisy and len(values) >= MIN_SMOOTHED_POINTS:
+            lines.append(_Line(curve.steps, values, colour, width=1.0, opacity=0.3))
+            values = _running_mean(values)
+        lines.append(_Line(curve.steps, values, colour, dot=dot))
+        lines.append(_Line(curve.steps[-1:], values[-1:], colour, dot=2.2))
+        if ring_at is not None and ring_at in curve.steps:
+            place = list(curve.steps).index(ring_at)
+            lines.append(_ring(ring_at, curve.values[place]))
     title = f"{curve.title} over the steps"
     return _plot(title, lines, curve.write, y_from_zero=curve.from_zero)
-
-
-def plot_runs(curves: Sequence[tuple[int, Curve]], *, has_points: bool = False) -> Plot:
-    """Return a plot of one quantity of several runs, each with its number. `has_points`: mark every value, where they
-    are few; otherwise long curves are drawn as their running mean."""
-    dot = 2.0 if has_points else 0.0
-    lines = []
-    for run, curve in curves:
-        colour = RUN_COLOURS[run % len(RUN_COLOURS)]
-        opacity = 1.0 if run < len(RUN_COLOURS) else 0.5
-        values = curve.values
-        if not has_points and len(values) >= MIN_SMOOTHED_POINTS:
-            lines.append(_Line(curve.steps, values, colour, width=0.8, opacity=0.2))
-            values = _running_mean(values)
-        lines.append(_Line(curve.steps, values, colour, opacity=opacity, dot=dot))
-        lines.append(_Line(curve.steps[-1:], values[-1:], colour, dot=2.2))
-    first = curves[0][1]
-    title = f"{first.title} of several runs over the steps"
-    return _plot(title, lines, first.write)
-
-
-def plot_evaluations(
-    steps: Sequence[int],
-    values: Sequence[float],
-    label: str,
-    final_step: int | None,
-) -> Plot:
-    """Return a plot of the deciding metric over the evaluations. A ring marks the weights that were kept."""
-    lines = [_Line(steps, values, ACCENT, dot=2.0)]
-    if final_step is not None and final_step in steps:
-        value = values[list(steps).index(final_step)]
-        lines.append(_Line([final_step], [value], ACCENT, dot=5.0, is_ring=True))
-    return _plot(f"{label} over the steps", lines, "{:.3f}".format)
 
 
 def plot_dims(
@@ -254,13 +181,12 @@ def plot_dims(
     about half of the next."""
     series = [("after", after, ACCENT)]
     if before is not None:
-        series.insert(0, ("before", before, BEFORE))
-    highest = max(values[0] for _, values, _ in series)
+        series.append(("before", before, BEFORE))
     lines = []
     notes = []
     for name, values, colour in series:
         lines.append(_Line(range(len(dims)), values, colour, dot=2.2))
-        notes.append((0.0, values[0], name, colour, values[0] == highest))
+        notes.append((0.0, values[0], name, colour, name == "after"))
     return _plot(
         f"{label} by number of dimensions",
         lines,
@@ -303,24 +229,6 @@ def plot_stored(
     )
 
 
-def plot_bars(values: Mapping[str, float], x_label: str) -> Plot:
-    """Return a horizontal bar for each value, the first one on top."""
-    row = 18.0
-    largest = max(values.values())
-    # A letter is about 0.58 of the font size wide.
-    start = 8 + 0.58 * FONT_SIZE * max(map(len, values))
-    marks: list[Mark] = []
-    for number, (name, value) in enumerate(values.items()):
-        middle = number * row + 8
-        end = start + value / max(largest, 1e-9) * (0.9 * WIDTH - start)
-        marks.append(Stroke([(start, middle), (end, middle)], ACCENT, row - 6))
-        marks.append(Text(start - 5, middle + 3, name, anchor="end"))
-        marks.append(Text(end + 4, middle + 3, f"{value:.0%}", anchor="start"))
-    height = row * len(values) + 20
-    marks.append(Text((start + WIDTH) / 2, height - 6, x_label))
-    return Plot(x_label, marks, height)
-
-
 def _running_mean(values: Sequence[float]) -> list[float]:
     """Return the mean of each value and its neighbours on both sides, with fewer neighbours at the ends."""
     reach = max(len(values) // MIN_SMOOTHED_POINTS, 2)
@@ -336,7 +244,7 @@ def _running_mean(values: Sequence[float]) -> list[float]:
 
 @dataclass(frozen=True)
 class _Line:
-    """Points joined by a line, or marked by dots of a radius, or both. A value that is not finite leaves a gap."""
+    """Points joined by a line, or marked by dots of a radius, or both."""
 
     xs: Sequence[float]
     ys: Sequence[float]
@@ -346,15 +254,9 @@ class _Line:
     dot: float = 0.0
     is_ring: bool = False
 
-    def pieces(self) -> list[list[Point]]:
-        """Return the points that can be drawn, in pieces between the gaps."""
-        pieces: list[list[Point]] = [[]]
-        for x, y in zip(self.xs, self.ys, strict=True):
-            if math.isfinite(x) and math.isfinite(y):
-                pieces[-1].append((x, y))
-            else:
-                pieces.append([])
-        return pieces
+
+def _ring(x: float, y: float) -> _Line:
+    return _Line([x], [y], ACCENT, dot=5.0, is_ring=True)
 
 
 def _plot(
@@ -373,11 +275,11 @@ def _plot(
     from zero. `ticks_x`: places at the horizontal axis and their names, in place of round numbers. `notes`: x, y, text,
     colour of texts beside points, and whether they stand above.
     """
-    points = []
+    xs: list[float] = []
+    ys: list[float] = []
     for line in lines:
-        for piece in line.pieces():
-            points += piece
-    xs, ys = zip(*points or [(0.0, 0.0)], strict=True)
+        xs += line.xs
+        ys += line.ys
     is_over_steps = x_label is None
     # Texts beside points need space at the edges.
     margin_x = 0.03 if is_over_steps else 0.1
@@ -399,13 +301,14 @@ def _plot(
         marks.append(Text(scale_x.at(value), BOTTOM + 13, name))
     marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label or "step"))
     for line in lines:
-        for piece in line.pieces():
-            places = [(scale_x.at(x), scale_y.at(y)) for x, y in piece]
-            if len(places) > 1:
-                marks.append(Stroke(places, line.colour, line.width, line.opacity))
-            if line.dot:
-                for x, y in places:
-                    marks.append(Dot(x, y, line.dot, line.colour, line.is_ring))
+        places = []
+        for x, y in zip(line.xs, line.ys, strict=True):
+            places.append((scale_x.at(x), scale_y.at(y)))
+        if len(places) > 1:
+            marks.append(Stroke(places, line.colour, line.width, line.opacity))
+        if line.dot:
+            for x, y in places:
+                marks.append(Dot(x, y, line.dot, line.colour, line.is_ring))
     for x, y, text, colour, is_above in notes:
         offset = -8.0 if is_above else 8.0 + 0.7 * FONT_SIZE
         marks.append(Text(scale_x.at(x), scale_y.at(y) + offset, text, colour))

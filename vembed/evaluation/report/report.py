@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
-from vembed.config.schema import TrainConfig
 from vembed.errors import UserError, masked, masked_option
 from vembed.evaluation.query_results import (
     NO_DIFFERENCE,
@@ -24,13 +23,12 @@ from vembed.evaluation.query_results import (
 )
 from vembed.evaluation.report.page import render_page, thumbnail
 from vembed.evaluation.report.plots import (
+    ACCENT,
     RUN_COLOURS,
     Curve,
     Plot,
-    plot_curve,
+    plot_curves,
     plot_dims,
-    plot_evaluations,
-    plot_runs,
     plot_stored,
 )
 from vembed.evaluation.report.record import (
@@ -45,16 +43,6 @@ from vembed.files import replace_text, short_name
 from vembed.progress import duration
 from vembed.saving.card import calls_of
 
-MEANINGS = {
-    "ndcg": "how well the first {k} results are ordered; 1 if all relevant documents come first.",
-    "mrr": "one divided by the place of the first relevant document among the first {k}; 1 if it is always first.",
-    "recall": "share of the relevant documents that are among the first {k} results.",
-    "map": "precision at each relevant document among the first {k}, averaged; rewards finding all of them early.",
-    "spearman": "whether the similarities order the pairs as the given scores do; 1 if exactly, 0 if not at all.",
-    "pearson": "whether the similarities grow linearly with the given scores; 1 if exactly.",
-}
-"""One sentence for each metric."""
-HOW_TO_EVALUATE = "set val_split: 0.1, or give val_data_path"
 STEP_COLUMNS = ("loss", "learning_rate", "grad_norm")
 """Columns, behind the step, of the steps since the last logged line."""
 FORMS = {
@@ -214,35 +202,26 @@ def sentence(record: RunRecord) -> str:
 def facts(record: RunRecord) -> list[tuple[str, str]]:
     """Return model, data and settings as name and value."""
     summary = record.summary
-    config = record.config
-    model = "\n".join(summary.properties) or _model_name(record)
     trained = ""
     if summary.num_parameters and summary.num_trainable is not None:
         share = summary.num_trainable / summary.num_parameters
         trained = f"{summary.num_trainable:,d} of {summary.num_parameters:,d} parameters ({share:.0%})"
     sources = [line.removeprefix("data: ") for line in summary.data]
-    training_data = short_paths("\n".join(sources))
-    if not training_data:
-        paths = config["data_path"]
-        entries = paths if isinstance(paths, list) else [{"path": paths}]
-        training_data = "\n".join(short_name(str(entry["path"])) for entry in entries)
-    evaluation = summary.evaluation or config.get("val_data_path")
-    if not evaluation:
-        evaluation = f"none ({HOW_TO_EVALUATE})"
     last_loss = record.steps[-1].get("loss") if record.steps else None
     loss = ""
     if isinstance(last_loss, float):
-        loss = f"{config.get('loss', '')}, last value {last_loss:.4f}"
+        loss = f"{record.config.get('loss', '')}, last value {last_loss:.4f}"
     weights_kept = f"those after step {record.final.step:,d}" if record.final else ""
     named = {
-        "Model": model,
+        "Model": "\n".join(summary.properties),
         "Trained": trained,
-        "Training data": training_data,
-        "Evaluation data": short_paths(str(evaluation)),
+        "Training data": short_paths("\n".join(sources)),
+        "Evaluation data": short_paths(summary.evaluation),
         "Loss": loss,
         "Weights kept": weights_kept,
         "Strategy": summary.strategy,
         "Mixed precision": summary.precision,
+        "Device": summary.device,
         "Finished": summary.finished[:16].replace("T", " "),
     }
     return [(name, masked(value)) for name, value in named.items() if value]
@@ -262,39 +241,30 @@ def format_option(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _model_name(record: RunRecord) -> str:
-    """Return the model's name; of an absolute path the part that identifies the model."""
-    model = str(record.config.get("model_name", ""))
-    return short_name(model) if model.startswith(("/", "~")) else model
-
-
 # ---- plots ---------------------------------------------------------------------------------------------------------
 
 
 def curves(record: RunRecord) -> list[Curve]:
-    """Return the recorded curves for the report: of each step where it was recorded, else of each logged line."""
+    """Return the recorded curves for the report: of each step where it is recorded, else of each logged line."""
     points: dict[str, list[tuple[float, float]]] = {key: [] for key in QUANTITIES}
 
     def add(
-        step: Any,
+        step: float,
         key: str,
         value: Any,
     ) -> None:
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float):
             points.setdefault(key, []).append((float(step), float(value)))
 
-    has_steps = all(line.get("steps") for line in record.steps)
     for line in record.steps:
         peaks = [process.get("peak_gb") or 0.0 for process in line.get("memory") or []]
-        logged = {**line, "memory": max(peaks, default=None)}
-        for key, value in logged.items():
-            is_of_steps = has_steps and key in STEP_COLUMNS
-            if key.startswith("loss/") or (key in QUANTITIES and not is_of_steps):
+        add(line["step"], "memory", max(peaks, default=None))
+        for key, value in line.items():
+            if key.startswith("loss/") or key in LINE_QUANTITIES:
                 add(line["step"], key, value)
-        if has_steps:
-            for step, *values in line["steps"]:
-                for key, value in zip(STEP_COLUMNS, values, strict=True):
-                    add(step, key, value)
+        for step, *values in line["steps"]:
+            for key, value in zip(STEP_COLUMNS, values, strict=True):
+                add(step, key, value)
     for evaluation in record.evaluations:
         for key, score in evaluation.scores.items():
             if key.startswith(("task/", "guard/")):
@@ -308,12 +278,12 @@ def curves(record: RunRecord) -> list[Curve]:
         if key in QUANTITIES:
             title, note, write = QUANTITIES[key]
             from_zero = key not in ("loss", "grad_norm")
-            noisy = key not in ("learning_rate", "memory")
-            curve = Curve(title, note, steps, values, write, from_zero, noisy)
+            is_noisy = key not in ("learning_rate", "memory")
+            curve = Curve(title, note, steps, values, write, from_zero, is_noisy)
         elif key.startswith("loss/"):
             title = f"Loss, {key.removeprefix('loss/')}"
             note = "mean between two log lines"
-            curve = Curve(title, note, steps, values, "{:.3g}".format, noisy=True)
+            curve = Curve(title, note, steps, values, "{:.3g}".format, is_noisy=True)
         else:
             curve = Curve(metric_name(key), "", steps, values, "{:.4f}".format)
         drawn.append(curve)
@@ -322,34 +292,36 @@ def curves(record: RunRecord) -> list[Curve]:
 
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
-    size = math.ceil(len(points) / MAX_CURVE_POINTS)
-    groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
-    groups.append(points[-1:])
-    mean_steps = []
-    mean_values = []
-    for group in groups:
-        steps, values = zip(*group, strict=True)
-        mean_steps.append(sum(steps) / len(group))
-        mean_values.append(sum(values) / len(group))
-    return mean_steps, mean_values
+    num_groups = min(len(points) - 1, MAX_CURVE_POINTS)
+    groups = np.array_split(np.array(points[:-1]), num_groups)
+    means = [group.mean(axis=0) for group in groups]
+    steps, values = np.array([*means, points[-1]]).T
+    return steps.tolist(), values.tolist()
+
+
+def _evaluations_curve(record: RunRecord, key: str) -> Curve:
+    """Return a metric over the evaluations."""
+    steps, values = record.scores_over_steps(key)
+    return Curve(
+        metric_name(key),
+        "of each evaluation",
+        steps,
+        values,
+        "{:.3f}".format,
+        has_points=True,
+    )
 
 
 def _dims_plot(record: RunRecord) -> Plot | None:
     """Return the plot of the deciding metric by size, where there are two sizes."""
-    dims = []
-    keys = []
-    for dim in record.dims:
-        key = f"dim{dim}/{record.headline}"
-        if key in record.after:
-            dims.append(dim)
-            keys.append(key)
-    if len(dims) < 2:
+    keys = [f"dim{dim}/{record.headline}" for dim in record.dims]
+    if len(keys) < 2 or any(key not in record.after for key in keys):
         return None
     after = [record.after[key] for key in keys]
     before = None
     if all(key in record.before for key in keys):
         before = [record.before[key] for key in keys]
-    return plot_dims(dims, before, after, metric_name(record.headline))
+    return plot_dims(record.dims, before, after, metric_name(record.headline))
 
 
 def stored_points(
@@ -405,6 +377,8 @@ QUANTITIES: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "memory": ("Memory", "peak of the fullest process, GiB", "{:.3g}".format),
 }
 """Logged quantities with title, note and number format of their curves."""
+LINE_QUANTITIES = QUANTITIES.keys() - {*STEP_COLUMNS, "memory"}
+"""Quantities that have one value in a logged line."""
 
 
 # ---- the two reports -----------------------------------------------------------------------------------------------
@@ -424,13 +398,6 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     stored_plot = None
     if stored:
         stored_plot = plot_stored(stored_points(record.after), "nDCG@10")
-    measured = record.after or record.before
-    explanations = []
-    for metric in TABLE:
-        base, _, cut = metric.partition("@")
-        if metric in measured and base in MEANINGS:
-            meaning = MEANINGS[base].format(k=cut)
-            explanations.append(f"{metric_name(metric)}: {meaning}")
     # As the model's card has them; none before the run has a model.
     calls = []
     card = record.folder / "final" / "README.md"
@@ -441,18 +408,19 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     for name, value in record.config.items():
         settings.append((name, short_paths(format_option(masked_option(name, value)))))
     # Without folders of the machine and without secrets.
-    changed = record.changed_settings() | {"model_name": _model_name(record)}
-    changed = {name: masked_option(name, value) for name, value in changed.items()}
+    changed = {}
+    for name, value in record.changed_settings().items():
+        changed[name] = masked_option(name, value)
     changed_yaml = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     figures = []
     for curve in curves(record):
         last_value = curve.write(curve.values[-1])
-        figures.append((curve, plot_curve(curve), last_value))
-    steps, values = record.scores_over_steps(key)
+        figures.append((curve, plot_curves([(ACCENT, curve)]), last_value))
     scores_plot = None
-    if len(steps) > 2:  # more than a before and an after
+    if len(record.evaluations) > 2:  # more than a before and an after
         kept_step = record.final.step if record.final else None
-        scores_plot = plot_evaluations(steps, values, metric_name(key), kept_step)
+        curve = _evaluations_curve(record, key)
+        scores_plot = plot_curves([(ACCENT, curve)], kept_step)
     return {
         "title": f"{record.model_name()} - vembed report",
         "name": str(record.config.get("run_name") or record.folder.resolve().name),
@@ -464,7 +432,6 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "sentence": sentence(record),
         "warnings": [masked(warning) for warning in record.summary.warnings],
         "verdict": verdict(record, changes),
-        "explanations": explanations,
         "scores": score_table(record, TABLE, intervals),
         "all_scores": score_table(record, intervals=intervals),
         "scores_plot": scores_plot,
@@ -552,8 +519,6 @@ class SeveralRuns:
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options that differ, with the value of each run."""
-        # A run of an older vembed lacks newer options: they had no effect, as with their defaults.
-        defaults = TrainConfig(model_name="", data_path="").to_dict()
         names: dict[str, None] = {}
         for run in self.runs:
             names |= dict.fromkeys(run.record.config)
@@ -561,34 +526,26 @@ class SeveralRuns:
         for name in names:
             if name in NEVER_COMPARED:
                 continue
-            default = defaults.get(name)
-            values = [run.record.config.get(name, default) for run in self.runs]
+            values = [run.record.config.get(name) for run in self.runs]
             if any(value != values[0] for value in values):
                 settings[name] = values
         return settings
 
     def figures(self) -> list[tuple[Curve, Plot, str]]:
         """Return plots of all runs: the deciding metric first, then what was logged by step."""
-        name = metric_name(self.metric)
         evaluated = []
-        logged: dict[str, list[tuple[int, Curve]]] = {}
+        logged: dict[str, list[tuple[str, Curve]]] = {}
         for number, run in enumerate(self.runs):
-            steps, scores = run.record.scores_over_steps(self.metric)
-            if steps:
-                curve = Curve(
-                    name, "of each evaluation", steps, scores, "{:.3f}".format
-                )
-                evaluated.append((number, curve))
+            colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+            if run.record.evaluations:
+                curve = _evaluations_curve(run.record, self.metric)
+                evaluated.append((colour, curve))
             for curve in curves(run.record):
-                logged.setdefault(curve.title, []).append((number, curve))
-        figures = []
+                logged.setdefault(curve.title, []).append((colour, curve))
+        groups = list(logged.values())
         if any(len(curve.steps) > 1 for _, curve in evaluated):
-            plot = plot_runs(evaluated, has_points=True)
-            figures.append((evaluated[0][1], plot, ""))
-        for run_curves in logged.values():
-            first_curve = run_curves[0][1]
-            figures.append((first_curve, plot_runs(run_curves), ""))
-        return figures
+            groups.insert(0, evaluated)
+        return [(group[0][1], plot_curves(group), "") for group in groups]
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -600,12 +557,6 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
         raise UserError(
             f"{len(folders)} run was given: a comparison needs two or more, as vembed compare runs/a runs/b"
         )
-    resolved = set()
-    for folder in folders:
-        path = Path(folder).resolve()
-        if path in resolved:
-            raise UserError(f"{path} was given twice: give each run once")
-        resolved.add(path)
     records = [read_run(folder) for folder in folders]
     metric = ""
     for record in records:
@@ -624,18 +575,13 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
 
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Return a different short name for each run: run_name or folder, with more of the path where these are equal."""
-    folders = []
+    """Return the name of each run: run_name or folder, or the paths where two of these are equal."""
     names = []
     for record in records:
-        folder = record.folder.resolve()
-        folders.append(folder)
-        names.append(str(record.config.get("run_name") or folder.name))
-    # run_name may be the same in all runs of one config. At some depth the paths differ: no folder was given twice.
-    depth = 1
-    while len(set(names)) < len(names):
-        names = ["/".join(folder.parts[-depth:]) for folder in folders]
-        depth += 1
+        name = record.config.get("run_name") or record.folder.resolve().name
+        names.append(str(name))
+    if len(set(names)) < len(names):
+        names = [str(record.folder) for record in records]
     return names
 
 
@@ -645,31 +591,25 @@ def _compare(
     metric: str,
 ) -> None:
     """Compare the queries of a run with those of the first, if these are the same ones."""
-    if first.queries is None or run.queries is None:
-        lacking = [entry.name for entry in (first, run) if entry.queries is None]
-        run.not_paired = (
-            f"no results per query were recorded by {' and '.join(lacking)}"
-        )
-        return
     contents = []
-    for results in (first.queries, run.queries):
+    sizes = []
+    for compared in (first, run):
+        results = compared.queries
+        if results is None:
+            run.not_paired = f"no results per query were recorded by {compared.name}"
+            return
         texts = [(row["query"], row["relevant"]) for row in results["queries"]]
-        contents.append((len(results["values"]), texts))
-    # Results of an older vembed do not tell the size of the corpus.
-    sizes = [
-        first.queries.get("num_documents"),
-        run.queries.get("num_documents"),
-    ]
-    has_other_corpus = None not in sizes and sizes[0] != sizes[1]
-    if has_other_corpus:
-        run.not_paired = f"{first.name} was evaluated over {sizes[0]:,d} documents and {run.name} over {sizes[1]:,d}"
-        run.has_other_data = True
-        return
+        num_queries = len(results["values"])
+        num_documents = results["num_documents"]
+        contents.append((num_queries, num_documents, texts))
+        sizes.append(
+            f"{compared.name} on {num_queries:,d} queries over {num_documents:,d} documents"
+        )
     if contents[0] == contents[1]:
         run.changes = compare_results(first.queries, run.queries, metric)
-        return
-    run.not_paired = f"{first.name} and {run.name} were evaluated on other queries"
-    run.has_other_data = True
+    else:
+        run.not_paired = f"evaluated on other data: {' and '.join(sizes)}"
+        run.has_other_data = True
 
 
 # ---- text and JSON -------------------------------------------------------------------------------------------------
@@ -804,23 +744,10 @@ def _verdict(runs: SeveralRuns) -> str:
     first = runs.runs[0]
     name = metric_name(runs.metric)
     if best is first:
-        sentence = f"{first.name} is the run that the others are compared with"
-        num_paired = 0
-        num_clear = 0
-        for run in runs.runs:
-            if run.changes is None:
-                continue
-            num_paired += 1
-            interval = run.interval(runs.metric)
-            if interval is not None and interval.is_clear:
-                num_clear += 1
-        if not num_paired:
-            return f"{sentence}. Their queries could not be paired."
-        return f"{sentence}. {num_clear} of {num_paired} differ from it in {name} by more than chance."
+        return f"No other run is above {first.name}, with which they are compared."
     interval = best.interval(runs.metric)
     if best.changes is None or interval is None:
-        reason = f": {best.not_paired}" if best.not_paired else ""
-        return f"Whether the difference from {first.name} is more than chance is not known{reason}."
+        return f"Whether the difference from {first.name} is more than chance is not known."
     verdict = (
         "the difference is more than chance" if interval.is_clear else NO_DIFFERENCE
     )
@@ -832,39 +759,16 @@ def _verdict(runs: SeveralRuns) -> str:
 
 
 def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
-    """Return what is known of each run. What is known of none is left out."""
+    """Return what is known of each run, and the versions that differ."""
     rows: dict[str, list[str]] = {}
-    for run in runs.runs:
-        record = run.record
-        summary = record.summary
-        seconds = summary.seconds
-        step = record.final.step if record.final else None
-        run_facts = {
-            "Model": record.model_name(),
-            "State": run.state,
-            "Scored weights": f"after step {step:,d}" if step else "",
-            "Examples": _count(summary.num_examples),
-            "Trained parameters": _count(summary.num_trainable),
-            "Time": "" if seconds is None else duration(seconds),
-            "Processes": str(summary.num_processes) if summary.finished else "",
-            "Device": summary.device,
-            "Strategy": summary.strategy,
-            "Mixed precision": summary.precision,
-            "Folder": record.folder.resolve().name,
-        }
-        for name, fact in run_facts.items():
-            rows.setdefault(name, []).append(fact)
-    # Versions of packages, where they differ.
-    versions = [run.record.summary.versions for run in runs.runs]
-    packages: dict[str, None] = {}
-    for by_package in versions:
-        packages |= dict.fromkeys(by_package)
-    for package in packages:
-        package_versions = [by_package.get(package, "") for by_package in versions]
-        if len(set(package_versions) - {""}) > 1:
-            rows[f"{package} version"] = package_versions
-    return [(name, values) for name, values in rows.items() if any(values)]
-
-
-def _count(number: int | None) -> str:
-    return f"{number:,d}" if number else ""
+    for number, run in enumerate(runs.runs):
+        named = {"State": run.state, **dict(facts(run.record))}
+        for package, version in run.record.summary.versions.items():
+            named[f"{package} version"] = version
+        for name, fact in named.items():
+            rows.setdefault(name, [""] * len(runs.runs))[number] = fact
+    shown = []
+    for name, values in rows.items():
+        if not name.endswith(" version") or len(set(values) - {""}) > 1:
+            shown.append((name, values))
+    return shown

@@ -74,8 +74,8 @@ from vembed.parallel.session import Session
 from vembed.training.checkpoint import folders
 from vembed.training.checkpoint.folders import (
     ABANDONED,
-    DAMAGED,
     JUDGES,
+    LOCK,
     MANIFEST,
     PARTIAL,
     STATE,
@@ -135,7 +135,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self._pending: tuple[int, Future[Any]] | None = None
         """Step of an asynchronous save, and its result."""
         self._saved_step = -1
-        self._damaged: set[Path] = set()
 
     def __exit__(
         self,
@@ -170,7 +169,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             if not problems:
                 point = ResumePoint(path, read_state(path))
                 break
-            self._damaged.add(path)
             reasons.append(f"{path.name}: {problems[0]}")
             log.warning(f"skipped {path}: {'; '.join(problems)}")
         resume = self.run.resume
@@ -209,20 +207,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         for entry in self._differences(point):
             is_named = entry.name not in ("resume", "output_dir")
             if not entry.is_allowed:
-                forbidden.append(entry)
+                forbidden.append(str(entry))
             elif is_named and entry.current != "auto":  # that is decided again, later
                 changed.append(str(entry))
-        listed = "; ".join(map(str, forbidden))
+        listed = "; ".join(forbidden)
         if forbidden and self.run.resume == "force":
             log.warning(
                 f"resume: force: going on although the settings differ: {listed}"
-            )
-        elif [entry.name for entry in forbidden] == ["global_batch_size"]:
-            size = forbidden[0].saved
-            raise UserError(
-                f"{point.path} was trained with {size} examples per step, and this run asks for {forbidden[0].current}: "
-                f"give global_batch_size={size} (over all processes), start anew in another output_dir, or set "
-                "resume: force"
             )
         elif forbidden:
             raise UserError(
@@ -296,8 +287,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 last = step
         for step, path in checkpoints:
             if step > last:
-                ending = DAMAGED if path in self._damaged else ABANDONED
-                renamed = path.with_name(path.name + ending)
+                renamed = path.with_name(path.name + ABANDONED)
                 shutil.rmtree(renamed, ignore_errors=True)
                 path.rename(renamed)
                 log.info(f"renamed {path} to {renamed.name}")
@@ -305,11 +295,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             trim_metrics(output, -1)
         else:
             loop = point.state["loop"]
-            if self._may_go_back:
-                steps = {loop[key] for key in ("step", *NO_CHECKPOINT)}
-                # The resumed one first: no earlier checkpoint may be the newest here.
-                for step in sorted(steps - {None}, reverse=True):
-                    self._take_over(step, point)
             is_scored = loop["scored_step"] == loop["step"]
             metrics = {}
             if point.path.resolve().parent == output.resolve():
@@ -339,15 +324,15 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 "guarded_scores": {},
             }
             state |= {**no_scores, "scored_step": None}
-        if self._may_go_back:
+        if self.settings["load_best_model_at_end"] or self.settings["guards"]:
             missing = []
             for key in NO_CHECKPOINT:
                 step = state[key]
-                if step is not None and self._source_of(step, point) is None:
+                if step is not None and not (self.path_of(step) / MANIFEST).is_file():
                     missing.append(key)
             for key in collectives.broadcast_object(missing):
                 name = checkpoint_name(state[key])
-                log.warning(f"{name} is not there any more: final/ gets a later one")
+                log.warning(f"{name} is not in {self.output}: final/ gets a later one")
                 state |= NO_CHECKPOINT[key]
         return state
 
@@ -456,12 +441,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     # ---- parts ---------------------------------------------------------------
 
-    @property
-    def _may_go_back(self) -> bool:
-        """True if `final/` may get another checkpoint than the last one."""
-        settings = self.settings
-        return bool(settings["load_best_model_at_end"] or settings["guards"])
-
     def _on_main(self, action: Callable[[], Any]) -> Any:
         """Return what rank 0 gets from an action. Its UserError is raised on every rank. Collective."""
         value = None
@@ -477,56 +456,18 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return value
 
     def _require_shared_output(self) -> None:
-        """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
-        # Two exchanges: all have written before any looks for the file of rank 0, and all have looked before it goes.
-        probe = self.output / f".probe-{self.session.rank}"
+        """Raise UserError unless every rank may write to output_dir and sees there the lock of rank 0."""
         problem = None
-        try:
-            self.output.mkdir(parents=True, exist_ok=True)
-            write_durably(probe, b"vembed writes here\n")
-        except OSError as error:
-            problem = error.strerror or str(error)
-        problems = collectives.gather_objects(problem)
-        # Skipped where writing failed already: even a lookup may be forbidden there.
-        sees_main = problem is not None or (self.output / ".probe-0").exists()
-        is_shared = collectives.gather_objects(sees_main)
-        if problem is None:
-            probe.unlink()
-        failed = []
-        for rank, reason in enumerate(problems):
+        if not os.access(self.output, os.W_OK | os.X_OK):
+            problem = "cannot be written to"
+        elif not (self.output / LOCK).is_file():
+            problem = "is not the folder of process 0"
+        for rank, reason in enumerate(collectives.gather_objects(problem)):
             if reason is not None:
-                failed.append(f"process {rank}: {reason}")
-        if failed:
-            raise UserError(
-                f"output_dir: {self.output} cannot be written to ({'; '.join(failed[:3])}); give a folder that every "
-                "process may write to, on a disk with room"
-            )
-        if not all(is_shared):
-            raise UserError(
-                f"output_dir: {self.output} is not the same folder for all processes (process "
-                f"{is_shared.index(False)} does not see what process 0 writes there); give one on a file system that "
-                "all machines share"
-            )
-
-    def _source_of(self, step: int, point: ResumePoint) -> Path | None:
-        """Return the checkpoint of a step that `final/` may get: of this folder, or beside the one that is resumed."""
-        beside = point.path.parent / checkpoint_name(step)
-        for path in (self.path_of(step), beside):
-            if (path / MANIFEST).is_file():
-                return path
-        return point.path if step == point.step else None
-
-    def _take_over(self, step: int, point: ResumePoint) -> None:
-        """Copy a checkpoint that `final/` may get from the folder of the resumed run, which may be removed before this
-        run ends."""
-        source = self._source_of(step, point)
-        target = self.path_of(step)
-        if source is not None and source != target:
-            # Files of a checkpoint are never changed, so that both folders may share them.
-            unfinished = target.with_name(target.name + PARTIAL)
-            shutil.copytree(source, unfinished, copy_function=_link_or_copy)
-            unfinished.rename(target)
-            log.info(f"copied {source} (final/ may get it)")
+                raise UserError(
+                    f"output_dir: {self.output} {reason} on process {rank}: give one on a file system that all machines "
+                    "share, and that every process may write to"
+                )
 
     def _read(self, point: ResumePoint, trained: Trained) -> None:
         restore(
@@ -597,14 +538,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 def read_state(directory: Path) -> dict[str, Any]:
     """Return a checkpoint's state.json."""
     return read_json_object(directory / STATE)
-
-
-def _link_or_copy(source: str, target: str) -> str:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
-    return target
 
 
 def _reason(error: BaseException) -> str:
@@ -941,32 +874,29 @@ def _check(
             "8-bit blocks follow the shards: resume on as many processes as wrote it (only optim: adamw moves freely), "
             "or start anew in another output_dir"
         )
-    unused = []
+    differences = []
+    for name in missing:
+        differences.append(f"only this run trains {name}")
     for name in sorted(stored.keys() - tensors.keys()):
         if not name.startswith(_HOOKS) and not _OWN.search(name):
-            unused.append(name)
-    differences = []
-    sides = {"only this run trains": missing, "only the checkpoint has": unused}
-    for side, names in sides.items():
-        num_more = len(names) - MAX_NAMED
-        more = f" and {num_more:,d} more" if num_more > 0 else ""
-        if names:
-            differences.append(f"{side} {', '.join(names[:MAX_NAMED])}{more}")
-    settings = "model, LoRA, freeze and optim settings"
-    for name, value in tensors.items() if not differences else ():
+            differences.append(f"only the checkpoint has {name}")
+    for name in sorted(stored.keys() & tensors.keys()):
         saved = stored[name]
-        is_weight = not name.startswith((_OPTIMIZER, _HOOKS))
+        value = tensors[name]
         if value.size() != saved.size:
             differences.append(
                 f"{name} has the shape {list(saved.size)} there and {list(value.size())} in this run"
             )
-        elif checks_dtypes and is_weight and value.dtype != saved.properties.dtype:
-            settings = "torch_dtype and mixed_precision"
+        is_weight = not name.startswith((_OPTIMIZER, _HOOKS))
+        if checks_dtypes and is_weight and value.dtype != saved.properties.dtype:
             differences.append(
                 f"{name} is stored as {saved.properties.dtype} there and is {value.dtype} in this run"
             )
     if differences:
+        num_more = len(differences) - MAX_NAMED
+        more = f"; and {num_more:,d} more differences" if num_more > 0 else ""
         raise UserError(
-            f"the checkpoint is of another model or optimizer: {'; '.join(differences[:2])}; resume with the {settings} "
-            "and the strategy that it was trained with, or start anew in another output_dir"
+            f"the checkpoint is of another model or optimizer: {'; '.join(differences[:MAX_NAMED])}{more}; resume with the "
+            "model, LoRA, freeze, optim, strategy, torch_dtype and mixed_precision that it was trained with, or start anew "
+            "in another output_dir"
         )

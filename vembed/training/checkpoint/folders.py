@@ -6,26 +6,24 @@ Imports no torch, and reads no weights: a dry run looks at the folder too.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
-import secrets
 import shutil
-import threading
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
-import psutil
 from huggingface_hub import try_to_load_from_cache
 
-from vembed.config.decisions import PRECISIONS, Precision
 from vembed.config.schema import (
     FILE_OPTIONS,
     ModelSection,
@@ -38,6 +36,7 @@ from vembed.data.examples import Example, Item
 from vembed.errors import UserError
 from vembed.evaluation.report.record import SUMMARY_FILE, read_run, read_summary
 from vembed.files import (
+    NO_LOCKS,
     add_content,
     checksums_of,
     damage_of,
@@ -48,7 +47,6 @@ from vembed.files import (
     sync,
     write_durably,
 )
-from vembed.parallel.environment import machine_name
 
 if TYPE_CHECKING:
     from vembed.data.example_store import ExampleStore
@@ -94,51 +92,25 @@ JUDGES = frozenset({"val_data_path", "eval_metric"})
 # ---- the lock: one run at a time writes into a folder ---------------------------
 
 LOCK = ".lock"
-"""File that names host and process of the run. Its modification time, set anew every few seconds, is the sign of life."""
-LOCK_BEAT_SECONDS = 10.0
-DEAD_SECONDS = 90.0
-"""Age of the last sign of life from which an owner on another host counts as dead."""
-LOOK_SECONDS = 1.0
-SETTLE_SECONDS = 0.3
-"""Time after which one of several starts that replace a dead owner's lock at once knows that it has won."""
-UNKNOWN_OWNER = {
-    "host": "unknown",
-    "machine": "",
-    "pid": 0,
-    "process_started": 0.0,
-    "started": 0.0,
-}
-"""Owner of a lock that cannot be read."""
+"""File that names host and process of the run, and on which it holds a lock of the operating system."""
+MAX_OWNER_BYTES = 200
 
 
 class OutputLock(AbstractContextManager["OutputLock"]):
-    """The lock of one run on its output folder. A context manager: the exit releases it, if it was taken."""
+    """The lock of one run on its output folder. A context manager: the exit releases it, if it was taken.
+
+    The system releases it too, as soon as the process has ended in any way, on this machine or another.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.path = folder / LOCK
-        # Of no other process: process 1 of several containers may look at the same folder.
-        self._probe = folder / f"{LOCK}.{secrets.token_hex(8)}"
-        # In a container, processes are counted in a namespace of their own.
-        namespace = ""
-        with suppress(OSError):
-            namespace = str(Path("/proc/self/ns/pid").readlink())
-        self._machine = f"{machine_name()} {namespace}"
-        owner = {
-            "host": machine_name().partition(" ")[0],
-            "machine": self._machine,
-            "pid": os.getpid(),
-            "process_started": psutil.Process().create_time(),
-            "started": time.time(),
-        }
-        self._content = json.dumps(owner).encode()
+        self._file: IO[bytes] | None = None
         self._made: list[Path] = []
         """Folders that did not exist before; removed at the exit if they are empty."""
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def take(self) -> None:
-        """Take the lock. Raise UserError if a living run has it, or if the folder cannot be written to.
+        """Take the lock. Raise UserError if another run has it, or if the folder cannot be written to.
 
         Rank 0 does so before anything is read.
         """
@@ -150,115 +122,55 @@ class OutputLock(AbstractContextManager["OutputLock"]):
                     self._made.append(folder)
             self.folder.mkdir(exist_ok=True)  # says so where a file is in the way
             action = "written to"
-            is_taken = False
-            while not is_taken:
-                try:
-                    with self.path.open("xb") as file:
-                        file.write(self._content)
-                    is_taken = True
-                except FileExistsError:
-                    with suppress(FileNotFoundError):  # released meanwhile: try again
-                        self._take_over()
-                        is_taken = True
+            file = self.path.open("a+b")
+            try:
+                self._lock(file)
+            except BaseException:
+                file.close()
+                raise
+            self._file = file
+            file.truncate(0)
+            started = time.strftime("%Y-%m-%d %H:%M:%S")
+            owner = (
+                f"host {socket.gethostname()}, process {os.getpid()}, started {started}"
+            )
+            file.write(owner.encode())
+            file.flush()
         except OSError as error:
             raise UserError(
                 f"output_dir: {self.folder} cannot be {action} ({error.strerror}); give a folder that every process "
                 "may write to, on a disk with room"
             ) from error
-        self._thread = threading.Thread(
-            target=self._beat, name="vembed-lock", daemon=True
-        )
-        self._thread.start()
 
     def __exit__(self, *error: object) -> None:
-        if self._thread is not None:
-            self._ended.set()
-            self._thread.join()
-            with suppress(OSError):
-                # Only if it is this run's still: another may have taken it over from a run that it held for dead.
-                if self.path.read_bytes() == self._content:
-                    self.path.unlink()
+        if self._file is not None:
+            self.path.unlink(missing_ok=True)
+            self._file.close()
         for folder in reversed(self._made):
             with suppress(OSError):  # a run that has begun has filled it
                 folder.rmdir()
 
-    def _take_over(self) -> None:
-        """Put this run's lock in the place of a dead owner's. Raise UserError if the owner lives."""
-        # The clock of the file system sets the times of files.
-        self._probe.touch()
-        current_time = self._probe.stat().st_mtime
-        self._probe.unlink()
-        age = current_time - self.path.stat().st_mtime
-        owner: dict[str, Any] = dict(UNKNOWN_OWNER)
-        with suppress(ValueError, TypeError):
-            owner.update(json.loads(read_state_bytes(self.path)))
-        if owner["machine"] == self._machine:
-            is_dead = _has_ended(owner)
-            sign = "which has ended" if is_dead else "which is running"
-        else:
-            is_dead = self._is_silent(age)
-            sign = "which gives signs of life"
-            if is_dead:
-                sign = f"without a sign of life for {DEAD_SECONDS:g} s"
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["started"]))
-        description = (
-            f"host {owner['host']}, process {owner['pid']}, started {started}, {sign}"
-        )
-        if not is_dead:
+    def _lock(self, file: IO[bytes]) -> None:
+        is_free = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The run before may have removed the file after it was opened here.
+            is_free = os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        except BlockingIOError:
+            is_free = False
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            log.warning(
+                f"output_dir: the file system of {self.folder} has no locks: no other run may write there meanwhile"
+            )
+        if not is_free:
+            file.seek(0)
+            owner = file.read(MAX_OWNER_BYTES).decode("utf-8", "replace")
             raise UserError(
-                f"output_dir: {self.folder} is in use by another run ({description}): wait for its "
-                "end, stop it, or choose another output_dir; the lock of a run that is dead is taken over by itself, at "
-                f"once on its own host and after {DEAD_SECONDS:g} s on another (or remove {self.path})"
+                f"output_dir: {self.folder} is in use by another run ({owner}): wait for its end, stop it, or choose "
+                "another output_dir"
             )
-        self._probe.write_bytes(self._content)
-        self._probe.replace(self.path)
-        # Several starts may replace the same dead lock: the last one to write wins, and each of them looks again.
-        time.sleep(SETTLE_SECONDS)
-        if self.path.read_bytes() != self._content:
-            raise UserError(
-                f"output_dir: {self.folder} was taken by another run that started at the same time"
-            )
-        log.warning(
-            f"took over the lock on {self.folder} from a run that is dead ({description})"
-        )
-
-    def _is_silent(self, age: float) -> bool:
-        """Return whether the owner, on another host, gives no sign of life until it is too old. A job that is put on
-        another machine after a crash begins by itself that way."""
-        last = self.path.stat().st_mtime
-        if age < DEAD_SECONDS:
-            log.info(
-                f"output_dir: {self.folder} has a lock of another host: looking for signs of life"
-            )
-        end = time.monotonic() + DEAD_SECONDS - age
-        while time.monotonic() < end:
-            time.sleep(LOOK_SECONDS)
-            # Opened anew: network file systems remember the times of files.
-            with self.path.open("rb") as file:
-                if os.fstat(file.fileno()).st_mtime != last:
-                    return False
-        return True
-
-    def _beat(self) -> None:
-        """Renew the sign of life until the end. Runs in a thread of its own."""
-        while not self._ended.wait(LOCK_BEAT_SECONDS):
-            with suppress(OSError):  # the disk may come back
-                if self.path.read_bytes() != self._content:
-                    log.error(
-                        f"{self.path} belongs to another run now: two runs write to {self.folder}"
-                    )
-                    return
-                os.utime(self.path)
-
-
-def _has_ended(owner: dict[str, Any]) -> bool:
-    """Return whether the owner, a process of this machine, has ended. Its number may be another process's now."""
-    try:
-        process = psutil.Process(owner["pid"])
-        is_zombie = process.status() == psutil.STATUS_ZOMBIE
-        return is_zombie or abs(process.create_time() - owner["process_started"]) > 1.0
-    except psutil.Error:
-        return not psutil.pid_exists(owner["pid"])
 
 
 # ---- finished runs -----------------------------------------------------------
@@ -345,59 +257,36 @@ def candidates(run: RunSection) -> list[Path]:
     if run.resume in (True, "auto", "force"):
         return checkpoints
     requested = Path(str(run.resume))
-    if not requested.is_dir():
-        raise UserError(
-            f"resume: {requested} is not a folder; give a checkpoint-<step> folder, a run's output_dir, or true"
-        )
-    siblings = [path for _, path in list_checkpoints(requested.parent)]
-    if (requested / MANIFEST).is_file() or requested in siblings:
+    if (requested / MANIFEST).is_file():
         paths = [requested]
     else:
         paths = [path for _, path in reversed(list_checkpoints(requested))]
     if not paths:
         raise UserError(
-            f"resume: {requested} is neither a checkpoint nor a folder with checkpoints"
+            f"resume: {requested} is neither a checkpoint nor a folder with checkpoints; give a checkpoint-<step> folder, a "
+            "run's output_dir, or true"
         )
     is_of_output = paths[0].resolve().parent == output.resolve()
     if (checkpoints or finished) and not is_of_output:
-        contents = str(finished)
-        if checkpoints:
-            contents = f"checkpoints already (newest {checkpoints[0].name})"
         raise UserError(
-            f"resume: {requested} is of another run, and output_dir: {output} holds {contents}: choose another output_dir"
+            f"resume: {requested} is of another run than the one in output_dir: {output}: choose another output_dir"
         )
     return paths
 
 
 def require_output_folder(name: str) -> None:
     """Raise UserError if output_dir is no folder for files of a run."""
-    problem = None
-    output = Path(name)
-    if "\0" in name:
-        problem = "holds a NUL character"
-    else:
-        output = output.resolve()
-        is_shared_memory = output.is_relative_to("/dev/shm")
-        if output == Path(output.anchor):
-            problem = "is the root of the file system"
+    try:
+        output = Path(name).resolve()
+        is_system = output == Path(output.anchor)
         for system in ("/proc", "/sys", "/dev"):
-            if output.is_relative_to(system) and not is_shared_memory:
-                problem = f"is in {system}, which holds no files"
-    if problem is not None:
-        raise UserError(f"output_dir: {name!r} {problem}: choose another folder")
-    # What is in a model or a checkpoint is replaced or removed with it, and published with the model.
-    for folder in (output, *output.parents):
-        is_model = any((folder / file).is_file() for file in _AT_TOP)
-        is_named_as_checkpoint = step_of(folder.name) is not None
-        if folder.name == FINAL and is_model:
-            what = "the model of a run, and would be replaced and published with it"
-        elif is_named_as_checkpoint and (folder / MANIFEST).is_file():
-            what = "a checkpoint of a run, and would be removed with it"
-        else:
-            continue
-        inside = "is" if folder == output else "is inside"
+            is_system |= output.is_relative_to(system)
+        is_refused = is_system and not output.is_relative_to("/dev/shm")
+    except ValueError:  # a NUL character
+        is_refused = True
+    if is_refused:
         raise UserError(
-            f"output_dir: {name} {inside} {folder}, {what}: choose a folder outside of it"
+            f"output_dir: {name!r} is no folder that may hold files of a run: choose another folder"
         )
     # Found now, and not when the model is written after the last step.
     for part in (FINAL, f".{FINAL}.new", f".{FINAL}.old"):
@@ -411,44 +300,23 @@ def require_output_folder(name: str) -> None:
 def refuse_own_model(run: RunSection, model: ModelSection) -> None:
     """Raise UserError if the run would overwrite the model that it starts from."""
     output = Path(run.output_dir).resolve()
-    names = {
-        "model_name": model.model_name,
-        "image_model_name": model.image_model_name,
-    }
-    for option, name in names.items():
-        if name is None or not Path(name).expanduser().is_dir():
+    for name in (model.model_name, model.image_model_name):
+        path = None if name is None else existing(name)
+        if path is None:
             continue
-        folder = Path(name).expanduser().resolve()
+        folder = path.resolve()
         # A run's folder stands for its final/, unless it is a model folder itself.
-        is_same_run = (
-            folder == output
-            and (output / FINAL).is_dir()
-            and not (output / "config.json").is_file()
-        )
+        if folder == output and not (folder / "config.json").is_file():
+            folder = folder / FINAL
         is_inside = False
-        if folder.is_relative_to(output) and folder != output:
+        if folder.is_dir() and folder.is_relative_to(output) and folder != output:
             top = folder.relative_to(output).parts[0]
-            is_inside = top == FINAL or top.startswith("checkpoint-")
-        if is_same_run or is_inside:
+            is_inside = top == FINAL or step_of(top) is not None
+        if is_inside:
             raise UserError(
-                f"{option}: {name} is inside output_dir: {run.output_dir}, where this run would overwrite it: give "
+                f"model_name: {name} is inside output_dir: {run.output_dir}, where this run would overwrite it: give "
                 "another output_dir"
             )
-
-
-def precision_before(run: RunSection) -> Precision | None:
-    """Return the precision in which the run that is resumed has computed; None for a new run, or if it is unknown.
-
-    Read before the devices are chosen. What is wrong with a checkpoint is reported later, where one is chosen.
-    """
-    if run.resume is False:
-        return None
-    with suppress(UserError):
-        for path in candidates(run):
-            with suppress(UserError):
-                name = read_json_object(path / STATE).get("precision")
-                return name if name in PRECISIONS else None
-    return None
 
 
 # ---- settings ----------------------------------------------------------------
@@ -477,18 +345,18 @@ def compare_resume(
 
     `state`: the content of state.json. `identity`: what is not an option but must stay (the data's fingerprint, the
     global batch size). An option that the checkpoint lacks (written by an older vembed) counts as its default.
-    `precision`: that of this run.
+    `precision`: that of this run, which must stay also where the option is `auto`.
     """
     fields = option_fields()
     differences = []
-    for name, value in options.items():
+    for name, option in options.items():
+        value = option
         default = fields[name].get_default(call_default_factory=True)
         before = state["config"].get(name, default)
-        # `auto` and what it came to are the same.
-        is_same = before == value or (
-            name == "mixed_precision" and state.get("precision") == precision
-        )
-        if not is_same:
+        if name == "mixed_precision":
+            before = state["precision"]
+            value = precision
+        if before != value:
             differences.append(Difference(name, before, value, name in MAY_CHANGE))
     for name in sorted(set(state["identity"]) & set(identity)):
         before = state["identity"][name]
@@ -707,10 +575,8 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 PARTIAL = ".partial"
 """Suffix of a folder that is being written or removed. It never counts; the next start removes it."""
-DAMAGED = ".damaged"
-"""Suffix of a folder that failed its checksums. It is kept until the next checkpoint is written."""
 ABANDONED = ".abandoned"
-"""Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
+"""Suffix of a checkpoint later than the one resumed from, or damaged. It is kept until the user removes it."""
 # No run takes more steps, and longer names leave no room for the suffix of a folder that is removed.
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _FORMAT = 3
@@ -762,9 +628,7 @@ def commit(
             f"{missing[0]} was written by another process but is not in {partial} as this one sees it: output_dir "
             "must be on a file system that all machines share"
         )
-    content = {"format": _FORMAT, "files": files}
-    content["sha256"] = _seal(content)
-    text = json.dumps(content, indent=1)
+    text = json.dumps({"format": _FORMAT, "files": files}, indent=1)
     write_durably(partial / MANIFEST, text.encode())
     # Content first, rename second: after a power cut, a name without `.partial` implies complete files. Files in
     # `checksums` were flushed by the rank that wrote them.
@@ -774,11 +638,6 @@ def commit(
     partial.rename(final)
     # The rename itself is durable only when the parent's directory entries are on disk.
     sync(final.parent)
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def verify(
@@ -793,21 +652,15 @@ def verify(
         return [f"{MANIFEST} is missing"]
     try:
         content = read_json_object(directory / MANIFEST)
-        seal = content.pop("sha256")
-        checkpoint_format = content["format"]
-    except (UserError, KeyError):
+        if content["format"] != _FORMAT:
+            return [f"{MANIFEST} is of another version of vembed"]
+        problems = []
+        for name in sorted(content["files"])[part::num_parts]:
+            problem = damage_of(directory, name, content["files"][name])
+            if problem is not None:
+                problems.append(problem)
+    except (UserError, KeyError, TypeError):
         return [f"{MANIFEST} is damaged"]
-    if checkpoint_format != _FORMAT:
-        return [
-            f"{MANIFEST} has format {checkpoint_format}, and this vembed reads {_FORMAT}"
-        ]
-    if seal != _seal(content):
-        return [f"{MANIFEST} does not match its own checksum"]
-    problems = []
-    for name in sorted(content["files"])[part::num_parts]:
-        problem = damage_of(directory, name, content["files"][name])
-        if problem is not None:
-            problems.append(problem)
     return problems
 
 
@@ -827,9 +680,6 @@ def prune(
     keep: set[int],
 ) -> list[Path]:
     """Remove the oldest checkpoints until `limit` are left. The newest and the steps in `keep` are never removed."""
-    # Called after a new checkpoint is complete: from now on the damaged ones are of no use.
-    for path in output_dir.glob(f"checkpoint-*{DAMAGED}"):
-        shutil.rmtree(path)
     checkpoints = list_checkpoints(output_dir)
     if limit is None or len(checkpoints) <= limit:
         return []

@@ -8,22 +8,17 @@ import logging
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
 from typing_extensions import override
 
-from vembed.config.decisions import has_initial_weights
 from vembed.config.terms import loss_terms, source_group_names
 from vembed.errors import RunError, UserError
-from vembed.evaluation.report.plots import Curve, plot_curve, plot_evaluations
-from vembed.evaluation.report.record import metric_name, read_run
 from vembed.parallel import collectives
 from vembed.parallel.devices import memory_snapshot
 from vembed.parallel.parameters import num_parameters
@@ -31,19 +26,14 @@ from vembed.progress import ProgressReport, duration
 from vembed.training.checkpoint.folders import METRICS_FILE, newest_checkpoint
 from vembed.training.hooks.base import Evaluation, Hook, StepReport
 from vembed.training.run_log import END_OF_SETUP, HEADLINE, LineFile
-from vembed.training.trackers import TRACKERS, TrackedReport, TrackedRun, Tracker
+from vembed.training.trackers import TRACKERS, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from vembed.training.trainer import Trainer
 
 log = logging.getLogger("vembed")
 
-LOG_LINE_COLUMNS = 100
-SLOW_RANK_RATIO = 1.2
-"""Working time of a rank over the median from which it counts as slow."""
-SLOW_RANK_SECONDS = 0.1
-"""Delay by a rank, over the steps since the last log line, from which it counts as slow. Times of a few milliseconds vary
-by chance."""
+LOG_LINE_COLUMNS = 160
 
 
 class StepMetrics(Hook):
@@ -67,8 +57,6 @@ class StepMetrics(Hook):
         self._of_model: defaultdict[str, list[float]] = defaultdict(list)
         """Name in the log -> losses of the global batches, the same on every rank."""
         self._steps: list[list[float]] = []
-        self._slow_rank: int | None = None
-        """Slow in the steps before the last log line."""
 
     @override
     def on_start(self, run: Trainer) -> None:
@@ -135,7 +123,8 @@ class StepMetrics(Hook):
             work.append(sum(seconds_of_rank.values()) - seconds_of_rank["wait"])
             memory.append({"rank": rank, **entry["memory"]})
         seconds = max(self._seconds, 1e-9)
-        median_work = _median(work)
+        # The lower one of an even number: of two ranks, the slower one is compared with the other.
+        median_work = sorted(work)[(len(work) - 1) // 2]
         values: dict[str, Any] = {
             "samples_per_second": total["examples"] / seconds,
             "tokens_per_second": total["useful"] / seconds,
@@ -150,11 +139,6 @@ class StepMetrics(Hook):
             "slowest_rank": work.index(max(work)),
             "memory": memory,
         }
-        # Named when it is slow twice in a row: another process of the machine may have delayed it once.
-        slow = slow_rank(work)
-        if slow is not None and slow == self._slow_rank:
-            values["slow_rank"] = slow
-        self._slow_rank = slow
         # All ranks have had the same tasks in the same steps, and so the same names in the same order.
         sums = []
         for shares in self._shares.values():
@@ -182,26 +166,12 @@ class StepMetrics(Hook):
         self._steps = [list(step) for step in state["steps"]]
 
 
-def slow_rank(work: Sequence[float]) -> int | None:
-    """Return the rank that delays the others, or None. `work`: seconds of each rank without those of waiting."""
-    slowest = max(work)
-    median = _median(work)
-    is_slow = slowest > SLOW_RANK_RATIO * median
-    is_late = slowest - median > SLOW_RANK_SECONDS
-    return work.index(slowest) if is_slow and is_late else None
-
-
-def _median(work: Sequence[float]) -> float:
-    # The lower one of an even number: of two ranks, the slower one is compared with the other.
-    return sorted(work)[(len(work) - 1) // 2]
-
-
 def log_line(
     values: dict[str, Any],
     total_steps: int,
     seconds_left: float,
 ) -> str:
-    """Return the log line of one step, of at most 100 columns. All metrics are in metrics.jsonl."""
+    """Return the log line of one step, with as many losses as fit. All metrics are in metrics.jsonl."""
     rate = values["samples_per_second"]
     rate_text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
     line = (
@@ -212,8 +182,6 @@ def log_line(
     for name, value in values.items():
         if name.startswith("loss/"):
             additions.append(f"  {name.removeprefix('loss/')} {value:.4f}")
-    if "slow_rank" in values:
-        additions.append(f"  rank {values['slow_rank']} slow")
     for addition in additions:
         if len(line + addition) <= LOG_LINE_COLUMNS:
             line += addition
@@ -228,12 +196,10 @@ class MetricsLog(Hook):
     def __init__(self) -> None:
         self.trackers: list[Tracker] = []
         self.file: LineFile | None = None
-        self._is_trained = False
 
     @override
     def on_start(self, run: Trainer) -> None:
         """Open the file and start the trackers."""
-        self._output = run.output
         if not run.session.is_main:
             return
         options = run.config.logging
@@ -287,30 +253,21 @@ class MetricsLog(Hook):
 
     @override
     def on_finish(self, run: Trainer) -> None:
-        """Close the file: the report reads it. The trackers get the report when it is written."""
-        self._is_trained = True
-        self._close_file()
-
-    @override
-    def close(self) -> None:
-        """Close the file, send the report of a finished run to the trackers, and end them."""
-        self._close_file()
-        for tracker in self.trackers:
-            if self._is_trained and (self._output / "report.html").is_file():
-                try:
-                    tracker.send_report(_tracked_report(self._output))
-                except (OSError, UserError) as error:
-                    log.warning(
-                        f"report_to: {tracker.name} did not take the report ({error})"
-                    )
-            with suppress(OSError):
-                tracker.finish()
-        self.trackers = []
-
-    def _close_file(self) -> None:
+        """Close the file: the report reads it."""
         if self.file is not None:
             self.file.close()
             self.file = None
+
+    @override
+    def close(self) -> None:
+        """Close the file and end the trackers."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+        for tracker in self.trackers:
+            with suppress(OSError):
+                tracker.finish()
+        self.trackers = []
 
     def _write(
         self,
@@ -347,24 +304,6 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
                     for name, number in _numbers(entry).items():
                         numbers[f"{key}/rank{rank}/{name}"] = number
     return numbers
-
-
-def _tracked_report(output: Path) -> TrackedReport:
-    """Return the report of a finished run. Its picture: the deciding score over the evaluations, and the loss."""
-    record = read_run(output)
-    name = metric_name(record.headline)
-    steps, scores = record.scores_over_steps(record.headline)
-    plots = []
-    if steps:
-        plots.append((name, plot_evaluations(steps, scores, name, None)))
-    lines = [line for line in record.steps if isinstance(line.get("loss"), float)]
-    steps = [line["step"] for line in lines]
-    losses = [line["loss"] for line in lines]
-    curve = Curve("loss", "", steps, losses, "{:.3g}".format)
-    plots.append(("loss", plot_curve(curve)))
-    images = [np.asarray(plot.image(title)) for title, plot in plots]
-    picture = np.concatenate(images, axis=1)
-    return TrackedReport(output / "report.html", picture, record.last_step)
 
 
 # ---- what a terminal shows ----------------------------------------------------
@@ -404,12 +343,14 @@ def log_setup(run: Trainer) -> None:
         output = "reranker"
     if description.modalities != ("image",):
         output += f", at most {description.max_length:,d} tokens"
+    terms = loss_terms(config.objective, config.model.model_name)
+    losses = [term.loss.name for term in terms]
     lines = [
         f"model: {config.model.model_name}, {description.family}, {output}, "
         f"{total:,d} parameters ({share})",
         f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
         f"steps: {data.total_steps:,d} of {batch} ({epochs_text}), "
-        f"learning rate {config.optimizer.learning_rate:g}, loss {config.objective.loss}",
+        f"learning rate {config.optimizer.learning_rate:g}, loss {', '.join(losses)}",
         f"device: {session.device}, {processes}, strategy {strategy}, mixed precision "
         f"{session.mixed_precision}",
     ]
@@ -454,33 +395,26 @@ class Profile(Hook):
         self.first = first
         self.last = last
         self.profiler: torch.profiler.profile | None = None
-        self.path = Path()
-        self._last_recorded: int | None = None
 
     @override
     def on_start(self, run: Trainer) -> None:
-        total_steps = run.data.total_steps
         self.path = run.output / f"trace-rank{run.session.rank}.json"
-        if self.first > total_steps:
+        if self.first > run.data.total_steps:
             log.warning(
-                f"profile_steps: [{self.first}, {self.last}] is after the run's last step, {total_steps}"
+                f"profile_steps: step {self.first} is after the run's last step, {run.data.total_steps}"
             )
-        self.last = min(self.last, total_steps)
 
     @override
     def before_step(self, step: int) -> None:
         """Start recording before the first chosen step, or before the first one left in a resumed run."""
         if self.profiler is None and self.first <= step <= self.last:
-            self.first = step
             self.profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
             self.profiler.start()
 
     @override
     def on_step(self, report: StepReport) -> None:
-        if self.profiler is not None:
-            self._last_recorded = report.step
-            if report.step == self.last:
-                self.close()
+        if report.step == self.last:
+            self.close()
 
     @override
     def on_finish(self, run: Trainer) -> None:
@@ -491,14 +425,10 @@ class Profile(Hook):
         """Stop recording and write the steps that there are."""
         profiler = self.profiler
         self.profiler = None
-        if profiler is None:
-            return
-        profiler.stop()
-        if self._last_recorded is not None:
+        if profiler is not None:
+            profiler.stop()
             profiler.export_chrome_trace(str(self.path))
-            log.info(
-                f"profile: steps {self.first} to {self._last_recorded} are in {self.path}"
-            )
+            log.info(f"profile_steps: the steps are in {self.path}")
 
 
 # ---- checks ------------------------------------------------------------
@@ -513,8 +443,6 @@ CONSTANT_LOSS_RANGE = 0.001
 MAX_SKIPPED_STEPS = 10
 """Steps in a row that `on_nonfinite: skip` skips before the run ends."""
 MAX_NAMED_EXAMPLES = 5
-FIRST_LOSS_TOLERANCE = 0.5
-"""Share of the logarithm by which the first loss may differ."""
 
 
 class Watch(Hook):
@@ -522,7 +450,6 @@ class Watch(Hook):
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
-        self._knows_first_loss = False
         self._lowest_loss = math.inf
         self._highest_loss = -math.inf
         self._first_step: int | None = None
@@ -534,21 +461,12 @@ class Watch(Hook):
         terms = loss_terms(run.config.objective, run.config.model.model_name)
         self._trains_embeddings = any(not term.loss.is_of_model for term in terms)
         self._is_cross_entropy = all(term.loss.is_cross_entropy for term in terms)
-        # Initial weights score all candidates alike.
-        self._knows_first_loss = (
-            has_initial_weights(run.config.model)
-            and run.state.step == 0
-            and self._is_cross_entropy
-        )
 
     @override
     def on_step(self, report: StepReport) -> None:
         """Stop the run at a non-finite step, or log it. The same on every rank."""
         step = report.step
         outcome = report.outcome
-        if self._knows_first_loss:
-            self._knows_first_loss = False
-            self._compare_first_loss(report)
         if outcome.is_overflow:
             log.info(
                 f"step {step}: float16 overflow, gradient scale halved, step skipped"
@@ -567,9 +485,8 @@ class Watch(Hook):
         """Raise RunError with the cause, or log it with `on_nonfinite: skip`. Collective."""
         optimizer = self._run.config.optimizer
         step = report.step
-        embeddings = report.embeddings
-        finite_rows = torch.isfinite(embeddings).all(dim=1)
-        has_broken_weights = not bool(finite_rows.any())
+        finite_rows = torch.isfinite(report.embeddings).all(dim=1)
+        has_broken_weights = step > 1 and not bool(finite_rows.any())
         examples: list[str] = []
         for rank_batch, result in report.batches:
             if not bool(result.is_finite):
@@ -579,7 +496,7 @@ class Watch(Hook):
         for rank, places in enumerate(named):
             if places:
                 ranks.append(f"rank {rank}: {', '.join(places)}")
-        if has_broken_weights and step > 1:
+        if has_broken_weights:
             cause = (
                 "all embeddings are non-finite, so the weights are: an earlier update with learning_rate: "
                 f"{optimizer.learning_rate:g} broke them"
@@ -587,16 +504,11 @@ class Watch(Hook):
         elif ranks:
             cause = f"non-finite embeddings on {'; '.join(ranks)}"
         else:
-            # The embeddings were finite everywhere, so it was the gradient.
-            first_batch, _ = report.batches[0]
-            first = ", ".join(first_batch.where[:2])
-            cause = f"non-finite embeddings on no rank (the gradient overflowed; first examples: {first})"
+            cause = "the embeddings are finite on all ranks, so the gradient overflowed"
         outcome = report.outcome
         message = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {cause}"
         if optimizer.on_nonfinite == "stop":
-            advice = "Lower learning_rate or max_grad_norm"
-            if self._run.session.mixed_precision == "fp16":
-                advice += ", use mixed_precision: bf16 instead of fp16"
+            advice = "Lower learning_rate or max_grad_norm, use mixed_precision: bf16 in place of fp16"
             if not has_broken_weights:
                 advice += ", or set on_nonfinite: skip to skip such steps"
             raise RunError(f"{message}. {advice}; {self._checkpoint_note()}")
@@ -607,31 +519,6 @@ class Watch(Hook):
                 f"{num_skipped} steps in a row were skipped (on_nonfinite: skip), the last one {step}, so the weights "
                 "no longer change: lower learning_rate or max_grad_norm, or fix the examples that the log names; "
                 f"{self._checkpoint_note()}"
-            )
-
-    def _compare_first_loss(self, report: StepReport) -> None:
-        """Log how far the loss is from that of equal scores, the logarithm of the candidates. Collective."""
-        num_rows = 0
-        for rank_batch, _ in report.batches:
-            num_rows += len(rank_batch.positive) + len(rank_batch.negative)
-        (total,) = collectives.sum_scalars([float(num_rows)])
-        num_candidates = total / len(report.batches)
-        if num_candidates < 2:
-            return
-        loss = report.outcome.loss
-        expected = math.log(num_candidates)
-        comparison = f"step 1: loss {loss:.4g}; log of its {num_candidates:,.0f} candidates is {expected:.4g}"
-        if abs(loss - expected) <= FIRST_LOSS_TOLERANCE * expected:
-            log.info(f"{comparison} (as of initial weights, which score all alike)")
-        elif loss > expected:
-            log.warning(
-                f"{comparison}: initial weights should score all alike, and these are sure of wrong answers; check "
-                "temperature (similarity: dot needs a larger one), and the initial values of the module"
-            )
-        else:
-            log.info(
-                f"{comparison} (initial weights tell pairs apart already, as where queries and positives share "
-                "words)"
             )
 
     @override
