@@ -84,7 +84,7 @@ def test_dry_run_resolves_everything_without_torch(process):
         assert line in done.out.splitlines(), line
     assert "fsdp_backward_prefetch: BACKWARD_PRE" in done.out
     assert (
-        "would run: python -m vembed.entrypoints.train --config=cfg.yaml --set=num_processes=4 (ranks 0 to 3 of 4"
+        "would run: python -m vembed.entrypoints.train --config=cfg.yaml --set=nproc=4 (ranks 0 to 3 of 4"
         in done.out
     )
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from vembed.data.near_duplicates import words
 from vembed.errors import UserError
-from vembed.evaluation.top_k import NOTHING, as_keys
+from vembed.evaluation.top_k import NOTHING, Pairs, as_keys
 
 
 def check_bm25() -> None:
@@ -55,12 +54,23 @@ def scores_of_query(
 
 
 def best_keys(
-    scores: Tensor,
+    index: Any,
+    queries: Mapping[int, str | None],
+    num_documents: int,
     k: int,
-    excluded: np.ndarray,
+    excluded: Pairs,
 ) -> Tensor:
-    """Return the keys of at most k documents, best first; NOTHING in place of those without a word in common."""
-    keys = as_keys(scores, torch.arange(len(scores)))
-    keys = torch.where(scores > 0, keys, NOTHING)
-    keys[torch.from_numpy(excluded)] = NOTHING
-    return keys.topk(min(k, len(keys))).values
+    """Return [Q, k] keys of the best of the first `num_documents` documents for each query, best first; NOTHING in place
+    of those without a word in common. `queries`: texts by number. `excluded`: (number, document) pairs."""
+    best = torch.full((len(queries), k), NOTHING)
+    bounds = excluded.bounds(max(queries, default=-1) + 1)
+    for row, (query, text) in enumerate(queries.items()):
+        scores = scores_of_query(index, text, index.scores["num_docs"])
+        # The pairs are sorted by query, so those of a query are one slice.
+        left_out = excluded.documents[bounds[query] : bounds[query + 1]]
+        scores[torch.from_numpy(left_out)] = 0.0
+        scores = scores[:num_documents]
+        keys = as_keys(scores, torch.arange(len(scores)))
+        keys = torch.where(scores > 0, keys, NOTHING)
+        best[row, : len(keys)] = keys.topk(min(k, len(keys))).values
+    return best

@@ -19,7 +19,7 @@ from vembed.config.values import RetrievalMode
 from vembed.data.examples import Item, KeyIndex, Kind
 from vembed.data.features import BaseFeaturiser, Pair, PairFeaturiser
 from vembed.errors import UserError, nearest
-from vembed.evaluation.bm25 import best_keys, build_bm25_index, scores_of_query
+from vembed.evaluation.bm25 import best_keys, build_bm25_index
 from vembed.evaluation.dataset import (
     TEST_FIRST,
     Corpus,
@@ -31,7 +31,14 @@ from vembed.evaluation.dataset import (
 )
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.evaluation.report.record import FIRST_STAGE, run_options
-from vembed.evaluation.top_k import Pairs, TopK, as_keys, documents_of, top_k
+from vembed.evaluation.top_k import (
+    NOTHING,
+    Pairs,
+    TopK,
+    as_keys,
+    documents_of,
+    top_k,
+)
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
     InterruptCheck,
@@ -321,7 +328,7 @@ BM25 = "bm25"
 RUN_FILES = (".trec", ".jsonl")
 """Endings of a first stage that is a file."""
 QUERIES_AT_ONCE = 64
-"""Queries per process whose pairs are tokenised and scored together."""
+"""As many pairs as those of so many queries are tokenised and scored together, per process."""
 
 
 def _evaluate_reranker(
@@ -381,40 +388,34 @@ def _evaluate_reranker(
         data.first_stages[stage] = _first_stage(data, evaluation, session)
     candidates = data.first_stages[stage]
 
-    # ---- queries are dealt to the ranks in turn
+    # ---- all pairs of a query and a candidate, dealt to the ranks in turn
     began = time.monotonic()
-    dealt = range(rank, len(candidates), world_size)
-    # The same number on every rank, because `score` is collective. A rank may have no queries in the last round.
-    num_rounds = math.ceil(len(candidates) / (world_size * QUERIES_AT_ONCE))
-    rankings = np.full((len(dealt), candidates.shape[1]), -1, np.int64)
+    query_of, column_of = np.nonzero(candidates >= 0)
+    document_of = candidates[query_of, column_of]
+    num_pairs = len(query_of)
+    dealt = range(rank, num_pairs, world_size)
+    at_once = QUERIES_AT_ONCE * candidates.shape[1]
+    scores = [np.empty(0, np.float32)]
     title = f"scoring the first {candidates.shape[1]} of {evaluation.first_stage}"
     with ProgressReport(title, active=active, log=log) as progress:
-        for number in range(num_rounds):
-            first = number * QUERIES_AT_ONCE
-            rows = range(len(dealt))[first : first + QUERIES_AT_ONCE]
+        # Equally often on every rank, because `score` is collective. A rank may have no pairs in the last round.
+        for start in range(0, math.ceil(num_pairs / world_size), at_once):
             pairs = []
-            for row in rows:
-                query = data.queries[dealt[row]]
-                for document in candidates[dealt[row]].tolist():
-                    if document >= 0:
-                        pairs.append((query, data.documents[document]))
-            # The scores of all these queries in one array. `start`: where those of the next query begin.
-            scores = torch.from_numpy(score(pairs))
-            start = 0
-            for row in rows:
-                documents = torch.from_numpy(candidates[dealt[row]])
-                documents = documents[documents >= 0]
-                query_scores = scores[start : start + len(documents)].float()
-                start += len(documents)
-                # Of equal scores the earlier document comes first, as in a search of vectors.
-                keys = as_keys(query_scores, documents).sort(descending=True).values
-                rankings[row, : len(documents)] = documents_of(keys).numpy()
-            num_done = (number + 1) * world_size * QUERIES_AT_ONCE
-            progress(min(num_done, len(candidates)), len(candidates))
+            for number in dealt[start : start + at_once]:
+                document = data.documents[document_of[number]]
+                pairs.append((data.queries[query_of[number]], document))
+            scores.append(score(pairs))
+            progress(min((start + at_once) * world_size, num_pairs), num_pairs)
     if log is not None and active:
         seconds = (time.monotonic() - began) / max(1, len(candidates))
         log(f"{title}: {1000 * seconds:,.1f} ms per query")
-    rankings = from_all_ranks(rankings, len(candidates), session)
+    all_scores = from_all_ranks(np.concatenate(scores)[:, None], num_pairs, session)
+    keys = torch.full(candidates.shape, NOTHING)
+    # Of equal scores the earlier document comes first, as in a search of vectors.
+    keys[query_of, column_of] = as_keys(
+        torch.from_numpy(all_scores[:, 0]).float(), torch.from_numpy(document_of)
+    )
+    rankings = documents_of(keys.sort(dim=1, descending=True).values).numpy()
     names, values = score_rankings(rankings, data.relevance, ks)
     _, first_values = score_rankings(candidates, data.relevance, ks)
     if query_results is not None:
@@ -440,14 +441,9 @@ def _first_stage(
     excluded = excluded_pairs(data, range(num_queries))
     if evaluation.first_stage == BM25:
         index = build_bm25_index(item.text for item in data.documents)
-        bounds = excluded.bounds(num_queries)
-        rankings = np.full((num_queries, k), -1, np.int64)
-        for row, query in enumerate(data.queries):
-            scores = scores_of_query(index, query.text, num_documents)
-            # The pairs are sorted by query, so those of a query are one slice.
-            left_out = excluded.documents[bounds[row] : bounds[row + 1]]
-            rankings[row] = documents_of(best_keys(scores, k, left_out)).numpy()
-        return rankings
+        texts = {row: query.text for row, query in enumerate(data.queries)}
+        keys = best_keys(index, texts, num_documents, k, excluded)
+        return documents_of(keys).numpy()
     embedder = Embedder(evaluation.first_stage, session=session)
     model = embedder.model
     featuriser = embedder.featuriser

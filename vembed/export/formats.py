@@ -154,15 +154,16 @@ class FolderTexts:
         self, rows: Sequence[Sequence[int]], length: int | None = None
     ) -> dict[str, np.ndarray]:
         """Return int64 `input_ids` and `attention_mask` [n, tokens] of a batch, padded to its longest text or to
-        `length`, on the side that the tokenizer names."""
-        width = length or max(len(row) for row in rows)
-        ids = np.full((len(rows), width), self.tokenizer.pad_token_id, np.int64)
-        mask = np.zeros((len(rows), width), np.int64)
-        for number, row in enumerate(rows):
-            start = width - len(row) if self.tokenizer.padding_side == "left" else 0
-            ids[number, start : start + len(row)] = row
-            mask[number, start : start + len(row)] = 1
-        return {"input_ids": ids, "attention_mask": mask}
+        `length`."""
+        with quiet_transformers():  # it advises to tokenise and pad at once
+            padded = self.tokenizer.pad(
+                {"input_ids": rows},
+                padding="max_length" if length else "longest",
+                max_length=length,
+                return_tensors="np",
+                return_attention_mask=True,
+            )
+        return dict(padded)
 
 
 def write_texts(

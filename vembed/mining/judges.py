@@ -17,7 +17,6 @@ import torch
 
 from vembed.data.examples import Item, distinct
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT
-from vembed.data.records import COLUMNS, as_fields, is_conversation, is_negative_name
 from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash
@@ -30,7 +29,6 @@ from vembed.mining.inputs import (
     content_key,
     open_command_session,
     open_rows,
-    row_values,
 )
 from vembed.mining.options import (
     CommandConfigSource,
@@ -40,7 +38,7 @@ from vembed.mining.options import (
     WeightOptions,
     load_options,
 )
-from vembed.mining.output import NEGATIVES_NAME, POSITIVE_NAME, check_output, write_rows
+from vembed.mining.output import check_output, row_with_negatives, write_rows
 from vembed.mining.retrievers import files_identity
 from vembed.models.families.model_files import kind_of, model_folder, whole_model_folder
 from vembed.parallel import collectives
@@ -402,12 +400,6 @@ def judge(
         stays = ~(is_relevant | is_undecided)
         if config.false_negatives == "keep":
             stays[:] = True
-        num_relabelled = 0
-        if config.false_negatives == "relabel":
-            for row in range(len(data.rows)):
-                if data.rows.example(row).scores is None:
-                    span = slice(data.starts[row], data.starts[row + 1])
-                    num_relabelled += int(is_relevant[span].sum())
         if running.is_main:
             write_rows(
                 target, _judged_rows(config, data, judgements, is_relevant, stays)
@@ -425,8 +417,8 @@ def judge(
         )
         log_line(
             f"{target}: {result.num_rows:,d} rows; of {result.num_negatives:,d} negatives {result.num_relevant:,d} are "
-            f"relevant and {result.num_undecided:,d} have no usable answer; {result.num_kept:,d} stay "
-            f"({num_relabelled:,d} became positives), in {duration(result.seconds)}"
+            f"relevant and {result.num_undecided:,d} have no usable answer; {result.num_kept:,d} stay, in "
+            f"{duration(result.seconds)}"
         )
         if not result.num_kept:
             log_line(
@@ -448,15 +440,6 @@ def _judged_rows(
     Another one gets one list of the negatives that stay, with what stands beside them in the same order. With
     `relabel` the relevant ones become positives, unless the row has scores of its own.
     """
-    mapping = config.column_mapping or {}
-
-    def remove(fields: dict[str, Any], *roles: str) -> None:
-        """Leave out the fields that are read as these parts of a record."""
-        columns = set().union(*(COLUMNS[role] for role in roles))
-        for name in list(fields):
-            if mapping.get(name, name) in columns:
-                del fields[name]
-
     for row in range(len(data.rows)):
         span = slice(data.starts[row], data.starts[row + 1])
         indices = np.flatnonzero(stays[span]).tolist()
@@ -465,35 +448,27 @@ def _judged_rows(
         fields = dict(record)
         if len(indices) < span.stop - span.start:
             example = table.example(number)
-            if is_conversation(record):
-                fields = as_fields(record)
+            negatives = example.negatives
+            added = []
+            if config.false_negatives == "relabel" and example.scores is None:
+                relevant = np.flatnonzero(is_relevant[span]).tolist()
+                added = [negatives[index] for index in relevant]
+            fields = row_with_negatives(
+                record,
+                example,
+                [negatives[index] for index in indices],
+                added,
+                config.column_mapping,
+                table.image_folder,
+            )
             for name in PER_NEGATIVE:
                 # Only lists with one entry per negative: anything else of that name is the user's own.
                 values = fields.get(name)
-                if isinstance(values, list) and len(values) == len(example.negatives):
+                if isinstance(values, list) and len(values) == len(negatives):
                     fields[name] = [values[index] for index in indices]
-            remove(fields, "negative", "negative_image")
-            for name in list(fields):
-                if is_negative_name(name):
-                    del fields[name]
-            folder = table.image_folder
-            stay = [example.negatives[index] for index in indices]
-            fields[NEGATIVES_NAME] = row_values(stay, folder)
-            if example.negative_scores is not None:
-                # One column may hold the scores of the positives too.
-                remove(fields, "score", "negative_score")
-                if example.scores is not None:
-                    fields["positive_scores"] = list(example.scores)
-                if indices:
-                    scores = [example.negative_scores[index] for index in indices]
-                    fields["negative_scores"] = scores
-            relevant = np.flatnonzero(is_relevant[span]).tolist()
-            relabels = config.false_negatives == "relabel" and example.scores is None
-            if relabels and relevant:
-                remove(fields, "positive", "positive_image")
-                added = [example.negatives[index] for index in relevant]
-                items = [*example.positives, *added]
-                fields[POSITIVE_NAME] = row_values(items, folder)
+            if example.negative_scores is not None and indices:
+                scores = [example.negative_scores[index] for index in indices]
+                fields["negative_scores"] = scores
         if config.scores and span.start < span.stop:
             fields[JUDGEMENTS_NAME] = [
                 None if value == UNDECIDED else round(value, 6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,8 +129,8 @@ def mine(
         if maker.num_short:
             log_line(
                 f"warning: {maker.num_short:,d} of {len(inputs.rows):,d} rows got fewer than {config.num_negatives} "
-                f"negatives, and {maker.num_dropped:,d} of them were dropped: "
-                + _way_to_more(config, counts, inputs.documents.num_candidates)
+                f"negatives, and {maker.num_dropped:,d} of them were dropped: give more documents (corpus_path), raise "
+                "top_k, or loosen the limits that left candidates out"
             )
         if config.keep_work:
             log_line(
@@ -151,30 +151,6 @@ def mine(
         num_encoded=search.num_encoded,
         seconds=seconds,
     )
-
-
-def _way_to_more(
-    config: MineConfig,
-    counts: Mapping[str, int],
-    num_documents: int,
-) -> str:
-    """Return what gives the rows more negatives: only options that held some back."""
-    ways = []
-    if num_documents > config.num_negatives:
-        if config.top_k < num_documents:
-            ways.append("raise top_k")
-        # With `threshold: auto` the limit is not one of the options.
-        if counts["too_high"] and config.threshold is None:
-            if config.relative_margin is not None:
-                ways.append("lower relative_margin")
-            if config.margin is not None:
-                ways.append("lower margin")
-            if config.max_score is not None:
-                ways.append("raise max_score")
-        if counts["too_low"]:
-            ways.append("lower min_score")
-    documents = f"give more documents than these {num_documents:,d} by corpus_path"
-    return ", or ".join(ways or [documents, "lower num_negatives"])
 
 
 def check_mine_config(config: MineConfig) -> Path:

@@ -481,9 +481,7 @@ def load_options(
 
     training = Layer(source_name)
     if source is not None:
-        tree = (
-            tree_of_mapping(_paths_as_text(source)) if file is None else read_tree(file)
-        )
+        tree = tree_of_mapping(source) if file is None else read_tree(file)
         nodes = {key: key.replace("-", "_") for key in tree.value}
         is_training = any(
             name not in options and _is_training_key(name) for name in nodes.values()
@@ -585,13 +583,3 @@ def _options(kind: type[CommandConfig]) -> dict[str, Option]:
 def _is_training_key(name: str) -> bool:
     first = name.split(".", maxsplit=1)[0]
     return name in TRAINING_ONLY_KEYS or first in BLOCKS or target_of(first) is not None
-
-
-def _paths_as_text(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {key: _paths_as_text(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_paths_as_text(entry) for entry in value]
-    return value

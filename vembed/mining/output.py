@@ -16,19 +16,14 @@ import pyarrow.parquet as pq
 from vembed.config.schema import sources_of
 from vembed.data.examples import Example, Item
 from vembed.data.formats.table import files_of_pattern
-from vembed.data.records import as_fields, is_conversation, is_negative_name
+from vembed.data.records import COLUMNS, as_fields, is_conversation, is_negative_name
 from vembed.errors import UserError
 from vembed.evaluation.dataset import is_beir_folder
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import existing, is_pattern, replaced_file
 from vembed.mining.candidates import UNDECIDED, CandidateSearch, Chosen, columns_by_row
-from vembed.mining.inputs import MiningInputs, content_key, row_value, row_values
+from vembed.mining.inputs import MiningInputs, content_key, row_values
 from vembed.mining.options import INPUT_OPTIONS, CommandConfig, MineConfig
-
-SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
-POSITIVE_NAME = "positive"
-QUERY_NAME = "query"
-NEGATIVES_NAME = "negatives"
 
 
 @dataclass
@@ -71,7 +66,8 @@ class RowMaker:
             query = int(query_of_row[row])
             output_row = self._row(row, query, columns)
             self.num_short += len(columns) < number
-            if not output_row[NEGATIVES_NAME] and self.config.on_missing == "drop":
+            name = column_of("negative", self.config.column_mapping)
+            if not output_row[name] and self.config.on_missing == "drop":
                 self.num_dropped += 1
                 continue
             self.num_rows += 1
@@ -86,52 +82,27 @@ class RowMaker:
     ) -> dict[str, Any]:
         config = self.config
         table, number = self.inputs.rows.locate(row)
-        record = table.record(number)
         example = table.example(number)
-        folder = table.image_folder
-
-        if is_conversation(record):  # written as the fields that it is read as
-            record = {**as_fields(record), QUERY_NAME: None, POSITIVE_NAME: None}
-            if example.negatives:
-                record[NEGATIVES_NAME] = row_values(example.negatives, folder)
-        mapping = config.column_mapping or {}
-        # With scores all negatives of the row come in one list: the scores have the order in which they are read.
-        joins = config.scores and bool(example.negatives)
-        output_row = {}
-        negatives = []
-        for name, value in record.items():
-            if name in SCORE_NAMES:  # they would not fit the negatives that come
-                continue
-            if is_negative_name(mapping.get(name, name)):
-                if joins or not config.keep_negatives:
-                    continue
-                if name == NEGATIVES_NAME and value is not None:
-                    negatives = value if isinstance(value, list) else [value]
-            output_row[name] = value
-        if joins and config.keep_negatives:
-            negatives = row_values(example.negatives, folder)
-        if output_row.get(QUERY_NAME) is None:
-            output_row[QUERY_NAME] = row_value(example.query, folder)
-        if output_row.get(POSITIVE_NAME) is None:
-            values = row_values(example.positives, folder)
-            output_row[POSITIVE_NAME] = values if len(values) > 1 else values[0]
+        kept: Sequence[Item] = example.negatives if config.keep_negatives else ()
         added = []
         if example.scores is None:  # a row with scores of its own gets no positives
-            numbers = self.relabelled.get(query, ())
-            added = [self._documents.item(number) for number in numbers]
-        if added:
-            positives = output_row[POSITIVE_NAME]
-            if not isinstance(positives, list):
-                positives = [positives]
-            output_row[POSITIVE_NAME] = positives + row_values(added, folder)
+            relabelled = self.relabelled.get(query, ())
+            added = [self._documents.item(document) for document in relabelled]
         mined = self.chosen.documents[query, columns].tolist()
         items = [self._documents.item(document) for document in mined]
-        output_row[NEGATIVES_NAME] = negatives + row_values(items, folder)
+        output_row = row_with_negatives(
+            table.record(number),
+            example,
+            [*kept, *items],
+            added,
+            config.column_mapping,
+            table.image_folder,
+        )
         if self._documents.has_ids:
             ids = [self._documents.identity(document) for document in mined]
-            output_row["negative_ids"] = [None] * len(negatives) + ids
+            output_row["negative_ids"] = [None] * len(kept) + ids
         if config.scores:
-            self._add_scores(output_row, query, example, added, columns)
+            self._add_scores(output_row, query, example, kept, added, columns)
         return output_row
 
     def _add_scores(
@@ -139,6 +110,7 @@ class RowMaker:
         output_row: dict[str, Any],
         query: int,
         example: Example,
+        kept: Sequence[Item],
         added: Sequence[Item],
         columns: np.ndarray,
     ) -> None:
@@ -150,18 +122,58 @@ class RowMaker:
 
         if example.scores is None:
             output_row["positive_scores"] = known_scores([*example.positives, *added])
-        negatives = (
-            known_scores(example.negatives) if self.config.keep_negatives else []
-        )
-        scores = self.chosen.scores[query, columns].tolist()
-        output_row["negative_scores"] = negatives + [
-            round(score, 6) for score in scores
-        ]
+        scores = known_scores(kept)
+        for score in self.chosen.scores[query, columns].tolist():
+            scores.append(round(score, 6))
+        output_row["negative_scores"] = scores
         if self.config.judges:
-            judged = [None] * len(negatives)
+            judged = [None] * len(kept)
             for judgement in self.chosen.judgements[query, columns].tolist():
                 judged.append(None if judgement == UNDECIDED else round(judgement, 6))
             output_row["negative_judge_scores"] = judged
+
+
+def row_with_negatives(
+    record: dict[str, Any],
+    example: Example,
+    negatives: Sequence[Item],
+    added: Sequence[Item],
+    column_mapping: Mapping[str, str] | None,
+    image_folder: str,
+) -> dict[str, Any]:
+    """Return the fields of a row with these negatives in place of its own, without their scores, and with positives
+    added. All other fields stay."""
+    roles = ["negative", "negative_image", "negative_score"]
+    if example.negative_scores is not None:
+        roles.append("score")  # one column may hold the scores of both
+    if added:
+        roles += ["positive", "positive_image"]
+    columns: set[str] = set()
+    for role in roles:
+        columns.update(COLUMNS[role])
+    mapping = column_mapping or {}
+    # A conversation is written as the fields that it is read as.
+    fields = as_fields(record) if is_conversation(record) else record
+    output_row = {}
+    for name, value in fields.items():
+        target = mapping.get(name, name)
+        if target not in columns and not is_negative_name(target):
+            output_row[name] = value
+    if example.negative_scores is not None and example.scores is not None:
+        output_row["positive_scores"] = list(example.scores)
+    if added:
+        positives = [*example.positives, *added]
+        output_row[column_of("positive", mapping)] = row_values(positives, image_folder)
+    output_row[column_of("negative", mapping)] = row_values(negatives, image_folder)
+    return output_row
+
+
+def column_of(role: str, column_mapping: Mapping[str, str] | None) -> str:
+    """Return the column to write: one that the mapping names stays, because the next reader has the mapping too."""
+    for name, target in (column_mapping or {}).items():
+        if target in COLUMNS[role]:
+            return name
+    return {"positive": "positive", "negative": "negatives"}[role]
 
 
 OUTPUT_ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
@@ -250,15 +262,11 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
                 columns[name] = pa.array([row.get(name) for row in group])
             tables.append(pa.table(columns))
         table = pa.concat_tables(tables[1:] or tables, promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    # Several types in one column, a whole number beyond 64 bits, a lone surrogate.
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         first = str(error).splitlines()[0]
         raise UserError(
-            f"a Parquet column has one type, and the rows hold several ({first}): write .jsonl"
-        ) from error
-    # A whole number beyond 64 bits, a lone surrogate.
-    except (OverflowError, UnicodeEncodeError) as error:
-        raise UserError(
-            f"Parquet cannot hold a value of the rows ({error}): write .jsonl"
+            f"Parquet cannot hold the rows ({first}): write .jsonl"
         ) from error
     pq.write_table(table, path, compression="zstd")
 

@@ -27,7 +27,6 @@ from vembed.evaluation.bm25 import (
     scores_of_query,
 )
 from vembed.evaluation.top_k import (
-    NOTHING,
     Pairs,
     TopK,
     documents_of,
@@ -81,10 +80,6 @@ class LexicalRetriever:
             # Renamed when whole: an index that a killed run left half built never counts.
             partial.rename(index)
         session.barrier()
-        if not index.exists():
-            raise UserError(
-                f"{index} is not here: work_dir must be a folder that all machines see"
-            )
         import bm25s
 
         self._index = bm25s.BM25.load(
@@ -102,18 +97,12 @@ class LexicalRetriever:
 
         `excluded` counts queries from `first`. Collective: the ranks share the queries.
         """
-        num_candidates = self._documents.num_candidates
-        bounds = excluded.bounds(last - first)
         # The index is mapped by every rank, so that the queries are shared and not the documents.
-        dealt = range(self._session.rank, last - first, self._session.world_size)
-        best = torch.full((len(dealt), k), NOTHING, dtype=torch.int64)
-        for row, query in enumerate(dealt):
-            scores = self._scores(first + query)[:num_candidates]
-            left_out = excluded.documents[bounds[query] : bounds[query + 1]]
-            # Documents of the rows beyond the candidates may be excluded too.
-            left_out = left_out[left_out < num_candidates]
-            keys = best_keys(scores, k, left_out)
-            best[row, : len(keys)] = keys
+        queries = {}
+        for query in range(self._session.rank, last - first, self._session.world_size):
+            queries[query] = self._known.item(first + query).text
+        num_candidates = self._documents.num_candidates
+        best = best_keys(self._index, queries, num_candidates, k, excluded)
         device = self._session.device
         merged = collectives.all_gather_dealt(best.to(device), last - first).cpu()
         return documents_of(merged).numpy(), scores_of(merged).numpy()
@@ -419,24 +408,18 @@ def fuse(
             above = valid - valid.min(axis=1, keepdims=True)
             deviation = np.maximum(valid.std(axis=1, keepdims=True), 1e-12)
             gain = weight * np.ma.filled(above / deviation, 0.0)
-        gains.append(np.where(documents >= 0, gain, 0.0))
-    documents = np.concatenate([documents for documents, _ in rankings], axis=1)
-    order = np.argsort(documents, axis=1, kind="stable")
-    documents = np.take_along_axis(documents, order, axis=1)
-    gain = np.concatenate(gains, axis=1)
-    gain = np.take_along_axis(gain, order, axis=1)
-    # Equal documents are neighbours now: the first of them gets the sum of all.
-    is_first = np.ones(documents.shape, bool)
-    is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    group = np.cumsum(is_first.ravel()) - 1
-    sums = np.bincount(group, gain.ravel())
-    total = sums[group].reshape(documents.shape)
-    total[~is_first | (documents < 0)] = -np.inf
-    # Stable: of equal ones the lower number first.
-    best = np.argsort(-total, axis=1, kind="stable")[:, :k]
-    chosen = np.take_along_axis(documents, best, axis=1)
-    has_score = np.take_along_axis(total, best, axis=1) > -np.inf
-    return np.where(has_score, chosen, -1)
+        gains.append(gain.tolist())
+    fused = np.full((len(gains[0]), k), -1, np.int64)
+    for row in range(len(fused)):
+        totals: dict[int, float] = {}
+        for (documents, _), gain in zip(rankings, gains, strict=True):
+            for document, value in zip(documents[row].tolist(), gain[row], strict=True):
+                if document >= 0:
+                    totals[document] = totals.get(document, 0.0) + value
+        # Of equal ones the lower number first.
+        best = sorted(totals, key=lambda document: (-totals[document], document))[:k]
+        fused[row, : len(best)] = best
+    return fused
 
 
 SMALLEST_BLOCK = 128

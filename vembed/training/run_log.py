@@ -151,8 +151,6 @@ LOG_FILE_LINE = "%(asctime)s %(levelname)s %(message)s"
 LOG_FILE_TIME = "%Y-%m-%d %H:%M:%S"
 SHORT_FORM = "short_form"
 """Attribute of records with a shorter text for the console."""
-SCORE_LINE_COLUMNS = 100
-"""Length of the lines on steps and evaluations on the console."""
 STYLES = {
     logging.WARNING: "yellow",
     logging.ERROR: "bold red",
@@ -216,9 +214,8 @@ def log_scores(
     metric: str,
     ending: str,
 ) -> None:
-    """Log an evaluation: all main scores in the log file, and what fits into a line on the console."""
-    columns = SCORE_LINE_COLUMNS - len(ending)
-    short = scores_line(when, scores, before, metric, columns=columns) + ending
+    """Log an evaluation: all main scores in the log file, and the first of them on the console."""
+    short = scores_line(when, scores, before, metric, is_short=True) + ending
     line = scores_line(when, scores, before, metric)
     log.info(f"{line}{ending}", extra={SHORT_FORM: short})
 

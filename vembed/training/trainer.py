@@ -575,8 +575,6 @@ class Trainer:
             hook.on_finish(self)
         self.interrupts.ignores_signals = True
         log_feature_use(components.input_builder.towers.stores)
-        if components.teachers is not None:
-            components.teachers.log_use()
         self.checkpointer.wait()
 
         # The weights that final/ gets.

@@ -184,10 +184,6 @@ def ways_out(estimate: MemoryEstimate) -> list[str]:
     cache = ""
     if config.batch.use_gradient_cache is False:
         cache = "use_gradient_cache: auto, "
-        if estimate.in_step(uses_cache=True).total <= limit:
-            return [
-                "fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"
-            ]
     # Smaller micro-batches cost less time than recomputation, so all of them are tried first.
     for recomputes in (recomputation, True):
         more = "" if recomputes == recomputation else "gradient_checkpointing: true, "

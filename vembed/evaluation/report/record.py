@@ -284,11 +284,11 @@ def scores_line(
     before: dict[str, float],
     metric: str = "",
     *,
-    columns: int | None = None,
+    is_short: bool = False,
 ) -> str:
     """Return the main scores of one evaluation as a log line, each with its change since before training. The first
-    also has the score of a reranker's first stage. `metric`: one more metric to include, the first. `columns`: leave out
-    what does not fit."""
+    also has the score of a reranker's first stage. `metric`: one more metric to include, the first. `is_short`: with the
+    first metric alone."""
     cells: list[str] = []
     for key in dict.fromkeys((metric, *TABLE)):
         if key not in scores:
@@ -307,8 +307,6 @@ def scores_line(
         if comparisons:
             cell += f" ({'; '.join(comparisons)})"
         cells.append(cell)
-    line = f"evaluation {when}: {', '.join(cells)}"
-    while columns is not None and len(cells) > 1 and len(line) > columns:
-        del cells[-1]
-        line = f"evaluation {when}: {', '.join(cells)}"
-    return line
+    if is_short:
+        cells = cells[:1]
+    return f"evaluation {when}: {', '.join(cells)}"

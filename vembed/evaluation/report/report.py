@@ -221,6 +221,7 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
         "Weights kept": weights_kept,
         "Strategy": summary.strategy,
         "Mixed precision": summary.precision,
+        "Device": summary.device,
         "Finished": summary.finished[:16].replace("T", " "),
     }
     return [(name, masked(value)) for name, value in named.items() if value]
@@ -758,39 +759,16 @@ def _verdict(runs: SeveralRuns) -> str:
 
 
 def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
-    """Return what is known of each run. What is known of none is left out."""
+    """Return what is known of each run, and the versions that differ."""
     rows: dict[str, list[str]] = {}
-    for run in runs.runs:
-        record = run.record
-        summary = record.summary
-        seconds = summary.seconds
-        step = record.final.step if record.final else None
-        run_facts = {
-            "Model": record.model_name(),
-            "State": run.state,
-            "Scored weights": f"after step {step:,d}" if step else "",
-            "Examples": _count(summary.num_examples),
-            "Trained parameters": _count(summary.num_trainable),
-            "Time": "" if seconds is None else duration(seconds),
-            "Processes": str(summary.num_processes) if summary.finished else "",
-            "Device": summary.device,
-            "Strategy": summary.strategy,
-            "Mixed precision": summary.precision,
-            "Folder": record.folder.resolve().name,
-        }
-        for name, fact in run_facts.items():
-            rows.setdefault(name, []).append(fact)
-    # Versions of packages, where they differ.
-    versions = [run.record.summary.versions for run in runs.runs]
-    packages: dict[str, None] = {}
-    for by_package in versions:
-        packages |= dict.fromkeys(by_package)
-    for package in packages:
-        package_versions = [by_package.get(package, "") for by_package in versions]
-        if len(set(package_versions) - {""}) > 1:
-            rows[f"{package} version"] = package_versions
-    return [(name, values) for name, values in rows.items() if any(values)]
-
-
-def _count(number: int | None) -> str:
-    return f"{number:,d}" if number else ""
+    for number, run in enumerate(runs.runs):
+        named = {"State": run.state, **dict(facts(run.record))}
+        for package, version in run.record.summary.versions.items():
+            named[f"{package} version"] = version
+        for name, fact in named.items():
+            rows.setdefault(name, [""] * len(runs.runs))[number] = fact
+    shown = []
+    for name, values in rows.items():
+        if not name.endswith(" version") or len(set(values) - {""}) > 1:
+            shown.append((name, values))
+    return shown
