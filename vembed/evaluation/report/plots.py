@@ -229,37 +229,6 @@ def plot_stored(
     )
 
 
-def plot_sweep(
-    places: Sequence[float],
-    values: Sequence[float],
-    x_label: str,
-    best: int,
-) -> Plot:
-    """Return a plot of a score along a line between two models. A ring marks the best point."""
-    x = places[best]
-    y = values[best]
-    lines = [_Line(places, values, ACCENT, dot=2.0), _ring(x, y)]
-    notes = [(x, y, f"{y:.4f}", ACCENT, True)]
-    return _plot("score along the line", lines, "{:.3f}".format, x_label, notes=notes)
-
-
-def plot_front(
-    points: Sequence[Point],
-    front: Sequence[int],
-    start: Point,
-    x_label: str,
-) -> Plot:
-    """Return a plot of trials with two figures each, and the line through those that no other one beats in both.
-    `start`: the model before."""
-    lines = [_Line([x], [y], BEFORE, dot=2.0) for x, y in points]
-    xs, ys = zip(*sorted(points[place] for place in front), strict=True)
-    lines.append(_Line(xs, ys, ACCENT, dot=2.5))
-    lines.append(_Line([start[0]], [start[1]], INK, dot=3.0))
-    title = "trials, and those that no other one beats"
-    notes = [(*start, "before", INK, True)]
-    return _plot(title, lines, "{:.3f}".format, x_label, notes=notes)
-
-
 def _running_mean(values: Sequence[float]) -> list[float]:
     """Return the mean of each value and its neighbours on both sides, with fewer neighbours at the ends."""
     reach = max(len(values) // MIN_SMOOTHED_POINTS, 2)
