@@ -67,7 +67,6 @@ def test_mistakes_are_user_errors(model, tmp_path):
         ("the config is 3", lambda: vembed.train(3)),
         ("'int4'", lambda: model.encode(TEXTS, precision="int4")),
         ("data is a list", lambda: vembed.evaluate(model, [1])),
-        ("model is a int", lambda: vembed.evaluate(3, str(tmp_path))),
         (
             "device is 'gpu'",
             lambda: vembed.Embedder(shared(tiny_bert_st), device="gpu"),
