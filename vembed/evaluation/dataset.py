@@ -532,7 +532,7 @@ class Corpus(Sequence[Item]):
         return len(self.keys)
 
     def __getitem__(self, index: int) -> Item:  # type: ignore[override]
-        record = self.reader.read(int(self.numbers[index]))
+        record = self.record(index)
         item = Item(text=document_text(record)) if isinstance(record, dict) else Item()
         # The text was checked at opening and is read again only now; its key tells whether it is still the same.
         if item.key() != self.keys[index]:
@@ -540,6 +540,10 @@ class Corpus(Sequence[Item]):
                 f"{self.reader.name} has changed since it was opened: start again"
             )
         return self.settings.document(item)
+
+    def record(self, index: int) -> object:
+        """Return a document's record with all its fields."""
+        return self.reader.read(int(self.numbers[index]))
 
 
 @dataclass(frozen=True)

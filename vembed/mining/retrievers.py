@@ -35,7 +35,7 @@ from vembed.evaluation.top_k import (
 )
 from vembed.files import short_hash
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import encode_items
+from vembed.inference.encoding import check_finite, encode_items
 from vembed.mining.inputs import Documents, KnownPositives, MiningInputs, array_identity
 from vembed.mining.options import ModelOptions, Retriever
 from vembed.models.families.model_files import check_no_pickles, model_folder
@@ -490,13 +490,7 @@ class VectorStore:
         with ProgressReport(title or "", active=is_shown) as progress:
             for numbers in todo:
                 vectors = compute(numbers)
-                is_finite = np.isfinite(vectors).all(axis=1)
-                broken = int((~is_finite).sum())
-                if broken:
-                    raise UserError(
-                        f"the model gives vectors that are not numbers for {broken:,d} of {len(vectors):,d} inputs: its "
-                        "weights are broken, or overflow in their dtype (try torch_dtype: float32)"
-                    )
+                check_finite(vectors, "vectors")
                 values = torch.from_numpy(np.ascontiguousarray(vectors)).to(self._dtype)
                 if values.itemsize == 2:
                     values = values.view(torch.uint16)

@@ -171,32 +171,6 @@ def plot_curves(
     return _plot(title, lines, curve.write, y_from_zero=curve.from_zero)
 
 
-def plot_dims(
-    dims: Sequence[int],
-    before: Sequence[float] | None,
-    after: Sequence[float],
-    label: str,
-) -> Plot:
-    """Return a plot of a metric by Matryoshka dimension, before and after. Dimensions are evenly spaced: each is
-    about half of the next."""
-    series = [("after", after, ACCENT)]
-    if before is not None:
-        series.append(("before", before, BEFORE))
-    lines = []
-    notes = []
-    for name, values, colour in series:
-        lines.append(_Line(range(len(dims)), values, colour, dot=2.2))
-        notes.append((0.0, values[0], name, colour, name == "after"))
-    return _plot(
-        f"{label} by number of dimensions",
-        lines,
-        "{:.2f}".format,
-        "dimensions kept",
-        ticks_x=[(x, str(dim)) for x, dim in enumerate(dims)],
-        notes=notes,
-    )
-
-
 def plot_stored(
     points: Mapping[str, Sequence[tuple[int, int, float]]], label: str
 ) -> Plot:
@@ -373,15 +347,13 @@ class _Scale:
         return self._start + fraction * (self._stop - self._start)
 
     def ticks(self, at_most: int, smallest: float = 0.0) -> list[float]:
-        """Return round values of the range: multiples of 1, 2, 2.5 or 5 times a power of ten, `smallest` or more."""
+        """Return round values of the range: multiples of 1, 2 or 5 times a power of ten, `smallest` or more."""
         least = max((self._high - self._low) / at_most, smallest)
         power = 10.0 ** math.floor(math.log10(least))
         # The tolerance keeps a step that is the wanted one but for rounding.
-        for factor in (1, 2, 2.5, 5, 10):
+        for factor in (1, 2, 5, 10):
             step = factor * power
-            # With `smallest` 1 (steps of a run) 2.5 is no step.
-            is_allowed = not smallest or step % smallest == 0
-            if is_allowed and step >= least * (1 - 1e-9):
+            if step >= least * (1 - 1e-9):
                 break
         first = math.ceil(self._low / step - 1e-9)
         last = math.floor(self._high / step + 1e-9)

@@ -28,7 +28,6 @@ from vembed.evaluation.report.plots import (
     Curve,
     Plot,
     plot_curves,
-    plot_dims,
     plot_stored,
 )
 from vembed.evaluation.report.record import (
@@ -41,7 +40,6 @@ from vembed.evaluation.report.record import (
 )
 from vembed.files import replace_text, short_name
 from vembed.progress import duration
-from vembed.saving.card import calls_of
 
 STEP_COLUMNS = ("loss", "learning_rate", "grad_norm")
 """Columns, behind the step, of the steps since the last logged line."""
@@ -312,18 +310,6 @@ def _evaluations_curve(record: RunRecord, key: str) -> Curve:
     )
 
 
-def _dims_plot(record: RunRecord) -> Plot | None:
-    """Return the plot of the deciding metric by size, where there are two sizes."""
-    keys = [f"dim{dim}/{record.headline}" for dim in record.dims]
-    if len(keys) < 2 or any(key not in record.after for key in keys):
-        return None
-    after = [record.after[key] for key in keys]
-    before = None
-    if all(key in record.before for key in keys):
-        before = [record.before[key] for key in keys]
-    return plot_dims(record.dims, before, after, metric_name(record.headline))
-
-
 def stored_points(
     scores: Mapping[str, float],
 ) -> dict[str, list[tuple[int, int, float]]]:
@@ -398,16 +384,6 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     stored_plot = None
     if stored:
         stored_plot = plot_stored(stored_points(record.after), "nDCG@10")
-    # As the model's card has them; none before the run has a model.
-    calls = []
-    card = record.folder / "final" / "README.md"
-    if card.is_file():
-        text = card.read_text(encoding="utf-8", errors="replace")
-        calls = calls_of(text, f"{record.folder.resolve().name}/final")
-    settings = []
-    for name, value in record.config.items():
-        settings.append((name, short_paths(format_option(masked_option(name, value)))))
-    # Without folders of the machine and without secrets.
     changed = {}
     for name, value in record.changed_settings().items():
         changed[name] = masked_option(name, value)
@@ -436,16 +412,13 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "all_scores": score_table(record, intervals=intervals),
         "scores_plot": scores_plot,
         "dims": dims_table(record),
-        "dims_plot": _dims_plot(record),
         "stored": stored,
         "stored_plot": stored_plot,
         "better": changed_table(changes.better) if changes else None,
         "worse": changed_table(changes.worse) if changes else None,
         "figures": figures,
         "facts": facts(record),
-        "calls": calls,
         "changed_settings": short_paths(changed_yaml),
-        "settings": settings,
         "versions": record.summary.versions,
     }
 
