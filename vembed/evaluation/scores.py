@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 from vembed.config.schema import DataSection, EvaluationSection
@@ -111,9 +111,7 @@ def evaluate(
         data = open_eval_data(options, str(data), splits=splits, task=task)
     # One rank prints for all.
     if show_progress and (session is None or session.is_main):
-        Console(stderr=True).print(
-            data.summary(), markup=False, highlight=False, soft_wrap=True
-        )
+        sys.stderr.write(data.summary() + "\n")
     if not isinstance(model, Embedder):
         model = Embedder(
             model,

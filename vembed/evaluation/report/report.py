@@ -491,17 +491,23 @@ class SeveralRuns:
         return max(compared_runs, key=lambda run: scores[run.name], default=None)
 
     def differing_settings(self) -> dict[str, list[Any]]:
-        """Options that differ, with the value of each run."""
+        """Options and versions that differ, with the value of each run."""
         names: dict[str, None] = {}
+        options = []
         for run in self.runs:
-            names |= dict.fromkeys(run.record.config)
+            run_options = dict(run.record.config)
+            for package, version in run.record.summary.versions.items():
+                run_options[f"{package} version"] = version
+            options.append(run_options)
+            names |= dict.fromkeys(run_options)
         settings = {}
         for name in names:
             if name in NEVER_COMPARED:
                 continue
-            values = [run.record.config.get(name) for run in self.runs]
-            if any(value != values[0] for value in values):
-                settings[name] = values
+            # A run that was stopped tells no versions.
+            known = [named[name] for named in options if name in named]
+            if any(value != known[0] for value in known):
+                settings[name] = [named.get(name) for named in options]
         return settings
 
     def figures(self) -> list[tuple[Curve, Plot, str]]:
@@ -701,7 +707,6 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
         warnings=warnings,
         settings=settings,
         figures=runs.figures(),
-        facts=_facts(runs),
         changed_table=changed_table,
         metric_name=metric_name,
     )
@@ -729,19 +734,3 @@ def _verdict(runs: SeveralRuns) -> str:
         f"{best.changes.num_worse:,d} worse. {name} {interval.difference:+.4f} "
         f"(95 % interval {interval.low:+.4f} to {interval.high:+.4f}): {verdict}."
     )
-
-
-def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
-    """Return what is known of each run, and the versions that differ."""
-    rows: dict[str, list[str]] = {}
-    for number, run in enumerate(runs.runs):
-        named = {"State": run.state, **dict(facts(run.record))}
-        for package, version in run.record.summary.versions.items():
-            named[f"{package} version"] = version
-        for name, fact in named.items():
-            rows.setdefault(name, [""] * len(runs.runs))[number] = fact
-    shown = []
-    for name, values in rows.items():
-        if not name.endswith(" version") or len(set(values) - {""}) > 1:
-            shown.append((name, values))
-    return shown
