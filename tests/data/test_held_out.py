@@ -215,20 +215,22 @@ def test_answers_of_several_queries_are_on_one_side(tmp_path):
     assert {item.text for item in data.documents} == set(answers), "all of the file"
 
 
+def opened(path, share):
+    """The data of a run on a file."""
+    config = {"model_name": "m", "data_path": str(path), "val_split": share}
+    options = load_config(config)
+    return open_sets(
+        options.data, options.objective, model_name="m", seed=0, compares=False
+    )
+
+
 def test_a_run_says_which_documents_were_trained_on(tmp_path, caplog):
     rows = []
     for number, words in enumerate(shuffled_queries(random.Random(6), 60)):
         rows.append({"query": " ".join(words), "positive": f"answer {number % 3}"})
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     caplog.set_level("INFO", logger="vembed")
-    options = load_config({"model_name": "m", "data_path": str(path), "val_split": 0.2})
-    sets = open_sets(
-        options.data,
-        options.objective,
-        model_name=options.model.model_name,
-        seed=options.run.seed,
-        compares=False,
-    )
+    sets = opened(path, 0.2)
     num_train = len(sets.examples)
     assert f"{num_train:,d} of 60 examples" in sets.examples.summary()[0]
     assert len(sets.evaluation.notes) == 2
@@ -243,17 +245,9 @@ def test_a_share_below_a_percent_and_few_negatives_are_written_out(tmp_path):
         rows.append({"query": " ".join(words), "positive": f"answer {number}"})
     rows[0]["negatives"] = ["other", "another"]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    config = {"model_name": "m", "data_path": str(path), "val_split": 0.0001}
-    options = load_config(config)
-    sets = open_sets(
-        options.data,
-        options.objective,
-        model_name=options.model.model_name,
-        seed=options.run.seed,
-        compares=False,
-    )
+    sets = opened(path, 0.0001)
     assert f"from 0.01% of the queries of {path}" in sets.evaluation.summary()
-    assert "2 negatives in all" in sets.examples.summary()[0]
+    assert "0.02 negatives each" in sets.examples.summary()[0]
     other = write_jsonl(tmp_path / "b.jsonl", rows[1:])
     config = {"model_name": "m", "data_path": [str(path), str(other)]}
     page, _ = data_facts(load_config(config))

@@ -423,7 +423,7 @@ def test_missing_columns_of_a_table():
         (("text", "image"), "no query .it has text, image.: .* {text: query}$"),
         (
             ("image", "answer"),
-            "no query .it has image, answer.: .* {image: query_image}$",
+            "no query .it has image, answer.: .* {your_query: query}$",
         ),
         (
             ("messages", "id"),

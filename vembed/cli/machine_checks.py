@@ -28,7 +28,6 @@ from vembed.parallel.placement import FITS_SHARE, Placement
 from vembed.parallel.step_memory import MemoryEstimate, ModelSize, measure
 from vembed.pipelines.prediction import FITS, place_here
 
-SMALL_GPU_GB = 8
 LARGEST_SIMPLE_BATCH = 16
 PLACEMENT_CHECKS = ("strategy", "batch", "gradient checkpointing", "memory", "dtypes")
 # Variables of a launcher that has started the doctor would tell the self-test's processes that they are ranks of its
@@ -100,10 +99,7 @@ def describe_devices() -> Iterator[str]:
     for index in range(num_devices):
         facts = torch.cuda.get_device_properties(index)
         size = facts.total_memory / GIB
-        small = ""
-        if size < SMALL_GPU_GB:
-            small = f" (less than the {SMALL_GPU_GB}GB that training wants)"
-        yield f"GPU {index}: {facts.name}, {size:.1f}GB{small}, compute capability {facts.major}.{facts.minor}"
+        yield f"GPU {index}: {facts.name}, {size:.1f}GB, compute capability {facts.major}.{facts.minor}"
     memory = psutil.virtual_memory()
     yield (
         f"CPU: {psutil.cpu_count(logical=False) or psutil.cpu_count()} cores, {memory.total / GIB:.1f}GB memory, "

@@ -446,7 +446,9 @@ def short_item(item: Item) -> str:
     if text := " ".join((item.text or "").split()):
         parts.append(repr(text))
     for image in item.images:
-        parts.append(Path(image.path).name if image.path else "an image")
+        # The name with its folder, which is often the class.
+        place = Path(image.path or "an image").parts[-2:]
+        parts.append("/".join(place))
     joined = " + ".join(parts)
     if len(joined) > SHOWN_CHARACTERS:
         return joined[: SHOWN_CHARACTERS - 3] + "..."

@@ -13,14 +13,13 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import pickle
 import re
 import sys
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple, dataclass, replace
@@ -54,17 +53,15 @@ from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import open_reader
 from vembed.data.images.files import IMAGE_PATH, check_image
 from vembed.data.records import (
-    IMAGE_MARK,
     LABEL,
     Columns,
     RecordFormat,
     classes_as_scores,
-    is_conversation,
     unread_judgement,
-    unread_parts,
+    unread_negatives,
 )
 from vembed.errors import UserError, joined, listed
-from vembed.files import cache_folder, change_since, short_hash, stamp, written_aside
+from vembed.files import cache_folder, short_hash, stamp, written_aside
 from vembed.losses.table import LOSSES
 from vembed.parallel.environment import num_cores
 from vembed.progress import ProgressReport
@@ -77,17 +74,15 @@ IMAGE_THREADS = 8
 """Threads that check images; they hide the latency of network drives."""
 BLOCK_RECORDS = 256
 """Records that are checked together."""
-LOWEST_SHOWN_MEAN = 0.05
-"""Negatives per example that one decimal shows as more than 0.0."""
 CACHE_AFTER_SECONDS = 1.0
 """The result of a pass that took longer is stored in the cache folder."""
 MAX_PROCESSES = 16
 """More processes than these wait for the disk."""
 NUM_INSPECTED = 20
 """Examples of a source that are looked at for what is probably not meant."""
-_LIST = re.compile(r"""\[\s*['"{].*['"}]\s*\]""", re.DOTALL)
-_OBJECT = re.compile(
-    r"""\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""", re.DOTALL
+_LIST_OR_OBJECT = re.compile(
+    r"""\[\s*['"{].*['"}]\s*\]|\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""",
+    re.DOTALL,
 )
 
 
@@ -101,8 +96,6 @@ class Records:
     index: Index
     image_folder: str
     """Folder of relative paths of images."""
-    files: dict[Path, os.stat_result]
-    """Its files, as they were before they were read."""
 
     def __len__(self) -> int:
         return len(self.index.numbers)
@@ -177,12 +170,8 @@ class _Source(Records):
         if counts["positives"] > num_records:
             parts.append(f"{counts['positives'] / num_records:.1f} positives each")
         if counts["negatives"]:
-            mean = counts["negatives"] / num_records
-            # Few in many records would be 0.0 each.
-            if mean < LOWEST_SHOWN_MEAN:
-                parts.append(f"{counts['negatives']:,d} negatives in all")
-            else:
-                parts.append(f"{mean:.1f} negatives each")
+            # Three digits: few in many records are not 0.0 each.
+            parts.append(f"{counts['negatives'] / num_records:.3g} negatives each")
         labels = self.index.labels
         if labels is not None:
             num_classes = len(np.unique(labels[labels >= 0]))
@@ -212,7 +201,7 @@ class _Source(Records):
         )
         sentences: list[str | None] = []
         if index.labels is None and losses:
-            sentences += unread_parts(index.unused)
+            sentences.append(unread_negatives(index.unused))
         if index.labels is None and takes_matches:
             if not counts["scored"]:
                 sentences.append(unread_judgement(index.unused))
@@ -221,10 +210,11 @@ class _Source(Records):
                 if counts["negatives"]:
                     way_out = "loss: kl and teacher: scores if it is a teacher's"
                 sentences.append(
-                    f"{self._score_column() or 'score'} is not read by loss: {' and '.join(losses)}, and every pair is "
-                    f"taken for a match: set {way_out}, or leave out the pairs that do not match"
+                    f"its scores are not read by loss: {' and '.join(losses)}, and every pair is taken for a match: set "
+                    f"{way_out}, or leave out the pairs that do not match"
                 )
-        if self.reads_scores and self._score_column() == LABEL:
+        layouts = self.form.columns.layouts.values()
+        if self.reads_scores and any(layout.score == LABEL for layout in layouts):
             scores: set[float] = set()
             for example in examples:
                 scores.update(example.scores or ())
@@ -234,24 +224,12 @@ class _Source(Records):
                 f"{counts['bad']:,d} of {counts['records'] + counts['bad']:,d} records cannot be used and are left out "
                 "(on_bad_record: skip); the log names the first"
             )
-        sentences += taken_for_texts(examples, index.unused)
+        sentences += taken_for_texts(examples)
         return [sentence for sentence in sentences if sentence is not None]
 
-    def _score_column(self) -> str | None:
-        """Return the column of the first score in the inspected records; None without one."""
-        for number in range(min(NUM_INSPECTED, len(self))):
-            record = self.record(number)
-            name: str | None = LABEL
-            if not is_conversation(record):
-                name = self.form.columns.layout(tuple(record)).score
-            if name is not None and record.get(name) is not None:
-                return name
-        return None
 
-
-def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> list[str]:
-    """Return sentences on plain texts of these examples that look like paths of images, lists, objects, or have places
-    of images. `unused`: columns that are not read."""
+def taken_for_texts(examples: Sequence[Example]) -> list[str]:
+    """Return sentences on plain texts of these examples that look like paths of images, lists or objects."""
     items_of: dict[str, list[Item]] = {"queries": [], "positives": [], "negatives": []}
     for example in examples:
         items_of["queries"].append(example.query)
@@ -263,22 +241,11 @@ def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> lis
         texts = [item.text or "" for item in items]
         if texts and all(map(IMAGE_PATH.fullmatch, texts)):
             with_paths.append(name)
-        for kind, form in (("lists", _LIST), ("objects", _OBJECT)):
-            if texts and all(map(form.fullmatch, texts)):
-                sentences.append(
-                    f"its {name} look like {kind} ({texts[0]!r:.60}), and each is taken for one text: write JSON Lines "
-                    f"or Parquet with fields that are {kind}, not texts, or a column for each"
-                )
-        for item in items:
-            if item.text and IMAGE_MARK in item.text and not item.images:
-                column = ""
-                if "images" in unused:
-                    column = "; the column images is not read"
-                sentences.append(
-                    f"its {name} have {IMAGE_MARK} in them and no image ({item.text!r:.60}){column}: write text and images "
-                    'into one object, {"text": ..., "images": [...]}'
-                )
-                break
+        if texts and all(map(_LIST_OR_OBJECT.fullmatch, texts)):
+            sentences.append(
+                f"its {name} look like lists or objects ({texts[0]!r:.60}), and each is taken for one text: write JSON "
+                "Lines or Parquet with fields that are lists or objects, not texts, or a column for each"
+            )
     sides = [name for name in ("queries", "positives") if name in with_paths]
     if sides:
         query = "i" if "queries" in sides else "t"
@@ -354,18 +321,6 @@ class ExampleStore:
         values = [source.index.keys for source in self._sources]
         counts = [source.index.num_keys for source in self._sources]
         return ContentKeys.counted(np.concatenate(values), np.concatenate(counts))
-
-    def changed_files(self) -> list[str]:
-        """Return a sentence for each file of the data that was changed, replaced or deleted since it was opened."""
-        files: dict[Path, os.stat_result] = {}
-        for source in self._sources:
-            files |= source.files
-        changes = []
-        for path, before in files.items():
-            change = change_since(path, before)
-            if change is not None:
-                changes.append(change)
-        return changes
 
     def summary(self) -> list[str]:
         """Return log lines: examples per source, skipped records with the reason, and unused columns."""
@@ -549,8 +504,6 @@ def open_records(
         mapping, may_miss=may_miss, texts_alone=texts_alone, reads_all=reads_all
     )
     reader = open_reader(entry.path, columns, role)
-    # Before reading: a change during the pass is noticed too.
-    files = {path: path.stat() for path in reader.files()}
     images = ImageRoot(
         options.image_root or str(reader.folder), allow_urls=options.allow_image_urls
     )
@@ -568,7 +521,7 @@ def open_records(
         raise UserError(
             f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
         )
-    return Records(entry, reader, form, index, images.folder, files)
+    return Records(entry, reader, form, index, images.folder)
 
 
 def refuse_bad_sources(

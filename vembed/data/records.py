@@ -6,6 +6,7 @@ column_mapping. Opens no file or image.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -458,7 +459,7 @@ def document_item(
     if not refs and not text:
         names = f"{', '.join(fields)} and image are read"
         raise BadRecord(
-            f"no text and no image ({names}, and it has {listed(record) or 'no fields'})"
+            f"no text and no image ({names}, and it has {listed(record) or 'no fields'}): rename a column"
         )
     return Item(text=text or None, images=tuple(refs))
 
@@ -738,18 +739,11 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
             f"{QUERY_MESSAGES} without {POSITIVE_MESSAGES} (it has {listed(columns)}): a record of messages needs both, "
             "or write query and positive"
         )
-    used: set[str] = set()
-    for names in names_of.values():
-        used.update(names)
+    used = set(itertools.chain.from_iterable(names_of.values()))
     free = [name for name in columns if name not in used]
-    images = names_of["positive_image"]
-    if missing == ["query"] and names_of["positive"] and images:
-        # Two columns of documents, of which one must be the query.
-        example = {images[0]: "query_image"}
-    elif missing == ["query"] and TEXT in free:
+    example = guess_mapping(free, missing)
+    if missing == ["query"] and TEXT in free:
         example = {TEXT: "query"}
-    else:
-        example = guess_mapping(free, missing)
     for role in missing:
         is_guessed = any(target.startswith(role) for target in example.values())
         if not is_guessed:
@@ -759,7 +753,7 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
         f"{quoted_column(name)}: {role}" for name, role in example.items()
     )
     hint = ""
-    may_be_texts = "query" in missing and not images
+    may_be_texts = "query" in missing and not names_of["positive_image"]
     if may_be_texts and len(columns) == 1:
         hint = ", or make pairs of texts alone with `vembed generate`"
     elif may_be_texts and {TEXT, LABEL} & {*columns}:
@@ -901,8 +895,6 @@ _NEGATIVES = (
 )
 """Words in likely names of columns with negatives."""
 _NO_NEGATIVES = "id ids name names url date is num count score scores"
-PROMPT_COLUMNS = "prompt instruction query_instruction instruct"
-"""Likely names of columns with a prompt of the query, beside a query."""
 NUM_CLASSES = range(3, 11)
 """Numbers of different whole numbers that look like classes, not like scores."""
 
@@ -940,23 +932,15 @@ def negative_columns(names: Iterable[str]) -> list[str]:
     return _named(names, _NEGATIVES, _NO_NEGATIVES)
 
 
-def unread_parts(unused: Iterable[str]) -> list[str]:
-    """Return what is wrong where columns that are not read probably hold negatives or prompts."""
-    sentences = []
+def unread_negatives(unused: Iterable[str]) -> str | None:
+    """Return what is wrong where columns that are not read probably hold negatives; None without one."""
     names = negative_columns(unused)
-    if names:
-        entries = ", ".join(f"{quoted_column(name)}: negative" for name in names)
-        sentences.append(
-            f"not read: {listed(names)}. For negatives, set column_mapping: {{{entries}}}"
-        )
-    for name in unused:
-        if normalised_name(name) in PROMPT_COLUMNS.split():
-            sentences.append(
-                f"{name} is not read: if it goes before the query, set column_mapping: "
-                f"{{{quoted_column(name)}: query_prompt}}"
-            )
-            break
-    return sentences
+    if not names:
+        return None
+    entries = ", ".join(f"{quoted_column(name)}: negative" for name in names)
+    return (
+        f"not read: {listed(names)}. For negatives, set column_mapping: {{{entries}}}"
+    )
 
 
 def _named(

@@ -18,18 +18,13 @@ from typing import Any
 
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
-from vembed.config.values import RetrievalMode, Task
-from vembed.data.examples import BadRecord, ImageRoot
+from vembed.config.values import Task
+from vembed.data.examples import BadRecord
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import SeveralFiles, open_reader
 from vembed.data.images.files import IMAGE_PATH
 from vembed.data.records import (
-    Columns,
-    RecordFormat,
-    classes_as_scores,
     negative_columns,
-    unread_judgement,
-    unread_parts,
 )
 from vembed.errors import UserError, printable
 from vembed.files import is_address, is_pattern
@@ -283,60 +278,15 @@ WORDS_OF_A_RECORD = 4
 """Words from which the name of a column looks like a text."""
 
 
-def doubts_about(sample: FileSample, mapping: Mapping[str, str]) -> list[str]:
-    """Return sentences on what may be wrong with the columns."""
-    layout = Columns(mapping).layout(sample.columns)
-    doubts: list[str | None] = []
+def header_doubt(sample: FileSample) -> str | None:
+    """Return a doubt about the first line of a CSV or TSV, which may be a record; None without one."""
     num_words = min(len(name.split()) for name in sample.columns)
-    if sample.is_delimited and num_words >= WORDS_OF_A_RECORD:
-        doubts.append(
-            f"the first line is taken for the names of the columns ({printable(sample.columns[0])}); if it is a record, "
-            "put a line with names before it, such as query,positive"
-        )
-    if layout.score == "label":
-        # Few whole numbers are classes. Beside sentence1 and sentence2 they are read as a score.
-        values = {str(record.get("label")) for record in sample.records}
-        if all(map(str.isdigit, values)):
-            doubts.append(classes_as_scores([float(value) for value in values]))
-    if layout.label is None:
-        read = set(layout.read)
-        unused = [name for name in sample.columns if name not in read]
-        if layout.score is None:
-            doubts.append(unread_judgement(unused))
-        doubts += unread_parts(unused)
-    return [doubt for doubt in doubts if doubt is not None]
-
-
-def bad_records(
-    sample: FileSample,
-    data: str,
-    mapping: Mapping[str, str],
-    loss: str,
-    mode: RetrievalMode = "auto",
-) -> tuple[int, str]:
-    """Return how many of the first records are invalid, and what is wrong with the first column. No image is opened.
-
-    Raise UserError if all are.
-    """
-    folder = data if Path(data).is_dir() else str(Path(data).parent)
-    form = RecordFormat(
-        Columns(mapping),
-        ImageRoot(folder, allow_urls=True),
-        mode=mode,
-        losses=(loss,),
-        numbers_in_text=sample.is_delimited,
+    if not sample.is_delimited or num_words < WORDS_OF_A_RECORD:
+        return None
+    return (
+        f"the first line is taken for the names of the columns ({printable(sample.columns[0])}); if it is a record, "
+        "put a line with names before it, such as query,positive"
     )
-    problems = []
-    for number, record in enumerate(sample.records, 1):
-        try:
-            form.example(record, "")
-        except BadRecord as error:
-            problems.append(f"record {number:,d}: {error}")
-    if len(problems) == len(sample.records):
-        raise UserError(
-            f"{data}: none of the first {len(problems):,d} records can be used, {problems[0]}"
-        )
-    return len(problems), problems[0] if problems else ""
 
 
 SMALLEST_SPLIT = 50
@@ -357,8 +307,6 @@ class ModelFacts:
     max_length: int
     tokens: Callable[[Sequence[str]], list[int]] | None
     """Lengths of texts in tokens, special ones included; None for a model without texts."""
-    temperature: float | None
-    """The learned temperature of CLIP and SigLIP."""
 
 
 @dataclass(frozen=True)
@@ -422,8 +370,7 @@ def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
             encoded = tokenizer(list(texts), truncation=False, verbose=False)
             return list(map(len, encoded["input_ids"]))
 
-    temperature = _learned_temperature(Path(description.source))
-    return ModelFacts(description.max_length, tokens, temperature)
+    return ModelFacts(description.max_length, tokens)
 
 
 def measure_lengths(
@@ -474,20 +421,3 @@ def held_out_share(num_records: int) -> float | None:
     if num_records < SMALLEST_SPLIT:
         return None
     return min(0.1, float(f"{MOST_HELD_OUT / num_records:.1g}"))
-
-
-def _learned_temperature(folder: Path) -> float | None:
-    """Return the temperature that a CLIP or SigLIP model has learned, from its weights' file."""
-    from safetensors import SafetensorError, safe_open
-
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 - no mapping
-                    if name.rpartition(".")[2] == "logit_scale":
-                        # CLIP stores the log of the scale, which is 1 / temperature.
-                        scale = float(file.get_tensor(name).reshape(-1)[0])
-                        return float(f"{math.exp(-scale):.3g}")
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
-    return None

@@ -165,19 +165,11 @@ def training_time(
     # Every process has this peak.
     speed = peak * 1e12 * USED_SHARE[is_half] * world
     seconds = steps * per_step * data.tokens * operations / speed
-    basis = "a table of data sheets"
-    source = "of a matrix product here"
-    if gpu is None:
-        basis = "a test"
-        source += f" ({placement.device.type})"
-    else:
-        source = f"of {gpu.name}'s data sheet"
-    work = f"{steps:,d} steps x {per_step:,d} examples x {data.tokens:,.0f} tokens"
+    source = f"of {gpu.name}'s data sheet" if gpu else "of a matrix product here"
     line = (
-        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}). This is an estimate from {basis} "
-        f"with an assumed 35-60 % of the peak, often off by a factor of two: {work}, {operations / 1e9:,.3g} GFLOP per "
-        f"token, at {USED_SHARE[is_half]:.0%} of the {peak:.4g} TFLOPS {source} ({'16 bits' if is_half else 'float32'}), "
-        f"on {world} {'GPU' if gpu else 'process'}(s); without evaluations and loading"
+        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}), often off by a factor of two: {steps:,d} steps "
+        f"x {per_step:,d} examples x {data.tokens:,.0f} tokens, {operations / 1e9:,.3g} GFLOP per token, at an assumed "
+        f"{USED_SHARE[is_half]:.0%} of the {peak:.4g} TFLOPS {source}, on {world} process(es); without evaluations and loading"
     )
     return seconds, line
 

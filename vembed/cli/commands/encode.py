@@ -60,7 +60,6 @@ def encode(
     kind: KindOption = "document",
     column: str | None = None,
     keep: str = "",
-    input_format: Literal["auto", "jsonl", "text"] = "auto",
     truncate_dim: TruncateDim = None,
     normalize: bool | None = None,
     layers: str = "",
@@ -75,11 +74,10 @@ def encode(
     """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input.
 
     Args:
-        input_file: Texts (one per line), JSONL, a table or a folder of images. - is standard input.
+        input_file: Texts (one per line), JSONL, a table or a folder of images. -: texts on standard input.
         output: Where to write: NAME.npy or NAME.parquet.
         column: The field or column that holds the text.
         keep: Columns to write beside the vectors in NAME.parquet, as id,title.
-        input_format: auto, jsonl or text.
         normalize: Vectors of length 1. Default: as the model says.
         layers: Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings).
         pooling: --layers: cls, mean, last, ... Default: the model's own.
@@ -147,7 +145,6 @@ def encode(
             session,
             column=column,
             keep=kept_fields,
-            line_format=input_format,
             image_root=image_root,
             skips=on_bad_record == "skip",
             chunk_rows=CHUNK_ROWS,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import yaml
 from typer import Option
@@ -17,23 +17,21 @@ from vembed.cli.support import ColumnMapping, option
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.options import join_words
 from vembed.config.rules import missing_path
-from vembed.config.values import RetrievalMode, Task
+from vembed.config.values import Task
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
 from vembed.data.formats.saved_datasets import has_validation_split
-from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english
 from vembed.data.records import Columns, as_fields, is_conversation
 from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,
-    bad_records,
-    doubts_about,
     field_texts,
     fitting_batch,
     fitting_epochs,
     fitting_length,
     guess,
+    header_doubt,
     held_out_share,
     local_family,
     measure_lengths,
@@ -81,10 +79,8 @@ class DataSummary:
     """Columns that were guessed -> why."""
     queries: list[str] = field(default_factory=list)
     documents: list[str] = field(default_factory=list)
-    doubts: list[str] = field(default_factory=list)
-    """Sentences on what may be wrong with the data, for the user to check."""
-    bad: tuple[int, str] = (0, "")
-    """How many of the first records are invalid, and what is wrong with the first one."""
+    doubt: str | None = None
+    """What may be wrong with the header."""
 
 
 def init(
@@ -180,16 +176,10 @@ def starter(
         kind = family.reranker_starter
     if val_data is None and has_validation_split(Path(data)):
         val_data = data
-    if Path(data).is_dir() and any(
-        path.suffix.lower() in IMAGE_SUFFIXES for path in Path(data).iterdir()
-    ):
-        raise UserError(
-            f"--data {data} is a folder of images, which says nothing of what belongs together: give a file whose "
-            'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
-        )
-    mode = cast(RetrievalMode, kind.retrieval_mode or "auto")
-    summary = look_at(read_sample(Path(data)), data, mapping, mode, task)
-    doubts = list(summary.doubts)
+    summary = look_at(read_sample(Path(data)), data, mapping, task)
+    doubts = []
+    if summary.doubt is not None:
+        doubts.append(summary.doubt)
     is_foreign = not is_english([*summary.queries, *summary.documents])
     name = model or kind.model_name
     about = kind.about
@@ -243,7 +233,7 @@ def starter(
         num_train=num_train,
         num_steps=num_steps,
     )
-    lines = [text.rstrip(), *_bad_record_lines(summary, text)]
+    lines = [text.rstrip(), *_check_lines(family, summary.sample, text)]
     if task == "rerank" and not (summary.is_scored or summary.has_negatives):
         configured = yaml.safe_load("\n".join(lines))
         options = {"model_name": "bm25", "num_negatives": 7}
@@ -255,44 +245,44 @@ def starter(
     return "\n".join(lines) + "\n"
 
 
-def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
-    """Return lines that leave out the records that training would refuse."""
-    sample = summary.sample
-    if not sample.records:
+def _check_lines(
+    family: Family,
+    sample: FileSample,
+    text: str,
+) -> list[str]:
+    """Return lines on what may be wrong with the records, and one that leaves out those that training would refuse."""
+    is_large = sample.is_estimate or sample.num_records > MAX_CHECKED
+    if is_large or not sample.records:
         return []
-    num_bad, first = summary.bad
-    total = f"the first {len(sample.records):,d}"
-    if not sample.is_estimate and sample.num_records <= MAX_CHECKED:
-        # All of them, with their images, as training does.
-        config = load_config({**yaml.safe_load(text), "on_bad_record": "skip"})
-        try:
-            with unlogged():
-                store = open_examples(
-                    config.data,
-                    config.data.data_path,
-                    config.objective,
-                    model_name=config.model.model_name,
-                )
-        except UserError as error:
-            return [f"{CHECK}{str(error).splitlines()[0]}"]
-        num_bad = store.num_skipped
-        total = f"{len(store) + num_bad:,d}"
-        for line in reversed(store.summary()):
-            if line.startswith("left out: "):
-                first = line.removeprefix("left out: ")
-    if not num_bad:
-        return []
-    return [
-        f"{CHECK}{num_bad:,d} of {total} records are invalid and left out, the first: {first}",
-        _line("on_bad_record", "skip", "fix these records to train on all"),
-    ]
+    # All of them, with their images, as training does.
+    config = load_config({**yaml.safe_load(text), "on_bad_record": "skip"})
+    try:
+        with unlogged():
+            store = open_examples(
+                config.data,
+                config.data.data_path,
+                config.objective,
+                model_name=config.model.model_name,
+            )
+    except UserError as error:
+        if family.reads_only_text:
+            raise
+        # The images may be in another folder, which image_root will name.
+        return [CHECK + " ".join(str(error).split())]
+    lines = [CHECK + warning for warning in store.warnings()]
+    if store.num_skipped:
+        left_out = [line for line in store.summary() if line.startswith("left out: ")]
+        lines.append(CHECK + left_out[0])
+        lines.append(
+            _line("on_bad_record", "skip", "fix these records to train on all")
+        )
+    return lines
 
 
 def look_at(
     sample: FileSample,
     data: str,
     named: Mapping[str, str],
-    mode: RetrievalMode,
     task: Task,
 ) -> DataSummary:
     """Return what the first records show. `named`: columns that the user names."""
@@ -333,8 +323,7 @@ def look_at(
         reasons,
         _texts(records, (layout.query,)),
         _texts(records, (layout.positive, *layout.negatives)),
-        doubts_about(sample, mapping),
-        bad_records(sample, data, mapping, loss.name, mode),
+        header_doubt(sample),
     )
 
 

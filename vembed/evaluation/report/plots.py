@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 INK = "var(--ink-soft)"
@@ -166,7 +167,8 @@ def plot_curves(
         lines.append(_Line(curve.steps[-1:], values[-1:], colour, dot=2.2))
         if ring_at is not None and ring_at in curve.steps:
             place = list(curve.steps).index(ring_at)
-            lines.append(_ring(ring_at, curve.values[place]))
+            value = curve.values[place]
+            lines.append(_Line([ring_at], [value], colour, dot=5.0, is_ring=True))
     title = f"{curve.title} over the steps"
     return _plot(title, lines, curve.write, y_from_zero=curve.from_zero)
 
@@ -203,44 +205,13 @@ def plot_stored(
     )
 
 
-def plot_sweep(
-    places: Sequence[float],
-    values: Sequence[float],
-    x_label: str,
-    best: int,
-) -> Plot:
-    """Return a plot of a score along a line between two models. A ring marks the best point."""
-    x = places[best]
-    y = values[best]
-    lines = [_Line(places, values, ACCENT, dot=2.0), _ring(x, y)]
-    notes = [(x, y, f"{y:.4f}", ACCENT, True)]
-    return _plot("score along the line", lines, "{:.3f}".format, x_label, notes=notes)
-
-
-def plot_front(
-    points: Sequence[Point],
-    front: Sequence[int],
-    start: Point,
-    x_label: str,
-) -> Plot:
-    """Return a plot of trials with two figures each, and the line through those that no other one beats in both.
-    `start`: the model before."""
-    lines = [_Line([x], [y], BEFORE, dot=2.0) for x, y in points]
-    xs, ys = zip(*sorted(points[place] for place in front), strict=True)
-    lines.append(_Line(xs, ys, ACCENT, dot=2.5))
-    lines.append(_Line([start[0]], [start[1]], INK, dot=3.0))
-    title = "trials, and those that no other one beats"
-    notes = [(*start, "before", INK, True)]
-    return _plot(title, lines, "{:.3f}".format, x_label, notes=notes)
-
-
 def _running_mean(values: Sequence[float]) -> list[float]:
     """Return the mean of each value and its neighbours on both sides, with fewer neighbours at the ends."""
     reach = max(len(values) // MIN_SMOOTHED_POINTS, 2)
-    means = []
-    for number in range(len(values)):
-        window = values[max(number - reach, 0) : number + reach + 1]
-        means.append(sum(window) / len(window))
+    window = np.ones(2 * reach + 1)
+    sums = np.convolve(values, window, "same")
+    counts = np.convolve(np.ones(len(values)), window, "same")
+    means: list[float] = (sums / counts).tolist()
     return means
 
 
@@ -260,10 +231,6 @@ class _Line:
     is_ring: bool = False
 
 
-def _ring(x: float, y: float) -> _Line:
-    return _Line([x], [y], ACCENT, dot=5.0, is_ring=True)
-
-
 def _plot(
     description: str,
     lines: Sequence[_Line],
@@ -277,7 +244,7 @@ def _plot(
     """Return lines over a grid, with numbers at the axes.
 
     `write`: format of the numbers at the vertical axis. `x_label`: None for the steps of a run, which are whole numbers
-    from zero. `ticks_x`: places at the horizontal axis and their names, in place of round numbers. `notes`: x, y, text,
+    from zero. `ticks_x`: places at another horizontal axis and their names. `notes`: x, y, text,
     colour of texts beside points, and whether they stand above.
     """
     xs: list[float] = []
@@ -300,8 +267,6 @@ def _plot(
     if is_over_steps:
         steps = scale_x.ticks(MAX_TICKS_X, smallest=1.0)
         ticks_x = [(step, f"{step:,.0f}") for step in steps]
-    elif not ticks_x:
-        ticks_x = [(value, f"{value:g}") for value in scale_x.ticks(MAX_TICKS_X)]
     for value, name in ticks_x:
         marks.append(Text(scale_x.at(value), BOTTOM + 13, name))
     marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label or "step"))
