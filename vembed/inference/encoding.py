@@ -186,6 +186,16 @@ def encode_features(
     return embeddings.float().cpu().numpy()
 
 
+def check_finite(values_ND: np.ndarray, what: str) -> None:
+    """Raise UserError where a model gives values that are not finite."""
+    broken = int((~np.isfinite(values_ND).all(axis=1)).sum())
+    if broken:
+        raise UserError(
+            f"non-finite {what} for {broken:,d} of {len(values_ND):,d} inputs: the model's weights are broken, or overflow "
+            "in their dtype (try torch_dtype: float32)"
+        )
+
+
 def first_dims(
     matrix_ND: np.ndarray,
     dim: int,
