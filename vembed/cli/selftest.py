@@ -106,15 +106,7 @@ def _run(session: Session) -> None:
         if rank == 0:
             for name, value in whole.state_dict().items():
                 _compare(state[name], value.cpu(), name)
-        rows = torch.full((rank, 2), float(rank), device=session.device)
-        num_rows = len(collectives.all_gather_rows(rows))
-        expected = sum(range(world_size))
-        if num_rows != expected:
-            raise RuntimeError(f"{num_rows} rows were gathered instead of {expected}")
-        _pass(
-            rank,
-            "* gather: the full weights equal those of one process; uneven rows arrive in order",
-        )
+        _pass(rank, "* gather: the full weights equal those of one process")
     with check("weight edit", rank):
         parameters.edit_weights(model, {EDITED: _project_out})
         edited = parameters.full_state_dict(model)
