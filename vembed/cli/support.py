@@ -153,12 +153,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; `--json` that no file follows means standard output."""
         self.words = list(args)
-        try:
-            return super().parse_args(ctx, with_json_target(args))
-        except typer.BadParameter as error:
-            # Typer keeps the words in which Pydantic introduces a ValueError.
-            error.message = error.message.removeprefix("Value error, ")
-            raise
+        return super().parse_args(ctx, with_json_target(args))
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command and exit with its code."""

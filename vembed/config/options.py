@@ -83,8 +83,6 @@ class Layer:
     level: Level = Level.CONFIG
     values: dict[str, OptionValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    refused: set[str] = field(default_factory=set)
-    """Options with an invalid value. They are not reported as missing, too."""
     translated: list[str] = field(default_factory=list)
     """Log lines for aliases: the key as written, and the option that it stands for."""
 
@@ -197,7 +195,6 @@ class Layer:
         except ValueError as error:
             alias = "" if key == name else f"{key}: "
             self.problems.append(f"{place}: {alias}{error}")
-            self.refused.add(name)
             return None
         # `strategy: auto` beside `fsdp: {enabled: true}` leaves the choice to the switch.
         is_weak = isinstance(option, WeakDefault) or final == "auto"
@@ -781,8 +778,6 @@ class Option:
         if problem["type"] in ("too_short", "too_long"):
             message = problem["msg"].replace("List should", "must")
             return f"{self.name} {message}"
-        if value is None:
-            return f"{self.name} has no value; give {self.accepts}, or leave the line out for {quoted(self.default)}"
         entry = problem["input"]  # of a list, the one that is refused
         near = nearest(entry, self.choices) if isinstance(entry, str) else None
         hint = f"; did you mean {near!r}?" if near else ""
