@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -41,7 +40,7 @@ from vembed.models.families.model_files import ModelKind, kind_of, model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.parallel.sharding import shard_for_use
-from vembed.progress import ProgressReport, duration
+from vembed.progress import ProgressReport
 
 log = logging.getLogger("vembed")
 
@@ -138,16 +137,6 @@ class Teachers:
             teachers[name] = teacher.teaching(rank_batch, by_row, by_negative, dtype)
         return replace(loss_batch, teachers=teachers)
 
-    def log_use(self) -> None:
-        """Log how many answers were computed during the run. Collective."""
-        counts = [teacher.num_later for teacher in self.by_name.values()]
-        totals = collectives.sum_ints(counts)
-        for name, total in zip(self.by_name, totals, strict=True):
-            if total:
-                log.info(
-                    f"teacher {name}: {total:,d} answers were computed during the run"
-                )
-
 
 def teacher_kind(
     teacher: Teacher,
@@ -202,8 +191,6 @@ class CachedTeacher(ABC):
         self.trust_remote_code = trust_remote_code
         identity = teacher_identity(folder, teacher, kind, arithmetic)
         self.store = RowStore(cache / "teachers", identity, "teacher", ".answers")
-        self.num_later = 0
-        """Answers that were computed during the run."""
 
     @abstractmethod
     def compute(self, questions: Sequence[Any]) -> np.ndarray:
@@ -238,7 +225,6 @@ class CachedTeacher(ABC):
         if collectives.max_ints([len(missing)])[0]:
             computed = self.compute([questions[place] for place in missing])
             self.store.add_rows([keys[place] for place in missing], computed)
-            self.num_later += len(missing)
             if missing:
                 rows[missing] = computed
         if stored:
@@ -252,13 +238,7 @@ class CachedTeacher(ABC):
             # Where the note is not there, or damaged, the data are gone through again.
             with suppress(UserError, KeyError, TypeError):
                 note = read_json_object(self._note(what))
-                num_noted = note["num_answers"]
-                is_complete = len(self.store) >= num_noted
-                if not is_complete:
-                    log.warning(
-                        f"teacher {self.teacher.label}: {self.store.folder} holds {len(self.store):,d} answers of "
-                        f"{num_noted:,d}: the others are computed anew"
-                    )
+                is_complete = len(self.store) >= note["num_answers"]
         return bool(collectives.broadcast_object(is_complete))
 
     def complete(
@@ -275,16 +255,12 @@ class CachedTeacher(ABC):
         log.info(
             f"teacher {self.teacher.label}: {len(missing):,d} of {len(keys):,d} answers are missing"
         )
-        began = time.perf_counter()
+        chunk_size = QUESTIONS_PER_WRITE * session.world_size
         with ProgressReport(
             f"teacher {self.teacher.label}", active=session.is_main, log=log.info
         ) as progress:
-            for start in range(
-                0, len(missing), QUESTIONS_PER_WRITE * session.world_size
-            ):
-                chunk = missing[
-                    start : start + QUESTIONS_PER_WRITE * session.world_size
-                ]
+            for start in range(0, len(missing), chunk_size):
+                chunk = missing[start : start + chunk_size]
                 # Dealt to the ranks in turn.
                 share = chunk[session.rank :: session.world_size]
                 computed = self.compute([questions[place] for place in share])
@@ -293,18 +269,13 @@ class CachedTeacher(ABC):
                 if session.local_rank == 0:
                     self.store.add_rows([keys[place] for place in chunk], rows)
                 progress(start + len(chunk), len(missing))
-        if missing:
-            seconds = time.perf_counter() - began
-            log.info(f"teacher {self.teacher.label}: took {duration(seconds)}")
         # A machine may have a disk of its own, so one process of each machine writes.
         if session.local_rank == 0:
             note = self._note(what)
             # A full disk costs the next run a pass over the data.
             with suppress(OSError):
                 note.parent.mkdir(parents=True, exist_ok=True)
-                part = note.with_suffix(f".{session.rank}.part")
-                part.write_text(json.dumps({"num_answers": len(keys)}))
-                part.replace(note)
+                note.write_text(json.dumps({"num_answers": len(keys)}))
         self.release()
 
     def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
@@ -529,12 +500,6 @@ class PairTeacher(CachedTeacher):
                 reranker.model, layers, device, only_rank0_reads=False
             )
             self._world_size = self.session.world_size
-        log.info(
-            "teacher %s: %s (%s)",
-            teacher.label,
-            "reranker" if self.kind == "reranker" else "asked for yes or no",
-            reranker.description.layer_classes[0],
-        )
         return reranker
 
 
@@ -549,15 +514,14 @@ def is_sharded(
     if teacher.sharded != "auto":
         return teacher.sharded
     # Rank 0 decides for all: the caches of several machines may hold different files.
-    size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    size = collectives.broadcast_object(size)
+    files_size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    size = collectives.broadcast_object(files_size)
     memory = session.memory
     if size <= LARGEST_SHARE * memory:
         return False
     log.info(
-        "teacher %s: sharded over %d processes (its weights take %.1f GB, and a process has %.1f GB)",
+        "teacher %s: sharded over the processes (its weights take %.1f GB, and each has %.1f GB)",
         teacher.label,
-        session.world_size,
         size / GB,
         memory / GB,
     )

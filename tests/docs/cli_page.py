@@ -16,8 +16,7 @@ vembed --help
 ```
 
 Exit codes: 0 is done, 1 is failed, 2 is bad usage, config or data, and 130 or 143 is stopped by a signal after a
-checkpoint was saved. A MODEL is a model folder, a name on the Hub, the folder of a run (its `final/`) or one of its
-checkpoints.
+checkpoint was saved. A MODEL is a model folder, a name on the Hub, the folder of a run (its `final/`).
 
 | command | purpose |
 | --- | --- |

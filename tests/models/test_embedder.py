@@ -123,11 +123,6 @@ def test_parameters_without_use_are_frozen_and_named(caplog):
         "backbone.logit_scale",
         "backbone.logit_bias",
     }
-    mean_of_convnext = built(tiny.tiny_convnext, pooling="mean")
-    assert _frozen(mean_of_convnext) == {
-        "backbone.layernorm.weight",
-        "backbone.layernorm.bias",
-    }
 
 
 @pytest.mark.parametrize(
@@ -180,12 +175,8 @@ def test_freeze_freezes_what_it_names(make, freeze, prefixes):
 @pytest.mark.parametrize(
     ("make", "freeze", "said"),
     [
-        (
-            tiny.tiny_bert,
-            "vision",
-            "freeze: vision is not a tower of this text_encoder model; it has text",
-        ),
-        (tiny.tiny_clip, "first_n_layers=9", "number of layers: text 2, vision 2"),
+        (tiny.tiny_bert, "vision", r"begins with vision; .* one of the towers: text"),
+        (tiny.tiny_clip, "first_n_layers=9", r"number of layers, .*text.: 2, "),
         (tiny.tiny_bert, "encoder.layers.0", r"the nearest is encoder\.layer\.0"),
         (tiny.tiny_bert, "text", "leaves nothing of .* to train"),
     ],

@@ -87,7 +87,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
         load_tokenizer(describe(ModelSection(model_name=str(folder))))
     roberta = copied(tiny.shared(tiny.tiny_roberta), tmp_path / "padding")
     changed(roberta / "config.json", pad_token_id=7)
-    with pytest.raises(UserError, match="pad_token_id 7"):
+    with pytest.raises(UserError, match="pad_token_id': 7"):
         load_tokenizer(describe(ModelSection(model_name=str(roberta))))
     other = copied(tiny.shared(tiny.tiny_gpt2), tmp_path / "special")
     changed(other / "config.json", bos_token_id=11, eos_token_id=12, pad_token_id=None)

@@ -308,15 +308,10 @@ def test_what_cannot_be_is_refused():
     assert asks(
         qwen, loss="infonce", auxiliary_losses={"next_token": 0.1}
     ) and not asks(qwen, loss="infonce")
-    for folder, name, options, said in (
-        (bert, "masked_token", {"loss": "infonce"}, "is an encoder, and tokens that"),
-        (
-            qwen,
-            "next_token",
-            {"bidirectional_attention": True},
-            "each token sees the next one",
-        ),
-        (vit, "next_token", {}, "only text models"),
+    for folder, name, options in (
+        (bert, "masked_token", {"loss": "infonce"}),
+        (qwen, "next_token", {"bidirectional_attention": True}),
+        (vit, "next_token", {}),
     ):
-        with pytest.raises(vembed.UserError, match=said):
+        with pytest.raises(vembed.UserError, match=f"{name} is not possible with"):
             asks(folder, auxiliary_losses={name: 1.0}, **options)

@@ -228,10 +228,6 @@ def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
                 q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size
             )
 
-        # Without its memory: each of the two kernels is asked.
-        monkeypatch.setattr(
-            attention, "_varlen_arguments", attention._varlen_arguments.__wrapped__
-        )
         monkeypatch.setattr(
             "torch.nn.attention.varlen.varlen_attn",
             varlen if kernel == "torch" else older,

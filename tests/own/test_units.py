@@ -36,10 +36,8 @@ SIZES = {
 @pytest.fixture(scope="module")
 def free():
     """The module of the example."""
-    find_class(
-        f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
-    )
-    return sys.modules["free_transformer.model"]
+    path = ROOT / "examples/own_model/free_transformer/model.py"
+    return sys.modules[find_class(f"{path}:FreeTransformer").__module__]
 
 
 def fsdp_of(config):
@@ -99,7 +97,7 @@ def test_a_function_of_a_file_chooses(free):
     assert units(model, fsdp) == {"Linear": 32}
     with pytest.raises(
         vembed.UserError,
-        match=r"fsdp_auto_wrap_policy: .*policies\.py has no tree; it has linear",
+        match=r"fsdp_auto_wrap_policy: .*policies\.py has no tree",
     ):
         units(model, fsdp_of({"wrap_policy": f"{ROOT / 'tests/own/policies.py'}:tree"}))
 

@@ -127,6 +127,10 @@ def with_teachers(options, teacher, reranker):
     return {**options, "teachers": entries}
 
 
+def num_added(teachers):
+    return {name: value.store.num_added for name, value in teachers.by_name.items()}
+
+
 def on_ranks(cases, strategy, more, cache):
     """Called on every rank. The first case asks its teachers during the step, the others before it."""
     results = []
@@ -140,8 +144,11 @@ def on_ranks(cases, strategy, more, cache):
             rows = examples(case)
             if number:
                 teachers.prepare(Data(rows, f"data-{case.data}"))
+            before = num_added(teachers)
             actual, _ = step_on_rank(case, config, session, teachers=teachers)
-            later = {name: value.num_later for name, value in teachers.by_name.items()}
+            later = {}
+            for name, count in num_added(teachers).items():
+                later[name] = count - before[name]
             results.append({"gradients": actual, "later": later})
     return results
 

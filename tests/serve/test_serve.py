@@ -235,10 +235,7 @@ def test_what_is_known_about_the_server(server):
     assert float(metrics[answered]) >= 1
     assert float(metrics["vembed_tokens_total"]) >= 3
     assert float(metrics["vembed_waiting_requests"]) == 0
-    assert (
-        metrics['vembed_request_seconds_bucket{le="+Inf"}']
-        == metrics["vembed_request_seconds_count"]
-    )
+    assert float(metrics["vembed_request_seconds_count"]) >= 1
 
 
 @pytest.mark.parametrize("route", ["/v1/models", "/info", "/metrics", "/embed"])
@@ -294,13 +291,6 @@ def test_cohere_reranks(reranking, route):
     assert [row["index"] for row in answer["results"]] == [0, 1]
 
 
-def test_vllm_scores(reranking):
-    expected = expit(reranker_logits())
-    for queries in (QUERY, [QUERY] * 3):
-        _, answer = reranking.send("/score", {"text_1": queries, "text_2": DOCUMENTS})
-        assert_close([row["score"] for row in answer["data"]], expected)
-
-
 @pytest.mark.parametrize(
     ("route", "values", "words"),
     [
@@ -319,7 +309,7 @@ def test_what_clients_of_a_reranker_get_wrong(reranking, route, values, words):
     assert status == 400 and words in answer["error"]["message"]
 
 
-@pytest.mark.parametrize("route", ["/rerank", "/v2/rerank", "/score"])
+@pytest.mark.parametrize("route", ["/rerank", "/v2/rerank"])
 def test_an_embedding_model_reranks_nothing(server, route):
     status, answer = server.send(route, {"query": QUERY, "texts": DOCUMENTS})
     assert status == 400 and "/embed" in answer["error"]["message"]

@@ -425,7 +425,7 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
     assert train("--until", "nowhere") == 2
     assert "has the stages broad, merge-2, sharp" in capsys.readouterr().err
     assert train("--stage", "nowhere") == 2
-    assert "--stage NAME: broad, merge-2 (merge), sharp" in capsys.readouterr().err
+    assert "--stage NAME: broad, sharp" in capsys.readouterr().err
 
 
 def test_a_step_whose_earlier_one_has_not_run_names_it(place, capsys):
@@ -466,11 +466,11 @@ def test_a_plan_of_every_stage(place, capsys):
         {"name": "check", "evaluate": {"data": "val.jsonl"}},
     ]
     written(stages)
-    assert run_process("plan", ["cfg.yaml", "--json", "plan.json"]) == 0
+    words = ["cfg.yaml", "--json", "plan.json", "--gpu", "A100-80GB"]
+    assert run_process("plan", words) == 0
     messages = capsys.readouterr().out
     assert messages.index("==== broad") < messages.index("==== sharp")
     assert messages.count("hours: about ") == 2
-    assert "of a matrix product here (cpu)" in messages
     assert all(
         entry["fits"] and entry["seconds"] < 60
         for entry in json.loads(Path("plan.json").read_text())

@@ -12,7 +12,6 @@ from vembed.cli.commands import demo
 from vembed.cli.commands.demo import (
     FULL,
     FunctionPair,
-    free_folder,
     split_by_module,
     standard_library_pairs,
 )
@@ -106,17 +105,6 @@ def test_no_module_is_in_both_parts_and_the_split_is_the_same_each_time(pairs):
     assert trained.isdisjoint(measured)
     with pytest.raises(UserError, match=r"the demo needs 1,536 and 1,000"):
         split_by_module(pairs[:100], 1536, 1000)
-
-
-def test_an_earlier_run_is_never_overwritten(tmp_path):
-    assert free_folder(tmp_path / "demo") == tmp_path / "demo"
-    (tmp_path / "demo").mkdir()
-    assert free_folder(tmp_path / "demo") == tmp_path / "demo", (
-        "an empty folder is free"
-    )
-    (tmp_path / "demo" / "config.yaml").touch()
-    (tmp_path / "demo-2").write_text("a file")
-    assert free_folder(tmp_path / "demo") == tmp_path / "demo-3"
 
 
 def test_a_missing_and_an_empty_model_package_are_named(monkeypatch, tmp_path):

@@ -229,7 +229,7 @@ def test_a_fraction_of_epochs_has_no_step_too_many(epochs, batches, per_step, st
         # Every checkpoint has a score.
         ({"save_steps": 70}, {}, (70, 70, True, 4)),
         ({"save_steps": 101}, {}, (101, 101, True, 4)),
-        ({"save_steps": 206}, {}, (103, 206, True, 4)),
+        ({"save_steps": 206}, {}, (206, 206, True, 4)),
         ({"save_steps": 10}, {}, (10, 10, True, 4)),
         # Two evaluations in place of four, which take over a tenth of the computation.
         (

@@ -143,7 +143,9 @@ def test_every_loss_falls(loss, tmp_path):
     if loss in ("cosent", "cosine"):
         assert result.metrics["spearman"] > result.metrics["before/spearman"]
     log = (result.output_dir / "training_log.txt").read_text(encoding="utf-8")
-    assert ("temperature: 0.1 (default of loss: cosent)" in log) == (loss == "cosent")
+    assert ("temperature of cosent: 0.1 (default of loss: cosent)" in log) == (
+        loss == "cosent"
+    )
 
 
 def test_lora_saves_the_merged_model_and_the_adapter(tmp_path):

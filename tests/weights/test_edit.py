@@ -20,7 +20,6 @@ from vembed.weights.edit import (
     edit,
     erasure,
     linear_probe,
-    pareto_front,
     projection,
     read_texts,
     residual_writers,
@@ -239,16 +238,15 @@ def test_shards_are_edited_to_the_same_bits(on_ranks, version):
     assert ends[0][1] == pytest.approx(alone[0][1], abs=0.02)
 
 
-def test_a_search_draws_a_front_and_takes_the_best_that_holds(model, files, tmp_path):
+def test_a_search_takes_the_best_that_holds(model, files, tmp_path):
     result = vembed.edit(
         model, tmp_path / "out", *files, trials=6, max_drop=0.01, seed=1
     )
     assert len(result.trials) == 6
-    points = [
-        (trial.scores["probe"], trial.scores["across"]) for trial in result.trials
-    ]
     messages = json.loads((tmp_path / "out" / "edit.json").read_text())
-    assert messages["front"] == pareto_front(points)
+    assert [trial["scores"] for trial in messages["trials"]] == [
+        trial.scores for trial in result.trials
+    ]
     holding = [
         trial
         for trial in result.trials
@@ -259,16 +257,13 @@ def test_a_search_draws_a_front_and_takes_the_best_that_holds(model, files, tmp_
     assert result.after == pytest.approx(
         chosen.scores
     )  # every trial began at the same weights
-    for kind in ("svg", "png"):
-        assert (tmp_path / "out" / f"trials.{kind}").stat().st_size > 1000
-    assert pareto_front([(0.5, 0.9), (0.6, 0.8), (0.9, 1.0), (0.5, 0.9)]) == [0, 2, 3]
 
 
 @pytest.mark.parametrize(("count", "is_warned"), [(8, True), (100, False)])
 def test_a_probe_of_few_texts_is_no_proof(model, tmp_path, caplog, count, is_warned):
     first, second = bilingual_texts(count)
     vembed.edit(model, tmp_path / "out", first, second, where="embedding")
-    warned = "tested on 8 texts: its accuracy varies by 0.18" in caplog.text
+    warned = "tested on 8 texts" in caplog.text
     assert warned == is_warned
     assert warned == ("tested on" in caplog.text)
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from vembed.data.example_store import IMAGE_THREADS, NUM_NAMED, image_problem
 from vembed.data.examples import BadRecord, ImageRoot, Item
+from vembed.data.formats.base import Format
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
     CODECS,
@@ -50,7 +51,6 @@ TEXT_COLUMNS = ("text", "query", *TEXT_FIELDS[1:])
 ENCODED_COLUMNS = frozenset({*TEXT_COLUMNS, *IMAGE_FIELDS, "title"})
 """Fields of which a record needs one, unless --column names another."""
 BOM = b"\xef\xbb\xbf"
-AskedLineFormat = Literal["auto", "jsonl", "text"]
 RawRow = tuple[int, Any, str | None]
 """Number of the line, the record and, where it cannot be read, the reason."""
 
@@ -78,7 +78,6 @@ class EncodeInput:
     session: Session
     column: str | None
     keep: Sequence[str]
-    line_format: AskedLineFormat
     image_root: str | None
     skips: bool
     chunk_rows: int
@@ -107,25 +106,21 @@ class EncodeInput:
         if self.has_images:
             return self._image_rows()
         ending = ending_of(self.path)
-        is_table = self.path.is_dir() or ending in FORMAT_BY_ENDING
-        if not self.is_stdin and self.line_format == "auto":
-            if is_table:
-                return self._reader_rows()
-            if ending in {*WAYS_OUT} - {".txt", ".text"}:
-                raise unknown_ending(self.path)
-            self.line_format = "text"
-        if self.column is not None and self.line_format == "text":
+        if self.path.is_dir() or (ending in FORMAT_BY_ENDING and not self.is_stdin):
+            return self._reader_rows()
+        if ending in {*WAYS_OUT} - {".txt", ".text"}:
+            raise unknown_ending(self.path)
+        if self.column is not None:
             raise UserError(
-                f"{self.name} is read as plain text, which has no column {self.column}: leave out --column, or give "
-                "--input-format jsonl"
+                f"{self.name} is read as plain text, which has no column {self.column}: leave out --column"
             )
         if self.is_stdin:
-            return self._line_rows(sys.stdin.buffer)
+            return self._text_rows(sys.stdin.buffer)
         if self.path.suffix.lower() in CODECS:
             self.path = unpacked_copy(self.path)
         with self.path.open("rb") as file:
             self.total = sum(1 for _ in file)
-        return self._line_rows(self.path.open("rb"))
+        return self._text_rows(self.path.open("rb"))
 
     def _image_rows(self) -> Iterator[RawRow]:
         """Return the images of a folder and its subfolders, in the order of their paths."""
@@ -159,15 +154,37 @@ class EncodeInput:
             columns = [name for name in reader.columns or () if name in needed]
             reader.select(columns)
         self.total = reader.num_records()
-        return (_raw_row(line, record) for _, line, record in reader.rows())
+        return self._record_rows(reader)
 
-    def _line_rows(self, file: BinaryIO) -> Iterator[RawRow]:
+    @staticmethod
+    def _record_rows(reader: Format) -> Iterator[RawRow]:
+        for _, line, record in reader.rows():
+            if isinstance(record, BadRecord):
+                yield line, None, str(record)
+            else:
+                # Dates of tables become text.
+                yield line, json.loads(json.dumps(record, default=str)), None
+
+    def _text_rows(self, file: BinaryIO) -> Iterator[RawRow]:
+        """Return the lines of a text file."""
         with file:
             for number, line in enumerate(file, 1):
+                # A byte order mark may stand at the beginning of any line where files were joined.
                 try:
-                    yield number, self._line(line), None
-                except BadRecord as error:
-                    yield number, None, str(error)
+                    text = line.removeprefix(BOM).decode().rstrip("\r\n")
+                except UnicodeDecodeError:
+                    yield number, None, "not UTF-8 text; save the file as UTF-8"
+                    continue
+                if self.is_stdin and number == 1 and text.startswith('{"'):
+                    raise UserError(
+                        "give records in a file of their format: standard input is text"
+                    )
+                problem = None
+                if not text.strip():
+                    problem = (
+                        "empty, and every line has to give one embedding; remove it"
+                    )
+                yield number, text, problem
 
     def __iter__(self) -> Iterator[list[EncodeRow]]:
         first = 1
@@ -179,35 +196,10 @@ class EncodeInput:
             yield self._checked(chunk, first)
             first += len(chunk)
 
-    def _line(self, data: bytes) -> Any:
-        """Return the text or the JSON value on a line."""
-        try:
-            # A byte order mark may stand at the beginning of any line where files were joined.
-            line = data.removeprefix(BOM).decode().rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise BadRecord("not UTF-8 text; save the file as UTF-8") from None
-        if not line.strip():
-            raise BadRecord(
-                "empty, and every line has to give one embedding; remove it"
-            )
-        if self.line_format == "auto":  # standard input: the first line tells
-            self.line_format = "jsonl" if line.lstrip()[0] in '{"' else "text"
-        if self.line_format == "text":
-            return line
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise BadRecord(
-                f"not JSON ({error}); for plain text use --input-format text"
-            ) from error
-
     def _checked(self, chunk: Sequence[RawRow], first: int) -> list[EncodeRow]:
         """Return the inputs of a chunk, of which the first row has this number. Collective."""
         rows = []
         problems = []
-        if first == 1 and self.column is not None:
-            records = [record for _, record, _ in chunk if isinstance(record, dict)]
-            self._check_columns("--column", [self.column], records)
         for number, (line, record, problem) in enumerate(chunk, first):
             where = f"{self.name}:{line}"
             value = record
@@ -258,23 +250,14 @@ class EncodeInput:
 
     def check_kept(self, rows: Sequence[EncodeRow]) -> None:
         """Raise UserError if a column to be kept is in none of the first records."""
-        self._check_columns("--keep", self.keep, [row.fields for row in rows])
-
-    def _check_columns(
-        self,
-        option: str,
-        columns: Sequence[str],
-        records: Sequence[dict[str, Any]],
-    ) -> None:
-        """Raise UserError if a column of an option is in none of these records."""
         names: dict[str, None] = {}  # as a set that keeps the order
-        for record in records:
-            names |= dict.fromkeys(record)
-        for column in columns:
-            if records and column not in names:
+        for row in rows:
+            names |= dict.fromkeys(row.fields)
+        for column in self.keep:
+            if rows and column not in names:
                 has = f"it has {listed(names)}" if names else "text has no columns"
                 raise UserError(
-                    f"{option} {column}: {self.name} has no such column ({has})"
+                    f"--keep {column}: {self.name} has no such column ({has})"
                 )
 
     def save_left_out(self, path: Path) -> Path | None:
@@ -287,13 +270,6 @@ class EncodeInput:
             lines += json.dumps({"row": number, "reason": reason}) + "\n"
         path.write_text(lines, encoding="utf-8")
         return path
-
-
-def _raw_row(line: int, record: Any) -> RawRow:
-    if isinstance(record, BadRecord):
-        return line, None, str(record)
-    # Dates of tables become text.
-    return line, json.loads(json.dumps(record, default=str)), None
 
 
 def broken_images(rows: Sequence[EncodeRow]) -> list[tuple[int, str]]:

@@ -26,68 +26,45 @@ from vembed.cli.support import (
     quieten_libraries,
 )
 
-TRAIN_HEADING = "Train"
-DATA_HEADING = "Make and check training data"
-RUNS_HEADING = "Look at finished runs"
-USE_HEADING = "Use a model"
-CHANGE_HEADING = "Change a model and hand it on"
-SETUP_HEADING = "Machine and options"
-"""Headings of the commands in `vembed --help`."""
-
 COMMANDS = {
-    "train": ("train", TRAIN_HEADING, "Train a model as a config file says."),
-    "eval": (
-        "scores",
-        USE_HEADING,
-        "Score a model: nDCG, MRR, Recall, or correlations.",
-    ),
-    "encode": ("encode", USE_HEADING, "Turn texts, records or images into embeddings."),
-    "tune": ("train", TRAIN_HEADING, "Search for better values of a few options."),
-    "score": (
-        "scores",
-        USE_HEADING,
-        "Score given pairs, by their similarity or a reranker.",
-    ),
-    "rerank": ("scores", USE_HEADING, "Sort lists of documents by a reranker."),
-    "merge": ("weights", CHANGE_HEADING, "Merge models of one architecture into one."),
-    "edit": ("weights", CHANGE_HEADING, "Remove what tells two sets of texts apart."),
-    "mine": ("make_data", DATA_HEADING, "Find hard negatives in a corpus."),
-    "judge": ("make_data", DATA_HEADING, "Judge negatives by rerankers or endpoints."),
-    "audit": (
-        "make_data",
-        DATA_HEADING,
-        "Look for duplicates, leakage, false negatives.",
-    ),
-    "generate": ("make_data", DATA_HEADING, "Make training pairs from documents."),
-    "demo": ("demo", TRAIN_HEADING, "Train a small model, without network access."),
-    "doctor": (
-        "doctor",
-        SETUP_HEADING,
-        "Check this machine, and sharded training on it.",
-    ),
-    "plan": ("train", TRAIN_HEADING, "Predict the memory and the hours of a config."),
-    "export": (
-        "export",
-        CHANGE_HEADING,
-        "Write a model in the format of another runtime.",
-    ),
-    "serve": ("serve", USE_HEADING, "Serve embeddings over HTTP."),
-    "check-server": ("serve", USE_HEADING, "Compare a running server with the model."),
-    "push": ("export", CHANGE_HEADING, "Push a model to the Hub."),
-    "init": ("init", TRAIN_HEADING, "Write a starter config for a data file."),
-    "data": (
-        "runs",
-        TRAIN_HEADING,
-        "Look at the data of a config, as the model reads them.",
-    ),
-    "report": ("runs", RUNS_HEADING, "Write report.html and report.md of a run."),
-    "compare": ("runs", RUNS_HEADING, "Compare several runs on one page."),
-    "card": ("runs", RUNS_HEADING, "Write the model card of a trained model again."),
-    "config": ("config", SETUP_HEADING, "Print the resolved config."),
-    "schema": ("config", SETUP_HEADING, "Print the JSON schema of a config."),
-    "version": ("config", SETUP_HEADING, "Print the versions."),
+    "train": ("train", "Train a model as a config file says."),
+    "eval": ("scores", "Score a model: nDCG, MRR, Recall, or correlations."),
+    "encode": ("encode", "Turn texts, records or images into embeddings."),
+    "tune": ("train", "Search for better values of a few options."),
+    "score": ("scores", "Score given pairs, by their similarity or a reranker."),
+    "rerank": ("scores", "Sort lists of documents by a reranker."),
+    "merge": ("weights", "Merge models of one architecture into one."),
+    "edit": ("weights", "Remove what tells two sets of texts apart."),
+    "mine": ("make_data", "Find hard negatives in a corpus."),
+    "judge": ("make_data", "Judge negatives by rerankers or endpoints."),
+    "audit": ("make_data", "Look for duplicates, leakage, false negatives."),
+    "generate": ("make_data", "Make training pairs from documents."),
+    "demo": ("demo", "Train a small model, without network access."),
+    "doctor": ("doctor", "Check this machine, and sharded training on it."),
+    "plan": ("train", "Predict the memory and the hours of a config."),
+    "export": ("export", "Write a model in the format of another runtime."),
+    "serve": ("serve", "Serve embeddings over HTTP."),
+    "check-server": ("serve", "Compare a running server with the model."),
+    "push": ("export", "Push a model to the Hub."),
+    "init": ("init", "Write a starter config for a data file."),
+    "data": ("runs", "Look at the data of a config, as the model reads them."),
+    "report": ("runs", "Write report.html and report.md of a run."),
+    "compare": ("runs", "Compare several runs on one page."),
+    "card": ("runs", "Write the model card of a trained model again."),
+    "config": ("config", "Print the resolved config."),
+    "schema": ("config", "Print the JSON schema of a config."),
+    "version": ("config", "Print the versions."),
 }
-"""Name -> module in `vembed/cli/commands`, heading and one line for `vembed --help`."""
+"""Name -> module in `vembed/cli/commands`, and one line for `vembed --help`."""
+HEADINGS = {
+    "Train": "train tune demo plan init data",
+    "Use a model": "eval encode score rerank serve check-server",
+    "Change a model and hand it on": "merge edit export push",
+    "Make and check training data": "mine judge audit generate",
+    "Machine and options": "doctor config schema version",
+    "Look at finished runs": "report compare card",
+}
+"""Headings in `vembed --help`, with their commands."""
 WITHOUT_JSON = ("score", "rerank", "demo", "serve", "init", "schema")
 TAKE_CONFIGS = ["train", "mine", "judge", "audit", "generate", "plan", "data", "config"]
 """Commands that parse their arguments themselves, because every option of the config is a flag."""
@@ -176,8 +153,11 @@ class LazyCommands(TyperGroup):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        for name, (_, panel, about) in COMMANDS.items():
-            self.add_command(TyperCommand(name, help=about, rich_help_panel=panel))
+        for heading, names in HEADINGS.items():
+            for name in names.split():
+                _, about = COMMANDS[name]
+                command = TyperCommand(name, help=about, rich_help_panel=heading)
+                self.add_command(command)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the imported command and its arguments."""

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from contextvars import ContextVar
@@ -48,7 +47,7 @@ AnyModel = Annotated[
     str,
     Argument(
         metavar="MODEL",
-        help="A model folder, a Hub name, a run or its config, or a checkpoint.",
+        help="A model folder, a Hub name, a run or its config.",
     ),
 ]
 ColumnMapping = Annotated[
@@ -121,8 +120,9 @@ class ModelUse:
 
     @contextmanager
     def open(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the path or Hub name of a model, of a checkpoint that of a temporary one, and the options to load it."""
-        with usable_model(name) as path, self.start_session(path) as options:
+        """Yield the path or Hub name of a model, and the options to load it."""
+        path = usable_model(name)
+        with self.start_session(path) as options:
             yield path, options
 
 
@@ -350,27 +350,18 @@ def share(nproc: int, **machines: Any) -> None:
     raise StartRanks(rank_environments(nproc, **machines))
 
 
-@contextmanager
-def usable_model(name: str) -> Iterator[str]:
-    """Yield a model that can be loaded: `name` itself, the run of a training config, or a temporary model made from a
-    checkpoint."""
-    from vembed.weights.sources import is_checkpoint, whole_model
+def usable_model(name: str) -> str:
+    """Return the model that a name stands for: of a training config that of its run. Raise UserError for a checkpoint."""
+    from vembed.weights.sources import is_checkpoint
 
     path = Path(name).expanduser()
     if path.suffix in CONFIG_FILES and path.is_file():
-        yield str(_folder_of_run(name))
-        return
-    if not is_checkpoint(Path(name).expanduser()):
-        yield name
-        return
-    # Each rank would make a model of its own, in a folder that the others do not know.
-    if os.environ.get("LOCAL_RANK") is not None:
+        return str(_folder_of_run(name))
+    if is_checkpoint(path):
         raise UserError(
-            f"{name} is a checkpoint: with --nproc, first make a model of it that all processes read "
-            f"(`vembed export {name} FOLDER`)"
+            f"{name} is a checkpoint: first make a model of it (`vembed export {name} FOLDER`)"
         )
-    with tempfile.TemporaryDirectory(prefix="vembed-checkpoint-") as folder:
-        yield str(whole_model(name, Path(folder) / "model"))
+    return name
 
 
 def _folder_of_run(config: str) -> Path:

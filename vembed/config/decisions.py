@@ -736,13 +736,7 @@ def _auto_eval_steps(
     count = int(min(num_affordable, MAX_EVALUATIONS))
     interval = _round_down(max(steps // count, 1))
     if isinstance(save_steps, int) and (save_steps <= steps or is_needed):
-        # Each checkpoint needs a score: the nearest affordable interval that divides save_steps, or save_steps itself.
-        divisors = [save_steps]
-        for divisor in range(1, min(save_steps, steps)):
-            is_affordable = steps // divisor <= num_affordable
-            if is_affordable and save_steps % divisor == 0:
-                divisors.append(divisor)
-        interval = min(divisors, key=lambda divisor: abs(math.log(divisor / interval)))
+        interval = save_steps  # each checkpoint needs a score
     num_evaluations = steps // interval
     reason = (
         f"{num_evaluations:,d} evaluations in {steps:,d} steps take about "

@@ -467,12 +467,6 @@ class Pipeline:
     """What stands outside of the stages."""
     steps: tuple[PipelineStep, ...]
 
-    @property
-    def has_own_class(self) -> bool:
-        """True if a training of it names a `model_class`."""
-        trainings = [step.layer for step in self.steps if step.kind == "train"]
-        return any("model_class" in layer.values for layer in [self.shared, *trainings])
-
     def folder(self, name: str) -> Path:
         """Return the folder of a step."""
         for step in self.steps:
@@ -497,15 +491,11 @@ class Pipeline:
             stage = next(iter(trainings))
         if stage not in trainings:
             problem = "there are several stages"
-            names = list(trainings)
             if stage is not None:
                 problem = f"there is no training stage {stage!r}"
-                names = []
-                for step in self.steps:
-                    kind = "" if step.kind == "train" else f" ({step.kind})"
-                    names.append(step.name + kind)
+            names = ", ".join(trainings) or "none"
             raise UserError(
-                f"{self.source}: {problem}: choose with --stage NAME: {', '.join(names) or 'none'}"
+                f"{self.source}: {problem}: choose with --stage NAME: {names}"
             )
         step = trainings[stage]
         source = self.source

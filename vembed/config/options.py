@@ -74,14 +74,6 @@ class OptionValue:
     def __str__(self) -> str:
         return f"{self.key}: {self.written or yaml_word(self.value)} ({self.place})"
 
-    def contradicts(self, other: OptionValue) -> bool:
-        """Return whether two values of an option in one source contradict each other."""
-        # These contradict each other even if one is weak: `use_fsdp: false` must not lose silently to `strategy: fsdp`.
-        both = {str(self.value), str(other.value)}
-        if both in ({"ddp", "fsdp"}, {"FULL_SHARD", "SHARD_GRAD_OP"}):
-            return True
-        return self.value != other.value and not self.is_weak and not other.is_weak
-
 
 @dataclass
 class Layer:
@@ -211,11 +203,17 @@ class Layer:
         is_weak = isinstance(option, WeakDefault) or final == "auto"
         new = OptionValue(name, final, key, place, self.level, is_weak, written)
         old = self.values.get(name)
-        if old is not None and new.contradicts(old):
+        if old is None:
+            self.values[name] = new
+            return final
+        is_conflict = old.value != final and not is_weak and not old.is_weak
+        # `use_fsdp: false` must not lose silently to `strategy: fsdp`, though it is weak.
+        both = {str(old.value), str(final)}
+        if is_conflict or both in ({"ddp", "fsdp"}, {"FULL_SHARD", "SHARD_GRAD_OP"}):
             self.problems.append(
                 f"{place}: {new} and {old} both set {name}: keep one of them"
             )
-        elif old is None or not is_weak:
+        elif not is_weak:
             self.values[name] = new
         return final
 

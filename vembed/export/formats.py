@@ -38,8 +38,6 @@ from vembed.saving.files import MODULE, save_model
 
 FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]
 WeightPrecision = Literal["float32", "float16", "bfloat16", "int8"]
-FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)
-WEIGHT_PRECISIONS: tuple[WeightPrecision, ...] = get_args(WeightPrecision)
 PROMPTS_FILE = "config_sentence_transformers.json"
 LENGTH_FILE = "sentence_bert_config.json"
 COPY = "give OUTPUT alone, without --check, --format and --precision, to copy it"

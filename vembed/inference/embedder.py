@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from vembed.config.decisions import Decision, Precision
 from vembed.data.examples import (
@@ -74,14 +73,6 @@ class Embedder:
         keeps the first coordinates of every embedding. `session`: of processes that use this Embedder together; all of
         them make each call, with the same inputs, share the work and get the same result. Where its strategy is fsdp,
         each holds a shard of the model."""
-        self._arguments: dict[str, Any] = {
-            "path_or_name": str(path_or_name),
-            "device": None if device is None else str(device),
-            "torch_dtype": torch_dtype,
-            "mixed_precision": mixed_precision,
-            "truncate_dim": truncate_dim,
-            "trust_remote_code": trust_remote_code,
-        }
         self.device = session.device if session is not None else _device(device)
         model = load_embedder(
             path_or_name,
@@ -134,17 +125,9 @@ class Embedder:
     def __repr__(self) -> str:
         description = self.description
         return (
-            f"Embedder({self._arguments['path_or_name']!r}: {description.family}, {', '.join(description.modalities)}, "
+            f"Embedder({description.source!r}: {description.family}, {', '.join(description.modalities)}, "
             f"{self.truncate_dim or description.embedding_dim} dimensions, {description.max_length:,d} tokens, on {self.device})"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments: the model is loaded again where they are unpickled."""
-        if self.session is not None:
-            raise UserError(
-                "an Embedder with a session cannot be pickled: each process makes its own"
-            )
-        return partial(type(self), **self._arguments), ()
 
     def encode(
         self,
@@ -288,12 +271,8 @@ class Embedder:
     def similarity(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return [n, m] similarities of embeddings [n, d] and [m, d] (or of single ones) by the model's measure:
         cosine or dot product."""
-        first = _embeddings("a", a)
-        second = _embeddings("b", b)
-        if first.shape[1] != second.shape[1]:
-            raise UserError(
-                f"a has {first.shape[1]} dimensions and b has {second.shape[1]}; encode both with one model"
-            )
+        first = np.atleast_2d(np.asarray(a, np.float32))
+        second = np.atleast_2d(np.asarray(b, np.float32))
         if self.description.similarity == "cosine":
             first = first_dims(first, first.shape[1], True)
             second = first_dims(second, second.shape[1], True)
@@ -327,29 +306,9 @@ def _device(asked: str | torch.device | None) -> torch.device:
     return device
 
 
-def _embeddings(name: str, values: Any) -> np.ndarray:
-    """Return embeddings as [n, d] float32."""
-    try:
-        array = np.asarray(
-            values.cpu() if isinstance(values, Tensor) else values, dtype=np.float32
-        )
-    except (TypeError, ValueError):
-        array = np.zeros(0, dtype=np.float32)
-    if array.ndim not in (1, 2) or not array.size:
-        raise UserError(
-            f"{name} is {values!r:.60}; similarity takes embeddings, one or a matrix of them: encode texts and images "
-            "first"
-        )
-    return np.atleast_2d(array)
-
-
 def _items(inputs: Any) -> tuple[list[Item], bool]:
     """Return the items of one input or several, and whether it is one. Raise UserError with the number of a bad one."""
     is_single = isinstance(inputs, str | Path | Image.Image | Mapping | Item)
-    if not is_single and not isinstance(inputs, Iterable):
-        raise UserError(
-            f"the inputs are {inputs!r:.80}: give a text, an image, a record, or a list of them"
-        )
     several = [inputs] if is_single else list(inputs)
     items = []
     for number, input_ in enumerate(several):

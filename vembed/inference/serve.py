@@ -1,7 +1,6 @@
 """The server. Service has its routes as a Starlette application, and `serve` runs it.
 
-OpenAI's `/v1/embeddings` and TEI's `/embed` for embedding models, `/rerank` of TEI and Cohere and vLLM's `/score` for
-rerankers.
+OpenAI's `/v1/embeddings` and TEI's `/embed` for embedding models, `/rerank` of TEI and Cohere for rerankers.
 """
 
 from __future__ import annotations
@@ -57,8 +56,6 @@ BUSY = {"Retry-After": "1"}
 DISCARD_SECONDS = 2.0
 """Time in which the body of a refused request is read and thrown away, so that its client gets to read the answer."""
 
-SCORE_ROUTES = ("/rerank", "/score")
-SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
 Values = Mapping[str, Any]
 """The JSON object of a request."""
@@ -94,8 +91,8 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client, not a fault o
 
     def __init__(
         self,
-        status: int,
         message: str,
+        status: int = 400,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -116,8 +113,6 @@ class Service:
     """Set `drain_seconds` after the server was told to stop."""
     num_requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Answered requests by route and status."""
-    num_within: Counter[float] = field(default_factory=Counter)
-    """Answered requests that took at most each of SECONDS_BUCKETS."""
     total_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -128,7 +123,6 @@ class Service:
             "/rerank": self.rerank,
             "/v1/rerank": self.rerank,
             "/v2/rerank": self.rerank,
-            "/score": self.score,
         }
 
     def app(self) -> Starlette:
@@ -153,11 +147,8 @@ class Service:
     async def tei_embeddings(self, request: Request, values: Values) -> Any:
         """Return a list of vectors. `prompt_name`: query or document."""
         normalize = values.get("normalize")
-        if normalize is False:
-            raise Refusal(
-                400,
-                "normalize is false, and this server gives the vectors that the model was trained for; leave it out",
-            )
+        if normalize is False and self.batcher.encoder.gives_unit_vectors:
+            raise Refusal("normalize is false, and this model normalises; leave it out")
         embeddings, _ = await self.encode(request, values, "inputs", "prompt_name")
         if normalize:
             embeddings = first_dims(embeddings, embeddings.shape[1], True)
@@ -167,16 +158,18 @@ class Service:
         """Return the scores of the documents of a query, best first: `texts` as TEI has them, `documents` as Cohere."""
         is_tei = "texts" in values
         if is_tei and "documents" in values:
-            raise Refusal(400, "send texts (TEI) or documents (Cohere), not both")
+            raise Refusal("send texts (TEI) or documents (Cohere), not both")
         key = "texts" if is_tei else "documents"
         documents = request_texts(values, key, self.limits)
         queries = request_texts(values, "query", self.limits)
+        if len(queries) != 1:
+            raise Refusal(f"there are {len(queries):,d} queries; send one")
         top_n = values.get("top_n")
         if top_n is not None and (type(top_n) is not int or top_n < 1):
-            raise Refusal(
-                400, f"top_n is {reprlib.repr(top_n)}; give a whole number from 1"
-            )
-        scores, num_tokens = await self.scores(request, queries, documents)
+            raise Refusal(f"top_n is {reprlib.repr(top_n)}; give a whole number from 1")
+        inputs = [ServedInput(document, query=queries[0]) for document in documents]
+        rows_of_scores, num_tokens = await self.compute(request, inputs)
+        scores = rows_of_scores[:, 0].astype(np.float64)
         if not (is_tei and values.get("raw_scores")):
             scores = expit(scores)
         rows = []
@@ -198,40 +191,6 @@ class Service:
             "results": rows,
             "usage": {"total_tokens": num_tokens},
         }
-
-    async def score(self, request: Request, values: Values) -> Any:
-        """Return the scores of pairs, as vLLM: `text_1`, one text or as many as `text_2`, are the queries."""
-        queries = request_texts(values, "text_1", self.limits)
-        documents = request_texts(values, "text_2", self.limits)
-        scores, num_tokens = await self.scores(request, queries, documents)
-        rows = []
-        for index, score in enumerate(expit(scores).tolist()):
-            rows.append({"index": index, "object": "score", "score": score})
-        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
-        return {"object": "list", "model": self.name, "data": rows, "usage": usage}
-
-    async def scores(
-        self,
-        request: Request,
-        queries: Sequence[str],
-        documents: Sequence[str],
-    ) -> Encoded:
-        """Return the [n] scores of pairs, before any logistic function, and the number of their tokens.
-
-        One query goes with all documents.
-        """
-        if len(queries) == 1:
-            queries = [*queries] * len(documents)
-        if len(queries) != len(documents):
-            raise Refusal(
-                400,
-                f"there are {len(queries):,d} queries and {len(documents):,d} documents; send one query, or as many",
-            )
-        inputs = []
-        for query, document in zip(queries, documents, strict=True):
-            inputs.append(ServedInput(document, query=query))
-        scores, num_tokens = await self.compute(request, inputs)
-        return scores[:, 0].astype(np.float64), num_tokens
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002
         """Say that the server runs. It needs no key."""
@@ -258,7 +217,7 @@ class Service:
         path = request.url.path
         message = f"there is no {request.method} {path:.200}; {self._routes()}"
         await discard_body(request)
-        return refusal_response(Refusal(error.status_code, message, CLOSE))
+        return refusal_response(Refusal(message, error.status_code, CLOSE))
 
     async def post(self, request: Request) -> Response:
         """Answer a request that has a JSON object as its body."""
@@ -268,14 +227,13 @@ class Service:
             self._check_headers(request)
             async with self._body(request) as body:
                 values = await asyncio.to_thread(parse_object, body)
-                if path.endswith(SCORE_ROUTES) != self.batcher.encoder.gives_scores:
+                if path.endswith("/rerank") != self.batcher.encoder.gives_scores:
                     raise Refusal(
-                        400, f"{path} is of another kind of model; {self._routes()}"
+                        f"{path} is of another kind of model; {self._routes()}"
                     )
                 if values.get("truncate") is False:
                     max_length = self.batcher.encoder.max_length
                     raise Refusal(
-                        400,
                         f"truncate is false, and this server cuts inputs at {max_length:,d} tokens; leave it out",
                     )
                 answer = await self.answers[path](request, values)
@@ -291,12 +249,9 @@ class Service:
             # The client gets an answer whatever happens, and the next request is served.
             log.exception("a request to %s failed", path)
             message = "the server could not compute this; its log has the reason"
-            response = refusal_response(Refusal(500, message))
-        seconds = time.monotonic() - start
+            response = refusal_response(Refusal(message, 500))
         self.num_requests[path, response.status_code] += 1
-        self.total_seconds += seconds
-        for bound in SECONDS_BUCKETS:
-            self.num_within[bound] += seconds <= bound
+        self.total_seconds += time.monotonic() - start
         return response
 
     def metrics(self) -> str:
@@ -305,13 +260,9 @@ class Service:
         for (route, status), count in sorted(self.num_requests.items()):
             labels = f'route="{route}",status="{status}"'
             lines.append(f"vembed_requests_total{{{labels}}} {count}")
-        lines.append("# TYPE vembed_request_seconds histogram")
-        total = self.num_requests.total()
-        buckets = {str(bound): self.num_within[bound] for bound in SECONDS_BUCKETS}
-        for bound, count in (buckets | {"+Inf": total}).items():
-            lines.append(f'vembed_request_seconds_bucket{{le="{bound}"}} {count}')
+        lines.append("# TYPE vembed_request_seconds summary")
         lines.append(f"vembed_request_seconds_sum {self.total_seconds}")
-        lines.append(f"vembed_request_seconds_count {total}")
+        lines.append(f"vembed_request_seconds_count {self.num_requests.total()}")
         for name in ("batches", "inputs", "tokens"):
             lines.append(f"# TYPE vembed_{name}_total counter")
             lines.append(f"vembed_{name}_total {self.batcher.counts[name]}")
@@ -321,7 +272,7 @@ class Service:
 
     def _routes(self) -> str:
         if self.batcher.encoder.gives_scores:
-            return f"{self.name} is a reranker: POST to /rerank or /score"
+            return f"{self.name} is a reranker: POST to /rerank"
         return f"{self.name} is an embedding model: POST to /v1/embeddings or /embed"
 
     def _check_headers(self, request: Request) -> None:
@@ -331,14 +282,14 @@ class Service:
         key = f"Bearer {self.api_key}".encode()
         if self.api_key is not None and not hmac.compare_digest(sent, key):
             raise Refusal(
+                "send the server's key: the header Authorization: Bearer KEY",
                 401,
-                "this server needs its key: send the header Authorization: Bearer KEY",
                 {"WWW-Authenticate": "Bearer", **CLOSE},
             )
         if "content-length" in headers and "transfer-encoding" in headers:
             # Another server before this one may take the other header: then the two see different requests.
             raise Refusal(
-                400, "send Content-Length or Transfer-Encoding, not both", CLOSE
+                "send Content-Length or Transfer-Encoding, not both", headers=CLOSE
             )
 
     @asynccontextmanager
@@ -354,19 +305,19 @@ class Service:
                         self.held_bytes += len(chunk)
                         if len(body) > self.limits.body_bytes:
                             raise Refusal(
-                                413,
                                 f"send a body of at most {self.limits.body_bytes:,d} bytes",
+                                413,
                                 CLOSE,
                             )
                         if self.held_bytes > self.limits.held_bytes:
                             raise Refusal(
-                                429,
                                 "the server holds too many requests; send this one again",
+                                429,
                                 {**BUSY, **CLOSE},
                             )
             except TimeoutError:
                 raise Refusal(
-                    408, f"the body took longer than {seconds:g} s", CLOSE
+                    f"the body took longer than {seconds:g} s", 408, CLOSE
                 ) from None
             yield body
         finally:
@@ -409,21 +360,21 @@ class Service:
             raise ClientDisconnect
         if self.out_of_time.is_set() and (was_waiting or not encoded.done()):
             raise Refusal(
-                503,
                 f"the server stops, and this request was not computed within {self.limits.drain_seconds:g} s; send it "
                 "to another one",
+                503,
                 CLOSE,
             )
         if was_waiting:
             raise Refusal(
-                429,
                 f"the server is busy: this request has waited {self.limits.wait_seconds:g} s",
+                429,
                 BUSY,
             )
         try:
             return await encoded
         except UserError as error:
-            raise Refusal(400, str(error)) from error
+            raise Refusal(str(error)) from error
 
 
 async def wait_for_disconnect(request: Request) -> None:
@@ -450,11 +401,11 @@ def parse_object(body: bytearray) -> Values:
         values = json.loads(body, parse_constant=refuse_constant)
     except RecursionError:
         message = "the body is nested too deeply; send an object of texts and lists"
-        raise Refusal(400, message) from None
+        raise Refusal(message) from None
     except ValueError as error:
-        raise Refusal(400, f"the body is not JSON: {error}") from error
+        raise Refusal(f"the body is not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise Refusal(400, "the body must be a JSON object")
+        raise Refusal("the body must be a JSON object")
     return values
 
 
@@ -487,7 +438,7 @@ def sent_value(values: Values, key: str) -> Any:
     """Return what a request has under `key`."""
     if key not in values:
         sent = reprlib.repr(list(values))
-        raise Refusal(400, f"{key} is missing; the request has {sent}")
+        raise Refusal(f"{key} is missing; the request has {sent}")
     return values[key]
 
 
@@ -502,9 +453,7 @@ def request_inputs(
     kind = values.get(kind_key)
     if kind not in (None, "query", "document"):
         said = reprlib.repr(kind)
-        raise Refusal(
-            400, f"{kind_key} is {said}; give query or document, or leave it out"
-        )
+        raise Refusal(f"{kind_key} is {said}; give query or document, or leave it out")
     content: Any = sent_value(values, key)
     # A single text, or the token ids of one, need not be in a list.
     is_list = isinstance(content, list) and content and type(content[0]) is not int
@@ -515,30 +464,26 @@ def request_inputs(
         name = f"{key}[{number}]"
         if are_texts and isinstance(content, str):
             if not content:
-                raise Refusal(400, f"{name} is an empty text; leave it out")
+                raise Refusal(f"{name} is an empty text; leave it out")
             _check_text(name, content, limits)
             continue
         are_ids = isinstance(content, list) and {*map(type, content)} == {int}
         if are_texts or not are_ids:
             raise Refusal(
-                400,
                 f"{key} must be a text, a list of texts, or lists of token ids, and has {reprlib.repr(content)}",
             )
         if kind is not None:
             raise Refusal(
-                400,
                 f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
             )
         if encoder.vocab_size is None:
-            raise Refusal(400, f"{name}: this model takes texts, no token ids")
+            raise Refusal(f"{name}: this model takes texts, no token ids")
         if len(content) > encoder.max_length:
             raise Refusal(
-                400,
                 f"{name} has {len(content):,d} token ids; this model takes 1 to {encoder.max_length:,d}",
             )
         if min(content) < 0 or max(content) >= encoder.vocab_size:
             raise Refusal(
-                400,
                 f"{name} has token ids from {min(content)} to {max(content)}; this model's own are 0 to {encoder.vocab_size - 1}",
             )
     return [ServedInput(content, kind) for content in contents]
@@ -558,7 +503,6 @@ def request_texts(
         text = entry.get("text") if isinstance(entry, dict) else entry
         if not isinstance(text, str):
             raise Refusal(
-                400,
                 f"{key} must be a text or a list of texts, and has {reprlib.repr(entry)}",
             )
         _check_text(f"{key}[{number}]", text, limits)
@@ -573,7 +517,6 @@ def _check_count(
 ) -> None:
     if not 1 <= len(contents) <= limits.inputs:
         raise Refusal(
-            400,
             f"{key} has {len(contents):,d} texts; send 1 to {limits.inputs:,d} in one request",
         )
 
@@ -585,11 +528,11 @@ def _check_text(
 ) -> None:
     if len(text) > limits.text_characters:
         raise Refusal(
-            413,
             f"{name} has {len(text):,d} characters; send at most {limits.text_characters:,d}",
+            413,
         )
     if has_lone_surrogate(text):
-        raise Refusal(400, f"{name} {LONE_SURROGATE}: cut texts between characters")
+        raise Refusal(f"{name} {LONE_SURROGATE}: cut texts between characters")
 
 
 def openai_answer(
@@ -603,14 +546,13 @@ def openai_answer(
     if dimensions is not None:
         if type(dimensions) is not int or not 1 <= dimensions <= vectors.shape[1]:
             raise Refusal(
-                400,
                 f"dimensions must be a whole number from 1 to {vectors.shape[1]}, and is {reprlib.repr(dimensions)}",
             )
         vectors = first_dims(vectors, dimensions, True)  # of length 1, as OpenAI's
     encoding = values.get("encoding_format") or "float"
     if encoding not in ("float", "base64"):
         raise Refusal(
-            400, f"encoding_format is {reprlib.repr(encoding)}; give float or base64"
+            f"encoding_format is {reprlib.repr(encoding)}; give float or base64"
         )
     rows = []
     for index, vector in enumerate(vectors):
@@ -827,6 +769,7 @@ class TextEncoder(ABC):
     """Token ids are below this number. None: the model takes texts only."""
     gives_scores = False
     """True: a reranker. Its inputs have queries."""
+    gives_unit_vectors = True
 
     @abstractmethod
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
@@ -845,6 +788,7 @@ class ModelEncoder(TextEncoder):
             )
         self.max_length = description.max_length
         self.has_fixed_length = description.traits.has_fixed_length
+        self.gives_unit_vectors = description.normalize
         self.prompts: dict[Kind | None, str] = {
             None: "",
             "query": description.query_prompt,

@@ -39,18 +39,18 @@ def copied_together(
         for name, tensor in tensors.items():
             copies[name] = tensor.to(device)
         return copies
-    names_by_dtype: dict[torch.dtype, list[str]] = {}
-    for name, tensor in tensors.items():
-        names_by_dtype.setdefault(tensor.dtype, []).append(name)
-    for names in names_by_dtype.values():
-        flat = torch.cat([tensors[name].reshape(-1) for name in names])
+    for dtype in {tensor.dtype for tensor in tensors.values()}:
+        of_dtype = {}
+        for name, tensor in tensors.items():
+            if tensor.dtype == dtype:
+                of_dtype[name] = tensor
+        flat = torch.cat([tensor.reshape(-1) for tensor in of_dtype.values()])
         if flat.numel() and flat.device != device:
             flat = flat.pin_memory()
         flat = flat.to(device, non_blocking=True)
-        sizes = [tensors[name].numel() for name in names]
-        pieces = torch.split(flat, sizes)
-        for name, piece in zip(names, pieces, strict=True):
-            copies[name] = piece.view(tensors[name].shape)
+        pieces = torch.split(flat, [tensor.numel() for tensor in of_dtype.values()])
+        for (name, tensor), piece in zip(of_dtype.items(), pieces, strict=True):
+            copies[name] = piece.view(tensor.shape)
     return copies
 
 
@@ -80,9 +80,8 @@ class TeacherVectors:
         scores = self.vectors.new_empty(1, left.numel())
         # In chunks, so that the gathered vectors [n + P, E] never exist at once.
         for chunk in chunks(left.numel(), PAIRS_AT_ONCE):
-            queries = self.vectors[left[chunk]]
-            documents = self.vectors[right[chunk]]
-            scores[0, chunk] = (queries * documents).sum(1)
+            products = self.vectors[left[chunk]] * self.vectors[right[chunk]]
+            scores[0, chunk] = products.sum(1)
         return scores
 
 
@@ -172,12 +171,11 @@ class LossBatch:
     def rank_occurrences(self) -> Tensor:
         """Return which of the occurrences are of this rank's rows and hard negatives."""
         num_rows = self.num_rows
-        sizes = [num_rows, num_rows, self.negative.numel()]
-        occurrences = torch.arange(sum(sizes), device=self.query.device)
-        queries, positives, negatives = torch.split(occurrences, sizes)
-        rows = self.rank_rows
-        negatives = negatives[self.rank_negatives]
-        return torch.cat((queries[rows], positives[rows], negatives))
+        num_negatives = self.negative.numel()
+        places = torch.arange(2 * num_rows + num_negatives, device=self.query.device)
+        queries = places[self.rank_rows]
+        negatives = places[2 * num_rows :][self.rank_negatives]
+        return torch.cat((queries, queries + num_rows, negatives))
 
     def like_scores(self, values: Tensor) -> Tensor:
         """Return values on the device and in the dtype of the scores."""
@@ -298,19 +296,6 @@ class LossBatch:
                 "add them (sentence1, sentence2, score) or use loss: infonce."
             )
         return self.scores
-
-    def scores_of_data(self, loss: str, *, may_lack: bool) -> TeacherScores:
-        """Return the scores of the data. `may_lack`: hard negatives without a score get NaN."""
-        positive = self.required_scores(loss)
-        negative = self.negative_scores
-        if negative is None:
-            if self.negative.numel() and not may_lack:
-                raise UserError(
-                    f"loss: {loss} with teacher: scores needs a score for every positive and every negative of a "
-                    "record; give as many scores as there are both, or name a model as teacher."
-                )
-            negative = positive.new_full(self.negative.shape, float("nan"))
-        return TeacherScores(positive, negative)
 
     def teacher_vectors(self, name: str | None) -> TeacherVectors:
         """Return the vectors of a teacher, for what needs more than scores of listed pairs."""

@@ -57,13 +57,8 @@ class TermModule(LossModule):
     def similarity(self, embeddings: Tensor) -> Similarity:
         """Return the similarity at all sizes, for embeddings [U, D]."""
         similarity = self.run_similarity
-        embedding_dim = embeddings.shape[1]
         if not similarity.dims:
-            return replace(similarity, dims=(embedding_dim,))
-        if similarity.dims[-1] > embedding_dim:
-            raise ValueError(
-                f"Matryoshka sizes {similarity.dims} for embeddings of size {embedding_dim}"
-            )
+            return replace(similarity, dims=(embeddings.shape[1],))
         return similarity
 
     def scores(self, batch: LossBatch, pairs: ListedPairs) -> Tensor:
@@ -206,7 +201,10 @@ def build_loss(
             dims = list(mrl_dims)
         assert dims, "mrl_dims: auto needs the sizes of the model"
         weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
-        similarity = Similarity.at(dims, weights, cosine=cosine)
+        sizes, weights_of_sizes = zip(
+            *sorted(zip(dims, weights, strict=True)), strict=True
+        )
+        similarity = Similarity(cosine, sizes, weights_of_sizes)
     seed = config.run.seed
     start = StartValues(start_scale, start_bias, embedding_dim, seed=seed)
     terms_by_source = source_terms(
@@ -252,21 +250,16 @@ def _loss_of_terms(
         term_start = replace(start, teacher_dim=teacher_dim)
         value = term.temperature
         source = term.temperature_source
-        label = "temperature" if term.is_alone else f"temperature of {term.loss.name}"
         if value is not None and term.loss.learns_temperature():
-            reason = "default"
             if source == "given":
                 # It comes before that of the model.
                 term_start = replace(term_start, scale=None)
-                reason = "as given"
-                if start.scale is not None:
-                    reason += f", not at {1 / start.scale:.3g}, with which this model was trained"
             elif start.scale is not None:
                 value = 1 / start.scale
-                reason = "with which this model was trained"
-            log.info(f"{label}: learned, starting at {value:.3g} ({reason})")
-        elif value is not None and source not in ("given", "default"):
-            log.info(f"{label}: {value:.3g} ({source})")
+                source = "with which this model was trained"
+            source += ", learned from there"
+        if value is not None and source not in ("given", "default"):
+            log.info(f"temperature of {term.loss.name}: {value:.3g} ({source})")
         losses.append(TermModule(term, similarity, term_start))
     if len(terms) == 1 and terms[0].is_alone:
         return losses[0]
@@ -331,7 +324,17 @@ def as_stored(
             length = unit.new_full((), float(dim) ** -0.5)
             stored = torch.where(unit > 0, length, -length)
         else:
-            stored = _levels(unit)
+            # The middles of the levels, as `vembed encode --precision int8` stores them.
+            low, high = unit.aminmax(dim=0)
+            varies = high > low
+            highest = NUM_LEVELS - 1
+            steps = torch.where(varies, (high - low) / highest, 1.0)
+            # The highest value stands on the edge of the last level, where rounding would decide, and processors differ
+            # in it.
+            levels = (unit - low) / steps + EDGE
+            levels = levels.clamp(0, highest).floor()
+            middles = low + (levels + 0.5) * steps
+            stored = torch.where(varies, middles, unit)
         shift = stored - unit
     if cosine:
         # Through the normalisation, whose derivative has no part along the embedding.
@@ -339,16 +342,3 @@ def as_stored(
     constant = floats.detach()
     lengths: Tensor = torch.linalg.vector_norm(constant, dim=1, keepdim=True)
     return floats + shift * lengths
-
-
-def _levels(unit: Tensor) -> Tensor:
-    """Return the middles of the levels, as `vembed encode --precision int8` stores them."""
-    low, high = unit.aminmax(dim=0)
-    varies = high > low
-    highest = NUM_LEVELS - 1
-    steps = torch.where(varies, (high - low) / highest, 1.0)
-    # The highest value stands on the edge of the last level, where rounding would decide, and processors differ in it.
-    levels = (unit - low) / steps + EDGE
-    levels = levels.clamp(0, highest).floor()
-    middles = low + (levels + 0.5) * steps
-    return torch.where(varies, middles, unit)

@@ -82,7 +82,6 @@ class GuidedLoss(CandidateLoss):
         *,
         both_directions: bool = False,
         lists_own_negatives: bool = False,
-        is_separable: bool = False,
     ) -> Tensor:
         """Return 1/N times the sum of the row losses of this rank's rows."""
         from vembed.losses.candidates import CandidateRule, find_candidates
@@ -114,7 +113,6 @@ class GuidedLoss(CandidateLoss):
             coefficients=coefficients,
             margin_above_positive=self.false_negative_margin,
             guide=guide,
-            is_separable=is_separable,
         )
         return tiled_loss(batch.embeddings, scoring, scale, bias)
 
@@ -279,9 +277,7 @@ class Sigmoid(GuidedLoss):
         # Each logit is t s + b, whose sign says yes or no. No logit depends on another one.
         scale = term.parameter("log_scale", batch.embeddings).exp()
         bias = term.parameter("bias", batch.embeddings)
-        return self.tiled_share(
-            batch, term, SigmoidRows, scale, bias, is_separable=True
-        )
+        return self.tiled_share(batch, term, SigmoidRows, scale, bias)
 
 
 class Triplet(LossDeclaration):

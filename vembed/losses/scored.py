@@ -27,7 +27,7 @@ from vembed.losses.declaration import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vembed.losses.batch import ListedPairs, LossBatch, Teaching
+    from vembed.losses.batch import ListedPairs, LossBatch
     from vembed.losses.build import TermModule
     from vembed.losses.similarity import Similarity
 
@@ -116,11 +116,6 @@ class Angle(CoSENT):
 
         scores = []
         for dim in similarity.dims:
-            if dim % 2:
-                raise UserError(
-                    f"loss: angle reads halves of a vector as real and imaginary parts, and {dim:,d} dimensions have "
-                    "none: use an even size (mrl_dims), or loss: cosent"
-                )
             # A prefix is split into its own halves, so each size is a new computation.
             prefixes = batch.embeddings[:, :dim]
             real, imaginary = prefixes[batch.query].chunk(2, dim=1)
@@ -183,11 +178,22 @@ class ListedLoss(TeacherLoss):
 
         `may_lack`: hard negatives without a score get NaN.
         """
-        if term.teacher in (None, SCORES):
-            answers: Teaching = batch.scores_of_data(self.name, may_lack=may_lack)
-        else:
-            answers = batch.teachers[str(term.teacher)]
-        return batch.like_scores(answers.scores_of(pairs))
+        from vembed.losses.batch import TeacherScores
+
+        if term.teacher not in (None, SCORES):
+            teaching = batch.teachers[str(term.teacher)]
+            return batch.like_scores(teaching.scores_of(pairs))
+        positive = batch.required_scores(self.name)
+        negative = batch.negative_scores
+        if negative is None:
+            if batch.negative.numel() and not may_lack:
+                raise UserError(
+                    f"loss: {self.name} with teacher: scores needs a score for every positive and every negative of a "
+                    "record; give as many scores as there are both, or name a model as teacher."
+                )
+            negative = positive.new_full(batch.negative.shape, float("nan"))
+        scores = TeacherScores(positive, negative)
+        return batch.like_scores(scores.scores_of(pairs))
 
     def labels(
         self,
@@ -262,19 +268,16 @@ class KL(SoftmaxLoss, CandidateLoss):
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
-        if self.distill_candidates == "batch":
-            return self._share_over_batch(batch, term)
-        pairs = batch.listed_by_row()
-        targets = self.targets(batch, term, pairs)
-        student, teacher = self.log_softmaxes(batch, term, pairs, targets)
-        losses = teacher.exp() * (teacher - student)
-        # Divided by the rows of all ranks, of which this rank adds up its own: the shares of the ranks sum to L.
-        return term.mean(losses, batch.num_rows)
-
-    def _share_over_batch(self, batch: LossBatch, term: TermModule) -> Tensor:
         from vembed.losses.candidates import CandidateRule, find_candidates
         from vembed.losses.tiles import DivergenceRows, Scoring, tiled_loss
 
+        if self.distill_candidates == "listed":
+            pairs = batch.listed_by_row()
+            targets = self.targets(batch, term, pairs)
+            student, teacher = self.log_softmaxes(batch, term, pairs, targets)
+            losses = teacher.exp() * (teacher - student)
+            # Divided by the rows of all ranks, of which this rank adds up its own: the shares of the ranks sum to L.
+            return term.mean(losses, batch.num_rows)
         rule = CandidateRule(self.hard_negatives_scope)
         scoring = Scoring(
             candidates=find_candidates(batch, rule),

@@ -1,7 +1,7 @@
 """Similarities of embeddings at all Matryoshka sizes, with their gradients.
 
 `PrefixTable` is the score table of dense vectors: it scores tiles and single pairs, and turns derivatives of scores into
-the gradient of the embeddings. `tiles.py` knows only its methods, so that another kind of model can bring another table.
+the gradient of the embeddings.
 """
 
 from __future__ import annotations
@@ -35,22 +35,6 @@ class Similarity:
     """The K sizes, ascending. Empty: the size of the embeddings, known to `TermModule.similarity`."""
     weights: tuple[float, ...] = (1.0,)
 
-    @classmethod
-    def at(
-        cls,
-        dims: Sequence[int],
-        weights: Sequence[float],
-        *,
-        cosine: bool,
-    ) -> Similarity:
-        """Return the similarity at sizes in any order. Weights of a repeated size are added."""
-        total: dict[int, float] = {}
-        for dim, weight in zip(dims, weights, strict=True):
-            total[dim] = total.get(dim, 0.0) + weight
-        ordered = sorted(total)
-        summed = [total[dim] for dim in ordered]
-        return cls(cosine, tuple(ordered), tuple(summed))
-
     def total(self, by_size: Tensor) -> Tensor:
         """Return the weighted sum of per-size losses [K]."""
         weights = _constant(self.weights, by_size.dtype, by_size.device)
@@ -62,16 +46,6 @@ class Similarity:
         """Coordinates that each size adds to the next smaller size."""
         bounds = pairwise((0, *self.dims))
         return [slice(start, stop) for start, stop in bounds]
-
-    def table(
-        self,
-        embeddings: Tensor,
-        index: Tensor,
-        *,
-        with_gradient: bool,
-    ) -> PrefixTable:
-        """Return the score table of the embeddings [U, D] at `index` [N]."""
-        return PrefixTable(embeddings, index, self, with_gradient)
 
 
 def arithmetic_dtype(embeddings: Tensor) -> torch.dtype:
@@ -112,8 +86,10 @@ class PrefixTable:
         embeddings: Tensor,
         index: Tensor,
         similarity: Similarity,
+        *,
         with_gradient: bool,
     ) -> None:
+        """Make the table of the embeddings [U, D] at `index` [N]."""
         self.embeddings = embeddings
         self.index = index
         self.is_cosine = similarity.cosine
@@ -192,12 +168,6 @@ class PrefixTable:
             _add(d_prefix, 0, right, d_right)
 
     # ---- Tiles: n rows against t columns ---------------------------------------------
-
-    def row_vectors(self, entries: slice, scale: Tensor) -> RowVectors:
-        """Return the vectors of some entries as rows of the score matrix."""
-        # Scale the n vectors [n, d] rather than the n * N scores.
-        x = self.x[entries] * scale
-        return RowVectors(entries, x, torch.zeros_like(x))
 
     def logits(
         self,
@@ -335,7 +305,7 @@ class _PairScores(torch.autograd.Function):
         scores = embeddings.new_empty(num_sizes, left.numel(), dtype=dtype)
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
-            table = similarity.table(embeddings, index, with_gradient=False)
+            table = PrefixTable(embeddings, index, similarity, with_gradient=False)
             left_entries, right_entries = chunks(len(index), length_of(pairs))
             scores[:, pairs] = table.pair_scores(left_entries, right_entries)
         # Save indices and scores only: the gathered vectors [2P, D] may take more memory than the embeddings, so
@@ -351,7 +321,7 @@ class _PairScores(torch.autograd.Function):
         gradient = torch.zeros_like(embeddings, dtype=scores.dtype)
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
-            table = ctx.similarity.table(embeddings, index, with_gradient=True)
+            table = PrefixTable(embeddings, index, ctx.similarity, with_gradient=True)
             left_entries, right_entries = chunks(len(index), length_of(pairs))
             table.add_pair_gradient(
                 left_entries, right_entries, scores[:, pairs], d_scores[:, pairs]

@@ -22,8 +22,8 @@ follows from the same scores. The total is three matrix products (scores, gradie
 columns), as with the full matrix, and no score is computed twice. All of it happens in the forward pass. `backward`
 only multiplies by the incoming gradient.
 
-Where a score's derivative does not depend on the others of its row (`Scoring.is_separable`), each tile is
-differentiated immediately after it is scored, and all tiles share one buffer.
+Where a score's derivative does not depend on the others of its row (`SEPARABLE`), each tile is differentiated
+immediately after it is scored, and all tiles share one buffer.
 
 Who does what: `candidates.py` says which scores count. The similarity's table computes them and turns their derivatives
 into the gradient of the embeddings. The row losses, below, add them up. `_ScorePass` brings the three together. Vectors
@@ -50,6 +50,7 @@ from vembed.losses.candidates import (
 )
 from vembed.losses.similarity import (
     Entries,
+    PrefixTable,
     RowVectors,
     Similarity,
     arithmetic_dtype,
@@ -117,8 +118,6 @@ class Scoring:
     guide: Guide | None = None
     teacher: TeacherVectors | None = None
     """Whose scores are the targets of the row losses."""
-    is_separable: bool = False
-    """The row losses are sums of a function of each score, so that no derivative waits for the other scores."""
 
 
 def tiled_loss(
@@ -200,15 +199,8 @@ class _ScoredPairs:
     """[P] entry of the row's positive, or of the hard negative."""
     scores: Tensor
     """[K, P]"""
-
-
-@dataclass(frozen=True)
-class _ExplicitScores:
-    """Scores of explicit pairs of a row block."""
-
-    pairs: _ScoredPairs
-    by_size: list[CandidateLogits]
-    """The logits [P] that the row losses got, by size."""
+    by_size: tuple[CandidateLogits, ...] = ()
+    """Of explicit pairs: the logits [P] that the row losses got, by size."""
 
 
 @dataclass(frozen=True)
@@ -244,8 +236,8 @@ class _ScorePass:
         if bias is not None:
             self.bias = bias.detach().to(embeddings.device, dtype)
         self.num_sizes = len(scoring.similarity.dims)
-        self.table = scoring.similarity.table(
-            embeddings, candidates.index, with_gradient=True
+        self.table = PrefixTable(
+            embeddings, candidates.index, scoring.similarity, with_gradient=True
         )
         self.guide_table: _VectorTable | None = None
         if scoring.guide is not None:
@@ -260,7 +252,7 @@ class _ScorePass:
         num_columns = sum(widths)
         scores_per_row = num_columns * self.num_matrices
         self.tiling = Tiling.for_scores(scores_per_row, embeddings)
-        self.keeps_tiles = not scoring.is_separable
+        self.keeps_tiles = scoring.row_loss not in SEPARABLE
         # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
         # of the size of a tile.
         widest_group = max(widths, default=0)
@@ -284,7 +276,9 @@ class _ScorePass:
             row_vectors = []
             for group in self.candidates.column_groups:
                 entries = shifted(rows, group.row_entries.start)
-                row_vectors.append(self.table.row_vectors(entries, self.scale))
+                # Scale the n vectors [n, d] rather than the n * N scores.
+                x = self.table.x[entries] * self.scale
+                row_vectors.append(RowVectors(entries, x, torch.zeros_like(x)))
             kept_tiles = []
             for tile in self._scored_tiles(rows, block, row_vectors):
                 if self.keeps_tiles:
@@ -336,7 +330,7 @@ class _ScorePass:
         pairs = _ScoredPairs(queries, positives, positive_scores)
         return _RowBlock(pairs, losses, ceilings, guide_ceilings)
 
-    def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ExplicitScores]:
+    def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ScoredPairs]:
         """Score the explicit pairs of a row block, and add them to the row losses."""
         explicit = []
         for pairs in self.candidates.explicit:
@@ -352,50 +346,46 @@ class _ScorePass:
             if block.ceilings is not None:
                 is_above = scores * self.scale > block.ceilings[:, row]
                 scores.masked_fill_(is_above, EXCLUDED)
-            if self.guide_table is not None and block.guide_ceilings is not None:
+            if block.guide_ceilings is not None:
+                assert self.guide_table is not None
                 guide_scores = self.guide_table.pair_scores(left, right)
                 is_above = guide_scores > block.guide_ceilings[row]
                 scores.masked_fill_(is_above, EXCLUDED)
             target = None
             if self.teacher_table is not None:
                 target = self.teacher_table.pair_scores(left, right)
-            scaled = scores * self.scale
             by_size = []
-            for logits, by_direction in zip(scaled, block.losses, strict=True):
-                candidates = CandidateLogits(logits, target, row=row)
+            for logits in scores * self.scale:
+                by_size.append(CandidateLogits(logits, target, row=row))
+            for candidates, by_direction in zip(by_size, block.losses, strict=True):
                 by_direction[FORWARD].add(candidates)
-                by_size.append(candidates)
-            scored = _ScoredPairs(left, right, scores)
-            explicit.append(_ExplicitScores(scored, by_size))
+            explicit.append(_ScoredPairs(left, right, scores, tuple(by_size)))
         return explicit
 
     def _differentiate_pairs(
-        self, block: _RowBlock, explicit: list[_ExplicitScores]
+        self, block: _RowBlock, explicit: list[_ScoredPairs]
     ) -> None:
         """Add the gradient of a block's positives and explicit pairs."""
-        by_size = []
-        for by_direction in block.losses:
-            # Both directions share the positive's score, so their derivatives add up.
-            directions = [row_loss.d_positive() for row_loss in by_direction]
-            by_size.append(torch.stack(directions).sum(0))
-        self._add_pair_gradient(block.positives, by_size)
-        for scored in explicit:
+        for pairs in (block.positives, *explicit):
+            # The derivatives [P] of each size with respect to the logits.
             by_size = []
-            for by_direction, candidates in zip(
-                block.losses, scored.by_size, strict=True
-            ):
-                by_size.append(by_direction[FORWARD].grad(candidates))
-            self._add_pair_gradient(scored.pairs, by_size)
-
-    def _add_pair_gradient(self, pairs: _ScoredPairs, by_size: list[Tensor]) -> None:
-        """Add the gradient of pairs with the derivatives [P] of each size with respect to their logits."""
-        d_logits = torch.stack(by_size)  # [K, P]
-        if self.bias is not None:
-            self.d_bias += d_logits.sum()
-        # logits = scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
-        self.d_scale += (d_logits * pairs.scores).sum()
-        d_scores = d_logits * self.scale
-        self.table.add_pair_gradient(pairs.left, pairs.right, pairs.scores, d_scores)
+            for k, by_direction in enumerate(block.losses):
+                if pairs.by_size:
+                    gradient = by_direction[FORWARD].grad(pairs.by_size[k])
+                else:
+                    # Both directions share the positive's score, so their derivatives add up.
+                    directions = [row_loss.d_positive() for row_loss in by_direction]
+                    gradient = torch.stack(directions).sum(0)
+                by_size.append(gradient)
+            d_logits = torch.stack(by_size)  # [K, P]
+            if self.bias is not None:
+                self.d_bias += d_logits.sum()
+            # logits = scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
+            self.d_scale += (d_logits * pairs.scores).sum()
+            d_scores = d_logits * self.scale
+            self.table.add_pair_gradient(
+                pairs.left, pairs.right, pairs.scores, d_scores
+            )
 
     # ---- Tiles ------------------------------------------------------------------------
 
@@ -449,10 +439,12 @@ class _ScorePass:
         """
         rows = tile.row_vectors.entries
         scratch = tile.scratch[0]
-        if self.guide_table is not None and block.guide_ceilings is not None:
+        if block.guide_ceilings is not None:
+            assert self.guide_table is not None
             self.guide_table.score(rows, tile.columns, out=scratch)
             excluded.append(scratch > block.guide_ceilings[:, None])
-        if self.teacher_table is not None and tile.target is not None:
+        if tile.target is not None:
+            assert self.teacher_table is not None
             self.teacher_table.score(rows, tile.columns, out=tile.target)
         for k in self.table.logits(tile.row_vectors, tile.columns, tile.logits):
             logits = tile.logits[k]
@@ -536,7 +528,7 @@ class RowLoss(ABC):
     """Losses of n rows.
 
     Create it with the positives' logits, add all candidates, call `total`, then ask for the derivatives. Where the
-    derivatives do not depend on the other scores (`Scoring.is_separable`), `grad` may come before `total`.
+    derivatives do not depend on the other scores (`SEPARABLE`), `grad` may come before `total`.
     """
 
     def __init__(self, start: RowStart) -> None:
@@ -869,3 +861,7 @@ class SquaredErrorRows(RowLoss):
     def d_positive(self) -> Tensor:
         """See RowLoss."""
         return torch.zeros_like(self.positive)
+
+
+SEPARABLE = (SigmoidRows, SquaredErrorRows)
+"""Row losses that are sums of a function of each score, so that no derivative waits for the other scores."""

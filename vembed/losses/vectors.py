@@ -224,7 +224,6 @@ def _squared_errors(
         candidates=candidates,
         similarity=term.similarity(embeddings),
         row_loss=SquaredErrorRows,
-        is_separable=True,
         coefficients=(coefficient,),
         teacher=teacher,
     )

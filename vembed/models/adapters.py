@@ -90,13 +90,11 @@ def add_adapters(
     for parameter in backbone.parameters():
         if parameter.requires_grad and model.torch_dtype != "pure_bfloat16":
             parameter.data = parameter.data.float()
-    kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
     log.info(
-        "LoRA: rank %d, alpha %d on %d layers (%s)",
+        "LoRA: rank %d, alpha %d on %d layers",
         options.lora_r,
         options.lora_alpha,
         len(names),
-        ", ".join(kinds),
     )
 
 
@@ -111,7 +109,7 @@ def target_names(
     """Return the names of the layers that get an adapter."""
     prefixes = tuple(family.towers.values())
     linear = [name for name in linear_names(backbone) if name.startswith(prefixes)]
-    behind = [*chain.from_iterable(family.adapter_targets.values())]
+    behind = [*chain(*family.adapter_targets.values())]
     targets = options.lora_target_modules
     if targets == "auto":
         inside = set(linear_names_inside_layers(backbone))

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from importlib.util import find_spec
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -94,19 +93,13 @@ def attention_kernel(
         )
     if option != "auto":
         return option, "attn_implementation in the config"
-    if device.type != "cuda":
-        problem = "no CUDA GPU"
-    elif not has_flash:
+    problem = why_no_flash(device, half=half)
+    if not has_flash:
         problem = "this model does not support flash-attn"
     elif not is_flash_attn_2_available():
-        problem = "flash-attn is not installed"
-    elif torch.cuda.get_device_capability(device) < (8, 0):
-        problem = "the GPU is older than flash-attn allows"
-    elif not half:
-        problem = "flash-attn does not support float32"
-    else:
-        reason = "auto: flash-attn is installed and the GPU allows it"
-        return "flash_attention_2", reason
+        problem = problem or "flash-attn is not installed"
+    if problem is None:
+        return "flash_attention_2", "auto: flash-attn is installed"
     return "sdpa" if has_sdpa else None, f"auto: {problem}"
 
 
@@ -130,11 +123,19 @@ def why_padded(
         return f"attn_implementation: {options.attn_implementation}"
     if device.type == "cpu":
         return None
-    values = model.to_dict()
-    num_heads = int(values.get("num_attention_heads") or values["n_heads"])
-    width = int(values.get("hidden_size") or values["dim"])
-    head_size = int(values.get("head_dim") or width // num_heads)
-    return why_no_kernel(head_size, device, half=half)
+    # DistilBERT's dim is hidden_size too.
+    width = model.hidden_size // model.num_attention_heads
+    head_size = model.to_dict().get("head_dim") or width
+    return why_no_kernel(int(head_size), device, half=half)
+
+
+def why_no_flash(device: torch.device, *, half: bool) -> str | None:
+    """Return the reason why no flash attention runs on a device; None: it does."""
+    if device.type != "cuda":
+        return "no CUDA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than flash attention allows"
+    return None if half else "flash attention does not support float32"
 
 
 def why_no_kernel(
@@ -144,73 +145,14 @@ def why_no_kernel(
     half: bool,
 ) -> str | None:
     """Return the reason why no variable-length kernel takes heads of this size on a GPU; None: one does."""
-    if not half:
-        return "flash attention does not support float32"
-    if not torch.cuda.is_available():
-        return "no CUDA GPU"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the GPU is older than flash attention allows"
-    if head_size > _MAX_HEAD_SIZE:
+    problem = why_no_flash(device, half=half)
+    if problem is not None:
+        return problem
+    # flash-attn's package pads the heads. The derivative of torch's operator refuses them.
+    is_padded = head_size % 8 and not is_flash_attn_2_available()
+    if head_size > _MAX_HEAD_SIZE or is_padded:
         return f"flash attention does not support a head size of {head_size}"
-    if is_flash_attn_2_available():
-        return None
-    if "window_size" not in _varlen_arguments():
-        return "flash-attn is not installed, and this torch has no attention for texts of different lengths"
-    if head_size % 8:
-        # flash-attn's package pads the heads; the derivative of torch's operator refuses them.
-        return f"a head size of {head_size}, no multiple of 8, needs flash-attn, which is not installed"
     return None
-
-
-@cache
-def _varlen_arguments() -> frozenset[str]:
-    """Return the names of the arguments of torch's variable-length attention; none where torch has none."""
-    if find_spec("torch.nn.attention.varlen") is None:
-        return frozenset()
-    from torch.nn.attention.varlen import varlen_attn
-
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-FLASH3_PACKAGE = "flash_attn_interface"
-"""The module that FlashAttention 3 installs. torch calls it on Hopper GPUs."""
-HOPPER_CAPABILITY = (9, 0)
-_DROPOUTS = (
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "attn_pdrop",
-    "attention_dropout_prob",
-)
-
-
-def use_flash3(config: Mapping[str, Any], device: torch.device) -> str | None:
-    """Let torch compute flash attention by FlashAttention 3 in this process from now on, or return the reason why not.
-
-    `config`: of the model.
-    """
-    if (
-        device.type != "cuda"
-        or torch.cuda.get_device_capability(device) != HOPPER_CAPABILITY
-    ):
-        return "it is for Hopper GPUs"
-    if find_spec(FLASH3_PACKAGE) is None:
-        return "it is not installed"
-    if "activate_flash_attention_impl" not in vars(torch.nn.attention):
-        return "this torch cannot use it"
-    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
-    for part in parts:
-        # It takes the place of torch's kernel for all calls, and refuses those with dropout.
-        if any(part.get(name) for name in _DROPOUTS):
-            return "it has no attention dropout, which the model uses"
-    if not uses_flash3():
-        torch.nn.attention.activate_flash_attention_impl("FA3")
-    return None
-
-
-def uses_flash3() -> bool:
-    """Return True if torch computes flash attention by FlashAttention 3."""
-    known = "current_flash_attention_impl" in vars(torch.nn.attention)
-    return known and torch.nn.attention.current_flash_attention_impl() == "FA3"
 
 
 def register(name: str, *, compiled_layers: bool = False) -> str:
@@ -434,7 +376,7 @@ def by_kernel(
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
     boundaries = (packed.starts, packed.starts, packed.longest, packed.longest)
-    if is_flash_attn_2_available() and not uses_flash3():
+    if is_flash_attn_2_available():
         from flash_attn import flash_attn_varlen_func
 
         attended: Tensor = flash_attn_varlen_func(
@@ -448,10 +390,13 @@ def by_kernel(
             window_size=sides,
         )
         return attended
+    from torch.nn.attention.varlen import varlen_attn
+
     # Fewer heads of keys than of queries: torch's newer kernel takes them as they are, otherwise keys are repeated.
     grouped: dict[str, Any] = {}
     times = query.shape[1] // key.shape[1]
-    if times > 1 and dropout == 0.0 and "enable_gqa" in _varlen_arguments():
+    arguments = inspect.signature(varlen_attn).parameters
+    if times > 1 and dropout == 0.0 and "enable_gqa" in arguments:
         grouped["enable_gqa"] = True
     elif times > 1:
         key = key.repeat_interleave(times, dim=1)
@@ -463,19 +408,13 @@ def by_kernel(
         limits: dict[str, int] = {}
         if window is not None:
             limits = {"window_size_left": sides[0], "window_size_right": sides[1]}
-        dropped: Tensor = _flash_forward()(
+        dropped: Tensor = torch.ops.aten._flash_attention_forward(
             *row, dropout, causal, False, scale=scaling, **limits
         )[0]
         return dropped
-    from torch.nn.attention.varlen import varlen_attn
-
     output = varlen_attn(*row, scale=scaling, window_size=sides, **grouped)
     assert isinstance(output, Tensor)
     return output
-
-
-def _flash_forward() -> Any:
-    return torch.ops.aten._flash_attention_forward
 
 
 # ---- rotary positions on GPUs ------------------------------------------------------------------------------------
@@ -503,15 +442,10 @@ def fuse_rotary_positions(backbone: nn.Module) -> None:
     names = {type(module).__module__ for module in backbone.modules()}
     for model in _ROTARY_MODELS:
         name = f"transformers.models.{model}.modeling_{model}"
-        if name in names:
-            _fuse_rotary_positions(name)
-
-
-@cache
-def _fuse_rotary_positions(name: str) -> None:
-    library: Any = sys.modules[name]
-    plain = library.apply_rotary_pos_emb
-    library.apply_rotary_pos_emb = partial(rotate_both, plain)
+        library: Any = sys.modules.get(name)
+        if name in names and not isinstance(library.apply_rotary_pos_emb, partial):
+            plain = library.apply_rotary_pos_emb
+            library.apply_rotary_pos_emb = partial(rotate_both, plain)
 
 
 def rotate_both(

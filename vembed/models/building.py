@@ -142,25 +142,7 @@ def build_model(
             keep_trainable_layout(backbone)
         if adapters.quantize_weights == "int8":
             round_weights(backbone)
-        pooling = None
-        # None for the model's own pooling.
-        kind = POOLINGS.get(description.pooling)
-        if kind is not None and kind.is_trained:
-            pooling = kind.build(description.token_dim)
-            folder = description.pooling_folder
-            if folder is not None:
-                check_weights(folder)
-                pooling.load_state_dict(load_file(folder / "model.safetensors"))
-        # The model's own Dense modules, then this run's MRL projection.
-        dense_modules = [load_dense(folder) for folder in description.dense]
-        if description.adds_projection:
-            size = description.hidden_dim
-            if dense_modules:
-                size = dense_modules[-1].linear.out_features
-            projection = Dense(size, description.embedding_dim)
-            # The first rows of the identity, [embedding_dim, size]: at the start it only truncates.
-            nn.init.eye_(projection.linear.weight)
-            dense_modules.append(projection)
+        pooling, dense_modules = _modules_behind_tower(description)
     if language_head is not None and adapters.use_lora and not language_head.is_new:
         # Like all pretrained weights of a LoRA run.
         language_head.requires_grad_(False)
@@ -174,14 +156,12 @@ def build_model(
         scale_and_bias=scale_and_bias(description),
         language_head=language_head,
     )
-    freeze_unused(
-        backbone, description.traits, description.image_pooling or description.pooling
-    )
+    freeze_unused(backbone)
     if not adapters.use_lora:
         # With LoRA `add_adapters` has done this: no adapter in a frozen part, and all weights but the adapters frozen.
         for name in names_frozen_by(backbone, description.traits, adapters.freeze):
             backbone.get_parameter(name).requires_grad = False
-        _cast_frozen_towers(description, options, adapters.freeze, backbone)
+        _cast_frozen_towers(description, options, backbone)
     if keeps_masters:
         # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.heads`).
         for head_module in model.heads().values():
@@ -204,7 +184,10 @@ def build_model(
         if adapters.use_lora:
             fuse_adapters(backbone)
         if description.traits.reads_chats:
-            vision.add_without_waits(tower_module(backbone, description.traits, "text"))
+            # Without reading from the device where images are.
+            language_model: Any = tower_module(backbone, description.traits, "text")
+            if "_deepstack_process" in vars(type(language_model)):
+                vars(language_model)["_deepstack_process"] = vision.add_at_images
     layers = layers_of(backbone)
     if compiles:
         # Packed texts call attention outside of the compiled graph (torch.compiler.disable).
@@ -213,6 +196,31 @@ def build_model(
     elif recompute:
         precision.enable_checkpointing(layers)
     return model if meta else model.to(device)
+
+
+def _modules_behind_tower(
+    description: ModelDescription,
+) -> tuple[nn.Module | None, list[Dense]]:
+    """Return a trained pooling, and the model's own Dense modules with this run's MRL projection behind them."""
+    pooling = None
+    # None for the model's own pooling.
+    kind = POOLINGS.get(description.pooling)
+    if kind is not None and kind.is_trained:
+        pooling = kind.build(description.token_dim)
+        folder = description.pooling_folder
+        if folder is not None:
+            check_weights(folder)
+            pooling.load_state_dict(load_file(folder / "model.safetensors"))
+    dense_modules = [load_dense(folder) for folder in description.dense]
+    if description.adds_projection:
+        size = description.hidden_dim
+        if dense_modules:
+            size = dense_modules[-1].linear.out_features
+        projection = Dense(size, description.embedding_dim)
+        # The first rows of the identity, [embedding_dim, size]: at the start it only truncates.
+        nn.init.eye_(projection.linear.weight)
+        dense_modules.append(projection)
+    return pooling, dense_modules
 
 
 def has_language_head(
@@ -225,28 +233,23 @@ def has_language_head(
     has_weight = bool(names) and not is_own_model
     if not alone and not has_weight:
         return False
-    config = description.read_config()
-    problem = None
-    if description.scores is not None:
-        problem = "is a reranker"
-    elif is_own_model:
-        problem = "is an own model, which returns losses of its own"
-    elif not description.traits.reads_only_text or description.traits.has_two_models:
-        problem = f"is of the family {description.family}, and only text models have a language-model head here"
-    elif description.bidirectional_attention:
-        problem = "has bidirectional_attention: true, so that each token sees the next one, which it would predict"
-    elif not alone and not is_decoder_only(config):
-        problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
-    elif description.quantized:
-        problem = "has weights in 4 bits (use_qlora)"
-    if problem is None:
-        return True
-    if not has_weight:
-        return False
-    name = names.pop()
-    raise UserError(
-        f"auxiliary_losses: {name} is not possible: {description.name} {problem}; leave it out"
+    is_possible = (
+        description.scores is None
+        and not is_own_model
+        and description.traits.reads_only_text
+        and not description.traits.has_two_models
+        # Each token would see the next one, which it would predict.
+        and not description.bidirectional_attention
+        and not description.quantized
     )
+    # Tokens that are hidden from an encoder would be hidden from another loss too.
+    is_possible &= alone or is_decoder_only(description.read_config())
+    if has_weight and not is_possible:
+        raise UserError(
+            f"auxiliary_losses: {names.pop()} is not possible with {description.name}: it is for text models with causal "
+            "attention, and for encoders with loss: none, without use_qlora; leave it out"
+        )
+    return is_possible
 
 
 def is_embedding_model(folder: Path) -> bool:
@@ -372,9 +375,9 @@ def _load(
     Dtype first, then attention, which depends on it, then the weights, which are loaded with both. Log the choices.
     """
     trust = description.trust_remote_code
-    config = description.read_config()
-    if folder != Path(description.source):
-        config = read_config(folder, trust_remote_code=trust)
+    is_source = folder == Path(description.source)
+    changes = description.config_changes if is_source else None
+    config = read_config(folder, trust_remote_code=trust, changes=changes)
     if config.model_type == "vit_mae":
         # Pre-training masks random patches. An embedding must see all of them.
         config.mask_ratio = 0.0
@@ -405,21 +408,16 @@ def _load(
     )
     # None: texts are packed.
     why_padded = attention.why_padded(options, config, device, half=half)
-    kernel_name = kernel or "the model's own"
-    notes = [f"attention: {kernel_name} ({reason})"]
+    # Where the parameters are empty, the process that reads them says it.
+    level = logging.DEBUG if meta else logging.INFO
+    log.log(level, "attention: %s (%s)", kernel or "the model's own", reason)
     if reads_text:
         if why_padded is not None and options.padding_free is True:
             raise UserError(
                 f"padding_free: true is not possible: {why_padded}; leave it out, and texts are padded"
             )
-        texts = "without padding"
-        if why_padded is not None:
-            texts = f"padded ({why_padded})"
-        notes.append(f"texts: {texts}")
-    if half and device.type == "cuda" and implementation in ("auto", "sdpa"):
-        problem = attention.use_flash3(config.to_dict(), device)
-        used = "used" if problem is None else f"not used ({problem})"
-        notes.append(f"FlashAttention 3: {used}")
+        texts = f"padded ({why_padded})" if why_padded else "without padding"
+        log.log(level, "texts: %s", texts)
     # The attention of vembed takes the kernel's place, and calls it or its own (vembed.models.attention).
     if why_padded is None:
         kernel = attention.register(attention.PACKED_ATTENTION)
@@ -434,19 +432,11 @@ def _load(
     kernel_of_class = None if is_own else kernel
     if meta or options.from_scratch or (is_own and not has_weights):
         # Random weights start in float32. Empty ones get the dtype of the files, which rank 0 reads.
-        empty_dtype = weight_dtype
-        device_context: Any = nullcontext()
-        if meta:
-            device_context = init_empty_weights(include_buffers=False)
-        else:
-            empty_dtype = dtype or torch.float32
-            log.info(
-                "weights: random, drawn by the constructor of %s under the run's seed",
-                built_class.__name__,
-            )
-        with device_context:
+        with init_empty_weights(include_buffers=False) if meta else nullcontext():
             backbone = built_class._from_config(
-                config, dtype=empty_dtype, attn_implementation=kernel_of_class
+                config,
+                dtype=weight_dtype if meta else dtype or torch.float32,
+                attn_implementation=kernel_of_class,
             )
     else:
         quantization = None
@@ -485,9 +475,6 @@ def _load(
                 f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "
                 "it is incomplete, or config.json, or model_arguments, is that of another model"
             )
-        unused = info["unexpected_keys"]
-        if unused:
-            log.info("ignored %d unused weights of %s", len(unused), folder)
     if is_own and reads_text and why_padded is None:
         # `packs` reads it. The class of the user's own takes no attn_implementation.
         backbone.config._attn_implementation = kernel
@@ -501,16 +488,11 @@ def _load(
         # flash_attention_2 takes the images of a batch at once without this.
         tower = tower_module(backbone.base_model, description.traits, "vision")
         why_one_by_one = vision.pack_images(tower, device, half=half)
-        images = "attention over all at once"
-        if why_one_by_one is not None:
-            images = f"one by one ({why_one_by_one})"
-        notes.append(f"images: {images}")
+        images = f"one by one ({why_one_by_one})" if why_one_by_one else "all at once"
+        log.log(level, "images: attention over %s", images)
     if config.model_type in ENCODER_ONLY:
         # T5's embedding matrix is registered in two modules, which FSDP would shard as two parameters.
         backbone.set_input_embeddings(backbone.get_input_embeddings())
-    if not meta:
-        for note in notes:
-            log.info("%s", note)
     return cast(PreTrainedModel, backbone)
 
 
@@ -541,7 +523,6 @@ def _four_bit(
 def _cast_frozen_towers(
     description: ModelDescription,
     options: ModelSection,
-    freeze: list[str],
     backbone: nn.Module,
 ) -> None:
     """Cast frozen towers to the dtype of the option or of their files: they need no float32 master weights.
@@ -558,16 +539,6 @@ def _cast_frozen_towers(
             dtype = file_dtype(read_config(Path(folder), trust_remote_code=trust))
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.traits, tower).to(dtype)
-    if not freeze or options.torch_dtype not in ("bfloat16", "float16"):
-        return
-    if any(
-        not parameter.requires_grad and parameter.dtype == torch.float32
-        for parameter in backbone.parameters()
-    ):
-        log.info(
-            "torch_dtype: %s is for whole frozen towers: frozen tensors of partly trained towers stay float32",
-            options.torch_dtype,
-        )
 
 
 def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:

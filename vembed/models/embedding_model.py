@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Self, cast, get_args
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from vembed.errors import UserError, listed
+from vembed.errors import UserError
 from vembed.models import precision
 from vembed.models.attention import (
     PREFIX,
@@ -165,7 +166,17 @@ class EmbeddingModel(nn.Module):
                 elif FEATURES in inputs:
                     vectors = inputs[FEATURES]
                 elif with_auxiliary:
-                    vectors, slice_losses = self._with_losses(modality, inputs)
+                    language_head = self.language_head if modality == "text" else None
+                    seen = inputs
+                    if language_head is not None:
+                        # Before the tower runs: an encoder must not see the tokens that it has to predict.
+                        seen, targets = language_head.hide(inputs)
+                    output = self.tower_output(modality, seen)
+                    vectors = output.features
+                    slice_losses = sums_and_counts(output.auxiliary, len(vectors))
+                    if language_head is not None:
+                        loss = language_head(output.states, targets, self.backbone)
+                        slice_losses[language_head.name] = loss
                 else:
                     vectors = self.tower_output(modality, inputs).features
                 if until == "embeddings":
@@ -177,22 +188,6 @@ class EmbeddingModel(nn.Module):
                 outputs.append(wide)
                 losses.append(slice_losses)
         return (outputs, losses) if with_auxiliary else outputs
-
-    def _with_losses(
-        self, modality: Modality, inputs: Inputs
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the features [n, width] of the tower, and the model's own losses."""
-        language_head = self.language_head if modality == "text" else None
-        if language_head is not None:
-            # Before the tower runs: an encoder must not see the tokens that it has to predict.
-            inputs, targets = language_head.hide(inputs)
-        output = self.tower_output(modality, inputs)
-        vectors = output.features
-        losses = sums_and_counts(output.auxiliary, len(vectors))
-        if language_head is not None:
-            loss = language_head(output.states, targets, self.backbone)
-            losses[language_head.name] = loss
-        return vectors, losses
 
     def tower_output(self, modality: Modality, inputs: Inputs) -> TowerOutput:
         """Run the tower (or towers) of one modality on its collated inputs."""
@@ -212,13 +207,7 @@ class EmbeddingModel(nn.Module):
             # A family with texts of fixed length was trained without a mask.
             if mask is None or family.has_fixed_length:
                 del arguments["attention_mask"]
-            features = backbone(**arguments).pooler_output
-            if features is None:
-                raise UserError(
-                    f"the {modality} tower {type(backbone).__name__} gives no pooler_output, which `forwards` of the family "
-                    f"{family.name} promises with pooled_towers"
-                )
-            return TowerOutput(features)
+            return TowerOutput(backbone(**arguments).pooler_output)
         trained_pooling = self.pooling
         is_packed = forward == "text" and packs(backbone)
         if forward == "image":
@@ -317,21 +306,21 @@ class EmbeddingModel(nn.Module):
         They compute in float32 in every precision, because they are small and give the
         embedding. They learn at `head_learning_rate`.
         """
-        projections = dict.fromkeys(self.description.traits.projections.values())
-        names = [f"backbone.{name}" for name in projections]
+        modules: dict[str, nn.Module] = {}
+        for name in self.description.traits.projections.values():
+            modules[f"backbone.{name}"] = self.backbone.get_submodule(name)
         if self.pooling is not None:
-            names.append("pooling")
+            modules["pooling"] = self.pooling
         if self.head is not None:
-            names.append("head")
-        return {name: self.get_submodule(name) for name in names}
+            modules["head"] = self.head
+        return modules
 
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
         family = self.description.traits
-        text = self.backbone
         if family.has_two_models:
-            text = tower_module(text, family, "text")
-        return packs(text)
+            return packs(tower_module(self.backbone, family, "text"))
+        return packs(self.backbone)
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 
@@ -579,17 +568,13 @@ def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tenso
     losses = {}
     for name, value in auxiliary.items():
         pair = value
-        if isinstance(value, Tensor) and value.ndim == 0:
+        if isinstance(value, Tensor):
             pair = (value * count, count)
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
+        sums = at_least_float32(torch.as_tensor(pair[0]))
+        if sums.ndim > 1 or sums.numel() not in (1, count) or len(pair) != 2:
             raise TypeError(
                 f"the auxiliary loss {name} must be a scalar, or a pair (sums, counts) of numbers or of one number for "
-                f"each input, and is {type(value).__name__}"
-            )
-        sums = at_least_float32(torch.as_tensor(pair[0]))
-        if sums.ndim > 1 or sums.numel() not in (1, count):
-            raise TypeError(
-                f"the auxiliary loss {name} has the shape {list(sums.shape)} for {count} inputs"
+                f"each of {count} inputs"
             )
         counts = torch.as_tensor(pair[1], device=sums.device).detach()
         counts = counts.to(sums.dtype).expand_as(sums)
@@ -623,15 +608,15 @@ class HiddenStates(nn.Module):
         tower = tower_module(backbone, description.traits, "text")
         self._transformer_layers = layers_of(tower)
         self._packs = packs(tower)
-        deepest = len(self._transformer_layers)
-        numbers = range(deepest + 1) if layers == "all" else layers
-        for number in numbers:
-            if not -deepest - 1 <= int(number) <= deepest:
-                raise UserError(
-                    f"layers: this model has layers 0 (its embeddings) to {deepest}, and {number} is asked for"
-                )
-        # Negative numbers count from the last layer, as in a Python list.
-        self.layers = [int(number) % (deepest + 1) for number in numbers]
+        known = range(len(self._transformer_layers) + 1)
+        numbers = known if layers == "all" else layers
+        try:
+            # Negative numbers count from the last layer, as in a Python list.
+            self.layers = [known[int(number)] for number in numbers]
+        except IndexError as error:
+            raise UserError(
+                f"layers: this model has layers 0 (its embeddings) to {known[-1]}, and {list(numbers)} are asked for"
+            ) from error
         # The model's own pooling layer is for its last layer only.
         default = description.pooling
         if default == MODEL_POOLING:
@@ -706,16 +691,12 @@ class HiddenStates(nn.Module):
 def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
     """Return the towers without trained parameters."""
     # By parameters and not by the option: adapters freeze towers too.
-    trained = [
-        name
-        for name, parameter in backbone.named_parameters()
-        if parameter.requires_grad
-    ]
-    frozen = []
-    for tower, prefix in family.towers.items():
-        if not any(name.startswith(prefix) for name in trained):
-            frozen.append(tower)
-    return frozen
+    frozen = dict(family.towers)
+    for name, parameter in backbone.named_parameters():
+        for tower, prefix in family.towers.items():
+            if parameter.requires_grad and name.startswith(prefix):
+                frozen.pop(tower, None)
+    return list(frozen)
 
 
 def tower_module(
@@ -727,18 +708,8 @@ def tower_module(
     return backbone.get_submodule(family.towers[tower].removesuffix("."))
 
 
-def freeze_unused(
-    backbone: nn.Module,
-    family: Family,
-    image_pooling: str | None,
-) -> None:
+def freeze_unused(backbone: nn.Module) -> None:
     """Freeze parameters that no embedding depends on. They would never get a gradient, and FSDP would wait for it."""
-    norms_left_out: tuple[str, ...] = ()
-    if family.forwards.get("image") == "image" and image_pooling != MODEL_POOLING:
-        vision: Any = tower_module(backbone, family, "vision")
-        if vision.config.model_type in ("convnext", "convnextv2"):
-            # ConvNeXt's final norm follows the model's own pooling, so other poolings do not use it.
-            norms_left_out = (family.towers["vision"] + "layernorm.",)
     unused = []
     for name, parameter in backbone.named_parameters():
         if name in LOSS_PARAMETERS:
@@ -747,7 +718,7 @@ def freeze_unused(
                 "frozen: %s (the loss learns its own with loss: sigmoid or learn_temperature: true)",
                 name,
             )
-        elif is_never_used(name) or name.startswith(norms_left_out):
+        elif is_never_used(name):
             parameter.requires_grad = False
             unused.append(name)
     if unused:
@@ -788,41 +759,32 @@ def _beginnings(
 
     `every`: the names of all parameters. `layers`: the prefix of each layer, by tower.
     """
-    if part in get_args(Tower):
-        prefix = family.towers.get(cast(Tower, part))
-        if prefix is None:
-            raise UserError(
-                f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
-            )
-        return [prefix]
+    for tower, prefix in family.towers.items():
+        if part == tower:
+            return [prefix]
     if part == "embeddings":
         # Embeddings inside of layers (of relative positions) belong to their layer.
-        inside: list[str] = []
-        for stack in layers.values():
-            inside += stack
-        outside = [name for name in every if not name.startswith(tuple(inside))]
+        inside = tuple(chain.from_iterable(layers.values()))
+        outside = [name for name in every if not name.startswith(inside)]
         return [name for name in outside if _INPUT_EMBEDDINGS.search(name)]
     kind, _, count = part.rpartition("=")
     if kind.endswith("first_n_layers"):
-        tower = kind.removesuffix("first_n_layers").removesuffix(".")
-        stacks = [stack for name, stack in layers.items() if tower in ("", name)]
+        chosen = kind.removesuffix("first_n_layers").removesuffix(".")
+        stacks = [stack for name, stack in layers.items() if chosen in ("", name)]
         deepest = max(map(len, stacks), default=0)
         if not count.isdecimal() or int(count) > deepest or not stacks:
-            numbers = [f"{name} {len(stack)}" for name, stack in layers.items()]
+            numbers = {name: len(stack) for name, stack in layers.items()}
             raise UserError(
-                f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
-                f"TOWER.first_n_layers=N; the number of layers: {', '.join(numbers)}"
+                f"freeze: {part} must be first_n_layers=N (of every tower) or TOWER.first_n_layers=N, with N up to the "
+                f"number of layers, {numbers}"
             )
-        first_layers: list[str] = []
-        for stack in stacks:
-            first_layers += stack[: int(count)]
-        return first_layers
+        return [name for stack in stacks for name in stack[: int(count)]]
     beginning = part.removeprefix("backbone.")
     if not any(name.startswith(beginning) for name in every):
         near = difflib.get_close_matches(beginning, every, n=1, cutoff=0.0)[0]
         raise UserError(
             f"freeze: no parameter's name begins with {part}; the nearest is {near} "
-            "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
+            f"(or use embeddings, first_n_layers=N, TOWER.first_n_layers=N, or one of the towers: {', '.join(family.towers)})"
         )
     return [beginning]
 
@@ -862,20 +824,11 @@ class TwoTowers(nn.Module):
 
     def load_projections(self, folder: Path) -> None:
         """Load the projections of a saved composed model."""
-        path = folder / PROJECTIONS_FILE
-        if not path.is_file():
-            raise UserError(
-                f"{folder} is a composed model without {PROJECTIONS_FILE}; it is incomplete"
-            )
-        projections = load_file(path)
-        missing, unexpected = self.load_state_dict(projections, strict=False)
+        weights = load_file(folder / PROJECTIONS_FILE)
         # The towers have files of their own.
-        missing = [name for name in missing if "_projection." in name]
-        if missing or unexpected:
-            raise UserError(
-                f"{path} lacks {listed(missing) or 'nothing'} and has {listed(unexpected) or 'nothing'} besides: it is not "
-                "of this model"
-            )
+        for name in ("text_projection", "visual_projection"):
+            projection = self.get_submodule(name)
+            projection.load_state_dict({"weight": weights[f"{name}.weight"]})
         self.projections_are_new = False
 
     def save_pretrained(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
@@ -35,7 +35,12 @@ from vembed.models.families.backbones import (
     language_class,
 )
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.model_files import read_dense, read_tensors
+from vembed.models.families.model_files import (
+    DenseSettings,
+    error_sentence,
+    read_settings,
+    read_tensors,
+)
 from vembed.models.processors import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -64,7 +69,7 @@ class Dense(nn.Module):
         self.activation_path = activation
         kind: Any = vars(nn).get(activation.rsplit(".", 1)[-1])
         if not activation.startswith("torch.nn") or not isinstance(kind, type):
-            raise TypeError("it is not a module of torch.nn")
+            raise TypeError(f"{activation} is not a module of torch.nn")
         self.activation = kind()
 
     def forward(self, vectors: Tensor) -> Tensor:
@@ -97,7 +102,8 @@ class Head(nn.Sequential):
 
 def load_dense(folder: Path) -> Dense:
     """Load a Dense module saved by Sentence Transformers."""
-    settings = read_dense(folder)
+    settings: DenseSettings = read_settings(folder / "config.json", DenseSettings)
+    check_weights(folder)
     try:
         dense = Dense(
             settings.in_features,
@@ -105,13 +111,13 @@ def load_dense(folder: Path) -> Dense:
             bias=settings.bias,
             activation=settings.activation_function or IDENTITY,
         )
-    except TypeError as error:
+        weights = load_file(folder / "model.safetensors")
+        # The parameters are float32: a file in 16 bits is widened as it is copied.
+        dense.load_state_dict(weights)
+    except (TypeError, RuntimeError, OSError, SafetensorError) as error:
         raise UserError(
-            f"{folder / 'config.json'}: activation_function {settings.activation_function}: {error}"
+            f"the Dense module of {folder} cannot be loaded: {error_sentence(error)}"
         ) from error
-    check_weights(folder)
-    weights = load_file(folder / "model.safetensors")
-    dense.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     return dense
 
 

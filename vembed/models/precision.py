@@ -367,46 +367,30 @@ class Bf16LayerNorm(nn.LayerNorm):
 
 
 class FusedRMSNorm(nn.Module):
-    """The RMSNorm of Llama, Qwen and Mistral, in one kernel of a GPU instead of seven, in the dtype of input and weight."""
+    """The RMSNorm of Llama, Qwen and Mistral, in one kernel of a GPU instead of seven, in the dtype of input and weight.
 
-    weight: nn.Parameter
-    variance_epsilon: float
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Apply the norm."""
-        weight = self.weight
-        dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
-        return rms_norm(
-            hidden_states.to(dtype), weight.to(dtype), self.variance_epsilon
-        )
-
-
-def rms_norm(
-    values: Tensor,
-    weight: Tensor,
-    epsilon: float,
-) -> Tensor:
-    """Return weight * x / sqrt(mean(x ** 2) + epsilon). The kernel takes one dtype, which autocast would change."""
-    with torch.autocast(values.device.type, enabled=False):
-        return functional.rms_norm(values, weight.shape, weight, float(epsilon))
-
-
-class Bf16RMSNorm(nn.Module):
-    """The RMSNorm of Llama, Qwen and Mistral with float32 weights and statistics, and output in bfloat16.
-
-    Transformers multiplies the 16-bit result by the float32 weight, so that every norm widens what follows it.
+    With `copies` its output is bfloat16. Transformers multiplies the 16-bit result by the float32 weight, so that every
+    norm widens what follows it.
     """
 
-    copies: WeightCopies
     weight: nn.Parameter
     variance_epsilon: float
+    copies: WeightCopies | None = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """Apply the norm to float32 or bfloat16."""
-        values = hidden_states.to(torch.bfloat16)
-        weight = self.copies.trained(self.weight)
+        """Return weight * x / sqrt(mean(x ** 2) + epsilon)."""
+        dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
+        weight: Tensor | None = self.weight
+        if self.copies is not None:
+            dtype = torch.bfloat16
+            weight = self.copies.trained(self.weight)
         assert weight is not None
-        return rms_norm(values, weight, self.variance_epsilon)
+        values = hidden_states.to(dtype)
+        # The kernel takes one dtype, which autocast would change.
+        with torch.autocast(values.device.type, enabled=False):
+            return functional.rms_norm(
+                values, weight.shape, weight.to(dtype), float(self.variance_epsilon)
+            )
 
 
 class Bf16Embedding(nn.Embedding):
@@ -424,10 +408,9 @@ def fuse_norms(backbone: nn.Module) -> None:
             module.__class__ = FusedRMSNorm
 
 
-def use_bf16(backbone: nn.Module) -> int:
-    """Let linear layers and norms with float32 weights compute in bfloat16, and return their number."""
+def use_bf16(backbone: nn.Module) -> None:
+    """Let linear layers and norms with float32 weights compute in bfloat16."""
     copies = WeightCopies()
-    count = 0
     for name, module in backbone.named_modules():
         weight = module._parameters.get("weight")
         if weight is None or weight.dtype != torch.float32:
@@ -438,20 +421,17 @@ def use_bf16(backbone: nn.Module) -> int:
         if kind is nn.Embedding and name.endswith("embed_tokens"):
             # Of a decoder, which hands it on from layer to layer.
             module.__class__ = Bf16Embedding
-            count += 1
             continue
         if kind is nn.Linear:
             module.__class__ = Bf16Linear
         elif kind is nn.LayerNorm:
             module.__class__ = Bf16LayerNorm
         elif kind is FusedRMSNorm or kind.__name__ in _RMS_NORMS:
-            module.__class__ = Bf16RMSNorm
+            module.__class__ = FusedRMSNorm
         else:
             continue
         vars(module)["copies"] = copies
         copies.layers.append(module)
-        count += 1
-    return count
 
 
 def weight_in_use(layer: Any) -> Tensor:
@@ -594,20 +574,17 @@ def rounded_to_int8(weight: Tensor) -> Tensor:
 
 def round_weights(backbone: nn.Module) -> None:
     """Let the linear layers inside the transformer layers compute with rounded weights."""
-    layers = [
-        backbone.get_submodule(name) for name in linear_names_inside_layers(backbone)
-    ]
-    chosen = [layer for layer in layers if type(layer) is nn.Linear]
-    if not chosen:
+    count = 0
+    for name in linear_names_inside_layers(backbone):
+        layer = backbone.get_submodule(name)
+        if type(layer) is nn.Linear:
+            layer.__class__ = RoundedLinear
+            count += 1
+    if not count:
         raise UserError(
             "quantize_weights: int8 rounds linear layers inside transformer layers, and the model has none"
         )
-    for layer in chosen:
-        layer.__class__ = RoundedLinear
-    log.info(
-        "weights of %d linear layers: rounded to int8 in the forward pass (quantize_weights)",
-        len(chosen),
-    )
+    log.info("quantize_weights: %d linear layers are rounded to int8", count)
 
 
 def store_rounded(model: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -73,10 +73,6 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         )
     if not is_own(folder):
         _check_special_tokens(source, folder, values, tokenizer)
-    if tokenizer.pad_token is None and tokenizer.eos_token is None:
-        raise UserError(
-            f"the tokenizer of {source} has neither a padding nor an end token; add `pad_token` to it"
-        )
     # A padding token that somebody has added may have no row.
     has_row = tokenizer.pad_token is not None and tokenizer.pad_token_id < num_rows
     if not has_row and tokenizer.eos_token is not None:
@@ -104,9 +100,9 @@ def _check_special_tokens(
     positions depend on it. `values`: of config.json."""
     numbers: dict[str, int] = {}
     for name in ("pad", "bos", "eos", "cls", "sep"):
-        number = values.get(f"{name}_token_id")
-        if isinstance(number, int):
-            numbers[f"{name}_token_id"] = number
+        key = f"{name}_token_id"
+        if isinstance(values.get(key), int):
+            numbers[key] = values[key]
     added = tokenizer.added_tokens_decoder.items()
     special = {number for number, token in added if token.special}
     special.update(tokenizer.all_special_ids)
@@ -119,7 +115,7 @@ def _check_special_tokens(
         return
     raise UserError(
         f"the tokenizer of {tokenizer_folder} does not belong to the model in {model_folder}: {problem}, and config.json "
-        f"has {', '.join(f'{name} {number}' for name, number in numbers.items())}; copy the tokenizer of that model"
+        f"has {numbers}; copy the tokenizer of that model"
     )
 
 
@@ -161,14 +157,9 @@ def _texts_folder(description: ModelDescription) -> Path:
 def load_image_processor(description: ModelDescription) -> Any:
     """Return the model's image processor with the description's limits on the image area."""
     source = description.image_source or description.source
-    try:
-        processor = AutoImageProcessor.from_pretrained(
-            source, trust_remote_code=description.trust_remote_code
-        )
-    except LIBRARY_ERRORS as error:
-        raise UserError(
-            f"the image processor of {source} cannot be loaded: {error_sentence(error)}"
-        ) from error
+    processor = AutoImageProcessor.from_pretrained(
+        source, trust_remote_code=description.trust_remote_code
+    )
     if description.traits.reads_chats:
         processor.size = {
             "shortest_edge": description.min_pixels or processor.size["shortest_edge"],

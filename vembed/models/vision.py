@@ -185,12 +185,6 @@ def image_tower_output(
 # ---- inner outputs of the image tower ------------------------------------------------
 
 
-def add_without_waits(language_model: Any) -> None:
-    """Let a language model add the inner outputs of the image tower without reading from the device where images are."""
-    if "_deepstack_process" in vars(type(language_model)):
-        vars(language_model)["_deepstack_process"] = add_at_images
-
-
 def add_at_images(
     hidden: Tensor,
     is_image: Tensor,

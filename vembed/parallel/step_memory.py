@@ -256,22 +256,15 @@ class MemoryEstimate:
         return max(0, int(free / per_row))
 
     def describe_graphs(self) -> str:
-        """Describe how many tokens keep their graphs at once, and why."""
+        """Describe how many tokens keep their graphs at once."""
         longest = self.size.max_length
         tokens, fitting = tokens_of(self.placement, self.demand(), longest)
         batch = self.inputs * longest
-        graph_limit = self._kept(batch, tokens, fitting)
-        if graph_limit == batch:
-            reason = f"graphs of up to {fitting:,d} tokens fit, so that Gradient Cache is off"
-            if self.placement.run.config.batch.use_gradient_cache is False:
-                reason = "use_gradient_cache: false"
-            return f"of the whole batch, {batch:,d} padded tokens at most ({reason})"
-        if graph_limit > tokens:
-            return (
-                f"of {graph_limit // tokens:,.0f} micro-batches, {graph_limit:,.0f} padded tokens at most; Gradient Cache "
-                "replays the others"
-            )
-        return f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most"
+        kept = min(max(self._kept(batch, tokens, fitting), tokens), batch)
+        return (
+            f"of {kept:,.0f} padded tokens at most, where {fitting:,d} fit and a batch has up to {batch:,d}; Gradient Cache "
+            "replays the others"
+        )
 
     def repeated_share(self, batch_tokens: float) -> float:
         """Return the share of a process's batch that passes the model twice."""
@@ -618,6 +611,27 @@ def halved(session: Session, budget: Budget) -> Budget:
     return half
 
 
+def smaller_states(placement: Placement) -> list[str]:
+    """Return options that make weights, gradients and optimizer state smaller, the cheapest first."""
+    config = placement.run.config
+    fsdp = placement.fsdp
+    steps = []
+    if not config.adapters.use_lora:
+        steps.append("use_lora: true")
+        # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
+        if config.optimizer.optim == "adamw" and not _is_fsdp1(fsdp):
+            steps.append("optim: adamw_8bit")
+    if fsdp is None:
+        steps.append("use_fsdp: true on several processes")
+    elif placement.is_hybrid or not fsdp.reshard_after_forward:
+        steps.append("fsdp_sharding_strategy: FULL_SHARD")
+    if fsdp is None or not fsdp.offload:
+        steps.append("fsdp_offload_params: true (with FSDP)")
+    if not config.adapters.use_qlora:
+        steps.append("use_qlora: true")
+    return steps
+
+
 def advice(
     session: Session,
     budget: Budget,
@@ -629,10 +643,8 @@ def advice(
     `in_loss`: memory ran out beside the embeddings of the global batch, and not in the model.
     """
     placement = session.placement
-    config = placement.run.config
     estimate = MemoryEstimate(placement)
     tokens = budget.micro_batch_tokens
-    fsdp = placement.fsdp
     num_ranks = session.world_size
     max_length = estimate.size.max_length
     cache = "use_gradient_cache: true (the result is the same)"
@@ -652,20 +664,7 @@ def advice(
             steps.append("gradient_checkpointing: true")
         if max_length > SHORT_TEXT_TOKENS:
             steps.append(f"max_length: {max_length // 2} (now {max_length})")
-    if not config.adapters.use_lora:
-        steps.append("use_lora: true")
-        # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
-        if config.optimizer.optim == "adamw" and not _is_fsdp1(fsdp):
-            steps.append("optim: adamw_8bit")
-    if fsdp is None and num_ranks > 1:
-        steps.append("use_fsdp: true")
-    if fsdp is not None:
-        if placement.is_hybrid or not fsdp.reshard_after_forward:
-            steps.append("fsdp_sharding_strategy: FULL_SHARD")
-        if not fsdp.offload:
-            steps.append("fsdp_offload_params: true")
-    if not config.adapters.use_qlora:
-        steps.append("use_qlora: true")
+    steps += smaller_states(placement)
     numbered = [f"{number}. {step}" for number, step in enumerate(steps, 1)]
     snapshot = memory_snapshot(session.device)
     used = ", ".join(f"{key} {value}" for key, value in snapshot.items())

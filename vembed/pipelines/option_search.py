@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -58,7 +57,6 @@ RATE_RATIO = 8
 """Learning rates are searched up to this factor above and below that of the first trial."""
 REDUCTION = 3
 """Successive halving: of the trials that have come to an evaluation, a third goes on to three times as many."""
-MIN_TRIALS_FOR_IMPORTANCE = 4
 
 OptionNumber = float | int
 
@@ -452,37 +450,13 @@ def _write_outcome(search: Search) -> dict[str, Any]:
         f"best: trial {best.number}, {best.value:.4f} ({best.value - first.value:+.4f} to the config as it is)"
     ]
     lines += [f"  {name}: {value:g}" for name, value in values.items()]
-    importance = {}
-    if len(complete) >= MIN_TRIALS_FOR_IMPORTANCE:
-        from optuna.importance import (
-            PedAnovaImportanceEvaluator,
-            get_param_importances,
-        )
-
-        # PED-ANOVA by name: the default of earlier versions of optuna needs scikit-learn.
-        evaluator = PedAnovaImportanceEvaluator()
-        with warnings.catch_warnings():
-            # Of few trials, or equal ones: the shares are then equal, which the line below shows.
-            warnings.filterwarnings(
-                "ignore", "Target and region quantiles", UserWarning
-            )
-            importance = get_param_importances(study, evaluator=evaluator)
-    causes = f"not estimated from {len(complete)} trials that came to their end"
-    if importance:
-        shares = [f"{name} {share:.0%}" for name, share in importance.items()]
-        causes = ", ".join(shares)
-    lines += [
-        f"what mattered: {causes}",
-        f"train with it: vembed train {best_config}",
-    ]
-    print_lines(*lines)
+    print_lines(*lines, f"train with it: vembed train {best_config}")
     return {
         "best_config": best_config,
         "best_trial": best.number,
         "score": best.value,
         "score_without_search": first.value,
         "values": values,
-        "importance": importance,
         "trials": plain,
     }
 

@@ -270,7 +270,10 @@ class _Stage:
         """Return the command of a step between, and its arguments."""
         kind = self.step.kind
         options = dict(self.options)
-        if self.pipeline.has_own_class and kind in ("mine", "evaluate"):
+        layers = [step.layer for step in self.before if step.kind == "train"]
+        if kind in ("mine", "evaluate") and any(
+            "model_class" in layer.values for layer in [self.pipeline.shared, *layers]
+        ):
             # The code in the folders of trained models is the class that the config names.
             options.setdefault("trust_remote_code", True)
         for key in MODELS:

@@ -126,14 +126,12 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
     for key in ("license", "license_name", "license_link", "language"):
         if base is not None and key in base:
             front[key] = base[key]
-    if card.language is not None:
-        languages = front.pop("language", [])
-        languages = [languages] if isinstance(languages, str) else list(languages)
-        # A model of many languages keeps them. One of another language was trained to this one.
-        if card.language and card.language not in languages:
-            languages = card.language
-        if card.language or len(languages) > 1:
-            front["language"] = languages
+    # A model of many languages keeps them. One of another language was trained to this one.
+    known = front.get("language", [])
+    if card.language and card.language not in known:
+        front["language"] = card.language
+    elif card.language == "" and isinstance(known, str):
+        del front["language"]
     if card.scores:
         # The form in which the Hub shows scores.
         task = "Reranking" if is_reranker else "Retrieval"
@@ -146,17 +144,8 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
         ]
         data = {"name": card.evaluation or "validation data", "type": "validation"}
         result = {"task": {"type": task}, "dataset": data, "metrics": metrics}
-        kind = "reranker" if is_reranker else "embedding model"
-        name = f"{kind} tuned by vembed"
-        front["model-index"] = [{"name": name, "results": [result]}]
+        front["model-index"] = [{"name": "tuned by vembed", "results": [result]}]
     return front
-
-
-def calls_of(card: str, folder: str) -> list[str]:
-    """Return the calls in a card's section on usage, one text for each library, with `folder` as the model's folder."""
-    section = card.partition("\n## Usage\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)\n```", section, re.DOTALL)
-    return [block.replace(FOLDER_IN_CALLS, folder) for block in blocks]
 
 
 def base_model_name(description: ModelDescription) -> str | None:
@@ -178,19 +167,14 @@ def properties_of(description: ModelDescription) -> list[str]:
 
 
 def _properties(description: ModelDescription) -> list[tuple[str, str]]:
-    pooling: str = description.pooling
-    if pooling == "own":
-        pooling = "the model's own projected features"
-    inputs = "text and images"
+    inputs = " and ".join(description.modalities)
     if "multimodal" in description.modalities:
         inputs = "text, images, or both together"
-    elif len(description.modalities) == 1:
-        inputs = "text" if description.traits.reads_text else "images"
     rows = [
         ("Embedding size", f"{description.embedding_dim:,d}"),
         ("Inputs", inputs),
         ("Longest text", f"{description.max_length:,d} tokens"),
-        ("Pooling", pooling),
+        ("Pooling", description.pooling),
         ("Similarity", description.similarity),
     ]
     if description.scores is not None:

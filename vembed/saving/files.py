@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,12 +54,6 @@ log = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "adapter"
 """Subfolder with the adapter that was merged into the saved weights."""
-# model-00001-of-00003.safetensors and its index; 1_Pooling; adapter/, adapter_config.json and
-# adapter_model.safetensors.
-_OF_A_MODEL = re.compile(
-    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|\d+_[A-Z][a-z]+|adapter(_\w+\.\w+)?"
-)
-"""Names of weights and modules in a model's folder."""
 
 
 def save_model(
@@ -91,24 +84,19 @@ def save_model(
     head_state = taken(state, "head.")
     refuse_unclaimed("the model", state)
     has_lora = has_adapters(backbone)
-    more_than_adapters = None
     family = description.traits
-    if family.has_scale_and_bias or family.has_two_models:
-        more_than_adapters = "adapters alone would lose its projections, scale and bias"
-    elif description.bidirectional_attention:
-        more_than_adapters = (
-            "with adapters alone, other programs would use causal attention"
-        )
-    elif description.scores is not None:
-        more_than_adapters = "adapters alone would lose its head"
-    elif model.language_head is not None and model.language_head.is_new:
-        more_than_adapters = "adapters alone would lose its language-model head"
-    elif "mask_ratio" in backbone.config.to_dict():
-        more_than_adapters = (
-            "with adapters alone, other programs would mask parts of each image"
-        )
-    if not merge_adapters and more_than_adapters is not None:
-        log.info("save_merged: the whole model is saved (%s)", more_than_adapters)
+    # Adapters alone would lose scale, bias, projections or a head, or other programs would use causal attention, or mask
+    # parts of each image.
+    is_more_than_adapters = (
+        family.has_scale_and_bias
+        or family.has_two_models
+        or description.bidirectional_attention
+        or description.scores is not None
+        or (model.language_head is not None and model.language_head.is_new)
+        or "mask_ratio" in backbone.config.to_dict()
+    )
+    if not merge_adapters and is_more_than_adapters:
+        log.info("save_merged: the whole model is saved (it has more than adapters)")
         merge_adapters = True
     source = Path(description.source)
     with replaced_folder(Path(directory)) as folder:
@@ -134,14 +122,10 @@ def save_model(
                 if dtype is not None and tensor.is_floating_point():
                     part[name] = tensor.to(dtype)
         if weights:
-            _write_backbone(
-                folder,
-                description,
-                backbone,
-                weights,
-                language_state,
-                head_state,
-            )
+            whole_head = language_state
+            if description.scores is not None:
+                whole_head = head_state
+            _write_backbone(folder, description, backbone, weights, whole_head)
         if is_own(source):
             save_code(source, folder)
         save_processors(description, folder)
@@ -166,9 +150,9 @@ def save_model(
 
 @contextmanager
 def replaced_folder(target: Path) -> Iterator[Path]:
-    """Yield a new folder that replaces `target` when the block ends without an exception."""
-    is_link = target.is_symlink()
-    target = target.resolve()
+    """Yield a new folder that replaces `target` when the block ends without an exception. Of a link, the link is
+    replaced: the folder that it names may hold other files."""
+    target = target.parent.resolve() / target.name
     new = target.with_name(f".{target.name}.new")
     old = target.with_name(f".{target.name}.old")
     if new.is_dir():
@@ -189,10 +173,9 @@ def replaced_folder(target: Path) -> Iterator[Path]:
             raise
         # Before the rename: after a power cut, the name implies complete files.
         sync_folder(new)
-        if is_link and target.is_dir():
-            _move_into(new, target)
-            return
         # Rename, not copy: at any moment either the old or the new folder is complete under one of the two names.
+        if target.is_symlink():
+            target.unlink()
         if target.exists():
             target.rename(old)
         new.rename(target)
@@ -200,30 +183,14 @@ def replaced_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _move_into(new: Path, target: Path) -> None:
-    """Move a new model into the folder that a link names, which may hold other files: those stay."""
-    new_names = {path.name for path in new.iterdir()}
-    for path in target.iterdir():
-        # Weights and modules of an earlier model would be read with the new one.
-        if path.name not in new_names and _OF_A_MODEL.fullmatch(path.name):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path in sorted(new.iterdir()):
-        destination = target / path.name
-        if destination.is_dir() and not destination.is_symlink():
-            shutil.rmtree(destination)
-        path.replace(destination)
-    new.rmdir()
-
-
 def _write_backbone(
     folder: Path,
     description: ModelDescription,
     backbone: Any,
     state: dict[str, Tensor],
-    language_head: dict[str, Tensor],
     head: dict[str, Tensor],
 ) -> None:
-    """Write the weights and config.json. `head`: that of a reranker is part of the weights."""
+    """Write the weights and config.json. `head`: of a reranker or a language model, which is part of the weights."""
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     if isinstance(backbone, PreTrainedModel):
         # After gathering from shards, tied weights are separate tensors. Store one of them.
@@ -231,9 +198,8 @@ def _write_backbone(
             if name in state and same in state:
                 state[name] = state[same]
     with quiet_transformers():
-        if description.scores is not None or language_head:
-            config = backbone.config
-            save_with_head(folder, description, config, state, language_head or head)
+        if description.scores is not None or head:
+            save_with_head(folder, description, backbone.config, state, head)
         else:
             backbone.save_pretrained(folder, state_dict=state)
     # save_pretrained writes the module's dtype to config.json, and loading uses it. Write the widest stored dtype, so

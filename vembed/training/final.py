@@ -19,7 +19,6 @@ from vembed.data.language import MAX_SAMPLED_TEXTS, is_english, language_of
 from vembed.errors import RunError
 from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
-from vembed.files import way_out
 from vembed.inference.encoding import encode_features
 from vembed.models.precision import is_quantized, saved_dtype, store_rounded
 from vembed.parallel import collectives
@@ -140,7 +139,7 @@ def save_final(
             if newest:
                 advice = f"resume from {newest}"
             raise RunError(
-                f"final/ could not be written ({error}): {way_out(str(error), output)} and {advice}"
+                f"final/ could not be written ({error}): make room in {output} if its disk is full, and {advice}"
             ) from error
     warnings = list(data.warnings)
     if state.guard_drop is not None:
@@ -196,7 +195,7 @@ def save_final(
         except OSError as error:
             raise RunError(
                 f"the model is in {folder}, but its report could not be written ({error}): "
-                f"{way_out(str(error), output)}, then `vembed report {output}`"
+                f"make room in {output} if its disk is full, then `vembed report {output}`"
             ) from error
         log.info(f"report: {output / 'report.html'}")
     session.barrier()

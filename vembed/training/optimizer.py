@@ -102,14 +102,12 @@ def build_optimizer(
     if problem is not None:
         raise UserError(problem)
     optimizer, description = kind.build(inputs)
+    heads = [entry for entry in trained if entry.is_head]
     undecayed = [entry for entry in trained if not entry.decays]
-    line = f"optimizer: {description}; {_counted(trained)} trained; weight decay {options.weight_decay:g}"
-    if undecayed:
-        line += f", none on {_counted(undecayed)} (biases, norms, scalars)"
-    if options.head_learning_rate is not None:
-        heads = [entry for entry in trained if entry.is_head]
-        line += f"; head_learning_rate {options.head_learning_rate:g} for {_counted(heads)} (heads, projections, scales)"
-    log.info(line)
+    log.info(
+        f"optimizer: {description}; {_counted(trained)}; weight decay {options.weight_decay:g}, none on "
+        f"{_counted(undecayed)} (biases, norms, scalars); heads, projections and scales: {_counted(heads)}"
+    )
     return optimizer
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,7 +14,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from scipy.optimize import minimize
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -23,8 +21,6 @@ from vembed.config.schema import DataSection
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, EvalData, open_eval_data
-from vembed.evaluation.report.plots import plot_front
-from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
 from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
@@ -52,8 +48,8 @@ TextSets = tuple[tuple[str, ...], tuple[str, ...]]
 EDIT_FILE = "edit.json"
 MIN_TEXTS = 8
 """In each set: half of them estimate the direction, the other half test the probe."""
-MAX_PROBE_ERROR = 0.05
-"""Standard error of the probe's accuracy at chance, above which a warning says that it tells little."""
+FEWEST_PROBE_TEXTS = 100
+"""Below it the standard error of the probe's accuracy at chance is above 0.05, and a warning says so."""
 MAX_STRENGTH = 1.5
 DEFAULT_MAX_DROP = 0.01
 RANKING_CUTOFF = 10
@@ -177,7 +173,7 @@ def edit(
     editor.save(target)
     result = EditResult(target, plan, before, after, tuple(tried))
     if session is None or session.is_main:
-        _write_result(result, editor.metric)
+        _write_result(result)
     collectives.barrier()
     return result
 
@@ -211,13 +207,10 @@ def _check(
                 "direction, the other half test what is left of it"
             )
     num_held_out = sum(len(texts[1::2]) for texts in sets)
-    # Of n independent answers that are right with probability 1/2: sqrt(1/2 * 1/2 / n).
-    standard_error = 0.5 / math.sqrt(num_held_out)
-    if standard_error > MAX_PROBE_ERROR:
+    if num_held_out < FEWEST_PROBE_TEXTS:
         log.warning(
-            "the probe is tested on %d texts: its accuracy varies by %.2f by chance; give at least 100 texts per set",
+            "the probe is tested on %d texts: its accuracy varies by chance; give at least 100 texts per set",
             num_held_out,
-            standard_error,
         )
     if plan.direction == "erase" and plan.where != "embedding":
         raise UserError(
@@ -299,18 +292,19 @@ class Editor:
     def scores(self) -> dict[str, float]:
         """Return `probe` (what a linear probe finds in held-out texts), `across` (nDCG@10 from each text of the first
         set to its counterpart in the second, where they are paired), and the scores on the evaluation data."""
-        normalize = self.embedder.description.normalize
         first = self._vectors(self.first)
         second = self._vectors(self.second)
-        if normalize:
-            first = _unit(first)
-            second = _unit(second)
+        size = first.shape[1]
+        if self.embedder.description.normalize:
+            first = first_dims(first, size, True)
+            second = first_dims(second, size, True)
         # Even texts have estimated the direction (`apply`), odd ones test: the probe is fitted on the former as well.
         train = (first[0::2], second[0::2])
         test = (first[1::2], second[1::2])
         scores = {"probe": linear_probe(train, test)}
         if self.is_paired:
-            similarities = _unit(test[0]) @ _unit(test[1]).T
+            queries = first_dims(test[0], size, True)
+            similarities = queries @ first_dims(test[1], size, True).T
             right = np.diag(similarities)[:, None]
             # Pessimistic: candidates that tie with the right one count as ranked before it, so that equal vectors score
             # low.
@@ -415,10 +409,7 @@ class Editor:
 
 
 def _removal(
-    vectors_CD: Tensor,
-    strength: float,
-    *,
-    by_rows: bool,
+    vectors_CD: Tensor, strength: float, *, by_rows: bool
 ) -> Callable[[Tensor], Tensor]:
     """Return W -> W - strength * V'VW, or W - strength * WV'V by rows; computed in float64, so that every strategy
     stores the same bits."""
@@ -433,10 +424,6 @@ def _removal(
         return (wide - strength * component).to(weight.dtype)
 
     return edit
-
-
-def _unit(vectors_ND: np.ndarray) -> np.ndarray:
-    return first_dims(vectors_ND, vectors_ND.shape[1], True)
 
 
 # ---- weights that write to the residual stream ---------------------------------------------------------------------
@@ -522,7 +509,6 @@ def _search(
     import optuna
 
     # Rank 0 alone uses the study. The others apply what it proposes, since every method of the editor is collective.
-    level_before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=seed)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
@@ -556,25 +542,11 @@ def _search(
             _score_line(scores),
             candidate.strength,
         )
-    optuna.logging.set_verbosity(level_before)
     return tried
 
 
-def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the numbers of the points (low is good, high is good) that no other point beats in both."""
-    front = []
-    for number, (low, high) in enumerate(points):
-        is_beaten = any(
-            point[0] <= low and point[1] >= high and point != (low, high)
-            for point in points
-        )
-        if not is_beaten:
-            front.append(number)
-    return front
-
-
-def _write_result(result: EditResult, metric: str | None) -> None:
-    """Write edit.json, the picture of the trials, and a section of the card."""
+def _write_result(result: EditResult) -> None:
+    """Write edit.json and a section of the card."""
     summary: dict[str, Any] = {
         "plan": asdict(result.plan),
         "before": result.before,
@@ -584,17 +556,7 @@ def _write_result(result: EditResult, metric: str | None) -> None:
     section = f"\n## Edit\n\n```json\n{json.dumps(summary, indent=2)}\n```\n"
     replace_text(card, card.read_text(encoding="utf-8") + section)
     if result.trials:
-        assert metric is not None
-        points = [
-            (trial.scores["probe"], trial.scores[metric]) for trial in result.trials
-        ]
-        front = pareto_front(points)
         summary["trials"] = [asdict(trial) for trial in result.trials]
-        summary["front"] = front
-        start = (result.before["probe"], result.before[metric])
-        x_label = "accuracy of the probe (low: removed)"
-        plot = plot_front(points, front, start, x_label)
-        plot.image(metric_name(metric)).save(result.model_dir / "trials.png")
     write_json(result.model_dir / EDIT_FILE, summary)
 
 
@@ -611,7 +573,6 @@ SHRINKAGE = 1e-3
 """erase: share of the mean variance that is added to each variance, so that few texts still have an inverse."""
 RIDGE = 1e-2
 """Probe: penalty on the squared weights of standardised vectors, per text."""
-MAX_ITERATIONS = 500
 
 
 def directions(
@@ -634,12 +595,8 @@ def directions(
                 "texts; use mean_difference"
             )
         _, _, components = np.linalg.svd(first - second, full_matrices=False)
-        principal = components[:count]
-        # SVD leaves the signs open.
-        largest = np.abs(principal).argmax(axis=1)
-        signs = np.sign(principal[np.arange(len(principal)), largest])
-        oriented: np.ndarray = principal * signs[:, None]
-        return oriented
+        principal: np.ndarray = components[:count]
+        return principal
     difference = first.mean(axis=0) - second.mean(axis=0)
     norm = float(np.linalg.norm(difference))
     if norm == 0:
@@ -697,8 +654,8 @@ def erasure(
 def linear_probe(
     train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]
 ) -> float:
-    """Return the share of the test vectors whose set a logistic regression, fitted on the training vectors, finds: 0.5
-    is chance for sets of one size, 1.0 is always."""
+    """Return the share of the test vectors whose set a ridge regression of the labels, fitted on the training vectors,
+    finds: 0.5 is chance for sets of one size, 1.0 is always."""
     trained = np.concatenate(train).astype(np.float64)
     labels = np.ones(len(trained))  # 1 for the first set, -1 for the second
     labels[len(train[0]) :] = -1.0
@@ -713,23 +670,11 @@ def linear_probe(
         return np.concatenate([(vectors - mean) / spread, ones], axis=1)
 
     inputs = standardised(trained)
-
-    def loss(weights: np.ndarray) -> tuple[float, np.ndarray]:
-        margin = labels * (inputs @ weights)
-        # The last weight is the intercept, which has no penalty.
-        free = np.append(weights[:-1], 0.0)
-        value = np.logaddexp(0, -margin).mean() + RIDGE / 2 * free @ free
-        # exp overflows float64 above 709.
-        slope = -labels / (1 + np.exp(np.clip(margin, -500, 500)))
-        return float(value), inputs.T @ slope / len(labels) + RIDGE * free
-
-    fitted = minimize(
-        loss,
-        np.zeros(inputs.shape[1]),
-        jac=True,
-        method="L-BFGS-B",
-        options={"maxiter": MAX_ITERATIONS},
-    ).x
+    # The last weight is the intercept, which has no penalty.
+    penalty = RIDGE * np.eye(inputs.shape[1])
+    penalty[-1, -1] = 0.0
+    gram = inputs.T @ inputs / len(labels)
+    fitted = np.linalg.solve(gram + penalty, inputs.T @ labels / len(labels))
     # Both sets count alike, whatever their sizes.
     first_scores = standardised(test[0].astype(np.float64)) @ fitted
     second_scores = standardised(test[1].astype(np.float64)) @ fitted

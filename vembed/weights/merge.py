@@ -7,19 +7,18 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vembed.config.schema import DataSection
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
-from vembed.evaluation.report.plots import plot_sweep
-from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
 from vembed.files import CHECKSUMS, replace_text, write_json
 from vembed.models.families.model_files import CODES, read_object
@@ -32,7 +31,6 @@ from vembed.weights.sources import (
     ModelFolder,
     Read,
     TensorReader,
-    TensorWriter,
     check_pooling,
     check_tokenizers,
     default_base,
@@ -41,6 +39,7 @@ from vembed.weights.sources import (
     matched,
     open_source,
     whole_model,
+    write_header,
 )
 
 log = logging.getLogger("vembed")
@@ -127,15 +126,14 @@ def merge(
         density=density,
         scale=scale,
     )
-    of_differences = method == "slerp" and (
-        of == "differences" or (of == "auto" and base is not None)
-    )
+    of_differences = False
     if method == "slerp":
+        of_differences = of == "differences" or (of == "auto" and base is not None)
         what = "differences from the base" if of_differences else "weights"
         log.info("slerp: of the %s (--of weights, --of differences)", what)
     recipe = Recipe(
         method="mean" if method == "soup" else method,
-        weights=tuple(weights) if weights is not None else (1.0,) * len(names),
+        weights=tuple(weights or [1.0] * len(names)),
         density=density,
         scale=scale,
         interpolate=interpolate,
@@ -143,11 +141,14 @@ def merge(
         seed=seed,
     )
     is_main = session is None or session.is_main
+    stored_dtype = None if dtype == "auto" else dtype
     evaluation = None
     if data is not None:
         options = DataSection(data_path=str(data))
         evaluation = open_eval_data(options, str(data), splits=TEST_FIRST)
         metric = evaluation.metric if metric == "auto" else metric
+    # A folder beside the target for models that are made on the way, of the same name on all ranks.
+    scratch = target.absolute().with_name(f".{target.name}.merging")
 
     def scores_of(folder: Path) -> dict[str, float]:
         """Return all metrics of a model. Collective."""
@@ -159,11 +160,15 @@ def merge(
             )
         return scores
 
-    chosen = list(range(len(names)))
-    score = None
-    trials = []
-    # A folder beside the target for models that are made on the way, of the same name on all ranks.
-    scratch = target.absolute().with_name(f".{target.name}.merging")
+    def scores_of_merge(numbers: Sequence[int], recipe: Recipe) -> dict[str, float]:
+        """Return all metrics of the merge of some of the models. Collective: the first process writes."""
+        candidate = scratch / "candidate"
+        if is_main:
+            members = [sources[number] for number in numbers]
+            Merge(members, base_source, stored_dtype).write(recipe, candidate)
+        collectives.barrier()
+        return scores_of(candidate)
+
     if is_main:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -180,6 +185,7 @@ def merge(
             # There is no folder for what is a whole model already.
             sources.append(open_source(name, folder if folder.is_dir() else None))
         base_name = None
+        base_source = None
         if recipe.needs_base or (sweep_points is not None and len(names) == 1):
             base_name = default_base(sources) if base is None else str(base)
             if base_name is None:
@@ -187,58 +193,69 @@ def merge(
                     f"{method} needs the model that the others were tuned from: give it as base (--base)"
                 )
             log.info("base: %s", base_name)
-        merger = Merge(sources, None if base_name is None else open_source(base_name))
-        merger.dtype = None if dtype == "auto" else dtype
-
-        def scores_of_merge(numbers: Sequence[int], recipe: Recipe) -> dict[str, float]:
-            """Return all metrics of the merge of some of the models. Collective: the first process writes."""
-            candidate = scratch / "candidate"
-            if is_main:
-                merger.of(numbers).write(recipe, candidate)
-            collectives.barrier()
-            return scores_of(candidate)
-
+            base_source = open_source(base_name)
+        # What does not fit is said by every rank, before anything is written.
+        Merge(sources, base_source)
+        chosen = list(range(len(names)))
+        trials = []
         if method == "soup":
-            alone = [scores_of(source.folder)[metric] for source in sources]
-            for name, value in zip(names, alone, strict=True):
-                log.info("soup: %s alone: %s %.4f", name, metric, value)
-            # The best member is in it. In the order of their own scores the others are tried one by one, and one is
-            # kept if the mean with it scores no worse, so the soup is never below its best member on these data.
-            order = sorted(chosen, key=lambda number: -alone[number])
-            chosen = order[:1]
-            score = alone[order[0]]
-            for number in order[1:]:
-                members = [*chosen, number]
-                mean = Recipe("mean", (1.0,) * len(members))
-                value = scores_of_merge(members, mean)[metric]
-                outcome = "kept" if value >= score else "left out"
-                log.info(
-                    "soup: with %s: %s %.4f (%s)", names[number], metric, value, outcome
-                )
-                if value >= score:
-                    chosen = members
-                    score = value
-            recipe = Recipe("mean", (1.0,) * len(chosen))
-        elif sweep_points is not None:
-            for at in sweep_points:
-                scores = scores_of_merge(chosen, _at_point(recipe, at))
-                trials.append(MergeTrial(at, scores[metric], scores))
-                log.info("sweep: at %.3g: %s %.4f", at, metric, scores[metric])
+            chosen = _choose_members(
+                [scores_of(source.folder)[metric] for source in sources],
+                lambda members: scores_of_merge(members, _mean(members))[metric],
+                names,
+            )
+            recipe = _mean(chosen)
+        for at in sweep_points or ():
+            scores = scores_of_merge(chosen, _at_point(recipe, at))
+            trials.append(MergeTrial(at, scores[metric], scores))
+            log.info("sweep: at %.3g: %s %.4f", at, metric, scores[metric])
+        if trials:
             best = max(trials, key=lambda trial: trial.score)
             recipe = _at_point(recipe, best.at)
-            score = best.score
         if is_main:
-            merger.of(chosen).write(recipe, target)
+            members = [sources[number] for number in chosen]
+            Merge(members, base_source, stored_dtype).write(recipe, target)
             if trials:
-                _draw(target, trials, metric, names, base_name)
+                start, end = names if len(names) == 2 else (base_name, names[0])
+                points = [asdict(trial) for trial in trials]
+                sweep = {"metric": metric, "from": start, "to": end, "points": points}
+                write_json(target / "sweep.json", sweep)
         collectives.barrier()
     finally:
         if is_main:
             shutil.rmtree(scratch, ignore_errors=True)
-    if evaluation is not None and score is None:
-        score = scores_of(target)[metric]
+    score = None if evaluation is None else scores_of(target)[metric]
     merged = tuple(names[number] for number in chosen)
     return MergeResult(target, recipe, merged, score, tuple(trials))
+
+
+def _mean(members: Sequence[int]) -> Recipe:
+    return Recipe("mean", (1.0,) * len(members))
+
+
+def _choose_members(
+    alone: Sequence[float],
+    score_of: Callable[[Sequence[int]], float],
+    names: Sequence[str],
+) -> list[int]:
+    """Return the members of a greedy soup. `alone`: the score of each model. `score_of`: that of a mean of some.
+
+    The best member is in it. In the order of their own scores the others are tried one by one, and one is kept if the
+    mean with it scores no worse, so the soup is never below its best member on these data.
+    """
+    for name, score in zip(names, alone, strict=True):
+        log.info("soup: %s alone: %.4f", name, score)
+    first, *others = sorted(range(len(alone)), key=lambda number: -alone[number])
+    chosen = [first]
+    best = alone[first]
+    for number in others:
+        score = score_of([*chosen, number])
+        outcome = "kept" if score >= best else "left out"
+        log.info("soup: with %s: %.4f (%s)", names[number], score, outcome)
+        if score >= best:
+            chosen.append(number)
+            best = score
+    return chosen
 
 
 def _at_point(recipe: Recipe, at: float) -> Recipe:
@@ -276,27 +293,22 @@ class Merge:
     """Models that fit together, and the base that they are compared with; ready to be merged by any recipe."""
 
     def __init__(
-        self, sources: Sequence[ModelFolder], base: ModelFolder | None
+        self,
+        sources: Sequence[ModelFolder],
+        base: ModelFolder | None = None,
+        dtype: str | None = None,
     ) -> None:
-        """Raise where the models are not of one architecture, tokenizer and pooling."""
+        """Raise where the models are not of one architecture, tokenizer and pooling. `dtype`: of the stored weights.
+        None: the first model's."""
         self.sources = list(sources)
         self.base = base
-        self.dtype: str | None = None
-        """Of the stored weights. None: the first model's."""
+        self.dtype = dtype
         first = self.sources[0]
         self._names = [matched(first, source) for source in self.sources]
         self._base_names = matched(first, base) if base is not None else {}
         with_base = self.sources if base is None else [*self.sources, base]
         check_tokenizers(with_base)
         check_pooling(self.sources)
-
-    def of(self, chosen: Sequence[int]) -> Merge:
-        """Return the merge of some of the models."""
-        if list(chosen) == list(range(len(self.sources))):
-            return self
-        merge = Merge([self.sources[number] for number in chosen], self.base)
-        merge.dtype = self.dtype
-        return merge
 
     def write(self, recipe: Recipe, target: Path) -> Path:
         """Write the merged model: the files of the first one, with the weights of all."""
@@ -330,8 +342,7 @@ class Merge:
                 settings.pop("torch_dtype", None)
                 write_json(folder / "config.json", {**settings, "dtype": self.dtype})
             write_json(folder / RECIPE_FILE, {**described, **asdict(recipe)})
-            card = _card(described, recipe, (root / "vembed.json").is_file())
-            replace_text(folder / "README.md", card)
+            replace_text(folder / "README.md", _card(described, recipe))
         return target
 
     def _write_file(
@@ -351,7 +362,8 @@ class Merge:
             code = CODES[self.dtype] if self.dtype and is_cast else entry.dtype
             entries[name] = replace(entry, dtype=code)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with TensorWriter(target, entries, reader.metadata) as writer:
+        with target.open("wb") as file:
+            write_header(file, entries, reader.metadata)
             for name, entry in entries.items():
                 dtype = DTYPE_BY_CODE[entry.dtype]
                 models = []
@@ -365,17 +377,14 @@ class Merge:
                 # Counts and tables of positions have no mean; a pooler that some lack is never used.
                 is_merged = dtype.is_floating_point and len(models) == len(self.sources)
                 if not is_merged or (recipe.needs_base and base is None):
-                    writer.write(reader.read(name).to(dtype))
-                    continue
-                for piece in merged_pieces(recipe, name, entry.size, models, base):
-                    writer.write(piece.to(dtype))
+                    pieces = iter([reader.read(name, 0, entry.size)])
+                else:
+                    pieces = merged_pieces(recipe, name, entry.size, models, base)
+                for piece in pieces:
+                    file.write(piece.to(dtype).view(torch.uint8).numpy().data)
 
 
-def _card(
-    described: dict[str, Any],
-    recipe: Recipe,
-    has_vembed_file: bool,
-) -> str:
+def _card(described: dict[str, Any], recipe: Recipe) -> str:
     """Return a card with what the model was merged from."""
     front = "---\nlibrary_name: sentence-transformers\ntags:\n- sentence-transformers\n- feature-extraction\n- merge\n---"
     models = "\n".join(f"- {_public(name)}" for name in described["models"])
@@ -383,10 +392,6 @@ def _card(
     if described["base"]:
         blocks.append(f"Base: {_public(described['base'])}")
     blocks.append(f"```json\n{json.dumps(asdict(recipe), indent=2)}\n```")
-    if has_vembed_file:
-        blocks.append(
-            '```python\nimport vembed\n\nmodel = vembed.Embedder("this-folder")\n```'
-        )
     return "\n\n".join(blocks) + "\n"
 
 
@@ -396,39 +401,11 @@ def _public(name: str) -> str:
     return name if is_hub_name else "/".join(Path(name).parts[-2:])
 
 
-def _draw(
-    target: Path,
-    trials: Sequence[MergeTrial],
-    metric: str,
-    names: Sequence[str],
-    base: str | None,
-) -> None:
-    """Write the picture and the numbers of a sweep."""
-    start = base or "base"
-    end = names[0]
-    if len(names) == 2:
-        start, end = names
-    scores = [trial.score for trial in trials]
-    plot = plot_sweep(
-        [trial.at for trial in trials],
-        scores,
-        f"0: {Path(start).name}    1: {Path(end).name}",
-        scores.index(max(scores)),
-    )
-    plot.image(metric_name(metric)).save(target / "sweep.png")
-    points = [asdict(trial) for trial in trials]
-    write_json(
-        target / "sweep.json",
-        {"metric": metric, "from": start, "to": end, "points": points},
-    )
-
-
 # ---- arithmetic: how the values of one tensor in several models become one, in pieces and in float64 ---------------
 
 
 PIECE = 2**20
 """Elements that are computed at once. `dare` draws by piece: another number would draw other elements."""
-_BINS = 2**16
 MIN_SINE = 1e-12
 """Below this sine of the angle between two tensors, slerp is a straight line."""
 
@@ -568,35 +545,15 @@ def _threshold(
     size: int,
     density: float,
 ) -> float:
-    """Return the magnitude of a difference, rounded to float32, that the share `density` of the elements reach, without sorting them.
-
-    The bits of non-negative float32 numbers are ordered as the numbers are: the first pass counts by the upper 16 bits,
-    the second by the lower 16 bits of those elements whose upper bits are the threshold's.
-    """
+    """Return the magnitude of a difference, rounded to float32, that the share `density` of the elements reach."""
+    magnitudes = np.empty(size, dtype=np.float32)
+    for start in range(0, size, PIECE):
+        stop = min(start + PIECE, size)
+        difference = read(start, stop).sub_(base(start, stop))
+        magnitudes[start:stop] = difference.abs_().numpy()
     num_kept = max(round(density * size), 1)
-    upper = 0
-    for level in range(2):
-        counts = torch.zeros(_BINS, dtype=torch.int64)
-        for start in range(0, size, PIECE):
-            stop = min(start + PIECE, size)
-            difference = read(start, stop).sub_(base(start, stop))
-            bits = difference.abs_().float().view(torch.int32)
-            keys = bits >> 16
-            if level == 1:
-                keys = (bits & (_BINS - 1))[keys == upper]
-            counts += torch.bincount(keys, minlength=_BINS)
-        # at_least[b]: elements in bin b or above. It falls with b, so the bins that reach `num_kept` are the first ones,
-        # and the last of them holds the threshold.
-        at_least = counts.flip(0).cumsum(0).flip(0)
-        last_bin = int((at_least >= num_kept).sum()) - 1
-        if level == 0:
-            upper = last_bin
-            # Elements in higher bins are above the threshold for certain; the second pass looks for the rest within
-            # this bin.
-            if upper + 1 < _BINS:
-                num_kept -= int(at_least[upper + 1])
-    bits_of_threshold = torch.tensor([(upper << 16) + last_bin], dtype=torch.int32)
-    return float(bits_of_threshold.view(torch.float32))
+    magnitudes.partition(size - num_kept)
+    return float(magnitudes[size - num_kept])
 
 
 def _ties(

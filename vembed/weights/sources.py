@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,69 +68,36 @@ class TensorReader:
                     f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with"
                 )
 
-    def read(
-        self,
-        name: str,
-        start: int = 0,
-        stop: int | None = None,
-    ) -> Tensor:
+    def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
         entry = self.entries[name]
         dtype = DTYPE_BY_CODE[entry.dtype]
-        stop = entry.size if stop is None else min(stop, entry.size)
-        if stop <= start:
-            return torch.empty(0, dtype=dtype)
         width = dtype.itemsize
-        buffer = bytearray((stop - start) * width)
-        with self.path.open("rb") as file:
-            file.seek(entry.begin + start * width)
-            file.readinto(buffer)
-        return torch.frombuffer(buffer, dtype=dtype)
+        num_bytes = (stop - start) * width
+        offset = entry.begin + start * width
+        data = np.fromfile(self.path, np.uint8, num_bytes, offset=offset)
+        return torch.from_numpy(data).view(dtype)
 
 
-class TensorWriter:
-    """A new safetensors file, whose tensors are written one after the other, in any number of pieces each."""
-
-    def __init__(
-        self,
-        path: Path,
-        entries: Mapping[str, Stored],
-        metadata: Mapping[str, str],
-    ) -> None:
-        """`entries`: what will be written, in this order; their offsets are set here."""
-        self.path = path
-        self._left = sum(entry.size for entry in entries.values())
-        header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
-        offset = 0
-        for name, entry in entries.items():
-            end = offset + entry.size * DTYPE_BY_CODE[entry.dtype].itemsize
-            header[name] = {
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "data_offsets": [offset, end],
-            }
-            offset = end
-        # The format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors. Offsets
-        # count from the end of the header.
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % _ALIGNMENT)
-        self._file = path.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-
-    def write(self, piece: Tensor) -> None:
-        """Append elements, which have the dtype of the tensor that they belong to."""
-        self._left -= piece.numel()
-        flat = piece.contiguous().reshape(-1)
-        self._file.write(flat.view(torch.uint8).numpy().data)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        self._file.close()
-        assert kind is not None or self._left == 0, (
-            f"{self.path}: {self._left:,d} elements were not written"
-        )
+def write_header(
+    file: BinaryIO, entries: Mapping[str, Stored], metadata: Mapping[str, str]
+) -> None:
+    """Begin a new safetensors file. The values of the tensors are to be written behind it, in the order of `entries`."""
+    header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+    offset = 0
+    for name, entry in entries.items():
+        end = offset + entry.size * DTYPE_BY_CODE[entry.dtype].itemsize
+        header[name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    # The format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors. Offsets count from
+    # the end of the header.
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    file.write(len(text).to_bytes(8, "little") + text)
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -168,9 +136,7 @@ def open_source(name: str, folder: Path | None = None) -> ModelFolder:
         is_other = any(part.startswith(("checkpoint-", ".")) for part in relative.parts)
         if is_other or relative.parts[0] == ADAPTER_FOLDER:
             continue
-        subfolder = relative.parent.as_posix()
-        if subfolder == ".":
-            subfolder = ""
+        subfolder = relative.parent.as_posix().removeprefix(".")
         reader = TensorReader(path)
         tensors = files.setdefault(subfolder, {})
         tensors |= dict.fromkeys(reader.entries, reader)
@@ -216,17 +182,12 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
     names = {}
     for part, tensors in first.files.items():
         names[part] = _matched_names(tensors, other.files.get(part, {}))
-        missing = [
-            name
-            for name in tensors
-            if name not in names[part] and not _may_be_missing(name)
-        ]
-        if missing:
-            where = f"{part}/{missing[0]}" if part else missing[0]
-            raise UserError(
-                f"{other.name} has no {where}, which {first.name} has ({len(missing):,d} such tensors): only models "
-                "of one architecture can be merged"
-            )
+        for name in tensors:
+            if name not in names[part] and not _may_be_missing(name):
+                raise UserError(
+                    f"{other.name} has no {part}/{name}, which {first.name} has: only models of one architecture can be "
+                    "merged"
+                )
         for name, other_name in names[part].items():
             shape = first.entry(part, name).shape
             other_shape = other.entry(part, other_name).shape
@@ -293,16 +254,10 @@ def check_pooling(sources: Sequence[ModelFolder]) -> None:
     first_settings = _embedding_settings(first.folder)
     for other in sources[1:]:
         settings = _embedding_settings(other.folder)
-        differences = []
-        for key in first_settings.keys() & settings.keys():
-            if settings[key] != first_settings[key]:
-                differences.append(
-                    f"{key}: {first_settings[key]!r} and {settings[key]!r}"
-                )
-        if differences:
+        if settings and first_settings and settings != first_settings:
             raise UserError(
-                f"{first.name} and {other.name} embed in different ways ({'; '.join(sorted(differences))}): merge "
-                "models of one pooling and one head"
+                f"{first.name} and {other.name} embed in different ways ({first_settings}, {settings}): merge models of one "
+                "pooling and one head"
             )
 
 
@@ -318,25 +273,13 @@ def _embedding_settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def _vocabulary(folder: Path) -> list[Any] | None:
+def _vocabulary(folder: Path) -> dict[str, int] | None:
     """Return the tokens and their numbers; None for a model without a tokenizer."""
-    values = read_object(folder / "tokenizer.json")
-    if values is not None and "vocab" in values.get("model", {}):
-        added = [
-            (token["id"], token["content"]) for token in values.get("added_tokens", ())
-        ]
-        vocabulary = values["model"]["vocab"]
-        if not isinstance(vocabulary, dict):
-            return [vocabulary, sorted(added)]
-        # Added tokens are in it or not, depending on the library that wrote it.
-        numbers = dict(vocabulary)
-        for number, content in added:
-            numbers[content] = number
-        return sorted(numbers.items())
     if not has_tokenizer_files(folder):
         return None
-    vocabulary = open_tokenizer(folder, trust_remote_code=False).get_vocab()
-    return sorted(vocabulary.items())
+    tokenizer = open_tokenizer(folder, trust_remote_code=False)
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return vocabulary
 
 
 # ---- checkpoints of a run and adapters, as folders of whole models -----------------------------------------------------

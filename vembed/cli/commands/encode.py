@@ -24,7 +24,7 @@ from vembed.cli.support import (
     plain_console,
 )
 from vembed.errors import UserError
-from vembed.models.poolings.table import POOLINGS
+from vembed.models.poolings.table import PoolingName
 
 if TYPE_CHECKING:
     import numpy as np
@@ -60,11 +60,10 @@ def encode(
     kind: KindOption = "document",
     column: str | None = None,
     keep: str = "",
-    input_format: Literal["auto", "jsonl", "text"] = "auto",
     truncate_dim: TruncateDim = None,
     normalize: bool | None = None,
     layers: str = "",
-    pooling: str = "",
+    pooling: PoolingName | None = None,
     precision: Literal["float32", "int8", "uint8", "binary", "ubinary"] = "float32",
     ranges: str | None = None,
     image_root: ImageRootOption = None,
@@ -75,11 +74,10 @@ def encode(
     """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input.
 
     Args:
-        input_file: Texts (one per line), JSONL, a table or a folder of images. - is standard input.
+        input_file: Texts (one per line), JSONL, a table or a folder of images. -: texts on standard input.
         output: Where to write: NAME.npy or NAME.parquet.
         column: The field or column that holds the text.
         keep: Columns to write beside the vectors in NAME.parquet, as id,title.
-        input_format: auto, jsonl or text.
         normalize: Vectors of length 1. Default: as the model says.
         layers: Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings).
         pooling: --layers: cls, mean, last, ... Default: the model's own.
@@ -114,9 +112,7 @@ def encode(
         raise UserError(
             f"--ranges needs --precision int8 or uint8, and the precision is {precision}"
         )
-    if pooling and pooling not in POOLINGS:
-        raise UserError(f"--pooling {pooling}: give one of {', '.join(POOLINGS)}")
-    if pooling and not layers:
+    if pooling is not None and not layers:
         raise UserError(
             "--pooling is for hidden states (--layers); embeddings are pooled as the model says"
         )
@@ -147,7 +143,6 @@ def encode(
             session,
             column=column,
             keep=kept_fields,
-            line_format=input_format,
             image_root=image_root,
             skips=on_bad_record == "skip",
             chunk_rows=CHUNK_ROWS,
@@ -177,7 +172,7 @@ def encode(
                     items,
                     chosen_layers,
                     kind,
-                    pooling=pooling or None,
+                    pooling=pooling,
                     budget_tokens=batch_tokens,
                 )
                 progress(len(items), len(items))

@@ -69,12 +69,9 @@ def export(
             f"--for {server} reads --format {served_form}, and --format {form} is asked for; leave one out"
         )
 
-    with (
-        usable_model(model) as model_path,
-        tempfile.TemporaryDirectory(prefix="vembed-") as scratch,
-    ):
+    with tempfile.TemporaryDirectory(prefix="vembed-") as scratch:
         exported = export_model(
-            model_path,
+            usable_model(model),
             output or Path(scratch, "export"),
             form or served_form,
             precision,

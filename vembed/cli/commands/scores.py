@@ -113,16 +113,10 @@ def score_tables(scores: dict[str, float]) -> list[Table]:
     columns = [key for key in whole if "@" not in key or key.endswith(f"@{REPORTED_K}")]
     names = [metric_name(key) for key in columns]
     sizes = [match[0] for key in scores if (match := re.match(r"dim\d+/", key))]
-    label = "whole"
     rows = []
-    for prefix in dict.fromkeys(sizes):
-        size = prefix.removeprefix("dim").removesuffix("/")
-        # Equal scores share a row: the largest Matryoshka size is the whole embedding.
-        if all(scores[prefix + key] == scores[key] for key in whole):
-            label += f", {size}"
-            continue
+    for prefix in dict.fromkeys(["", *sizes]):
+        size = prefix.removeprefix("dim").removesuffix("/") or "whole"
         rows.append([size, *(f"{scores[prefix + key]:.4f}" for key in columns)])
-    rows.insert(0, [label, *(f"{scores[key]:.4f}" for key in columns)])
     tables = [number_table(("size", *names), rows)]
     cuts = set()
     for key in whole:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +12,7 @@ from vembed.cli.support import (
     CheckData,
     TruncateDim,
     TrustRemoteCode,
+    print_lines,
     usable_model,
 )
 from vembed.errors import UserError
@@ -31,12 +31,12 @@ def serve(
     truncate_dim: TruncateDim = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Serve a model over HTTP: OpenAI's /v1/embeddings and TEI's /embed, or /rerank and /score of a reranker.
+    """Serve a model over HTTP: OpenAI's /v1/embeddings and TEI's /embed, or /rerank of a reranker.
 
     The vectors are those of `vembed.Embedder`, the scores those of `vembed.Reranker`.
 
     Args:
-        model: A model folder, a Hub name, a run, a checkpoint, or an export to ONNX or OpenVINO.
+        model: A model folder, a Hub name, a run, or an export to ONNX or OpenVINO.
         host: Address to listen on. 0.0.0.0: every network.
         port: 0: a free one, which is printed.
         served_name: Name of the model. Default: that of its run, or of its folder.
@@ -52,35 +52,34 @@ def serve(
     from vembed.inference.serve import open_encoder
     from vembed.inference.serve import serve as run_server
 
-    with usable_model(model) as model_path:
+    model_path = usable_model(model)
 
-        def load() -> TextEncoder:
-            return open_encoder(
-                model_path,
-                device=device,
-                truncate_dim=truncate_dim,
-                trust_remote_code=trust_remote_code,
-            )
-
-        def announce(port: int, gives_scores: bool) -> None:
-            routes = "/v1/embeddings (OpenAI) or /embed (TEI)"
-            if gives_scores:
-                routes = "/rerank (TEI, Cohere) or /score (vLLM)"
-            # A program that starts the server waits for this line.
-            sys.stdout.write(
-                f"{model_path} at http://{host}:{port}: POST {routes}; Ctrl-C stops it\n"
-            )
-            sys.stdout.flush()
-
-        run_server(
-            load,
-            served_name or short_name(model_path),
-            host=host,
-            port=port,
-            api_key=api_key,
-            on_ready=announce,
+    def load() -> TextEncoder:
+        return open_encoder(
+            model_path,
+            device=device,
+            truncate_dim=truncate_dim,
+            trust_remote_code=trust_remote_code,
         )
-        sys.stdout.write("stopped\n")
+
+    def announce(port: int, gives_scores: bool) -> None:
+        routes = "/v1/embeddings (OpenAI) or /embed (TEI)"
+        if gives_scores:
+            routes = "/rerank (TEI, Cohere)"
+        # A program that starts the server waits for this line.
+        print_lines(
+            f"{model_path} at http://{host}:{port}: POST {routes}; Ctrl-C stops it"
+        )
+
+    run_server(
+        load,
+        served_name or short_name(model_path),
+        host=host,
+        port=port,
+        api_key=api_key,
+        on_ready=announce,
+    )
+    print_lines("stopped")
 
 
 def check_server(
@@ -101,15 +100,14 @@ def check_server(
     """
     from vembed.export.exporting import compare_server
 
-    with usable_model(model) as model_path:
-        largest = compare_server(
-            url,
-            model_path,
-            data=data,
-            served_name=served_name,
-            tolerance=tolerance,
-            log=lambda line: sys.stdout.write(line + "\n"),
-        )
+    largest = compare_server(
+        url,
+        usable_model(model),
+        data=data,
+        served_name=served_name,
+        tolerance=tolerance,
+        log=print_lines,
+    )
     return {
         "url": url,
         "model": model,

@@ -174,6 +174,7 @@ def show(prediction: Prediction) -> dict[str, Any]:
 
 def ways_out(estimate: MemoryEstimate) -> list[str]:
     """Return settings that would fit, the cheapest first."""
+    from vembed.parallel.step_memory import smaller_states
     from vembed.pipelines.prediction import FITS
 
     placement = estimate.placement
@@ -183,10 +184,6 @@ def ways_out(estimate: MemoryEstimate) -> list[str]:
     cache = ""
     if config.batch.use_gradient_cache is False:
         cache = "use_gradient_cache: auto, "
-        if estimate.in_step(uses_cache=True).total <= limit:
-            return [
-                "fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"
-            ]
     # Smaller micro-batches cost less time than recomputation, so all of them are tried first.
     for recomputes in (recomputation, True):
         more = "" if recomputes == recomputation else "gradient_checkpointing: true, "
@@ -196,19 +193,7 @@ def ways_out(estimate: MemoryEstimate) -> list[str]:
             )
             if need.total <= limit:
                 return [f"fits with {more}{cache}micro_batch_tokens: {budget}"]
-    lines = [
-        "no micro-batch is small enough: the weights, gradients and optimizer alone take too much"
+    return [
+        "no micro-batch is small enough: the weights, gradients and optimizer alone take too much",
+        *smaller_states(placement),
     ]
-    if not config.adapters.use_lora:
-        lines.append("use_lora: true (gradients and optimizer of the adapters alone)")
-    if placement.num_shards == 1:
-        lines.append(
-            "use_fsdp: true on several processes (everything is divided by their number)"
-        )
-    if not config.adapters.use_qlora:
-        lines.append("use_qlora: true (frozen weights in 4 bits)")
-    if placement.fsdp is None or not placement.fsdp.offload:
-        lines.append(
-            "use_fsdp: true with fsdp_offload_params: true (weights and optimizer in host memory, slower)"
-        )
-    return lines

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -30,7 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.dynamic_module_utils import get_relative_imports
 
-from vembed.errors import UserError
+from vembed.errors import UserError, did_you_mean
 from vembed.files import cache_folder, write_json
 from vembed.models.custom import modeling
 from vembed.models.custom.modeling import (
@@ -41,7 +40,7 @@ from vembed.models.custom.modeling import (
     construct,
     read_output,
 )
-from vembed.models.families.model_files import is_own
+from vembed.models.families.model_files import is_own, model_folder
 
 if TYPE_CHECKING:
     from vembed.config.schema import ModelSection
@@ -93,14 +92,15 @@ def find(named: str, option: str) -> Any:
     if place.endswith(".py"):
         module = _import_file(Path(place).expanduser(), option)
     else:
-        module = _import_name(place, option)
+        try:
+            module = importlib.import_module(place)
+        except ImportError as error:
+            raise UserError(
+                f"{option}: the module {place} cannot be imported ({error}); install it, or give path/to/file.py:Name"
+            ) from error
     if name not in vars(module):
-        known = []
-        for name_in_module, value in vars(module).items():
-            if inspect.isclass(value) or inspect.isfunction(value):
-                known.append(name_in_module)
         raise UserError(
-            f"{option}: {place} has no {name}; it has {', '.join(known) or 'no class'}"
+            f"{option}: {place} has no {name}{did_you_mean(name, vars(module))}"
         )
     return vars(module)[name]
 
@@ -115,25 +115,14 @@ def checked_class(value: Any, named: str) -> type[nn.Module]:
     if not (inspect.isclass(value) and issubclass(value, nn.Module)):
         raise UserError(f"model_class: {named} is not a class of torch.nn.Module")
     if not {"input_ids", "pixel_values"}.intersection(accepted_inputs(value)):
-        _, *parameters = inspect.signature(value.forward).parameters
         raise UserError(
-            f"model_class: the forward of {named} takes {', '.join(parameters) or 'nothing'}, and it must take input_ids "
-            "(with attention_mask), pixel_values, or both"
+            f"model_class: the forward of {named} must take input_ids (with attention_mask), pixel_values, or both"
         )
     return value
 
 
-def _import_name(name: str, option: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise UserError(
-            f"{option}: the module {name} cannot be imported ({error}); install it, or give path/to/file.py:Name"
-        ) from error
-
-
 def _import_file(path: Path, option: str) -> ModuleType:
-    """Import a file once per process: as a module of its package if it has one, otherwise by its name alone."""
+    """Import a file once per process."""
     if not path.is_file():
         raise UserError(
             f"{option}: {path} is not a file here; give path/to/file.py:Name"
@@ -143,14 +132,6 @@ def _import_file(path: Path, option: str) -> ModuleType:
         file = vars(module).get("__file__")
         if file and Path(str(file)) == path:
             return module
-    if (path.parent / "__init__.py").is_file():
-        top = path.parent
-        while (top.parent / "__init__.py").is_file():
-            top = top.parent
-        if str(top.parent) not in sys.path:
-            sys.path.insert(0, str(top.parent))
-        parts = path.relative_to(top.parent).with_suffix("").parts
-        return _import_name(".".join(parts), option)
     # A package of its own, so that `from .layers import Block` finds the file beside it.
     digest = hashlib.blake2b(str(path.parent).encode(), digest_size=6)
     package = f"vembed_own_{digest.hexdigest()}"
@@ -158,16 +139,7 @@ def _import_file(path: Path, option: str) -> ModuleType:
         parent = ModuleType(package)
         parent.__path__ = [str(path.parent)]
         sys.modules[package] = parent
-    spec = importlib.util.spec_from_file_location(f"{package}.{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[spec.name]
-        raise
-    return module
+    return importlib.import_module(f"{package}.{path.stem}")
 
 
 # ---- the folder of a model -------------------------------------------------------------------------------------------
@@ -180,17 +152,16 @@ def own_class(folder: Path) -> str | None:
     return str(OwnConfig.from_pretrained(folder).class_name)
 
 
-def own_folder(
-    options: ModelSection,
-    source: Path | None,
-    tokenizer: Path | None,
-) -> Path:
+def own_folder(options: ModelSection) -> Path:
     """Return the folder of the model that `model_class` names, and let this process run the class for it.
 
-    `source`: the folder that `model_name` names, if it names one. A folder of an own model is used as it is; otherwise
-    a folder is made in vembed's cache, named by its content. `tokenizer`: the folder of `tokenizer_name`.
+    A folder of an own model that `model_name` names is used as it is. Otherwise a folder is made in vembed's cache, named
+    by its content.
     """
     assert options.model_class is not None
+    source = None
+    if options.model_name != options.model_class:
+        source = model_folder(options.model_name, options.model_revision)
     code = find_class(options.model_class)
     accepted = accepted_inputs(code)
     arguments = options.model_arguments
@@ -203,7 +174,9 @@ def own_folder(
         _trust(source, code)
         return source
     files: list[Path] = []
-    texts = tokenizer or source
+    texts = source
+    if options.tokenizer_name is not None:
+        texts = model_folder(options.tokenizer_name, option="tokenizer_name")
     if texts is not None:
         files = [texts / name for name in TOKENIZER if (texts / name).is_file()]
     has_tokenizer = any("processor" not in path.name for path in files)
@@ -252,19 +225,17 @@ def _trust(folder: Path, code: type[nn.Module]) -> None:
 def store_weights(module: nn.Module) -> str:
     """Write the weights of a module that was given in Python to the cache; return their folder."""
     shared = modeling.tied_names(module)
-    digest = hashlib.blake2b(digest_size=8)
     state = {}
     for name, value in module.state_dict().items():
         if name not in shared:
-            tensor = value.detach().cpu().contiguous()
-            digest.update(name.encode())
-            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            state[f"own.{name}"] = tensor
+            state[f"own.{name}"] = value.detach().cpu().contiguous()
+    data = save(state, metadata={"format": "pt"})
+    digest = hashlib.blake2b(data, digest_size=8)
     folder = _cache() / f"weights-{digest.hexdigest()}"
     if not (folder / WEIGHTS_FILE).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{os.getpid()}"
-        save_file(state, partial, metadata={"format": "pt"})
+        partial.write_bytes(data)
         partial.replace(folder / WEIGHTS_FILE)
     return str(folder)
 
@@ -340,10 +311,8 @@ def settings_of(code: type[nn.Module], arguments: Mapping[str, Any]) -> dict[str
     }
     keys = {"max_positions": "max_position_embeddings", "image_size": "image_size"}
     for name, key in keys.items():
-        # Of the module, else of its class, else of its constructor's arguments.
-        value = arguments.get(name)
-        value = vars(code).get(name, value)
-        value = vars(module).get(name, value)
+        # Of the module or its class, else of its constructor's arguments.
+        value = getattr(module, name, arguments.get(name))
         if isinstance(value, int):
             values[key] = value
     return values
@@ -357,7 +326,7 @@ def _output_of(module: nn.Module, device: torch.device) -> Tensor:
         for name in {"input_ids", "attention_mask"}.intersection(accepted):
             inputs[name] = torch.ones(2, 3, dtype=torch.int64, device=device)
     else:
-        size = vars(module).get("image_size")
+        size = getattr(module, "image_size", None)
         side = size if isinstance(size, int) else 32
         inputs["pixel_values"] = torch.zeros(2, 3, side, side, device=device)
     with torch.no_grad():

@@ -28,12 +28,12 @@ from vembed.models.families.backbones import (
 )
 from vembed.models.families.family import Family, Modality
 from vembed.models.families.model_files import (
+    DenseSettings,
     ModelFiles,
     TokenizerSettings,
     check_inside,
     first_problem,
     model_folder,
-    read_dense,
     read_model,
     read_object,
     read_settings,
@@ -274,18 +274,7 @@ def describe(
     `similarity`: that of the loss. `use_qlora`: the weights are held in 4 bits.
     `for_inference`: of a finished model that is used, not trained: its files say the similarity and the maximum length.
     """
-    name = model.model_name
-    if model.model_class is not None:
-        # The folder of the user's code, with the weights that `model_name` names, if it names any.
-        source = None
-        if name != model.model_class:
-            source = model_folder(name, model.model_revision)
-        tokenizer_source = None
-        if model.tokenizer_name is not None:
-            tokenizer_source = model_folder(
-                model.tokenizer_name, option="tokenizer_name"
-            )
-        name = str(own_folder(model, source, tokenizer_source))
+    name = str(own_folder(model)) if model.model_class else model.model_name
     files = read_model(name, model.model_revision, is_reranker=model.task == "rerank")
     if files.adapter is not None and use_qlora:
         raise UserError(
@@ -297,16 +286,12 @@ def describe(
     if saved_values is not None:
         saved = vars(ModelDescription.from_dict(saved_values, files.folder))
     trust = model.trust_remote_code
-    changes: dict[str, Any] = {}
-    if model.model_class is None:
-        # With it, they are arguments of the class.
-        changes |= model.model_arguments or {}
+    # With model_class they are arguments of the class.
+    changes = {} if model.model_class else dict(model.model_arguments or {})
     config = read_config(files.backbone, trust_remote_code=trust, changes=changes)
     chosen = model_class(config, trust_remote_code=trust)
     reading = _Reading(model, files, saved, config, chosen)
     reasons = reading.reasons
-    if changes:
-        reasons["config_changes"] = "model_arguments in the config"
     family = _family(reading)
     shape = shape_of(
         files.backbone, config, chosen, family, reads_weights=not model.from_scratch
@@ -322,19 +307,10 @@ def describe(
         values.get("use_bidirectional_attention") is True
         or values.get("is_causal") is False
         or saved.get("bidirectional_attention", False)
+        or model.bidirectional_attention
     )
-    if model.bidirectional_attention and not is_decoder:
-        raise UserError(
-            f"bidirectional_attention: true is for decoder-only models, and {model.model_name} is of the family "
-            f"{family.name}, whose attention is already bidirectional; leave it out"
-        )
-    if model.bidirectional_attention:
-        reasons["bidirectional_attention"] = "bidirectional_attention: true"
-        sees_all = True
-    elif is_decoder:
-        reasons["bidirectional_attention"] = (
-            "the model's own files" if sees_all else "a causal decoder"
-        )
+    if is_decoder:
+        reasons["bidirectional_attention"] = "a decoder, by the config and its files"
     pooling = _pooling(reading, family, shape, is_causal=is_decoder and not sees_all)
     # Another pooling, which the user has chosen, does not have these weights.
     pooling_folder = files.pooling_folder if (pooling,) == files.pooling_modes else None
@@ -351,26 +327,21 @@ def describe(
         hidden_dim = image["hidden_dim"]
     size = hidden_dim
     for folder in files.dense:
-        settings = read_dense(folder)
+        settings: DenseSettings = read_settings(folder / "config.json", DenseSettings)
         if settings.in_features != size:
             raise UserError(
                 f"{folder}: a Dense module for {settings.in_features} inputs follows {size} outputs"
             )
         size = settings.out_features
-    if size != hidden_dim:
-        reasons["embedding_dim"] = "the model's own Dense modules"
     mrl_dims: tuple[int, ...] = tuple(saved.get("mrl_dims", ()))
     adds_projection = False
     if matryoshka is not None and matryoshka.mrl_dims is not None:
         mrl_dims = _matryoshka_sizes(reading, matryoshka, size)
-        mrl_projection = matryoshka.mrl_projection
-        adds_projection = bool(mrl_projection)
-        if mrl_projection == "auto":
+        adds_projection = bool(matryoshka.mrl_projection)
+        if matryoshka.mrl_projection == "auto":
             adds_projection = max(mrl_dims) < size
         if adds_projection:
-            reasons["embedding_dim"] = (
-                f"an MRL projection from {size} to max(mrl_dims), by mrl_projection: {mrl_projection}"
-            )
+            reasons["embedding_dim"] = f"an MRL projection from {size} to max(mrl_dims)"
             size = max(mrl_dims)
     truncate_dim = None
     if (files.settings.truncate_dim or size) < size:
@@ -397,9 +368,7 @@ def describe(
         normalize = saved["normalize"]
     elif files.normalize is not None:
         normalize = files.normalize
-        reasons["normalize"] = (
-            f"modules.json has {'a' if normalize else 'no'} Normalize module"
-        )
+        reasons["normalize"] = "from modules.json"
 
     # ---- texts
     tokenizer_path = tokenizer_folder(files.backbone, files.adapter)
@@ -407,14 +376,10 @@ def describe(
         tokenizer_path / "tokenizer_config.json", TokenizerSettings, is_optional=True
     )
     padding_side: Literal["left", "right"] = "right"
-    if tokenizer.padding_side == "left":
-        # Absolute positions count from the first token, so left padding would shift them.
-        if is_decoder and "rope_parameters" in config.get_text_config().to_dict():
-            padding_side = "left"
-        else:
-            reasons["padding_side"] = (
-                "its positions count from the first token, although the tokenizer pads on the left"
-            )
+    is_rotary = is_decoder and "rope_parameters" in config.get_text_config().to_dict()
+    # Absolute positions count from the first token, so left padding would shift them.
+    if tokenizer.padding_side == "left" and is_rotary:
+        padding_side = "left"
     default_prompt_name = files.settings.default_prompt_name
     if default_prompt_name in PROMPT_NAMES["document"]:
         default_prompt_name = "document"  # other names for it are not saved
@@ -473,23 +438,15 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
     is_decoder = family.reads_chats or is_decoder_only(config)
     classes = " ".join(config.architectures or ())
     scores = options.reranker_head
-    reason = "reranker_head in the config"
     if scores == "auto":
-        scores = "label"
-        reason = "a sequence classifier" if "Classif" in classes else "a new head"
-        if reading.saved.get("scores") is not None:
-            scores = reading.saved["scores"]
-            reason = _FROM_SAVED
-        elif is_decoder and ("ForCausalLM" in classes or family.reads_chats):
-            scores = "answer"
-            reason = "a language model"
-    if scores == "answer" and not is_decoder:
+        answers = is_decoder and ("ForCausalLM" in classes or family.reads_chats)
+        by_kind = "answer" if answers else "label"
+        scores = cast(Any, reading.saved.get("scores") or by_kind)
+    if (scores == "answer" and not is_decoder) or (
+        scores == "label" and family.reads_chats
+    ):
         raise UserError(
-            f"reranker_head: answer is for decoders, and {description.name} is an encoder: leave it out"
-        )
-    if scores == "label" and family.reads_chats:
-        raise UserError(
-            f"reranker_head: label is for text models, and {description.name} is a vision-language model: leave it out"
+            f"reranker_head: {scores} is not for {description.name}, of the family {family.name}: leave it out"
         )
     pooling = "last" if is_decoder else config.to_dict().get("classifier_pooling")
     prompts = {"query_prompt": "", "document_prompt": ""}
@@ -510,7 +467,7 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
         padding_side="left" if scores == "answer" else description.padding_side,
         other_prompts={},
         default_prompt_name=None,
-        reasons={"scores": reason},
+        reasons={"scores": "by reranker_head and the model's files"},
         **prompts,
     )
 
@@ -522,10 +479,12 @@ def without_effect(description: ModelDescription, options: ModelSection) -> list
         unused += ["min_pixels", "max_pixels"]
     if description.modalities == ("image",):
         unused += ["max_length", "query_prompt", "document_prompt", "padding_free"]
+    if not description.bidirectional_attention:
+        unused.append("bidirectional_attention")
     lines = []
     for name in unused:
         value = dict(options)[name]
-        if name in options.model_fields_set and value is not None:
+        if name in options.model_fields_set and value not in (None, False):
             lines.append(
                 f"{name}: {value} has no effect on a model of the family {description.family}"
             )
@@ -547,10 +506,8 @@ def _family(reading: _Reading) -> Family:
         detected = FAMILY_OF_TYPE[kind]
     elif reading.model_class.main_input_name == "pixel_values":
         detected = FAMILIES["image_encoder"]
-        reason += ": its input is pixels"
     elif "pixel_values" in inputs:
         detected = FAMILIES["own_text_image"]
-        reason += ": its forward takes input_ids and pixel_values"
     elif "vision_config" in reading.config.to_dict():
         raise UserError(
             f"{options.model_name} is of the type {kind}, a model of texts and images that vembed does not know; it knows "
@@ -558,7 +515,6 @@ def _family(reading: _Reading) -> Family:
         )
     elif is_decoder_only(reading.config):
         detected = FAMILIES["text_decoder"]
-        reason += ": a decoder-only language model"
     else:
         detected = FAMILIES["text_encoder"]
     family = FAMILIES.get(options.model_family, detected)
@@ -585,7 +541,7 @@ def _family(reading: _Reading) -> Family:
             f"{detected.name} ({reason}); leave model_family out"
         )
     elif is_in_config:
-        reason = f"model_family in the config (detected: {detected.name}, {reason})"
+        reason = "model_family in the config"
     reading.reasons["family"] = reason
     return family
 
@@ -612,9 +568,10 @@ def _pooling(
     pooling = family.pooling
     reason = family.pooling_reason
     problem = None
-    if family.pools_itself:
+    is_convolutional = reading.config.model_type in _POOLED_BY_MEAN
+    if family.pools_itself or is_convolutional:
         pooling = MODEL_POOLING
-        reason = f"{family.name} projects its features itself"
+        reason = "the model gives one vector for each input itself"
     elif reading.saved:
         pooling = reading.saved["pooling"]
         reason = _FROM_SAVED
@@ -648,7 +605,7 @@ def _pooling(
             )
         reading.reasons["pooling"] = reason
         return pooling
-    if gives_vectors or family.pools_itself:
+    if gives_vectors or family.pools_itself or is_convolutional:
         raise UserError(
             f"pooling: {option} is not available for {name}, which gives one vector for each input itself; leave pooling "
             "out"
@@ -656,12 +613,7 @@ def _pooling(
     refusal = POOLINGS[option].refusal(**facts)
     if refusal is not None:
         raise UserError(f"pooling: {option} on {name}: {refusal}")
-    reading.reasons["pooling"] = f"pooling: {option}"
-    is_from_files = bool(reading.saved or files.pooling_modes)
-    if is_from_files and problem is None and pooling != option:
-        reading.reasons["pooling"] += (
-            f", although {pooling} is the model's own: {reason}"
-        )
+    reading.reasons["pooling"] = "pooling in the config"
     return option
 
 
@@ -707,14 +659,13 @@ def _image_tower(
     shape = shape_of(folder, config, chosen, FAMILIES["image_encoder"])
     pooling, reading.reasons["image_pooling"] = _image_pooling(config, shape)
     shared_dim = min(text_dim, shape.hidden_dim)
-    reason = f"the smaller of the towers' sizes, {text_dim} for text and {shape.hidden_dim} for images"
     if saved and FAMILIES[saved["family"]].has_two_models:
         shared_dim = saved["hidden_dim"]
-        reason = _FROM_SAVED
     elif matryoshka is not None and isinstance(matryoshka.mrl_dims, list):
         shared_dim = max(matryoshka.mrl_dims)
-        reason = "max(mrl_dims) in the config"
-    reading.reasons["hidden_dim"] = reason
+    reading.reasons["hidden_dim"] = (
+        f"the saved one, max(mrl_dims), or the smaller of {text_dim} for text and {shape.hidden_dim} for images"
+    )
     fields = {
         "hidden_dim": shared_dim,
         "text_hidden_dim": text_dim,
@@ -733,7 +684,6 @@ def _matryoshka_sizes(
     """Return the Matryoshka sizes of an embedding of `size` dimensions."""
     if isinstance(matryoshka.mrl_dims, list):
         dims = tuple(matryoshka.mrl_dims)
-        reading.reasons["mrl_dims"] = "mrl_dims in the config"
     else:
         reading.reasons["mrl_dims"] = (
             f"the embedding's size and its halves down to {SMALLEST_MRL_DIM}"
@@ -764,10 +714,8 @@ def _prompt(
     key = f"{kind}_prompt"
     files = reading.files
     if option is not None:
-        reading.reasons[key] = f"{key} in the config"
         return option
     if reading.saved:
-        reading.reasons[key] = _FROM_SAVED
         return str(reading.saved[key])
     for name in (*PROMPT_NAMES[kind], files.settings.default_prompt_name):
         if name in files.prompts:
@@ -806,7 +754,6 @@ def _max_length(
         positions -= int(text.pad_token_id) + 1
     longest = family.longest_by_default
     if not family.reads_text:
-        reading.reasons["max_length"] = "an image encoder reads no text"
         return option or longest
     if family.has_fixed_length:
         if option not in (None, positions):
@@ -814,16 +761,12 @@ def _max_length(
                 f"max_length: {option} does not fit {name}: SigLIP pads every text to the {positions} tokens it was "
                 "trained with; leave max_length out"
             )
-        reading.reasons["max_length"] = (
-            "SigLIP pads every text to its number of positions"
-        )
         return int(positions)
     if option is not None and not for_inference:
         if positions is not None and option > positions:
             raise UserError(
                 f"max_length: {option} is more than the {positions} positions of {name}; set it to {positions} or less"
             )
-        reading.reasons["max_length"] = "max_length in the config"
         return option
     of_files = reading.files.max_length
     limits = {"positions in config.json": positions, "max_length": option}
@@ -837,10 +780,9 @@ def _max_length(
     if not is_length_named:
         limits[f"default limit of {longest}; set max_length to change it"] = longest
     # The smallest limit holds, and its reason is logged. Tokenizers without a limit say 1e30.
-    known = {}
+    known = []
     for why, limit in limits.items():
         if limit is not None and limit > 0:
-            known[why] = int(limit)
-    reason = min(known, key=lambda why: known[why])
-    reading.reasons["max_length"] = reason
-    return known[reason]
+            known.append((int(limit), why))
+    smallest, reading.reasons["max_length"] = min(known)
+    return smallest
