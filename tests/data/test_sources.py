@@ -275,7 +275,6 @@ def test_a_file_that_changes_while_it_is_used(tmp_path, kind):
     ("missing", "guess"),
     [
         ("train.json", "train.jsonl"),
-        ("train", "train.csv"),
         ("trains.jsonl", "train.jsonl"),
         ("validation.jsonl", "validation.jsonl.gz"),
         ("nope.jsonl", None),
