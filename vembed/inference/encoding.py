@@ -318,11 +318,6 @@ def checked_ranges(
             f"{name} has the shape {list(ranges.shape)}, and [2, {dim}] is needed: the lowest and the highest value of "
             "each coordinate, as `vembed encode --precision int8` writes them beside the vectors"
         )
-    low, high = ranges
-    if not np.isfinite(ranges).all() or (low > high).any():
-        raise UserError(
-            f"{name} has a lowest value above the highest one, or a value that is not finite"
-        )
     return ranges.astype(np.float32)
 
 
