@@ -320,7 +320,7 @@ def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
     done = vembed("data data_path=train.jsonl val_data_path=val.jsonl", model)
     assert "are in the training data" not in done.err, "said once"
     for part in (
-        "1 of the 1 queries of the validation data (100%) are in the training data",
+        "1 of the 1 queries of the validation data (100.0%) are in the training data",
         "2 examples have one of their positives among their negatives",
         "pairs: 1 different, 1 repetition",
     ):
