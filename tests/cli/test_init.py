@@ -253,7 +253,7 @@ def test_a_wrong_answer_is_not_guessed_as_the_positive(start):
 def test_a_model_that_is_a_file_is_refused_in_a_dry_run(vembed, start, faq):
     start(faq)
     done = vembed("train vembed.yaml --dry-run --model-name", str(faq))
-    assert done.code == 2 and "is a file" in done.err
+    assert done.code == 2 and "faq.csv" in done.err and "not a folder" in done.err
 
 
 def test_numbers_are_no_texts():

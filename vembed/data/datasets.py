@@ -409,12 +409,9 @@ def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> lis
             f"{len(contents):,d} of the {total:,d} {kind} of the validation data ({share:.1%}) are in the training data "
             f"too, for example: {'; '.join(samples)}"
         )
-    consequence = "the score may be too high"
-    if "pairs" in shared_kinds:
-        consequence = (
-            "the pairs were learned, so the score says little about new queries"
-        )
-    sentences[-1] += f"; {consequence} (val_split holds out whole queries instead)"
+    sentences[-1] += (
+        "; what was learned says little about new queries (val_split holds out whole queries instead)"
+    )
     return sentences
 
 

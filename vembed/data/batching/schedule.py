@@ -227,12 +227,9 @@ class BatchSchedule:
             )
         if self._turns and is_split:
             parts[-1] += ", of each source in turn"
-        for size in sorted({*self._batch_sizes} - {self.global_batch_size}):
-            names = []
-            for name, batch_size in zip(self._names, self._batch_sizes, strict=True):
-                if batch_size == size:
-                    names.append(name)
-            parts.append(f"of {size:,d}: {', '.join(names)}")
+        for name, size in zip(self._names, self._batch_sizes, strict=True):
+            if size != self.global_batch_size:
+                parts.append(f"of {size:,d}: {name}")
         if self.smallest_batch < min(self._batch_sizes):
             parts.append(f"the smallest batch has {self.smallest_batch:,d}")
         for source, classes in self._classes.items():
