@@ -1,5 +1,5 @@
-"""Publication of a model: its files, a description of the training data, the report of its run, and the repository on the
-Hub that they are pushed to. The token comes from the environment or the login alone."""
+"""Publication of a model: its files, the report of its run, and the repository on the Hub that they are pushed to. The
+token comes from the environment or the login alone."""
 
 from __future__ import annotations
 
@@ -11,32 +11,14 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from vembed.errors import RunError, UserError
-from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
 
 CARD = "README.md"
-DATA_FILE = "training_data.md"
-"""File with the description of the training data."""
 REPORTS = ("report.html", "report.md")
 MODEL_FOLDER = "final"
 TEXT_FILES = frozenset(
     {".md", ".html", ".json", ".jsonl", ".txt", ".yaml", ".py", ".jinja"}
 )
-DATA_OPTIONS = (
-    "column_mapping",
-    "val_split",
-    "max_negatives",
-    "max_train_examples",
-    "retrieval_mode",
-    "homogeneous_batches",
-    "sampling",
-    "no_duplicates",
-    "on_bad_record",
-    "query_prompt",
-    "document_prompt",
-    "max_length",
-)
-"""Options that say how the data were read."""
 _PATH = re.compile(r'"([/~][^"]*)')
 """In JSON: a text that is an absolute path."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -66,16 +48,7 @@ def publication(model: str, *, report: bool = True) -> Files:
     files = model_files(folder)
     run = folder.parent
     if (run / "config.yaml").is_file():
-        record = read_run(run)
-        hidden = local_folders(record.config)
-        # How the data were read. The page shows no text of the data.
-        settings = record.changed_settings()
-        rows = []
-        for name in DATA_OPTIONS:
-            if settings.get(name) is not None:
-                rows.append((name, str(settings[name])))
-        text = render_page("training_data.md.j2", summary=record.summary, settings=rows)
-        files[DATA_FILE] = without(text, hidden).encode()
+        hidden = local_folders(read_run(run).config)
         for name in REPORTS if report else ():
             if (run / name).is_file():
                 text = (run / name).read_text(encoding="utf-8", errors="replace")
