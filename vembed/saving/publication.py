@@ -12,6 +12,7 @@ from typing import Any
 
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.record import read_run
+from vembed.models.families.model_files import error_sentence
 
 CARD = "README.md"
 REPORTS = ("report.html", "report.md")
@@ -170,17 +171,15 @@ def _reaching(repository: str) -> Iterator[None]:
         raise UserError(
             f"push to {repository}: HF_HUB_OFFLINE is set; unset it to reach the Hub"
         ) from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        reason = (error.server_message or str(error).splitlines()[0]).strip()
-        if status in (401, 403):
+    except failures as error:
+        message = error_sentence(error)
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (
+            401,
+            403,
+        ):
             raise UserError(
-                f"push to {repository}: the Hub refuses this token ({status}: {reason}); it must be allowed to write"
+                f"push to {repository}: the Hub refuses this token ({message}); it must be allowed to write"
             ) from error
         raise RunError(
-            f"push to {repository}: the Hub answers {status} ({reason}); the same command goes on"
-        ) from error
-    except failures as error:
-        raise RunError(
-            f"push to {repository}: {type(error).__name__}: {error}; what was sent stays, and the same command goes on"
+            f"push to {repository}: {message}; what was sent stays, and the same command goes on"
         ) from error
