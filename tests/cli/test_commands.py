@@ -262,8 +262,6 @@ def test_config_shows_origins_and_is_a_config_itself(vembed, cfg):
     for name in ("config", "train"):  # before the data are read, which may take minutes
         assert "also: model_name: ./m is not a folder" in vembed(name, cfg, *words).err
     Path("val.csv").touch()
-    done = vembed("config", cfg, "data_path=train.jsonl, val.csv")
-    assert "write a list: [train.jsonl, val.csv]" in done.err
     done = vembed("config", cfg, *options)
     assert done.code == 0
     assert "learning_rate: 1.0e-05  # command line" in done.out

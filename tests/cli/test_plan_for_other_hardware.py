@@ -55,7 +55,7 @@ def test_memory_alone(vembed, plan):
         "of the 77.6 GB of a process (a GPU of 80 GB): fits" in done.out
         and "processes, shards       4" in done.out
     )
-    assert "hours: not estimated (--memory names no GPU" in done.out
+    assert "hours: not estimated (--gpu" in done.out
     assert vembed("plan", plan, "--memory", "0.01").code == 1
     done = vembed("plan", plan, "--gpu", "V100-32GB", "data_path=elsewhere.jsonl")
     assert (

@@ -11,8 +11,6 @@ from tests.commands import start
 from tests.tiny import shared, tiny_bert_st
 from tests.training.test_run import settings
 from vembed.cli.support import guarded
-from vembed.errors import UserError
-from vembed.parallel.environment import check_num_threads
 
 
 def test_a_run_without_standard_streams_ends_well(tmp_path):
@@ -85,14 +83,6 @@ def test_little_memory_is_used_and_too_little_is_a_sentence(
     if not is_enough:
         assert result.stderr.startswith("error: there is not enough memory (")
         assert result.stderr.count("\n") == 1
-
-
-def test_threads_that_are_no_number():
-    for value in ("abc", "0", "-1", "1.5"):
-        with pytest.raises(UserError, match="OMP_NUM_THREADS"):
-            check_num_threads({"OMP_NUM_THREADS": value})
-    for value in ("", "4"):
-        check_num_threads({"OMP_NUM_THREADS": value})
 
 
 def test_a_rank_whose_neighbour_ended_says_it_in_a_sentence(capsys):

@@ -4,7 +4,7 @@ import pytest
 
 from vembed.config import rules
 from vembed.config.loading import load_config, resolve_run
-from vembed.config.schema import DataSource, TrainConfig, option_fields
+from vembed.config.schema import TrainConfig, option_fields
 from vembed.errors import UserError
 
 
@@ -255,17 +255,6 @@ def test_global_batch_that_cannot_be_divided():
 def test_what_has_no_effect_is_said(values, remark):
     notes = resolve_run(config(**values), env={}).notes
     assert [line for line in notes if line.startswith(remark)], notes
-
-
-def test_prompts_of_sources_may_lack_a_line_break_too():
-    sources = [
-        DataSource(path="a", document_prompt="doc:\\n"),
-        "b",
-    ]
-    (remark,) = rules.remarks(TrainConfig(model_name="m", data_path=sources))
-    assert remark.startswith(
-        "data_path, a: document_prompt: doc:\\n holds a backslash and an n"
-    )
 
 
 def test_defaults_cause_no_remark():

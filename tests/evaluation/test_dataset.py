@@ -453,5 +453,5 @@ def test_nothing_relevant_is_an_error(tmp_path):
 def test_text_that_is_no_utf8(tmp_path):
     folder = beir(tmp_path, [])
     (folder / "qrels" / "test.tsv").write_bytes(b"q1\td\xff\t1\n")
-    with pytest.raises(UserError, match=r"test\.tsv is not UTF-8"):
+    with pytest.raises(UserError, match=r"test\.tsv is damaged.* not UTF-8"):
         opened(folder)

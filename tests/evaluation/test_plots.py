@@ -18,7 +18,6 @@ from vembed.evaluation.report.plots import (
     Stroke,
     Text,
     plot_curves,
-    plot_dims,
     plot_stored,
 )
 
@@ -78,8 +77,6 @@ def test_marks_of_evaluations_sizes_forms_and_runs():
     plot = plot_curves([(ACCENT, curve([0.1, 0.3, 0.2], has_points=True))], 1)
     rings = [mark for mark in plot.marks if isinstance(mark, Dot) and mark.is_ring]
     assert [ring.x for ring in rings] == [strokes(plot)[0].points[1][0]]
-    plot = plot_dims([64, 32], [0.4, 0.3], [0.5, 0.4], "m")
-    assert {"before", "after", "64", "dimensions kept"} <= set(texts(plot))
     plot = plot_stored({"binary": [(128, 16, 0.5), (256, 32, 0.6)]}, "m")
     assert {"16", "32", "binary"} <= set(texts(plot))
     plot = plot_curves([(colour, curve([1.0, 2.0])) for colour in RUN_COLOURS])

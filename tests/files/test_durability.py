@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.test_run import metrics
-from vembed.files import disk_refusal, replaced_file, sync, sync_folder, way_out
+from vembed.files import disk_refusal, replaced_file, sync, sync_folder
 from vembed.saving.files import replaced_folder
 from vembed.training.checkpoint.folders import trim_metrics
 
@@ -35,20 +35,6 @@ def test_a_saved_model_is_flushed_before_it_has_its_name(tmp_path, monkeypatch):
     with replaced_folder(tmp_path / "final") as folder:
         (folder / "weights").write_text("1")
     assert flushed == [f"{folder}/weights", str(folder), str(tmp_path)]
-
-
-@pytest.mark.parametrize(
-    ("problem", "said"),
-    [
-        (os.strerror(errno.ENOSPC), "make room in out"),
-        (os.strerror(errno.EDQUOT), "make room in out"),
-        ("I/O error: No space (os error 28)", "make room in out"),
-        (os.strerror(errno.EIO), "check the disk of out"),
-        (os.strerror(errno.ESTALE), "check the disk of out"),
-    ],
-)
-def test_room_is_asked_for_only_where_it_is_missing(problem, said):
-    assert way_out(f"rank 0: {problem}", Path("out")) == said
 
 
 def test_an_evaluation_that_will_be_made_again_is_cut(tmp_path):

@@ -1,6 +1,7 @@
 """task: rerank through the real command: trained, evaluated, saved, loaded by others, resumed, refused."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from vembed.data.examples import Item
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT, PairFeaturiser
 from vembed.errors import UserError
 from vembed.models.families.description import RERANK_INSTRUCTION
-from vembed.saving.card import calls_of
+from vembed.saving.card import FOLDER_IN_CALLS
 
 
 def tiny_xlmr_reranker(folder):
@@ -236,7 +237,7 @@ def test_a_run_file_is_the_first_stage(tmp_path):
         assert scores["first_stage/ndcg@10"] == pytest.approx(1 / np.log2(3), abs=1e-6)
         assert scores["recall@10"] == 1.0
     (tmp_path / "run.trec").write_text("q0 Q0 d9 1 1.0 bm25\n")
-    with pytest.raises(UserError, match=r"run\.trec, line 1: 'd9'"):
+    with pytest.raises(UserError, match=r"run\.trec: 'd9'"):
         options["first_stage"] = str(tmp_path / "run.trec")
         trained(tmp_path, shared(tiny_reranker), **options)
 
@@ -259,8 +260,9 @@ def test_card_and_report_are_those_of_a_reranker(tmp_path):
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["pipeline_tag"] == "text-ranking"
     assert "mbedding" not in card
-    for call in calls_of(card, str(final)):
-        exec(call, {})
+    usage = card.partition("\n## Usage\n")[2].partition("\n## ")[0]
+    for call in re.findall(r"```python\n(.*?)\n```", usage, re.DOTALL):
+        exec(call.replace(FOLDER_IN_CALLS, str(final)), {})
     lines = (final.parent / "report.md").read_text().splitlines()
     row = next(line for line in lines if line.startswith("| nDCG@10"))
     # First stage, before, after and the change.

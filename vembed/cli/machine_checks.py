@@ -24,7 +24,7 @@ from vembed.models.families.description import describe
 from vembed.models.families.model_files import check_whole_weights, read_tensors
 from vembed.parallel.devices import GIB, bf16_instructions
 from vembed.parallel.launch import num_visible_devices, rank_environments, run_ranks
-from vembed.parallel.placement import FITS_SHARE, Placement
+from vembed.parallel.placement import Placement
 from vembed.parallel.step_memory import MemoryEstimate, ModelSize, measure
 from vembed.pipelines.prediction import FITS, place_here
 
@@ -200,18 +200,14 @@ def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
     if fsdp is not None or placement.run.fsdp is None:
         lines += placement.run.fsdp_notes
     lines += placement.notes
-    # Whether a whole copy of the model is too large for a process.
-    whole = size.state_bytes
-    share = whole / placement.memory
-    is_needed = share > FITS_SHARE
-    advice = ""
-    if is_needed and fsdp is None:
-        advice = "; use_fsdp: true on several processes"
-    lines.append(
-        f"fsdp needed: {'yes' if is_needed else 'no'} (a whole copy takes {whole / GIB:.2f}GB, {share:.0%} of the "
-        f"{placement.memory / GIB:.1f}GB of a process{advice})"
-    )
-    return fsdp is not None or share <= FITS, "; ".join(lines)
+    # A whole copy of the model on each process.
+    share = size.state_bytes / placement.memory
+    passes = fsdp is not None or share <= FITS
+    if not passes:
+        lines.append(
+            f"a whole copy takes {share:.0%} of a process's memory: use_fsdp: true on several processes"
+        )
+    return passes, "; ".join(lines)
 
 
 def _check_batch(placement: Placement) -> tuple[bool, str]:

@@ -114,6 +114,7 @@ def run_train(
     if rank_info is None:
         # A folder with an earlier run is refused before any process is started. Where a run has the lock, it may be going
         # on: training looks at the lock first, and at the checkpoints then.
+        require_output_folder(config.run.output_dir)
         refuse_own_model(config.run, config.model)
         if not (Path(config.run.output_dir) / LOCK).exists():
             candidates(config.run)

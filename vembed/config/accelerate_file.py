@@ -121,8 +121,6 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
         if key not in TOP_KEYS:
             near = nearest(key, TOP_KEYS)
             hint = f", did you mean {near!r}?" if near else ""
-            if key.startswith("fsdp_") and target_of(key):
-                hint = ", it belongs under fsdp_config"
             raise UserError(f"{source}, line {node.line}: unknown key {key!r}{hint}")
         if key in IGNORED and node.plain():
             notes.append(f"{key} in {source}{UNUSED}")
@@ -181,10 +179,6 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
                 f"{source}: num_processes: {processes} (over all machines) must be a multiple of num_machines: {machines}"
             )
         options["num_processes"] = processes // machines
-    try:
-        use_cpu = as_bool(value.get("use_cpu") or False)
-    except ValueError as error:
-        raise UserError(f"{source}: use_cpu {error}") from None
     port = value.get("main_process_port")
     if port is not None and not str(port).isdecimal():
         raise UserError(
@@ -198,7 +192,7 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
         options=options,
         main_process_ip=str(address) if address else None,
         main_process_port=None if port is None else int(port),
-        use_cpu=use_cpu,
+        use_cpu=as_bool(value.get("use_cpu") or False),
         gpu_ids=None if gpu_ids in ("all", "None") else gpu_ids,
         notes=tuple(notes),
     )

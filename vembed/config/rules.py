@@ -423,17 +423,13 @@ def remarks(config: TrainConfig) -> list[str]:
             f"learning_rate: {rate:g} is a rate for training all weights, and adapters learn little with it: leave it "
             "out (auto), or give about ten times that"
         )
-    prompted = {"": model} | {
-        f"data_path, {source.path}: ": source for source in data.sources()
-    }
-    for prefix, section in prompted.items():
-        for name in ("query_prompt", "document_prompt"):
-            prompt = getattr(section, name)
-            if prompt is not None and "\\n" in prompt:
-                lines.append(
-                    f"{prefix}{name}: {prompt} holds a backslash and an n where a line break is usual, and the model "
-                    "reads them so: a line break is \"\\n\" in double quotes in a YAML file, and $'\\n' in a shell"
-                )
+    for name in ("query_prompt", "document_prompt"):
+        prompt = getattr(model, name)
+        if prompt is not None and "\\n" in prompt:
+            lines.append(
+                f"{name}: {prompt} holds a backslash and an n where a line break is usual, and the model "
+                "reads them so: a line break is \"\\n\" in double quotes in a YAML file, and $'\\n' in a shell"
+            )
     return lines
 
 

@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import pickle
 import re
 import sys
@@ -62,7 +61,7 @@ from vembed.data.records import (
     unread_negatives,
 )
 from vembed.errors import UserError, joined, listed
-from vembed.files import cache_folder, change_since, short_hash, stamp, written_aside
+from vembed.files import cache_folder, short_hash, stamp, written_aside
 from vembed.losses.table import LOSSES
 from vembed.parallel.environment import num_cores
 from vembed.progress import ProgressReport
@@ -97,8 +96,6 @@ class Records:
     index: Index
     image_folder: str
     """Folder of relative paths of images."""
-    files: dict[Path, os.stat_result]
-    """Its files, as they were before they were read."""
 
     def __len__(self) -> int:
         return len(self.index.numbers)
@@ -325,18 +322,6 @@ class ExampleStore:
         counts = [source.index.num_keys for source in self._sources]
         return ContentKeys.counted(np.concatenate(values), np.concatenate(counts))
 
-    def changed_files(self) -> list[str]:
-        """Return a sentence for each file of the data that was changed, replaced or deleted since it was opened."""
-        files: dict[Path, os.stat_result] = {}
-        for source in self._sources:
-            files |= source.files
-        changes = []
-        for path, before in files.items():
-            change = change_since(path, before)
-            if change is not None:
-                changes.append(change)
-        return changes
-
     def summary(self) -> list[str]:
         """Return log lines: examples per source, skipped records with the reason, and unused columns."""
         lines = []
@@ -519,8 +504,6 @@ def open_records(
         mapping, may_miss=may_miss, texts_alone=texts_alone, reads_all=reads_all
     )
     reader = open_reader(entry.path, columns, role)
-    # Before reading: a change during the pass is noticed too.
-    files = {path: path.stat() for path in reader.files()}
     images = ImageRoot(
         options.image_root or str(reader.folder), allow_urls=options.allow_image_urls
     )
@@ -538,7 +521,7 @@ def open_records(
         raise UserError(
             f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
         )
-    return Records(entry, reader, form, index, images.folder, files)
+    return Records(entry, reader, form, index, images.folder)
 
 
 def refuse_bad_sources(

@@ -265,16 +265,6 @@ class FeatureStore(RowStore):
         return keys
 
 
-def size_of_all(folder: Path) -> tuple[int, int]:
-    """Return the number of towers with features in a folder, and their bytes."""
-    sizes: dict[Path, int] = {}
-    for path in folder.glob(f"*/*{SUFFIX}"):
-        with suppress(OSError):  # deleted by another process
-            folder_size = sizes.get(path.parent, 0)
-            sizes[path.parent] = folder_size + path.stat().st_size
-    return len(sizes), sum(sizes.values())
-
-
 def lasting_identity(image: ImageRef) -> bytes:
     """Return the identity of an image that is valid across runs."""
     if image.data is not None:

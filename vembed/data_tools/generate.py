@@ -170,7 +170,9 @@ def _rows(
     written = config.written_kinds()
     free = [kind for kind in config.kinds if kind not in written]
     for document in documents:
-        record, item = files[document[FILE]].read(int(document[START]))
+        file = files[document[FILE]]
+        record = file.reader.read(int(document[START]))
+        item = file.item(record)
         identity = document_id(record)
         columns = {} if identity is None else {"document_id": identity}
         if free or not written:
@@ -245,7 +247,7 @@ def _written_texts(
             prompts = []
             for number in range(first, stop):
                 document = documents[number]
-                item = files[document[FILE]].read(int(document[START]))[1]
+                item = files[document[FILE]].read(int(document[START]))
                 for kind in config.written_kinds() if item.text else ():
                     key = f"{document[EXACT]} {kind}"
                     if key not in texts:

@@ -34,6 +34,7 @@ from vembed.data.records import (
     judgement_column,
 )
 from vembed.errors import UserError
+from vembed.files import read_state_text
 
 log = logging.getLogger("vembed")
 
@@ -467,34 +468,25 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
         for _, number, record in reader.rows():
             yield reader.where(number), _judgement_of_record(record)
         return
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                # Not strip: a field may be empty or end in blanks.
-                fields = line.rstrip("\r\n").split("\t")
-                if len(fields) == 1 and len(line.split()) == 4:
-                    fields = line.split()  # only trec_eval's may have blanks
-                if number == 1 and not _NUMBER.fullmatch(fields[-1]):
-                    continue  # header line
-                if len(fields) == 4:
-                    del fields[1]
-                where = f"{path}:{number}"
-                if len(fields) == 3 and _WHOLE.fullmatch(fields[2]):
-                    grade = int(fields[2].partition(".")[0])
-                    yield where, (fields[0], fields[1], grade)
-                else:
-                    yield (
-                        where,
-                        "not query-id, corpus-id and a whole score, separated by tabs",
-                    )
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start:,d}"
-        ) from error
+    lines = read_state_text(path).removeprefix("\ufeff").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        # Not strip: a field may be empty or end in blanks.
+        fields = line.rstrip("\r").split("\t")
+        if len(fields) == 1 and len(line.split()) == 4:
+            fields = line.split()  # only trec_eval's may have blanks
+        if number == 1 and not _NUMBER.fullmatch(fields[-1]):
+            continue  # header line
+        if len(fields) == 4:
+            del fields[1]
+        where = f"{path}:{number}"
+        if len(fields) == 3 and _WHOLE.fullmatch(fields[2]):
+            grade = int(fields[2].partition(".")[0])
+            yield where, (fields[0], fields[1], grade)
+        else:
+            reason = "not query-id, corpus-id and a whole score, separated by tabs"
+            yield where, reason
 
 
 def _judgement_of_record(record: object) -> tuple[str, str, int] | str:
@@ -532,7 +524,7 @@ class Corpus(Sequence[Item]):
         return len(self.keys)
 
     def __getitem__(self, index: int) -> Item:  # type: ignore[override]
-        record = self.reader.read(int(self.numbers[index]))
+        record = self.record(index)
         item = Item(text=document_text(record)) if isinstance(record, dict) else Item()
         # The text was checked at opening and is read again only now; its key tells whether it is still the same.
         if item.key() != self.keys[index]:
@@ -540,6 +532,10 @@ class Corpus(Sequence[Item]):
                 f"{self.reader.name} has changed since it was opened: start again"
             )
         return self.settings.document(item)
+
+    def record(self, index: int) -> object:
+        """Return a document's record with all its fields."""
+        return self.reader.read(int(self.numbers[index]))
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from rich.console import Console
 from torch import nn
 
 from vembed.config.schema import DataSection, EvaluationSection
@@ -42,6 +42,7 @@ from vembed.evaluation.top_k import (
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
     InterruptCheck,
+    check_finite,
     encode_chunks,
     encode_features,
     encode_items,
@@ -110,9 +111,7 @@ def evaluate(
         data = open_eval_data(options, str(data), splits=splits, task=task)
     # One rank prints for all.
     if show_progress and (session is None or session.is_main):
-        Console(stderr=True).print(
-            data.summary(), markup=False, highlight=False, soft_wrap=True
-        )
+        sys.stderr.write(data.summary() + "\n")
     if not isinstance(model, Embedder):
         model = Embedder(
             model,
@@ -205,7 +204,7 @@ def evaluate_model(
                 progress=progress,
                 **options,
             )
-        _check_finite(embeddings, kind)
+        check_finite(embeddings, f"embeddings ({kind})")
         # Cut without normalising: scores normalise after the cut themselves (`first_dims`).
         return embeddings[:, :full]
 
@@ -233,7 +232,7 @@ def evaluate_model(
         all_documents = np.empty((len(data.documents), full), np.float32)
 
     def take(numbers: np.ndarray, embeddings: np.ndarray) -> None:
-        _check_finite(embeddings, "document")
+        check_finite(embeddings, "embeddings (document)")
         search.add(embeddings[:, :full], numbers)
         if compressed:
             all_documents[numbers] = embeddings[:, :full]
@@ -312,15 +311,6 @@ def check_metric(
         )
 
 
-def _check_finite(embeddings: np.ndarray, kind: Kind) -> None:
-    broken = int((~np.isfinite(embeddings).all(axis=1)).sum())
-    if broken:
-        raise UserError(
-            f"non-finite embeddings for {broken:,d} of {len(embeddings):,d} inputs ({kind}): "
-            "its weights are broken, or overflow in their dtype (try torch_dtype: float32)"
-        )
-
-
 # ---- rerankers: the first documents of a first stage, in the order of the scores -----------------------------------
 
 
@@ -364,13 +354,9 @@ def _evaluate_reranker(
             device,
             world_size=world_size,
             check_interrupt=check_interrupt,
-        )[:, 0]
-        if not np.isfinite(scores).all():
-            raise UserError(
-                f"{featuriser.role} gives scores that are not finite: its weights are broken, or overflow in their dtype "
-                "(try torch_dtype: float32)"
-            )
-        return scores
+        )
+        check_finite(scores, f"scores of {featuriser.role}")
+        return scores[:, 0]
 
     rank = session.rank if session else 0
     world_size = session.world_size if session else 1
@@ -478,35 +464,31 @@ def run_file_rankings(
             f"first_stage: {path} names queries and documents by id, and {data.name} has none: give a BEIR-style folder "
             "as val_data_path, or a run file of texts (.jsonl)"
         )
-    scored: dict[int, list[tuple[float, int]]] = {}
+    named: list[tuple[str, str, float]] = []
+    line = ""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"first_stage: {path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        where = f"first_stage: {path}, line {number:,d}"
-        try:
+        for line in path.read_text(encoding="utf-8").splitlines():
             if is_trec:
                 query, _, name, _, value, *_ = line.split()
-                names = [name]
-                score = float(value)
+                named.append((query, name, float(value)))
             else:
                 record = json.loads(line)
-                query = record["query"]
-                names = record["documents"]
-                score = 0.0
-            row = find_query(query)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{where} is no line of a run file: {error}") from error
+                named += [(record["query"], name, 0.0) for name in record["documents"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"first_stage: {path} is no run file: {error}; line {line[:80]!r}"
+        ) from error
+    scored: dict[int, list[tuple[float, int]]] = {}
+    for query, name, score in named:
+        row = find_query(query)
         if row is None:  # of another split
             continue
-        for name in names:
-            document = find_document(name)
-            if document is None:
-                raise UserError(
-                    f"{where}: {name!r} is not in the corpus of {data.name}"
-                )
-            scored.setdefault(row, []).append((score, document))
+        document = find_document(name)
+        if document is None:
+            raise UserError(
+                f"first_stage: {path}: {name!r} is not in the corpus of {data.name}"
+            )
+        scored.setdefault(row, []).append((score, document))
     if not scored:
         raise UserError(f"first_stage: {path} has no query of {data.name}")
     rankings = np.full((len(data.queries), k), -1, np.int64)

@@ -8,7 +8,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -267,10 +267,7 @@ def _write_and_check(
     if has_texts:
         texts = texts_to_compare(data, description.max_length)
         scored = bounded(data)
-        num_texts = len(texts)
-        if scored is not None:
-            num_texts += len(scored.queries) + len(scored.documents)
-        job.log(f"encoding {num_texts:,d} texts with the model")
+        job.log("encoding the texts of the check with the model")
         model_ND = encode_all(embedder.encode, texts)
     normalize = description.similarity == "cosine"
     ndcg_model = None
@@ -852,11 +849,9 @@ def images_to_compare(data: EvalData | None) -> list[Image.Image]:
 
 
 def _items_by_kind(data: EvalData | None) -> list[tuple[Sequence[Item], Kind]]:
-    if data is None:
-        return []
-    if isinstance(data, RetrievalData):
-        return [(data.queries, "query"), (data.documents, "document")]
-    return [(data.first, "query"), (data.second, "document")]
+    return (
+        [] if data is None else list(zip(data.collections, get_args(Kind), strict=True))
+    )
 
 
 def bounded(data: EvalData | None) -> RetrievalData | None:
@@ -966,7 +961,7 @@ def describe_difference(
     featuriser = embedder.featuriser
     (features,) = featuriser.features([(Item(text=text), kind)])
     model_ids = [] if features.token_ids is None else features.token_ids.tolist()
-    export_ids = reader.token_ids(text, kind)
+    (export_ids,) = reader.texts.token_ids([text], kind)
     if model_ids != export_ids:
         return (
             f"its {kind} tokens: {len(export_ids):,d} instead of {len(model_ids):,d} for the text {text!r:.60} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -309,10 +309,6 @@ def _device(asked: str | torch.device | None) -> torch.device:
 def _items(inputs: Any) -> tuple[list[Item], bool]:
     """Return the items of one input or several, and whether it is one. Raise UserError with the number of a bad one."""
     is_single = isinstance(inputs, str | Path | Image.Image | Mapping | Item)
-    if not is_single and not isinstance(inputs, Iterable):
-        raise UserError(
-            f"the inputs are {inputs!r:.80}: give a text, an image, a record, or a list of them"
-        )
     several = [inputs] if is_single else list(inputs)
     items = []
     for number, input_ in enumerate(several):

@@ -186,6 +186,16 @@ def encode_features(
     return embeddings.float().cpu().numpy()
 
 
+def check_finite(values_ND: np.ndarray, what: str) -> None:
+    """Raise UserError where a model gives values that are not finite."""
+    broken = int((~np.isfinite(values_ND).all(axis=1)).sum())
+    if broken:
+        raise UserError(
+            f"non-finite {what} for {broken:,d} of {len(values_ND):,d} inputs: the model's weights are broken, or overflow "
+            "in their dtype (try torch_dtype: float32)"
+        )
+
+
 def first_dims(
     matrix_ND: np.ndarray,
     dim: int,
@@ -307,11 +317,6 @@ def checked_ranges(
         raise UserError(
             f"{name} has the shape {list(ranges.shape)}, and [2, {dim}] is needed: the lowest and the highest value of "
             "each coordinate, as `vembed encode --precision int8` writes them beside the vectors"
-        )
-    low, high = ranges
-    if not np.isfinite(ranges).all() or (low > high).any():
-        raise UserError(
-            f"{name} has a lowest value above the highest one, or a value that is not finite"
         )
     return ranges.astype(np.float32)
 

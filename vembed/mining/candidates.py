@@ -274,7 +274,7 @@ def open_candidates(
     retrievers: list[LexicalRetriever | DenseRetriever] = []
     for each in options:
         if each.model == BM25:
-            retrievers.append(LexicalRetriever(folder, inputs, session))
+            retrievers.append(LexicalRetriever(inputs, session))
         else:
             retrievers.append(open_dense(each, config, folder, inputs, session))
     excluded = known.excluded(with_negatives=config.keep_negatives)

@@ -22,22 +22,20 @@ from vembed.data.example_store import (
     refuse_bad_sources,
 )
 from vembed.data.examples import BadRecord, Example, ImageRoot, Item, KeyIndex
-from vembed.data.formats.base import Format
 from vembed.data.formats.table import open_document_reader
 from vembed.data.near_duplicates import casefolded
 from vembed.data.records import (
-    Columns,
-    RecordFormat,
     document_id,
     document_item,
     document_text,
 )
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
+    Corpus,
     choose_qrels,
     is_beir_folder,
-    open_texts,
     qrels_files,
+    read_beir,
     read_judgements,
     texts_path,
 )
@@ -64,64 +62,43 @@ def open_command_session(log_line: Log | None) -> Iterator[tuple[Session, Log]]:
 class BeirTable:
     """A BEIR-style folder as rows: a query with its relevant documents and the ids of all."""
 
-    def __init__(self, folder: Path, split: str | None) -> None:
+    def __init__(self, folder: Path, options: RowOptions) -> None:
         self.name = str(folder)
         self.image_folder = str(folder)
-        self._queries = open_texts(folder, "queries")
-        self._corpus = open_texts(folder, "corpus")
-        qrels = choose_qrels(folder, [split] if split else SPLITS)
-        relevant = read_qrels(qrels)
-        # Only judged documents are kept in memory, by position; the corpus may be large.
-        judged = set()
-        for documents in relevant.values():
-            judged.update(documents)
-        self._documents: dict[str, int] = {}
-        for number, record in _objects(self._corpus):
-            identity = str(document_id(record))
-            if identity in judged:
-                self._documents[identity] = number
-        self._rows: list[tuple[str, int]] = []
-        for number, record in _objects(self._queries):
-            identity = str(document_id(record))
-            documents = relevant.get(identity, [])
-            if not self._documents.keys().isdisjoint(documents):
-                self._rows.append((identity, number))
-        self._relevant = relevant
-        self._form = RecordFormat(Columns(), ImageRoot(str(folder), allow_urls=False))
-        if not self._rows:
-            raise UserError(
-                f"{folder} has no query with a relevant document in {qrels.name}"
-            )
+        splits = [options.split] if options.split else SPLITS
+        skip_bad = options.on_bad_record == "skip"
+        self._data = read_beir(folder, choose_qrels(folder, splits), skip_bad=skip_bad)
+        self._query_ids = {}
+        for identity, number in self._data.query_ids.items():
+            self._query_ids[number] = identity
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._data.queries)
 
     def record(self, number: int) -> dict[str, Any]:
         """The query, the texts of its relevant documents, and the ids."""
-        identity, place = self._rows[number]
+        corpus = self._data.documents
+        assert isinstance(corpus, Corpus)
         ids = []
         texts = []
-        for document in self._relevant[identity]:
-            if document in self._documents:
-                ids.append(document)
-                texts.append(
-                    document_text(self._corpus.read(self._documents[document]))
-                )
-        query = document_text(self._queries.read(place))
+        for document in self._data.relevance[number]:
+            record = corpus.record(document)
+            ids.append(document_id(record))
+            texts.append(document_text(record))
         return {
-            "query_id": identity,
-            "query": query,
+            "query_id": self._query_ids[number],
+            "query": self._data.queries[number].text,
             "positive": texts,
             "positive_ids": ids,
         }
 
     def example(self, number: int) -> Example:
         """Meaning of a row."""
-        record = self.record(number)
-        return self._form.example(
-            {"query": record["query"], "positive": record["positive"]},
-            f"{self.name}, query {record['query_id']}",
-        )
+        documents = self._data.documents
+        relevant = self._data.relevance[number]
+        positives = tuple(documents[document] for document in relevant)
+        where = f"{self.name}, query {self._query_ids[number]}"
+        return Example(self._data.queries[number], positives, where=where)
 
 
 Table = Any
@@ -165,7 +142,7 @@ def open_rows(options: RowOptions) -> Rows:
     for source in sources:
         folder = Path(source.path)
         if is_beir_folder(folder):
-            tables.append(BeirTable(folder, options.split))
+            tables.append(BeirTable(folder, options))
         else:
             may_miss = len(sources) > 1
             records = open_records(
@@ -190,13 +167,6 @@ def read_qrels(path: Path) -> dict[str, list[str]]:
         if grade > 0:
             relevant.setdefault(query, []).append(document)
     return relevant
-
-
-def _objects(reader: Format) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line, record in reader.rows():
-        if document_id(record) is None:
-            raise UserError(f"{reader.where(line)}: no record with a field _id")
-        yield number, record
 
 
 NUM_COLUMNS = 6

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,8 +34,8 @@ from vembed.evaluation.top_k import (
 )
 from vembed.files import short_hash
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import encode_items
-from vembed.mining.inputs import Documents, KnownPositives, MiningInputs, array_identity
+from vembed.inference.encoding import check_finite, encode_items
+from vembed.mining.inputs import Documents, KnownPositives, MiningInputs
 from vembed.mining.options import ModelOptions, Retriever
 from vembed.models.families.model_files import check_no_pickles, model_folder
 from vembed.parallel import collectives
@@ -46,45 +45,25 @@ from vembed.progress import ProgressReport
 
 Ranking = tuple[np.ndarray, np.ndarray]
 """[Q, k] numbers of documents, best first, -1 where there are fewer; and their scores."""
-INDEX_VERSION = 2
-"""Format version of the index. Increase it when `words` gives other words."""
 
 
 class LexicalRetriever:
-    """Words in common, weighted by how rare they are. While the index is built, it is held in memory by one process."""
+    """Words in common, weighted by how rare they are. Every rank holds the index in memory."""
 
     identity = ""
     """It depends on the documents and queries alone."""
 
-    def __init__(
-        self,
-        folder: Path,
-        inputs: MiningInputs,
-        session: Session,
-    ) -> None:
+    def __init__(self, inputs: MiningInputs, session: Session) -> None:
         check_bm25()
-        documents = inputs.documents
-        self._documents = documents
+        self._documents = inputs.documents
         self._known = inputs.known
         self._session = session
-        # With their order: the index knows documents by their numbers alone.
-        name = short_hash(INDEX_VERSION, array_identity(documents.exact))
-        index = folder / "bm25" / name
-        if session.is_main and not index.exists():
-            items = map(documents.item, range(len(documents)))
-            built = build_bm25_index(item.text for item in items)
-            partial = index.with_suffix(".part")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.parent.mkdir(parents=True, exist_ok=True)
-            built.save(str(partial), show_progress=False)
-            # Renamed when whole: an index that a killed run left half built never counts.
-            partial.rename(index)
-        session.barrier()
-        import bm25s
 
-        self._index = bm25s.BM25.load(
-            str(index), mmap=True, load_corpus=False, show_progress=False
-        )
+    @cached_property
+    def _index(self) -> Any:
+        """The index, built when it is first asked: candidates may be on disk already."""
+        items = map(self._documents.item, range(len(self._documents)))
+        return build_bm25_index(item.text for item in items)
 
     def search(
         self,
@@ -97,7 +76,7 @@ class LexicalRetriever:
 
         `excluded` counts queries from `first`. Collective: the ranks share the queries.
         """
-        # The index is mapped by every rank, so that the queries are shared and not the documents.
+        # Every rank has the index, so that the queries are shared and not the documents.
         queries = {}
         for query in range(self._session.rank, last - first, self._session.world_size):
             queries[query] = self._known.item(first + query).text
@@ -171,10 +150,6 @@ def _load_sentence_transformers(
     options: ModelOptions,
     device: torch.device,
 ) -> EncodeItems:
-    if find_spec("sentence_transformers") is None:
-        raise UserError(
-            "library: sentence_transformers needs that package: pip install sentence-transformers"
-        )
     from sentence_transformers import SentenceTransformer
 
     folder = model_folder(retriever.model)
@@ -490,13 +465,7 @@ class VectorStore:
         with ProgressReport(title or "", active=is_shown) as progress:
             for numbers in todo:
                 vectors = compute(numbers)
-                is_finite = np.isfinite(vectors).all(axis=1)
-                broken = int((~is_finite).sum())
-                if broken:
-                    raise UserError(
-                        f"the model gives vectors that are not numbers for {broken:,d} of {len(vectors):,d} inputs: its "
-                        "weights are broken, or overflow in their dtype (try torch_dtype: float32)"
-                    )
+                check_finite(vectors, "vectors")
                 values = torch.from_numpy(np.ascontiguousarray(vectors)).to(self._dtype)
                 if values.itemsize == 2:
                     values = values.view(torch.uint16)

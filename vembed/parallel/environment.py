@@ -52,10 +52,6 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
         raise UserError(
             f"RANK={rank} must be between 0 and WORLD_SIZE - 1 = {world_size - 1}: RANK is the number of the process."
         )
-    if local_rank < 0:
-        raise UserError(
-            f"LOCAL_RANK={local_rank} must be the number of the process on its machine, from 0."
-        )
     _whole_number(env, "MASTER_PORT")
     # Started by hand: the processes of each machine are counted when all have met (meeting.counted).
     if not env.get("LOCAL_WORLD_SIZE"):
@@ -75,15 +71,6 @@ def launched_rank() -> int:
     """Return the rank that a launcher has set, or 0. For what a process writes before it has met the others."""
     rank_text = os.environ.get("RANK", "")
     return int(rank_text) if rank_text.isdecimal() else 0
-
-
-def check_num_threads(env: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError for an OMP_NUM_THREADS that is no number. Accelerate would end by a traceback."""
-    value = env.get("OMP_NUM_THREADS")
-    if value and (not value.strip().isdecimal() or int(value) < 1):
-        raise UserError(
-            f"OMP_NUM_THREADS={value!r} must be a whole number above 0 (threads of each process), or unset."
-        )
 
 
 def _whole_number(env: Mapping[str, str], name: str) -> int:

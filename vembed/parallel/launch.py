@@ -30,8 +30,6 @@ STOP_TIMEOUT_SECONDS = 30.0
 CAUSE_SECONDS = 1.0
 REPEATED_SIGNAL_SECONDS = 2.0
 """Time within which a repeated signal counts as the same one."""
-TRACEBACK_HOLD_SECONDS = 30.0
-"""Time limit for holding a traceback until its rank ends."""
 JOIN_SECONDS = 2.0
 DEFAULT_PORT = 29500
 RUN_ID = "VEMBED_RUN_ID"
@@ -197,9 +195,6 @@ class _Ranks:
         """Poll the ranks and handle those that ended; return True while any rank is running."""
         current_time = time.monotonic()
         codes = {rank: process.poll() for rank, process in self.processes.items()}
-        for pump in self.pumps:
-            if pump.held and current_time - pump.held_since > TRACEBACK_HOLD_SECONDS:
-                pump.release()
         stop_codes: set[int | None] = {None, 0, *STOPPED_CODES}
         if self.stop_signal is not None:
             # A rank that has not installed its handlers yet is killed by the signal itself.
@@ -289,7 +284,6 @@ class _Pump(threading.Thread):
         self.pipe = pipe
         self.target = target
         self.held: list[str] = []
-        self.held_since = 0.0
         self.start()
 
     def run(self) -> None:
@@ -301,8 +295,6 @@ class _Pump(threading.Thread):
                 )
                 with self.lock:
                     if self.held or TRACEBACK in line or raw.startswith(b"error: "):
-                        if not self.held:
-                            self.held_since = time.monotonic()
                         self.held.append(line)
                     else:
                         self._write(line)

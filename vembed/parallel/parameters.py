@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel import collectives
 
-NAMES_SHOWN = 3
 CAN_RESET_FSDP2 = torch.__version__ >= "2.13"
 """True if FSDP2 can forget an iteration that an exception has ended."""
 
@@ -47,33 +46,23 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
     dtypes = {parameter.dtype for parameter in together.values()}
     # float32 also for bfloat16 beside float16: neither can represent the other's values.
     widest = torch.float64 if torch.float64 in dtypes else torch.float32
-    converted: dict[torch.dtype, list[str]] = {}  # names by the dtype before
-    if len(dtypes) > 1:
-        for name, parameter in together.items():
-            if parameter.dtype != widest:
-                converted.setdefault(parameter.dtype, []).append(name)
-    for dtype in sorted(converted, key=str):
-        names = converted[dtype]
-        num_values = sum(floating[name].numel() for name in names)
-        listed = ", ".join(names[:NAMES_SHOWN])
-        if len(names) > NAMES_SHOWN:
-            listed += f" and {len(names) - NAMES_SHOWN:,d} more"
+    others = dtypes - {widest} if len(dtypes) > 1 else set()
+    num_converted = 0
+    for dtype in sorted(others, key=str):
+        narrow = [tensor for tensor in together.values() if tensor.dtype == dtype]
+        num_values = sum(tensor.numel() for tensor in narrow)
         log.info(
-            f"FSDP dtype check: converted {len(names):,d} parameters ({num_values:,d} values) from {dtype} to {widest}: "
-            f"{listed}"
+            f"FSDP dtype check: converted {len(narrow):,d} parameters ({num_values:,d} values) from {dtype} to {widest}"
         )
-        for name in names:
-            floating[name].data = floating[name].data.to(widest)
+        for tensor in narrow:
+            tensor.data = tensor.data.to(widest)
+        num_converted += len(narrow)
     frozen = [tensor for tensor in floating.values() if not tensor.requires_grad]
-    if fsdp_version == 1 and frozen and converted:
-        log.info(
-            "FSDP dtype check: FSDP1 needs one dtype for all; fsdp_version: 2 would leave frozen ones as they are"
-        )
-    elif fsdp_version != 1 and together and frozen:
+    if frozen:
         log.info(
             f"FSDP dtype check: trainable parameters in {_dtypes(together.values())}, frozen ones in {_dtypes(frozen)}"
         )
-    return sum(len(names) for names in converted.values())
+    return num_converted
 
 
 def _dtypes(tensors: Iterable[Tensor]) -> str:

@@ -37,7 +37,6 @@ from vembed.parallel.devices import (
     keep_freed_memory,
 )
 from vembed.parallel.environment import (
-    check_num_threads,
     default_interface,
     interface_to,
     is_loopback_by_name,
@@ -126,7 +125,6 @@ class Session(AbstractContextManager["Session"]):
         """HYBRID_SHARD where gradients are reduced after every micro-batch: inside each machine only, and between the
         machines once per step."""
         try:
-            check_num_threads()
             self.ranks = read_rank_info()
             if torch.cuda.is_available():
                 enable_expandable_segments()

@@ -203,12 +203,10 @@ class MemoryEstimate:
         self.inputs = placement.num_examples * self.inputs_per_example
         """Inputs of a process's batch at most: texts, images or pairs."""
 
-    def loss_bytes(self, dim: int, inputs: int | None = None) -> float:
+    def loss_bytes(self, dim: int) -> float:
         """Return the bytes of the loss: the embeddings of `dim` numbers of all ranks' inputs, their gradients, and small
-        buffers. `inputs` of each process, if not those of its batch."""
-        gathered = self.placement.ranks.world_size * (
-            self.inputs if inputs is None else inputs
-        )
+        buffers."""
+        gathered = self.placement.ranks.world_size * self.inputs
         return (4.0 * LOSS_COPIES * dim + LOSS_INDEX_BYTES) * gathered + WORKING_BYTES
 
     def demand(self, recomputes: bool | None = None) -> Demand:
@@ -245,33 +243,16 @@ class MemoryEstimate:
         activations = graph_tokens * demand.per_token
         return replace(self._without_graphs(), activations=activations)
 
-    def max_examples(self) -> int:
-        """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
-        dim = self.output_size
-        without_loss = self.in_step(uses_cache=True).total - self.loss_bytes(dim)
-        # The loss is linear in the rows: a fixed part, and the same for each row.
-        fixed = self.loss_bytes(dim, 0)
-        per_row = self.loss_bytes(dim, self.inputs_per_example) - fixed
-        free = self.placement.memory - without_loss - fixed
-        return max(0, int(free / per_row))
-
     def describe_graphs(self) -> str:
-        """Describe how many tokens keep their graphs at once, and why."""
+        """Describe how many tokens keep their graphs at once."""
         longest = self.size.max_length
         tokens, fitting = tokens_of(self.placement, self.demand(), longest)
         batch = self.inputs * longest
-        graph_limit = self._kept(batch, tokens, fitting)
-        if graph_limit == batch:
-            reason = f"graphs of up to {fitting:,d} tokens fit, so that Gradient Cache is off"
-            if self.placement.run.config.batch.use_gradient_cache is False:
-                reason = "use_gradient_cache: false"
-            return f"of the whole batch, {batch:,d} padded tokens at most ({reason})"
-        if graph_limit > tokens:
-            return (
-                f"of {graph_limit // tokens:,.0f} micro-batches, {graph_limit:,.0f} padded tokens at most; Gradient Cache "
-                "replays the others"
-            )
-        return f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most"
+        kept = min(max(self._kept(batch, tokens, fitting), tokens), batch)
+        return (
+            f"of {kept:,.0f} padded tokens at most, where {fitting:,d} fit and a batch has up to {batch:,d}; Gradient Cache "
+            "replays the others"
+        )
 
     def repeated_share(self, batch_tokens: float) -> float:
         """Return the share of a process's batch that passes the model twice."""
@@ -474,7 +455,6 @@ def measure_demand(
     sample: Sequence[Features],
 ) -> Demand:
     """Measure the peak of a step's forward and backward passes on the device. Collective."""
-    demand: Demand | None = None
 
     def peak(inputs: ModelInputs) -> int:
         # The second pass has the gradients in place, as all steps but the first.
@@ -498,24 +478,16 @@ def measure_demand(
     except RuntimeError as error:
         if not is_shortage(error):
             raise
+        # The other ranks may wait inside a layer: ending this one ends them.
+        raise RunError(
+            f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why"
+        ) from error
     # Gradients of these passes must not reach the first step.
     discard_passes(model)
     if session.fsdp is not None and session.keeps_gathered:
         set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
-    if demand is None and session.strategy == "fsdp":
-        # The other ranks wait inside a layer: ending this one ends them.
-        raise RunError(
-            f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why"
-        )
-    if session.device.type == "cuda":
-        torch.cuda.empty_cache()
-    failed = collectives.max_ints([int(demand is None)])[0]
-    if demand is not None and not failed:
-        return demand
-    log.warning(
-        "out of memory while memory was measured: the budget follows the estimate of `vembed plan`"
-    )
-    return MemoryEstimate(session.placement).demand()
+    torch.cuda.empty_cache()
+    return demand
 
 
 def bytes_per_token(
@@ -618,6 +590,27 @@ def halved(session: Session, budget: Budget) -> Budget:
     return half
 
 
+def smaller_states(placement: Placement) -> list[str]:
+    """Return options that make weights, gradients and optimizer state smaller, the cheapest first."""
+    config = placement.run.config
+    fsdp = placement.fsdp
+    steps = []
+    if not config.adapters.use_lora:
+        steps.append("use_lora: true")
+        # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
+        if config.optimizer.optim == "adamw" and not _is_fsdp1(fsdp):
+            steps.append("optim: adamw_8bit")
+    if fsdp is None:
+        steps.append("use_fsdp: true on several processes")
+    elif placement.is_hybrid or not fsdp.reshard_after_forward:
+        steps.append("fsdp_sharding_strategy: FULL_SHARD")
+    if fsdp is None or not fsdp.offload:
+        steps.append("fsdp_offload_params: true (with FSDP)")
+    if not config.adapters.use_qlora:
+        steps.append("use_qlora: true")
+    return steps
+
+
 def advice(
     session: Session,
     budget: Budget,
@@ -629,10 +622,8 @@ def advice(
     `in_loss`: memory ran out beside the embeddings of the global batch, and not in the model.
     """
     placement = session.placement
-    config = placement.run.config
     estimate = MemoryEstimate(placement)
     tokens = budget.micro_batch_tokens
-    fsdp = placement.fsdp
     num_ranks = session.world_size
     max_length = estimate.size.max_length
     cache = "use_gradient_cache: true (the result is the same)"
@@ -652,20 +643,7 @@ def advice(
             steps.append("gradient_checkpointing: true")
         if max_length > SHORT_TEXT_TOKENS:
             steps.append(f"max_length: {max_length // 2} (now {max_length})")
-    if not config.adapters.use_lora:
-        steps.append("use_lora: true")
-        # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
-        if config.optimizer.optim == "adamw" and not _is_fsdp1(fsdp):
-            steps.append("optim: adamw_8bit")
-    if fsdp is None and num_ranks > 1:
-        steps.append("use_fsdp: true")
-    if fsdp is not None:
-        if placement.is_hybrid or not fsdp.reshard_after_forward:
-            steps.append("fsdp_sharding_strategy: FULL_SHARD")
-        if not fsdp.offload:
-            steps.append("fsdp_offload_params: true")
-    if not config.adapters.use_qlora:
-        steps.append("use_qlora: true")
+    steps += smaller_states(placement)
     numbered = [f"{number}. {step}" for number, step in enumerate(steps, 1)]
     snapshot = memory_snapshot(session.device)
     used = ", ".join(f"{key} {value}" for key, value in snapshot.items())

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ from vembed.models.processors import load_tokenizer
 from vembed.parallel.devices import Gpu, Hardware, bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import (
-    PRECISION_DTYPES,
     Placement,
     memory_of_a_process,
     place,
@@ -40,8 +36,6 @@ FITS = 0.9
 USED_SHARE = {True: 0.35, False: 0.6}
 """Assumed share of the peak that training reaches: in 16 bits, and in float32."""
 SECONDS_PER_HOUR = 3600.0
-PRODUCT = {"cpu": 1024, "cuda": 8192}
-"""Rows and columns of the matrices whose product is timed."""
 
 
 @dataclass(frozen=True)
@@ -102,40 +96,6 @@ def place_here(
     return place(run, ranks, device, available, gpu=gpu, instructions=instructions)
 
 
-def peak_tflops(placement: Placement, gpu: Gpu | None) -> float:
-    """Return the peak of one process: that of a GPU by its data sheet, or that of a matrix product on the device."""
-    if gpu is not None:
-        in_half = placement.computes_in_half
-        peak = gpu.half_tflops if in_half else gpu.single_tflops
-        if peak is None:
-            raise UserError("--memory names no GPU; --gpu 2xA100-80GB does")
-        return peak
-    device = placement.device
-    side = PRODUCT[device.type]
-    seconds = _product_seconds(
-        side, PRECISION_DTYPES[placement.precision.value], device
-    )
-    # The processes of a machine without GPUs share its processor.
-    sharing = placement.ranks.local_world_size if device.type == "cpu" else 1
-    return 2.0 * side**3 / seconds / 1e12 / sharing
-
-
-@cache
-def _product_seconds(
-    side: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> float:
-    """Return the seconds of the fastest of three products, timed once: all stages of a plan are reckoned alike."""
-    factor = torch.ones(side, side, dtype=dtype, device=device)
-    seconds = math.inf
-    for _ in range(3):  # the first one warms up caches and the GPU's clock
-        began = time.perf_counter()
-        float((factor @ factor)[0, 0])  # reading a value waits for a GPU
-        seconds = min(seconds, time.perf_counter() - began)
-    return seconds
-
-
 def training_time(
     placement: Placement,
     size: ModelSize,
@@ -144,8 +104,12 @@ def training_time(
     """Return the estimated seconds and a line with what they rest on; without an estimate None, and why."""
     config = placement.run.config
     is_half = placement.computes_in_half
+    peak = None
+    if gpu is not None:
+        peak = gpu.half_tflops if is_half else gpu.single_tflops
+    if gpu is None or peak is None:
+        return None, "hours: not estimated (--gpu 2xA100-80GB names a GPU)"
     try:
-        peak = peak_tflops(placement, gpu)
         data = data_size(config.model, config.data)
     except UserError as error:
         return None, f"hours: not estimated ({error})"
@@ -165,11 +129,11 @@ def training_time(
     # Every process has this peak.
     speed = peak * 1e12 * USED_SHARE[is_half] * world
     seconds = steps * per_step * data.tokens * operations / speed
-    source = f"of {gpu.name}'s data sheet" if gpu else "of a matrix product here"
     line = (
         f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}), often off by a factor of two: {steps:,d} steps "
         f"x {per_step:,d} examples x {data.tokens:,.0f} tokens, {operations / 1e9:,.3g} GFLOP per token, at an assumed "
-        f"{USED_SHARE[is_half]:.0%} of the {peak:.4g} TFLOPS {source}, on {world} process(es); without evaluations and loading"
+        f"{USED_SHARE[is_half]:.0%} of the {peak:.4g} TFLOPS of {gpu.name}'s data sheet, on {world} process(es); "
+        "without evaluations and loading"
     )
     return seconds, line
 

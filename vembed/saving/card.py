@@ -148,13 +148,6 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
     return front
 
 
-def calls_of(card: str, folder: str) -> list[str]:
-    """Return the calls in a card's section on usage, one text for each library, with `folder` as the model's folder."""
-    section = card.partition("\n## Usage\n")[2].partition("\n## ")[0]
-    blocks = re.findall(r"```python\n(.*?)\n```", section, re.DOTALL)
-    return [block.replace(FOLDER_IN_CALLS, folder) for block in blocks]
-
-
 def base_model_name(description: ModelDescription) -> str | None:
     """Return the Hub name of the base model; None for a local folder, whose path must not be published."""
     name = description.name

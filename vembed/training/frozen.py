@@ -28,7 +28,7 @@ from vembed.data.batching.rank_batch import (
     to_device,
 )
 from vembed.data.features import Features
-from vembed.data.row_store import FeatureStore, size_of_all
+from vembed.data.row_store import FeatureStore
 from vembed.errors import UserError
 from vembed.files import cache_folder
 from vembed.inference.encoding import InterruptCheck, split_in_step
@@ -82,12 +82,6 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
         store = FeatureStore(folder, identities[modality])
         stores[modality] = store
         log.info(f"frozen features, {modality}: {len(store):,d} kept in {store.folder}")
-    if session.is_main:
-        num_towers, num_bytes = size_of_all(folder)
-        log.info(
-            f"frozen features: {folder} holds those of {num_towers:,d} towers, {num_bytes / 1e6:.1f} MB in all; vembed "
-            "never deletes them, you may"
-        )
     return stores
 
 

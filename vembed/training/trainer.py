@@ -16,9 +16,7 @@ writes a checkpoint and raises `Stopped`; `resume` goes on.
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -507,13 +505,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_log(values)
         total_steps = self.data.total_steps
-        # At least the one after the last step. Those without data take no time.
-        eval_steps = self.intervals.eval_steps or total_steps
-        num_scored = (report.step - 1) // eval_steps
-        num_evaluations = math.ceil(total_steps / eval_steps) - num_scored
-        seconds_left = self.clock.seconds_left(
-            report.step, total_steps, num_evaluations
-        )
+        seconds_left = self.clock.seconds_left(report.step, total_steps)
         log.info(log_line(values, total_steps, seconds_left))
 
     def evaluate(self) -> None:
@@ -566,7 +558,6 @@ class Trainer:
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.end_requested = True
         self.interrupts.share_end_request()
-        self.clock.add_evaluation(self.clock.seconds() - start)
 
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective."""
@@ -596,6 +587,12 @@ class Trainer:
             reason = "the best checkpoint"
             step = state.best_step
             scores = state.best_scores
+        elif state.best_step is not None and state.best_step < state.step:
+            log.info(
+                f"final/ gets the last step; step {state.best_step:,d} had the best score, which load_best_model_at_end: true "
+                "would load",
+                extra=HEADLINE,
+            )
         if step is not None and step != state.step:
             folder = self.checkpointer.path_of(step)
             if self.checkpointer.load_weights(folder, self._trained()):
@@ -691,40 +688,17 @@ class RunClock:
         self.began = time.perf_counter()
         self.earlier_seconds = 0.0
         """Seconds that earlier parts of a resumed run took."""
-        self._all_evaluations = 0.0
-        """Seconds of all evaluations so far."""
-        self._last_evaluation = 0.0
-        """Seconds of the last evaluation."""
-        # (time without evaluations, step) at the last few log lines. Only at these, since the first steps are slower.
-        self._marks: deque[tuple[float, int]] = deque(maxlen=6)
 
     def start_loop(self, step: int) -> None:
         """Begin the loop after `step` steps."""
-        self._marks.append((self._step_seconds(), step))
-
-    def add_evaluation(self, seconds: float) -> None:
-        """Take note of an evaluation. Its time is not counted as that of the steps around it."""
-        self._all_evaluations += seconds
-        self._last_evaluation = seconds
+        self._first_step = step
+        self._loop_began = time.perf_counter()
 
     def seconds(self) -> float:
         """Return the seconds of the whole run so far."""
         return self.earlier_seconds + time.perf_counter() - self.began
 
-    def seconds_left(
-        self,
-        step: int,
-        total_steps: int,
-        num_evaluations: int,
-    ) -> float:
-        """Return the seconds that the steps after `step` will take at the rate of the last few calls, and the evaluations
-        that are left, each as long as the last one."""
-        current_seconds = self._step_seconds()
-        mark_seconds, mark_step = self._marks[0]
-        self._marks.append((current_seconds, step))
-        seconds_per_step = (current_seconds - mark_seconds) / (step - mark_step)
-        evaluation_seconds = self._last_evaluation * num_evaluations
-        return seconds_per_step * (total_steps - step) + evaluation_seconds
-
-    def _step_seconds(self) -> float:
-        return self.seconds() - self._all_evaluations
+    def seconds_left(self, step: int, total_steps: int) -> float:
+        """Return the seconds from `step` to the end, at the rate so far, with evaluations and checkpoints."""
+        seconds = time.perf_counter() - self._loop_began
+        return seconds / (step - self._first_step) * (total_steps - step)

@@ -24,7 +24,7 @@ from vembed.cli.support import (
     plain_console,
 )
 from vembed.errors import UserError
-from vembed.models.poolings.table import POOLINGS
+from vembed.models.poolings.table import PoolingName
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,7 +63,7 @@ def encode(
     truncate_dim: TruncateDim = None,
     normalize: bool | None = None,
     layers: str = "",
-    pooling: str = "",
+    pooling: PoolingName | None = None,
     precision: Literal["float32", "int8", "uint8", "binary", "ubinary"] = "float32",
     ranges: str | None = None,
     image_root: ImageRootOption = None,
@@ -112,9 +112,7 @@ def encode(
         raise UserError(
             f"--ranges needs --precision int8 or uint8, and the precision is {precision}"
         )
-    if pooling and pooling not in POOLINGS:
-        raise UserError(f"--pooling {pooling}: give one of {', '.join(POOLINGS)}")
-    if pooling and not layers:
+    if pooling is not None and not layers:
         raise UserError(
             "--pooling is for hidden states (--layers); embeddings are pooled as the model says"
         )
@@ -174,7 +172,7 @@ def encode(
                     items,
                     chosen_layers,
                     kind,
-                    pooling=pooling or None,
+                    pooling=pooling,
                     budget_tokens=batch_tokens,
                 )
                 progress(len(items), len(items))

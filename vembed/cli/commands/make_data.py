@@ -69,7 +69,7 @@ def mine(args: ConfigArguments = None) -> Any:
     """Find hard negatives for training data in a corpus."""
     call = read_call("mine", MineConfig, mine.__doc__, args)
     from vembed.mining.inputs import read_mining_inputs
-    from vembed.mining.mine import check_mine_config, work_folder
+    from vembed.mining.mine import check_mine_config
     from vembed.mining.mine import mine as run_mine
 
     target = check_mine_config(call.config)
@@ -82,13 +82,6 @@ def mine(args: ConfigArguments = None) -> Any:
     for retriever in call.config.all_retrievers():
         what = "indexed" if retriever.model == BM25 else "encoded"
         lines.append(f"{retriever.model}: {counts} {what}")
-    folder = work_folder(call.config)
-    state = "would be made"
-    if folder.exists():
-        state = "is there, and what fits is used again"
-    num_processes = call.processes.get("nproc", 1)
-    num_processes *= call.processes.get("num_machines", 1)
-    lines += [f"{folder}: {state}", f"processes: {num_processes}"]
     print_lines(*lines, f"would write: {target}")
     return None
 

@@ -149,10 +149,6 @@ def show(prediction: Prediction) -> dict[str, Any]:
     ways = [] if prediction.fits else ways_out(estimate)
     for line in ways:
         console.print(f"  {line}")
-    most_examples = estimate.max_examples() * num_processes
-    console.print(
-        f"largest batch: about {most_examples:,d} rows, by the memory of the loss"
-    )
     console.print(prediction.hours_line)
     return {
         "fits": prediction.fits,
@@ -165,7 +161,6 @@ def show(prediction: Prediction) -> dict[str, Any]:
         "num_processes": num_processes,
         "num_shards": placement.num_shards,
         "rows": placement.num_examples,
-        "largest_batch": most_examples,
         "decisions": {name: str(value) for name, value in placement.decisions.items()},
         "ways_out": ways,
         "seconds": prediction.seconds,
@@ -174,6 +169,7 @@ def show(prediction: Prediction) -> dict[str, Any]:
 
 def ways_out(estimate: MemoryEstimate) -> list[str]:
     """Return settings that would fit, the cheapest first."""
+    from vembed.parallel.step_memory import smaller_states
     from vembed.pipelines.prediction import FITS
 
     placement = estimate.placement
@@ -192,19 +188,7 @@ def ways_out(estimate: MemoryEstimate) -> list[str]:
             )
             if need.total <= limit:
                 return [f"fits with {more}{cache}micro_batch_tokens: {budget}"]
-    lines = [
-        "no micro-batch is small enough: the weights, gradients and optimizer alone take too much"
+    return [
+        "no micro-batch is small enough: the weights, gradients and optimizer alone take too much",
+        *smaller_states(placement),
     ]
-    if not config.adapters.use_lora:
-        lines.append("use_lora: true (gradients and optimizer of the adapters alone)")
-    if placement.num_shards == 1:
-        lines.append(
-            "use_fsdp: true on several processes (everything is divided by their number)"
-        )
-    if not config.adapters.use_qlora:
-        lines.append("use_qlora: true (frozen weights in 4 bits)")
-    if placement.fsdp is None or not placement.fsdp.offload:
-        lines.append(
-            "use_fsdp: true with fsdp_offload_params: true (weights and optimizer in host memory, slower)"
-        )
-    return lines

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 INK = "var(--ink-soft)"
@@ -166,35 +167,10 @@ def plot_curves(
         lines.append(_Line(curve.steps[-1:], values[-1:], colour, dot=2.2))
         if ring_at is not None and ring_at in curve.steps:
             place = list(curve.steps).index(ring_at)
-            lines.append(_ring(ring_at, curve.values[place]))
+            value = curve.values[place]
+            lines.append(_Line([ring_at], [value], colour, dot=5.0, is_ring=True))
     title = f"{curve.title} over the steps"
     return _plot(title, lines, curve.write, y_from_zero=curve.from_zero)
-
-
-def plot_dims(
-    dims: Sequence[int],
-    before: Sequence[float] | None,
-    after: Sequence[float],
-    label: str,
-) -> Plot:
-    """Return a plot of a metric by Matryoshka dimension, before and after. Dimensions are evenly spaced: each is
-    about half of the next."""
-    series = [("after", after, ACCENT)]
-    if before is not None:
-        series.append(("before", before, BEFORE))
-    lines = []
-    notes = []
-    for name, values, colour in series:
-        lines.append(_Line(range(len(dims)), values, colour, dot=2.2))
-        notes.append((0.0, values[0], name, colour, name == "after"))
-    return _plot(
-        f"{label} by number of dimensions",
-        lines,
-        "{:.2f}".format,
-        "dimensions kept",
-        ticks_x=[(x, str(dim)) for x, dim in enumerate(dims)],
-        notes=notes,
-    )
 
 
 def plot_stored(
@@ -232,10 +208,10 @@ def plot_stored(
 def _running_mean(values: Sequence[float]) -> list[float]:
     """Return the mean of each value and its neighbours on both sides, with fewer neighbours at the ends."""
     reach = max(len(values) // MIN_SMOOTHED_POINTS, 2)
-    means = []
-    for number in range(len(values)):
-        window = values[max(number - reach, 0) : number + reach + 1]
-        means.append(sum(window) / len(window))
+    window = np.ones(2 * reach + 1)
+    sums = np.convolve(values, window, "same")
+    counts = np.convolve(np.ones(len(values)), window, "same")
+    means: list[float] = (sums / counts).tolist()
     return means
 
 
@@ -255,10 +231,6 @@ class _Line:
     is_ring: bool = False
 
 
-def _ring(x: float, y: float) -> _Line:
-    return _Line([x], [y], ACCENT, dot=5.0, is_ring=True)
-
-
 def _plot(
     description: str,
     lines: Sequence[_Line],
@@ -272,7 +244,7 @@ def _plot(
     """Return lines over a grid, with numbers at the axes.
 
     `write`: format of the numbers at the vertical axis. `x_label`: None for the steps of a run, which are whole numbers
-    from zero. `ticks_x`: places at the horizontal axis and their names, in place of round numbers. `notes`: x, y, text,
+    from zero. `ticks_x`: places at another horizontal axis and their names. `notes`: x, y, text,
     colour of texts beside points, and whether they stand above.
     """
     xs: list[float] = []
@@ -295,8 +267,6 @@ def _plot(
     if is_over_steps:
         steps = scale_x.ticks(MAX_TICKS_X, smallest=1.0)
         ticks_x = [(step, f"{step:,.0f}") for step in steps]
-    elif not ticks_x:
-        ticks_x = [(value, f"{value:g}") for value in scale_x.ticks(MAX_TICKS_X)]
     for value, name in ticks_x:
         marks.append(Text(scale_x.at(value), BOTTOM + 13, name))
     marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label or "step"))
@@ -342,15 +312,13 @@ class _Scale:
         return self._start + fraction * (self._stop - self._start)
 
     def ticks(self, at_most: int, smallest: float = 0.0) -> list[float]:
-        """Return round values of the range: multiples of 1, 2, 2.5 or 5 times a power of ten, `smallest` or more."""
+        """Return round values of the range: multiples of 1, 2 or 5 times a power of ten, `smallest` or more."""
         least = max((self._high - self._low) / at_most, smallest)
         power = 10.0 ** math.floor(math.log10(least))
         # The tolerance keeps a step that is the wanted one but for rounding.
-        for factor in (1, 2, 2.5, 5, 10):
+        for factor in (1, 2, 5, 10):
             step = factor * power
-            # With `smallest` 1 (steps of a run) 2.5 is no step.
-            is_allowed = not smallest or step % smallest == 0
-            if is_allowed and step >= least * (1 - 1e-9):
+            if step >= least * (1 - 1e-9):
                 break
         first = math.ceil(self._low / step - 1e-9)
         last = math.floor(self._high / step + 1e-9)

@@ -28,7 +28,6 @@ from vembed.evaluation.report.plots import (
     Curve,
     Plot,
     plot_curves,
-    plot_dims,
     plot_stored,
 )
 from vembed.evaluation.report.record import (
@@ -41,7 +40,6 @@ from vembed.evaluation.report.record import (
 )
 from vembed.files import replace_text, short_name
 from vembed.progress import duration
-from vembed.saving.card import calls_of
 
 STEP_COLUMNS = ("loss", "learning_rate", "grad_norm")
 """Columns, behind the step, of the steps since the last logged line."""
@@ -207,17 +205,13 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
         share = summary.num_trainable / summary.num_parameters
         trained = f"{summary.num_trainable:,d} of {summary.num_parameters:,d} parameters ({share:.0%})"
     sources = [line.removeprefix("data: ") for line in summary.data]
-    last_loss = record.steps[-1].get("loss") if record.steps else None
-    loss = ""
-    if isinstance(last_loss, float):
-        loss = f"{record.config.get('loss', '')}, last value {last_loss:.4f}"
     weights_kept = f"those after step {record.final.step:,d}" if record.final else ""
     named = {
         "Model": "\n".join(summary.properties),
         "Trained": trained,
         "Training data": short_paths("\n".join(sources)),
         "Evaluation data": short_paths(summary.evaluation),
-        "Loss": loss,
+        "Loss": str(record.config.get("loss", "")),
         "Weights kept": weights_kept,
         "Strategy": summary.strategy,
         "Mixed precision": summary.precision,
@@ -312,18 +306,6 @@ def _evaluations_curve(record: RunRecord, key: str) -> Curve:
     )
 
 
-def _dims_plot(record: RunRecord) -> Plot | None:
-    """Return the plot of the deciding metric by size, where there are two sizes."""
-    keys = [f"dim{dim}/{record.headline}" for dim in record.dims]
-    if len(keys) < 2 or any(key not in record.after for key in keys):
-        return None
-    after = [record.after[key] for key in keys]
-    before = None
-    if all(key in record.before for key in keys):
-        before = [record.before[key] for key in keys]
-    return plot_dims(record.dims, before, after, metric_name(record.headline))
-
-
 def stored_points(
     scores: Mapping[str, float],
 ) -> dict[str, list[tuple[int, int, float]]]:
@@ -398,24 +380,13 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     stored_plot = None
     if stored:
         stored_plot = plot_stored(stored_points(record.after), "nDCG@10")
-    # As the model's card has them; none before the run has a model.
-    calls = []
-    card = record.folder / "final" / "README.md"
-    if card.is_file():
-        text = card.read_text(encoding="utf-8", errors="replace")
-        calls = calls_of(text, f"{record.folder.resolve().name}/final")
-    settings = []
-    for name, value in record.config.items():
-        settings.append((name, short_paths(format_option(masked_option(name, value)))))
-    # Without folders of the machine and without secrets.
     changed = {}
     for name, value in record.changed_settings().items():
         changed[name] = masked_option(name, value)
     changed_yaml = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     figures = []
     for curve in curves(record):
-        last_value = curve.write(curve.values[-1])
-        figures.append((curve, plot_curves([(ACCENT, curve)]), last_value))
+        figures.append((curve, plot_curves([(ACCENT, curve)])))
     scores_plot = None
     if len(record.evaluations) > 2:  # more than a before and an after
         kept_step = record.final.step if record.final else None
@@ -436,16 +407,13 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "all_scores": score_table(record, intervals=intervals),
         "scores_plot": scores_plot,
         "dims": dims_table(record),
-        "dims_plot": _dims_plot(record),
         "stored": stored,
         "stored_plot": stored_plot,
         "better": changed_table(changes.better) if changes else None,
         "worse": changed_table(changes.worse) if changes else None,
         "figures": figures,
         "facts": facts(record),
-        "calls": calls,
         "changed_settings": short_paths(changed_yaml),
-        "settings": settings,
         "versions": record.summary.versions,
     }
 
@@ -518,20 +486,26 @@ class SeveralRuns:
         return max(compared_runs, key=lambda run: scores[run.name], default=None)
 
     def differing_settings(self) -> dict[str, list[Any]]:
-        """Options that differ, with the value of each run."""
+        """Options and versions that differ, with the value of each run."""
         names: dict[str, None] = {}
+        options = []
         for run in self.runs:
-            names |= dict.fromkeys(run.record.config)
+            run_options = dict(run.record.config)
+            for package, version in run.record.summary.versions.items():
+                run_options[f"{package} version"] = version
+            options.append(run_options)
+            names |= dict.fromkeys(run_options)
         settings = {}
         for name in names:
             if name in NEVER_COMPARED:
                 continue
-            values = [run.record.config.get(name) for run in self.runs]
-            if any(value != values[0] for value in values):
-                settings[name] = values
+            # A run that was stopped tells no versions.
+            known = [named[name] for named in options if name in named]
+            if any(value != known[0] for value in known):
+                settings[name] = [named.get(name) for named in options]
         return settings
 
-    def figures(self) -> list[tuple[Curve, Plot, str]]:
+    def figures(self) -> list[tuple[Curve, Plot]]:
         """Return plots of all runs: the deciding metric first, then what was logged by step."""
         evaluated = []
         logged: dict[str, list[tuple[str, Curve]]] = {}
@@ -545,7 +519,7 @@ class SeveralRuns:
         groups = list(logged.values())
         if any(len(curve.steps) > 1 for _, curve in evaluated):
             groups.insert(0, evaluated)
-        return [(group[0][1], plot_curves(group), "") for group in groups]
+        return [(group[0][1], plot_curves(group)) for group in groups]
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -728,7 +702,6 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
         warnings=warnings,
         settings=settings,
         figures=runs.figures(),
-        facts=_facts(runs),
         changed_table=changed_table,
         metric_name=metric_name,
     )
@@ -756,19 +729,3 @@ def _verdict(runs: SeveralRuns) -> str:
         f"{best.changes.num_worse:,d} worse. {name} {interval.difference:+.4f} "
         f"(95 % interval {interval.low:+.4f} to {interval.high:+.4f}): {verdict}."
     )
-
-
-def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
-    """Return what is known of each run, and the versions that differ."""
-    rows: dict[str, list[str]] = {}
-    for number, run in enumerate(runs.runs):
-        named = {"State": run.state, **dict(facts(run.record))}
-        for package, version in run.record.summary.versions.items():
-            named[f"{package} version"] = version
-        for name, fact in named.items():
-            rows.setdefault(name, [""] * len(runs.runs))[number] = fact
-    shown = []
-    for name, values in rows.items():
-        if not name.endswith(" version") or len(set(values) - {""}) > 1:
-            shown.append((name, values))
-    return shown

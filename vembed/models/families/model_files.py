@@ -28,7 +28,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from vembed.errors import UserError
-from vembed.files import is_hub_model, read_json, read_json_object, similar_path
+from vembed.files import (
+    existing,
+    is_hub_model,
+    read_json,
+    read_json_object,
+    similar_path,
+)
 from vembed.models.poolings.table import MODE_FLAGS, POOLINGS
 
 # ---- JSON and safetensors headers ------------------------------------------------------------------------------
@@ -370,7 +376,7 @@ def model_folder(
     """Return the local folder of a model, checked to name no weights but safetensors files of its own. A Hub model is
     downloaded into the Hub's cache first."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    if existing(name) and path.is_dir():
         is_model = any(
             (path / name).is_file()
             for name in ("config.json", "modules.json", ADAPTER_CONFIG)

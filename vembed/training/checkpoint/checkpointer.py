@@ -65,7 +65,7 @@ from typing_extensions import override
 from vembed.config.schema import ModelSection, RunSection
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.record import SUMMARY_FILE
-from vembed.files import read_json_object, sha256_of, way_out, write_durably
+from vembed.files import read_json_object, sha256_of, write_durably
 from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
@@ -162,20 +162,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self._require_shared_output()
         self._on_main(lambda: refuse_own_model(self.run, model))
         point = None
-        reasons = []
         # The list of rank 0: `verify` is collective, so all ranks go through the same paths.
-        for path in self._on_main(lambda: candidates(self.run)):
+        paths = self._on_main(lambda: candidates(self.run))
+        for path in paths:
             problems = self.verify(path)
             if not problems:
                 point = ResumePoint(path, read_state(path))
                 break
-            reasons.append(f"{path.name}: {problems[0]}")
             log.warning(f"skipped {path}: {'; '.join(problems)}")
         resume = self.run.resume
-        if point is None and reasons and resume != "auto":
+        if point is None and paths and resume != "auto":
             raise UserError(
-                f"resume: {'true' if resume is True else resume}, but none of the {len(reasons)} checkpoint(s) is "
-                f"intact ({'; '.join(reasons)}); restore one, or start anew with resume: auto or in another output_dir"
+                f"none of the {len(paths)} checkpoint(s) to resume from is intact ({paths[0].name}: {problems[0]}); "
+                "restore one, or start anew with resume: auto or in another output_dir"
             )
         if not self._is_alone:
             # A path to resume from may be a folder of each machine's own.
@@ -510,10 +509,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             folder = self.output / f"{name}{PARTIAL}"
             shutil.rmtree(folder, ignore_errors=True)
         newest = folders.newest_checkpoint(self.output)
-        advice = way_out(problem, self.output)
         raise RunError(
             f"{name} could not be written ({problem}); the newest checkpoint is {newest or 'none'}. "
-            f"{advice[0].upper()}{advice[1:]} and resume"
+            f"Make room in {self.output} if its disk is full, and resume"
         )
 
     def _on_commit(

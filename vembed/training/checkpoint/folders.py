@@ -278,11 +278,12 @@ def require_output_folder(name: str) -> None:
     """Raise UserError if output_dir is no folder for files of a run."""
     try:
         output = Path(name).resolve()
+        output.exists()  # a name may be too long
         is_system = output == Path(output.anchor)
         for system in ("/proc", "/sys", "/dev"):
             is_system |= output.is_relative_to(system)
         is_refused = is_system and not output.is_relative_to("/dev/shm")
-    except ValueError:  # a NUL character
+    except (OSError, ValueError):  # a NUL character
         is_refused = True
     if is_refused:
         raise UserError(

@@ -1,11 +1,10 @@
 """What a run shows, records and checks: metrics of the steps, metrics.jsonl, trackers, set-up lines, progress bar, profile,
-and warnings about the loss, the embeddings and the data files."""
+and warnings about the loss and the embeddings."""
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -323,18 +322,9 @@ def log_setup(run: Trainer) -> None:
         evaluation = data.evaluation.summary()
     # Data smaller than one batch are one batch.
     per_step = min(data.examples_per_step, len(data.examples))
-    batch = f"{per_step:,d} examples"
-    if per_step < data.examples_per_step:
-        batch += f" (all: a batch of {data.examples_per_step:,d} is more than the data)"
     strategy: str = session.strategy
     if session.placement.run.strategy.value not in ("auto", strategy):
         strategy += f" ({session.placement.decisions['strategy'].reason})"
-    num_sources = len(data.examples.names)
-    sources = "1 source" if num_sources == 1 else f"{num_sources:,d} sources"
-    num_ranks = session.world_size
-    processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
-    epochs = data.epoch_at(data.total_steps)
-    epochs_text = "1 epoch" if epochs == 1 else f"{epochs:.3g} epochs"
     output = f"{description.embedding_dim:,d} dimensions"
     if description.adds_projection:
         output += f" ({description.reasons['embedding_dim']})"
@@ -348,10 +338,10 @@ def log_setup(run: Trainer) -> None:
     lines = [
         f"model: {config.model.model_name}, {description.family}, {output}, "
         f"{total:,d} parameters ({share})",
-        f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
-        f"steps: {data.total_steps:,d} of {batch} ({epochs_text}), "
+        f"data: {len(data.examples):,d} examples (sources: {len(data.examples.names):,d}); {evaluation}",
+        f"steps: {data.total_steps:,d} of {per_step:,d} examples (epochs: {data.epoch_at(data.total_steps):.3g}), "
         f"learning rate {config.optimizer.learning_rate:g}, loss {', '.join(losses)}",
-        f"device: {session.device}, {processes}, strategy {strategy}, mixed precision "
+        f"device: {session.device}, processes: {session.world_size}, strategy {strategy}, mixed precision "
         f"{session.mixed_precision}",
     ]
     for line in lines:
@@ -437,23 +427,16 @@ COLLAPSED_COSINE = 0.99
 """Mean cosine between inputs above which embeddings no longer distinguish them."""
 SMALLEST_LOSS = 1e-6
 """Below it a gradient of 0 is that of a loss that has nothing left to separate, in float32."""
-CONSTANT_LOSS_STEPS = 200
-"""Steps after which a loss still in its initial range causes a warning."""
-CONSTANT_LOSS_RANGE = 0.001
 MAX_SKIPPED_STEPS = 10
 """Steps in a row that `on_nonfinite: skip` skips before the run ends."""
 MAX_NAMED_EXAMPLES = 5
 
 
 class Watch(Hook):
-    """Checks of each step's metrics, and of the data files between epochs. Each warning is given once."""
+    """Checks of each step's metrics. Each warning is given once."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
-        self._lowest_loss = math.inf
-        self._highest_loss = -math.inf
-        self._first_step: int | None = None
-        """First step that was looked at; of a resumed run not the first one."""
 
     @override
     def on_start(self, run: Trainer) -> None:
@@ -526,13 +509,6 @@ class Watch(Hook):
         """Return the mean cosine between this rank's inputs, and log warnings."""
         step = report.step
         loss = report.outcome.loss
-        if self._first_step is None:
-            self._first_step = step
-        num_steps = step - self._first_step + 1
-        self._lowest_loss = min(self._lowest_loss, loss)
-        self._highest_loss = max(self._highest_loss, loss)
-        loss_range = self._highest_loss - self._lowest_loss
-        size = max(abs(self._highest_loss), 1e-12)
         embeddings = report.embeddings
         cosine = mean_cosine(embeddings)
         # Of scores, which have one dimension, every cosine is 1 or -1.
@@ -550,26 +526,7 @@ class Watch(Hook):
                 "compared with, or are separated already; check that positives differ (copies in a batch do not "
                 "count as negatives), or add negatives",
             )
-        if (
-            num_steps >= CONSTANT_LOSS_STEPS
-            and loss_range <= CONSTANT_LOSS_RANGE * size
-        ):
-            self._warn_once(
-                "constant",
-                f"the loss has stayed at {loss:.4f} for {num_steps:,d} steps; raise learning_rate, and check that "
-                "parameters are trained at all (freeze, use_lora)",
-            )
         return {"mean_cosine": cosine}
-
-    @override
-    def on_epoch(self, epoch: int) -> None:
-        # Most changes do no harm: files stay open as they were.
-        for change in self._run.data.examples.changed_files():
-            self._warn_once(change.partition(" has ")[0], change)
-
-    @override
-    def on_finish(self, run: Trainer) -> None:
-        self.on_epoch(0)
 
     def _checkpoint_note(self) -> str:
         newest = newest_checkpoint(self._run.output)
