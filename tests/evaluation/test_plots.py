@@ -92,7 +92,7 @@ def test_files_have_colours_of_their_own_and_what_the_page_shows():
     plot = plot_curves([(ACCENT, curve([0.4, 0.6, 0.5], has_points=True))], 1)
     pixels = accent(plot.image("nDCG@10 & more"))
     dots = [mark for mark in plot.marks if isinstance(mark, Dot)]
-    assert len(dots) == 4, "three points and a ring"
+    assert len(dots) == 5, "three points, the last one again, and a ring"
     for dot in dots:
         x = round((dot.x + PLOT_MARGIN) * PIXELS)
         y = round((dot.y + PLOT_MARGIN + TITLE_HEIGHT) * PIXELS)

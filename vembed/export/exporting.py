@@ -961,7 +961,7 @@ def describe_difference(
     featuriser = embedder.featuriser
     (features,) = featuriser.features([(Item(text=text), kind)])
     model_ids = [] if features.token_ids is None else features.token_ids.tolist()
-    export_ids = reader.token_ids(text, kind)
+    (export_ids,) = reader.texts.token_ids([text], kind)
     if model_ids != export_ids:
         return (
             f"its {kind} tokens: {len(export_ids):,d} instead of {len(model_ids):,d} for the text {text!r:.60} "

@@ -381,10 +381,6 @@ class GraphReader(ABC):
         """Return [n, d] float32 embeddings of texts."""
         return self.encode_ids(self.texts.token_ids(texts, kind))
 
-    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
-        """Return the token ids of a text with its prompt."""
-        return self.texts.token_ids([text], kind)[0]
-
 
 class OnnxReader(GraphReader):
     """The texts of an ONNX export in onnxruntime."""

@@ -150,10 +150,6 @@ def _load_sentence_transformers(
     options: ModelOptions,
     device: torch.device,
 ) -> EncodeItems:
-    if find_spec("sentence_transformers") is None:
-        raise UserError(
-            "library: sentence_transformers needs that package: pip install sentence-transformers"
-        )
     from sentence_transformers import SentenceTransformer
 
     folder = model_folder(retriever.model)

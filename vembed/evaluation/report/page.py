@@ -26,19 +26,6 @@ EDGE_PIXELS = 96
 JPEG_QUALITY = 70
 
 
-def cell_class(column: str, cell: str) -> str:
-    """Return the class of a cell, which chooses its colour; empty for most."""
-    if "interval" in column:
-        return "interval"
-    if column.endswith("before"):
-        return "old"
-    if column.endswith("after"):
-        return "now"
-    if column.endswith("change"):
-        return {"+": "up", "-": "down"}.get(cell[:1], "")
-    return ""
-
-
 def markdown_text(text: str) -> str:
     """Return a text as Markdown without HTML and without images from other places."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace("![", "!\\[")
@@ -69,7 +56,7 @@ TEMPLATES.filters |= {
     "md_cell": markdown_cell,
     "code_block": code_block,
 }
-TEMPLATES.globals |= {"cell_class": cell_class, "version": __version__}
+TEMPLATES.globals["version"] = __version__
 
 
 def render_page(template: str, **values: Any) -> str:

@@ -205,17 +205,13 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
         share = summary.num_trainable / summary.num_parameters
         trained = f"{summary.num_trainable:,d} of {summary.num_parameters:,d} parameters ({share:.0%})"
     sources = [line.removeprefix("data: ") for line in summary.data]
-    last_loss = record.steps[-1].get("loss") if record.steps else None
-    loss = ""
-    if isinstance(last_loss, float):
-        loss = f"{record.config.get('loss', '')}, last value {last_loss:.4f}"
     weights_kept = f"those after step {record.final.step:,d}" if record.final else ""
     named = {
         "Model": "\n".join(summary.properties),
         "Trained": trained,
         "Training data": short_paths("\n".join(sources)),
         "Evaluation data": short_paths(summary.evaluation),
-        "Loss": loss,
+        "Loss": str(record.config.get("loss", "")),
         "Weights kept": weights_kept,
         "Strategy": summary.strategy,
         "Mixed precision": summary.precision,
@@ -390,8 +386,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     changed_yaml = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     figures = []
     for curve in curves(record):
-        last_value = curve.write(curve.values[-1])
-        figures.append((curve, plot_curves([(ACCENT, curve)]), last_value))
+        figures.append((curve, plot_curves([(ACCENT, curve)])))
     scores_plot = None
     if len(record.evaluations) > 2:  # more than a before and an after
         kept_step = record.final.step if record.final else None
@@ -510,7 +505,7 @@ class SeveralRuns:
                 settings[name] = [named.get(name) for named in options]
         return settings
 
-    def figures(self) -> list[tuple[Curve, Plot, str]]:
+    def figures(self) -> list[tuple[Curve, Plot]]:
         """Return plots of all runs: the deciding metric first, then what was logged by step."""
         evaluated = []
         logged: dict[str, list[tuple[str, Curve]]] = {}
@@ -524,7 +519,7 @@ class SeveralRuns:
         groups = list(logged.values())
         if any(len(curve.steps) > 1 for _, curve in evaluated):
             groups.insert(0, evaluated)
-        return [(group[0][1], plot_curves(group), "") for group in groups]
+        return [(group[0][1], plot_curves(group)) for group in groups]
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
