@@ -386,12 +386,8 @@ def add_content(
 def written_aside(target: Path) -> Iterator[Path]:
     """Yield a path beside the target. What is written there becomes the target when the with-block ends well."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    try:
+    with replaced_file(target, waits=True) as partial:
         yield partial
-        partial.replace(target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def refuse_truncated(files: Mapping[Path, os.stat_result]) -> None:

@@ -21,7 +21,7 @@ BAD_LINES = [
     ('{"query": "a", "positive": NaN}', "NaN is no number in JSON"),
     ('{"query": "a", "positive": "b", "score": -Infinity}', "-Infinity is no number"),
     ('{"query": "a", "positive": "b", "score": 1e999}', "score is inf"),
-    ("[" * 100_000, "nested too deeply"),
+    ("[" * 100_000, "not JSON .maximum recursion depth"),
     ('{"query": "a", "positive": "b", "id": ' + "9" * 5000 + "}", "not JSON"),
     (b'{"query": "\xff\xfe", "positive": "b"}', "not UTF-8 .byte 12 of the line"),
     (b"\0\0\0\0", "not JSON"),
@@ -126,7 +126,7 @@ def test_a_line_that_does_not_end(tmp_path, monkeypatch):
             r"a\.json:3: not JSON .more text after the array",
         ),
         ("json", "[]]", "more text after the array"),
-        ("json", "[" * 100_000, "nested too deeply"),
+        ("json", "[" * 100_000, "not JSON .maximum recursion depth"),
         ("json", b"[\xff]", "not UTF-8"),
         ("parquet", b"PAR1 is not enough", "cannot be read as Parquet"),
         ("txt", "query", r"has the ending \.txt, and vembed reads JSON Lines"),
@@ -185,7 +185,7 @@ def test_lines_that_end_with_a_carriage_return_alone(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"query,positive\ra,b\rc,d\r")
     with pytest.raises(
         UserError,
-        match=r"a.csv:1: the header cannot be read: .*: end them with line feeds",
+        match=r"a.csv:1: the header cannot be read: not CSV .new-line character",
     ):
         open_path(tmp_path / "a.csv")
 

@@ -12,7 +12,6 @@ from vembed.config.loading import load_config
 from vembed.data.datasets import example_groups, hold_out, open_sets, overlap_warnings
 from vembed.data.examples import Item
 from vembed.data.near_duplicates import normal_text
-from vembed.data_tools.data_page import data_facts
 from vembed.errors import UserError
 from vembed.evaluation.dataset import from_examples
 
@@ -101,7 +100,7 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path):
         for number in (validation[index] for index in range(4))
     ]
     queries, positives, both = overlap_warnings(train, pairs)
-    assert queries.startswith("2 of the 4 queries of the validation data (50%)")
+    assert queries.startswith("2 of the 4 queries of the validation data (50.0%)")
     assert positives.startswith("3 of the 4 positives")
     assert both.startswith("2 of the 4 pairs")
     assert "'how do i sort' -> 'use SORTED'" in both and "copy.png" in both
@@ -248,33 +247,3 @@ def test_a_share_below_a_percent_and_few_negatives_are_written_out(tmp_path):
     sets = opened(path, 0.0001)
     assert f"from 0.01% of the queries of {path}" in sets.evaluation.summary()
     assert "0.02 negatives each" in sets.examples.summary()[0]
-    other = write_jsonl(tmp_path / "b.jsonl", rows[1:])
-    config = {"model_name": "m", "data_path": [str(path), str(other)]}
-    page, _ = data_facts(load_config(config))
-    cells = [line.split() for line in page.splitlines() if "negatives each" in line]
-    assert ["negatives", "each", "0.02", "0"] in cells
-
-
-def test_scored_pairs_are_not_in_a_retrieval_score(tmp_path):
-    pairs = [{"query": f"{word} asked", "positive": f"{word} found"} for word in WORDS]
-    write_jsonl(tmp_path / "pairs.jsonl", pairs)
-    scored = []
-    for number, word in enumerate(WORDS):
-        scored.append(
-            {"query": f"{word} left", "positive": f"{word} right", "score": number}
-        )
-    write_jsonl(tmp_path / "scored.jsonl", scored)
-    paths = [str(tmp_path / "pairs.jsonl"), str(tmp_path / "scored.jsonl")]
-    metrics = {}
-    for name, sources in (("both", paths), ("scored", paths[1:])):
-        options = load_config(
-            {"model_name": "m", "data_path": sources, "val_split": 0.5}
-        )
-        settings = {"model_name": "m", "seed": 0, "compares": False}
-        data = open_sets(options.data, options.objective, **settings).evaluation
-        metrics[name] = data.metric
-        if name == "both":
-            assert all(item.text.endswith("asked") for item in data.queries)
-            assert all(item.text.endswith("found") for item in data.documents)
-            assert "without the scored pairs" in data.summary()
-    assert metrics == {"both": "ndcg@10", "scored": "spearman"}

@@ -389,7 +389,8 @@ def test_gguf_in_the_server_of_llama_cpp(exported, monkeypatch):
     np.testing.assert_array_equal(
         reader.encode(["red", "red " * 600], "query"), [[3, 4], [3, 4]]
     )
-    assert asked == [QUERY_PROMPT + "red", reader.token_ids("red " * 600, "query")]
+    (cut,) = reader.texts.token_ids(["red " * 600], "query")
+    assert asked == [QUERY_PROMPT + "red", cut]
     assert len(asked[1]) == reader.texts.max_length
     with pytest.raises(
         RunError, match=r"llama\.cpp gave no embedding of a text of 2 tokens"
@@ -511,7 +512,7 @@ def test_an_export_is_served_in_its_runtime(exported):
     vectors, num_tokens = encoder.encode(inputs)
     np.testing.assert_allclose(vectors, expected, atol=1e-6)
     assert sum(num_tokens) > 8 and encoder.max_length == model.description.max_length
-    ids = encoder.reader.token_ids("red", "query")
+    (ids,) = encoder.reader.texts.token_ids(["red"], "query")
     by_ids, _ = encoder.encode([ServedInput(ids)])
     np.testing.assert_allclose(by_ids, expected[:1], atol=1e-6)
     with pytest.raises(UserError, match="runs on the CPU at its own size"):

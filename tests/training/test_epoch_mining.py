@@ -101,7 +101,6 @@ def test_each_epoch_has_negatives_of_its_own(config):
         f"before epoch {epoch}" for epoch in (1, 2, 3)
     ]
     assert "72 negatives for 24 examples (mean score 0." in lines[0]
-    assert "100.0% new" in lines[0]
     assert len(metrics(result.output_dir, "mine/score")) == 3
     assert not (result.output_dir / MINING_FOLDER).exists()
     # The batches get them: the data have a negative for every second row.

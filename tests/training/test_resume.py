@@ -194,15 +194,12 @@ def test_when_no_checkpoint_is_whole(tmp_path, caplog):
     with starting(tmp_path) as run:
         run.resume().train().save()
     damage(tmp_path / "checkpoint-1", "state.json", "flip", 0.5)
-    for resume, said in (
-        (True, "true"),
-        (str(tmp_path / "checkpoint-1"), f"{tmp_path}/checkpoint-1"),
-    ):
+    for resume in (True, str(tmp_path / "checkpoint-1")):
         with (
             starting(tmp_path, resume=resume) as run,
             pytest.raises(
                 UserError,
-                match=rf"^resume: {said}, but none of the 1 .* is intact \(.*anew with resume: auto",
+                match=r"^none of the 1 .* is intact \(.*anew with resume: auto",
             ),
         ):
             run.resume()

@@ -24,10 +24,8 @@ from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
     CODECS,
     FORMAT_BY_ENDING,
-    WAYS_OUT,
     ending_of,
     open_reader,
-    unknown_ending,
     unpacked_copy,
 )
 from vembed.data.images.files import IMAGE_SUFFIXES
@@ -108,8 +106,6 @@ class EncodeInput:
         ending = ending_of(self.path)
         if self.path.is_dir() or (ending in FORMAT_BY_ENDING and not self.is_stdin):
             return self._reader_rows()
-        if ending in {*WAYS_OUT} - {".txt", ".text"}:
-            raise unknown_ending(self.path)
         if self.column is not None:
             raise UserError(
                 f"{self.name} is read as plain text, which has no column {self.column}: leave out --column"

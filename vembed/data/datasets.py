@@ -180,8 +180,6 @@ SMALL_GROUPS = 4
 """Groups that are held out at least, where enough of them are so small."""
 MIN_CHOICE = 2
 """Groups of queries and documents are used if those that can be held out have so many times the examples wanted."""
-MUCH_LARGER = 1.5
-"""A split that holds out so many times the examples wanted is explained."""
 
 
 FIRST_DOCUMENT = 2**63
@@ -201,8 +199,6 @@ class HeldOut:
     """Different positives of the examples that are held out; 0 for texts with labels."""
     num_trained_documents: int
     """Those of them that are positives of training examples too."""
-    num_wanted: int
-    """Examples that the share asks for."""
     num_groups: int
     """Groups of connected examples that are held out."""
 
@@ -234,11 +230,6 @@ class HeldOut:
         if not self.by_documents:
             notes.append(
                 "queries alone are held out, because most examples are connected by equal or nearly equal texts"
-            )
-        if len(self.examples) >= MUCH_LARGER * self.num_wanted:
-            notes.append(
-                f"{len(self.examples):,d} examples are held out and not {self.num_wanted:,d}, because nearly equal "
-                "queries stay together (val_data_path names other validation data)"
             )
         if self.num_groups == 1 < len(self.examples):
             notes.append(
@@ -296,7 +287,6 @@ def hold_out(
         by_documents,
         len(documents),
         len(trained),
-        num_held_out,
         len(chosen),
     )
 
@@ -415,17 +405,13 @@ def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> lis
             samples.append(" -> ".join(map(short_item, validation[content])))
         total = sum(content[0] == kind for content in validation)
         share = len(contents) / total
-        percent = f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
         sentences.append(
-            f"{len(contents):,d} of the {total:,d} {kind} of the validation data ({percent}) are in the training data "
+            f"{len(contents):,d} of the {total:,d} {kind} of the validation data ({share:.1%}) are in the training data "
             f"too, for example: {'; '.join(samples)}"
         )
-    consequence = "the score may be too high"
-    if "pairs" in shared_kinds:
-        consequence = (
-            "the pairs were learned, so the score says little about new queries"
-        )
-    sentences[-1] += f"; {consequence} (val_split holds out whole queries instead)"
+    sentences[-1] += (
+        "; what was learned says little about new queries (val_split holds out whole queries instead)"
+    )
     return sentences
 
 

@@ -472,9 +472,6 @@ log = logging.getLogger("vembed")
 
 MAX_CHARACTERS_PER_TOKEN = 64
 """Texts of more characters than this times `max_length` are cut at a space before they are tokenised."""
-_MARK = "vembed0text0stands0here"
-"""Stands for the text while a template is rendered. It is not a special token of any model."""
-_PROBE = "  two lines,\n with <b> & spaces "
 UNKNOWN_SHARE = 0.1
 UNKNOWN_SAMPLE_TOKENS = 5_000
 LEAST_SAMPLE_TOKENS = 100
@@ -635,7 +632,6 @@ class ChatProcessing(TextProcessing):
         self._pixels = pixels
         self._template = load_chat_template(description, self.tokenizer)
         self._template_bos = self.tokenizer.bos_token
-        self._frames: dict[tuple[str, int], tuple[str, str] | None] = {}
         self._tails: dict[str, list[int]] = {}
         self._config = description.read_config().to_dict()
         self.image_token_id = int(self._config["image_token_id"])
@@ -745,28 +741,6 @@ class ChatProcessing(TextProcessing):
         prompt: str,
         text: str | None,
         num_images: int = 0,
-    ) -> str:
-        """Return the text of a conversation. The template is rendered once per prompt and number of images, since that
-        takes as long as tokenising a short text, and texts are inserted; one that modifies its texts, for each text."""
-        if text is None:
-            return self._rendered(prompt, None, num_images)
-        key = (prompt, num_images)
-        if key not in self._frames:
-            marked = self._rendered(prompt, _MARK, num_images)
-            before, _, after = marked.partition(_MARK)
-            probe = self._rendered(prompt, _PROBE, num_images)
-            is_plain = probe == before + _PROBE + after
-            self._frames[key] = (before, after) if is_plain else None
-        frame = self._frames[key]
-        if frame is None:
-            return self._rendered(prompt, text, num_images)
-        return frame[0] + text + frame[1]
-
-    def _rendered(
-        self,
-        prompt: str,
-        text: str | None,
-        num_images: int,
     ) -> str:
         """Apply the template to the prompt as system message if any, then the images, then the text."""
         content = [{"type": "image", "image": ""}] * num_images

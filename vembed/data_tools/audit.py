@@ -223,10 +223,6 @@ class AuditedRows:
     def __getitem__(self, index: int, /) -> Example:
         return self.examples[index]
 
-    def source_of(self, index: int) -> int:
-        """Return the number of the source of a row."""
-        return int(self.sources[index])
-
     def preview(self, row: int, **more: str) -> dict[str, str]:
         """A row for the page, with more columns."""
         example = self.examples[row]

@@ -31,17 +31,6 @@ MAX_READ = 20_000
 MAX_MEASURED = 2_000
 NUM_SAMPLES = 2
 SAMPLE_CHARACTERS = 300
-SHORT_LINE = 100
-"""Columns up to which a part with one line stands on one line of the console."""
-SOURCE_HEADS = (
-    "source",
-    "examples",
-    "repeated queries",
-    "repeated positives",
-    "negatives each",
-    "query characters",
-    "document characters",
-)
 
 
 @dataclass(frozen=True)
@@ -85,18 +74,7 @@ def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
     blocks = []
     for section in sections(sets.examples, lines, config.model):
         figures |= section.figures
-        lines = list(section.lines)
-        columns = zip(*section.table, strict=True)
-        widths = [max(map(len, column)) for column in columns]
-        for name, *cells in section.table:
-            padded = [name.ljust(widths[0])]
-            for cell, width in zip(cells, widths[1:], strict=True):
-                padded.append(cell.rjust(width))
-            lines.append("  ".join(padded))
-        if len(lines) == 1 and len(lines[0]) + len(section.title) < SHORT_LINE:
-            blocks.append(f"{section.title}: {lines[0]}")
-        else:
-            blocks.append("\n  ".join([f"{section.title}:", *lines]))
+        blocks.append("\n  ".join([f"{section.title}:", *section.lines]))
     return "\n\n".join(blocks) + "\n", figures
 
 
@@ -119,25 +97,13 @@ def sections(
 ) -> list[PageSection]:
     """Return the parts of the page. `lines`: on what was read, left out and found in the validation data too.
     `model`: None where no model is named."""
-    numbers = _spread(len(examples), MAX_READ)
-    sample = [examples[number] for number in numbers]
+    sample = [examples[number] for number in _spread(len(examples), MAX_READ)]
     reads_pairs = model is not None and model.task == "rerank"
     page = [
         PageSection("what was read", list(lines)),
         _repetitions(sample, len(examples), reads_pairs),
         _negatives(sample),
     ]
-    if len(examples.names) > 1:
-        groups: list[list[Example]] = [[] for _ in examples.names]
-        for number, example in zip(numbers, sample, strict=True):
-            groups[examples.source_of(number)].append(example)
-        columns: list[tuple[str, ...]] = [SOURCE_HEADS]
-        for name, size, group in zip(
-            examples.names, examples.sizes, groups, strict=True
-        ):
-            columns.append(_source_column(name, size, group))
-        table = list(zip(*columns, strict=True))
-        page.append(PageSection("sources side by side", table=table))
     reason = "no model is named"
     featuriser = None
     if model is not None:
@@ -225,31 +191,6 @@ def _repetitions(
         lines,
         figures={"num_counted": len(examples), "repetitions": figures},
     )
-
-
-def _source_column(
-    name: str,
-    size: int,
-    examples: Sequence[Example],
-) -> tuple[str, ...]:
-    """Return the column of one source in the table of all."""
-    if not examples:
-        return (name, f"{size:,d}", "", "", "", "", "")
-    queries = [example.query for example in examples]
-    documents: list[Item] = []
-    for example in examples:
-        documents += example.positives
-    num_negatives = sum(len(example.negatives) for example in examples)
-    repeated = []
-    characters = []
-    for items in (queries, documents):
-        num_different = len(set(map(normal_key, items)))
-        repeated.append(f"{1 - num_different / len(items):.0%}")
-        median = np.median([len(item.text or "") for item in items])
-        characters.append(f"{median:,.0f}")
-    # Three digits, so that few negatives are not 0.0.
-    each = f"{num_negatives / len(examples):.3g}"
-    return (name, f"{size:,d}", *repeated, each, *characters)
 
 
 def _negatives(examples: Sequence[Example]) -> PageSection:

@@ -67,13 +67,11 @@ class ExportReader(Protocol):
 
     runtime: str
     """Name and version of the runtime."""
+    texts: FolderTexts
+    """Its prompts and tokenizer."""
 
     def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
         """Return [n, d] float32 embeddings of the texts. `kind`: whose prompt is put before them."""
-        ...
-
-    def token_ids(self, text: str, kind: Kind) -> list[int]:
-        """Return the ids that the runtime gives the model for a text."""
         ...
 
 
@@ -236,12 +234,8 @@ class SentenceTransformersReader:
 
     def __init__(self, folder: Path) -> None:
         self.runtime = f"sentence-transformers {version('sentence-transformers')}"
-        self.folder = folder
+        self.texts = FolderTexts(folder)
         self.model = open_in_sentence_transformers(folder)
-
-    def token_ids(self, text: str, kind: Kind) -> list[int]:
-        """Return the token ids of a text with its prompt."""
-        return FolderTexts(self.folder).token_ids([text], kind)[0]
 
     def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
         """Return [n, d] embeddings."""
@@ -338,16 +332,11 @@ class GgufServer:
         settings.n_ubatch = num_tokens
         self.server: Any = module.Server(settings)
 
-    def token_ids(self, text: str, kind: Kind) -> list[int]:
-        """Return the token ids of a text with its prompt, by the exported tokenizer: the server does not tell its
-        own."""
-        return self.texts.token_ids([text], kind)[0]
-
     def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
         """Return [n, d] embeddings."""
         vectors = []
         for text in texts:
-            ids = self.token_ids(text, kind)
+            (ids,) = self.texts.token_ids([text], kind)
             # The server refuses what is longer than its context; clients cut such texts, and so it is done here.
             is_cut = len(ids) >= self.texts.max_length
             content = ids if is_cut else self.texts.with_prompt(text, kind)

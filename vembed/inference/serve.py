@@ -863,7 +863,7 @@ class ExportEncoder(TextEncoder):
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
         """See TextEncoder."""
         rows = [
-            self.reader.token_ids(served.content, served.kind)
+            self.reader.texts.token_ids([served.content], served.kind)[0]
             if isinstance(served.content, str)
             else served.content
             for served in inputs

@@ -203,12 +203,10 @@ class MemoryEstimate:
         self.inputs = placement.num_examples * self.inputs_per_example
         """Inputs of a process's batch at most: texts, images or pairs."""
 
-    def loss_bytes(self, dim: int, inputs: int | None = None) -> float:
+    def loss_bytes(self, dim: int) -> float:
         """Return the bytes of the loss: the embeddings of `dim` numbers of all ranks' inputs, their gradients, and small
-        buffers. `inputs` of each process, if not those of its batch."""
-        gathered = self.placement.ranks.world_size * (
-            self.inputs if inputs is None else inputs
-        )
+        buffers."""
+        gathered = self.placement.ranks.world_size * self.inputs
         return (4.0 * LOSS_COPIES * dim + LOSS_INDEX_BYTES) * gathered + WORKING_BYTES
 
     def demand(self, recomputes: bool | None = None) -> Demand:
@@ -244,16 +242,6 @@ class MemoryEstimate:
         graph_tokens = min(max(micro_batch, graph_limit), whole_batch)
         activations = graph_tokens * demand.per_token
         return replace(self._without_graphs(), activations=activations)
-
-    def max_examples(self) -> int:
-        """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
-        dim = self.output_size
-        without_loss = self.in_step(uses_cache=True).total - self.loss_bytes(dim)
-        # The loss is linear in the rows: a fixed part, and the same for each row.
-        fixed = self.loss_bytes(dim, 0)
-        per_row = self.loss_bytes(dim, self.inputs_per_example) - fixed
-        free = self.placement.memory - without_loss - fixed
-        return max(0, int(free / per_row))
 
     def describe_graphs(self) -> str:
         """Describe how many tokens keep their graphs at once."""
@@ -467,7 +455,6 @@ def measure_demand(
     sample: Sequence[Features],
 ) -> Demand:
     """Measure the peak of a step's forward and backward passes on the device. Collective."""
-    demand: Demand | None = None
 
     def peak(inputs: ModelInputs) -> int:
         # The second pass has the gradients in place, as all steps but the first.
@@ -491,24 +478,16 @@ def measure_demand(
     except RuntimeError as error:
         if not is_shortage(error):
             raise
+        # The other ranks may wait inside a layer: ending this one ends them.
+        raise RunError(
+            f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why"
+        ) from error
     # Gradients of these passes must not reach the first step.
     discard_passes(model)
     if session.fsdp is not None and session.keeps_gathered:
         set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
-    if demand is None and session.strategy == "fsdp":
-        # The other ranks wait inside a layer: ending this one ends them.
-        raise RunError(
-            f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why"
-        )
-    if session.device.type == "cuda":
-        torch.cuda.empty_cache()
-    failed = collectives.max_ints([int(demand is None)])[0]
-    if demand is not None and not failed:
-        return demand
-    log.warning(
-        "out of memory while memory was measured: the budget follows the estimate of `vembed plan`"
-    )
-    return MemoryEstimate(session.placement).demand()
+    torch.cuda.empty_cache()
+    return demand
 
 
 def bytes_per_token(

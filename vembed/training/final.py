@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -19,7 +18,6 @@ from vembed.data.language import MAX_SAMPLED_TEXTS, is_english, language_of
 from vembed.errors import RunError
 from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
-from vembed.inference.encoding import encode_features
 from vembed.models.precision import is_quantized, saved_dtype, store_rounded
 from vembed.parallel import collectives
 from vembed.parallel.parameters import full_state_dict, num_parameters
@@ -124,7 +122,7 @@ def save_final(
     if problem is not None:
         advice = f"resume from an earlier checkpoint ({newest} is the newest)"
         raise RunError(
-            f"final/ is not written: {problem} are not finite; lower learning_rate (now "
+            f"final/ is not written: the trained weights of {problem} are not finite; lower learning_rate (now "
             f"{config.optimizer.learning_rate:g}) or max_grad_norm, and {advice if newest else 'train again'}"
         )
     if session.is_main:
@@ -203,22 +201,10 @@ def save_final(
 
 
 def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
-    """Return which embeddings of the model, or weights of any rank, are not finite. Collective."""
-    components = writer.components
-    embedder = components.embedder
-    featuriser = components.featuriser
-    embeddings = encode_features(
-        components.model,
-        featuriser,
-        [featuriser.dummy(modality) for modality in featuriser.modalities],
-        writer.session.device,
-        world_size=writer.session.world_size,
-    )
-    if not np.isfinite(embeddings).all():
-        return "the trained model's embeddings"
+    """Return the name of a weight that is not finite, of any rank. Collective."""
     # 4-bit weights are stored as 16-bit floats, and any bits may look like a NaN.
     packed = set()
-    for name, module in embedder.named_modules():
+    for name, module in writer.components.embedder.named_modules():
         if is_quantized(module):
             packed.add(f"{name}.weight")
     first_broken = None
@@ -227,10 +213,9 @@ def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
         if is_number and not bool(torch.isfinite(weight).all()):
             first_broken = name
             break
-    for broken in collectives.gather_objects(first_broken):
-        if broken is not None:
-            return f"the trained weights of {broken}"
-    return None
+    # Rank 0 has all of them.
+    broken: str | None = collectives.broadcast_object(first_broken)
+    return broken
 
 
 def _language(examples: ExampleStore) -> str | None:

@@ -47,12 +47,8 @@ class TrainedParameter:
     name: str
     """Name in the model before wrapping. A loss parameter's name starts with "loss."."""
     parameter: nn.Parameter
-    shape: torch.Size
-    """Shape of the whole parameter, not of a shard."""
     learning_rate: float
     decays: bool
-    is_head: bool
-    """True for parameters of the loss, of heads and of projections."""
 
 
 def build_optimizer(
@@ -102,11 +98,8 @@ def build_optimizer(
     if problem is not None:
         raise UserError(problem)
     optimizer, description = kind.build(inputs)
-    heads = [entry for entry in trained if entry.is_head]
-    undecayed = [entry for entry in trained if not entry.decays]
     log.info(
-        f"optimizer: {description}; {_counted(trained)}; weight decay {options.weight_decay:g}, none on "
-        f"{_counted(undecayed)} (biases, norms, scalars); heads, projections and scales: {_counted(heads)}"
+        f"optimizer: {description}; weight decay {options.weight_decay:g}, none on biases, norms and scalars"
     )
     return optimizer
 
@@ -130,12 +123,11 @@ def trained_parameters(
             continue
         # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
         shape = whole_shapes.get(id(parameter), parameter.shape)
-        is_head = name.startswith(heads)
         rate = rate_of(options)
-        if is_head and options.head_learning_rate is not None:
+        if options.head_learning_rate is not None and name.startswith(heads):
             rate = options.head_learning_rate
         decays = len(shape) > 1 and not name.endswith("bias")
-        trained.append(TrainedParameter(name, parameter, shape, rate, decays, is_head))
+        trained.append(TrainedParameter(name, parameter, rate, decays))
     if not trained:
         raise UserError(
             "nothing to train: every parameter of model and loss is frozen; take parts out of `freeze`, or set "
@@ -151,11 +143,6 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, EmbeddingModel):
             names += [f"{name}." for name in module.heads()]
     return tuple(names)
-
-
-def _counted(parameters: list[TrainedParameter]) -> str:
-    num_values = sum(entry.shape.numel() for entry in parameters)
-    return f"{num_values:,d} in {len(parameters):,d} tensors"
 
 
 # ---- schedule ----------------------------------------------------------------

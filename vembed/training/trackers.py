@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -91,11 +90,6 @@ class TensorBoard(Tracker):
         folder = "tensorboard"
         if run.name:
             folder += f"/{run.name.replace('/', '_')}"
-        # TensorBoard sorts its files by name, which begins with the second of their start. With two files of one second
-        # the order is undefined, and the older file could hide steps of the newer one.
-        events = f"{folder}/events.out.tfevents"
-        while any(run.output.glob(f"{events}.{int(time.time()):010d}.*")):
-            time.sleep(0.05)
         # Drop what was logged after the checkpoint's step; in a new run, everything in the folder.
         purge_step = run.first_step + 1 if run.first_step else 0
         with warnings.catch_warnings():

@@ -587,6 +587,12 @@ class Trainer:
             reason = "the best checkpoint"
             step = state.best_step
             scores = state.best_scores
+        elif state.best_step is not None and state.best_step < state.step:
+            log.info(
+                f"final/ gets the last step; step {state.best_step:,d} had the best score, which load_best_model_at_end: true "
+                "would load",
+                extra=HEADLINE,
+            )
         if step is not None and step != state.step:
             folder = self.checkpointer.path_of(step)
             if self.checkpointer.load_weights(folder, self._trained()):

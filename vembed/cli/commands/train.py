@@ -149,10 +149,6 @@ def show(prediction: Prediction) -> dict[str, Any]:
     ways = [] if prediction.fits else ways_out(estimate)
     for line in ways:
         console.print(f"  {line}")
-    most_examples = estimate.max_examples() * num_processes
-    console.print(
-        f"largest batch: about {most_examples:,d} rows, by the memory of the loss"
-    )
     console.print(prediction.hours_line)
     return {
         "fits": prediction.fits,
@@ -165,7 +161,6 @@ def show(prediction: Prediction) -> dict[str, Any]:
         "num_processes": num_processes,
         "num_shards": placement.num_shards,
         "rows": placement.num_examples,
-        "largest_batch": most_examples,
         "decisions": {name: str(value) for name, value in placement.decisions.items()},
         "ways_out": ways,
         "seconds": prediction.seconds,

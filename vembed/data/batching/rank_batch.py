@@ -7,7 +7,6 @@ ahead on other cores.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -181,7 +180,7 @@ def split_by_length(
     values = values[indices]
     order = np.argsort(-values, kind="stable")
     ends = _cut(values[order], budget, max_inputs)
-    if len(ends) < at_least:
+    if ends and len(ends) < at_least:
         ends = _split_largest(ends, values[order], at_least)
     ordered = indices[order].tolist()
     parts = [ordered[start:end] for start, end in pairwise([0, *ends])]
@@ -292,27 +291,17 @@ def _split_largest(
     widths: np.ndarray,
     at_least: int,
 ) -> list[int]:
-    """Split the largest micro-batch in two parts of similar padded size until there are `at_least`."""
-    # heapq is a min-heap, so sizes are negative; micro-batches of one input cannot be split.
-    heap = []
-    for start, end in pairwise([0, *ends]):
-        if end - start > 1:
-            heap.append((-(end - start) * widths[start], start, end))
-    heapq.heapify(heap)
-    cuts = set(ends)
-    while heap and len(cuts) < at_least:
-        _, start, end = heapq.heappop(heap)
-        # Both parts are padded to their longest input, which comes first. The larger of the two is made smallest.
-        inner = np.arange(start + 1, end)
-        left = (inner - start) * widths[start]
-        right = (end - inner) * widths[inner]
-        cut = start + 1 + int(np.maximum(left, right).argmin())
-        cuts.add(cut)
-        for first, last in ((start, cut), (cut, end)):
-            if last - first > 1:
-                cost = (last - first) * widths[first]
-                heapq.heappush(heap, (-cost, first, last))
-    return sorted(cuts)
+    """Halve the micro-batch of the most padded tokens until there are `at_least`, or all have one input."""
+    cuts = [0, *ends]
+    while len(cuts) <= at_least:
+        sizes = np.diff(cuts)
+        padded = np.where(sizes > 1, sizes * widths[cuts[:-1]], -1)
+        largest = int(padded.argmax())
+        if sizes[largest] == 1:
+            break
+        middle = (cuts[largest] + cuts[largest + 1]) // 2
+        cuts.insert(largest + 1, middle)
+    return cuts[1:]
 
 
 ModalityIndices = tuple[Modality, list[int]]

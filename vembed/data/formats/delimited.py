@@ -163,13 +163,7 @@ class DelimitedFile(TextFormat):
             )
             return next(rows, [])
         except csv.Error as error:
-            reason = str(error).partition(" - ")[0]
-            if reason.startswith("new-line character seen in unquoted field"):
-                reason = (
-                    "a carriage return without quotes around it, or lines that end with one alone: end them with "
-                    "line feeds"
-                )
-            return BadRecord(f"not CSV ({reason})")
+            return BadRecord(f"not CSV ({str(error).partition(' - ')[0]})")
 
 
 class TsvFile(DelimitedFile):

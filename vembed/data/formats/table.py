@@ -60,7 +60,7 @@ FORMATS: tuple[type[Format], ...] = (
 
 def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
     """Return the formats by ending. Raise TypeError for a class that lacks something."""
-    by_ending = check_parts(
+    return check_parts(
         "format",
         Format,
         formats,
@@ -68,13 +68,6 @@ def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
         needed=("endings", "title"),
         taken_names=tuple(CODECS),
     )
-    for ending, form in by_ending.items():
-        if not Path(f"data{ending}").suffix == ending == ending.lower():
-            raise TypeError(
-                f"format {form.__name__} of {form.__module__}: write the ending {ending!r} as '.name', in small letters, "
-                "with one dot"
-            )
-    return by_ending
 
 
 FORMAT_BY_ENDING = check_formats(FORMATS)
@@ -96,17 +89,6 @@ def is_hub_dataset(path: str) -> bool:
     return not is_file and _HUB_DATASET.fullmatch(path) is not None
 
 
-WAYS_OUT = {
-    **dict.fromkeys(
-        (".feather", ".arrow", ".pkl", ".pickle"),
-        "write it as Parquet (in pandas df.to_parquet)",
-    ),
-    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV"),
-    **dict.fromkeys((".txt", ".text"), "give the file the ending of what is in it"),
-    ".xz": "unpack it (unxz -k)",
-    ".zip": "unpack it (unzip)",
-}
-"""Ways to make use of files whose ending no format has."""
 SPLIT_FOLDERS = frozenset(
     {"train", "training", "val", "valid", "validation", "dev", "test"}
 )
@@ -247,9 +229,6 @@ def _readers(path: str, role: Role) -> list[Format]:
     if not stat.S_ISREG(status.st_mode):
         # A pipe, for example, blocks and can be read only once.
         raise UserError(f"{path} is not a regular file")
-    if status.st_size == 0 and Path("/proc") in file.resolve().parents:
-        # Files of the kernel have no size, whatever is read from them.
-        raise UserError(f"{path} is a file of the kernel, not a regular file")
     if status.st_size == 0:
         raise UserError(f"{path} is empty")
     try:
@@ -274,13 +253,7 @@ def _open_folder(folder: Path, role: Role) -> list[Format]:
         reader = _open_file(records, str(folder))
         reader.folder = folder
         return [reader]
-    paths = sorted(path for path in folder.iterdir() if path.name[0] != ".")
-    names = listed(path.name for path in paths)
-    if any(path.suffix.lower() in IMAGE_SUFFIXES for path in paths):
-        raise UserError(
-            f"{folder} has images, and no texts or classes for them: write pairs with their paths into a file, or "
-            f"put the images of each class into a folder of its own ({folder}/cat/1.jpg)"
-        )
+    names = listed(sorted(path.name for path in folder.iterdir()))
     raise UserError(
         f"{folder} is a folder without data files of one kind ({', '.join(FORMAT_BY_ENDING)}), without folders of images and "
         f"not saved by `datasets`; it holds {names or 'nothing'}: name a file"
@@ -345,14 +318,9 @@ def _open_file(path: Path, name: str | None = None) -> Format:
 def files_of_pattern(path: str) -> list[Path]:
     """Return the files that a pattern such as `data/*.parquet` names, sorted by name. Raise UserError if it names
     none."""
-    parts = Path(path).expanduser().parts
-    # The part of the path before the first wildcard is a folder.
-    first = 0
-    while not is_pattern(parts[first]):
-        first += 1
-    folder = Path(*parts[:first])
-    pattern = "/".join(parts[first:])
-    paths = sorted(folder.glob(pattern))
+    pattern = Path(path).expanduser()
+    root = pattern.anchor
+    paths = sorted(Path(root).glob(str(pattern.relative_to(root))))
     files = [path for path in paths if path.is_file() and path.stat().st_size]
     if not files:
         raise UserError(f"{path} names no file (looked from {Path.cwd()})")
@@ -375,10 +343,9 @@ def data_files(folder: Path) -> list[Path]:
 def unknown_ending(path: Path) -> UserError:
     """Return the error for a file whose ending no format has."""
     ending = path.suffix.lower()
-    way_out = f": {WAYS_OUT[ending]}" if ending in WAYS_OUT else ""
     known = ", ".join(f"{form.title} ({', '.join(form.endings)})" for form in FORMATS)
     return UserError(
-        f"{path} has the ending {ending or '(none)'}, and vembed reads {known}, also packed ({', '.join(CODECS)}){way_out}"
+        f"{path} has the ending {ending or '(none)'}, and vembed reads {known}, also packed ({', '.join(CODECS)})"
     )
 
 
@@ -429,12 +396,7 @@ def fetched_copies(address: str) -> list[tuple[str, Path]]:
                 with files.open(path, "rb") as source:
                     _copy(source, target, name)
             copies.append((name, target))
-    except ImportError as error:
-        scheme = address.partition("://")[0]
-        raise UserError(
-            f"{address} cannot be opened: {error} (a package for {scheme}:// is missing)"
-        ) from error
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         reason = str(error) or type(error).__name__
         raise UserError(
             f"{address} cannot be read: {reason.splitlines()[0]}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import io
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,6 @@ from vembed.errors import UserError
 EDGE_PIXELS = 96
 """Of the longer edge; shown at half the size, so that it is sharp on dense screens."""
 JPEG_QUALITY = 70
-
-
-def cell_class(column: str, cell: str) -> str:
-    """Return the class of a cell, which chooses its colour; empty for most."""
-    if "interval" in column:
-        return "interval"
-    if column.endswith("before"):
-        return "old"
-    if column.endswith("after"):
-        return "now"
-    if column.endswith("change"):
-        return {"+": "up", "-": "down"}.get(cell[:1], "")
-    return ""
 
 
 def markdown_text(text: str) -> str:
@@ -69,7 +55,7 @@ TEMPLATES.filters |= {
     "md_cell": markdown_cell,
     "code_block": code_block,
 }
-TEMPLATES.globals |= {"cell_class": cell_class, "version": __version__}
+TEMPLATES.globals["version"] = __version__
 
 
 def render_page(template: str, **values: Any) -> str:
@@ -78,7 +64,6 @@ def render_page(template: str, **values: Any) -> str:
     return TEMPLATES.get_template(template).render(values)
 
 
-@lru_cache(maxsize=256)
 def thumbnail(path: str) -> str | None:
     """Return the data address of an image file, or None if it cannot be read. Addresses are not fetched."""
     return None if "://" in path else thumbnail_of(ImageRef(path=path))

@@ -205,17 +205,13 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
         share = summary.num_trainable / summary.num_parameters
         trained = f"{summary.num_trainable:,d} of {summary.num_parameters:,d} parameters ({share:.0%})"
     sources = [line.removeprefix("data: ") for line in summary.data]
-    last_loss = record.steps[-1].get("loss") if record.steps else None
-    loss = ""
-    if isinstance(last_loss, float):
-        loss = f"{record.config.get('loss', '')}, last value {last_loss:.4f}"
     weights_kept = f"those after step {record.final.step:,d}" if record.final else ""
     named = {
         "Model": "\n".join(summary.properties),
         "Trained": trained,
         "Training data": short_paths("\n".join(sources)),
         "Evaluation data": short_paths(summary.evaluation),
-        "Loss": loss,
+        "Loss": str(record.config.get("loss", "")),
         "Weights kept": weights_kept,
         "Strategy": summary.strategy,
         "Mixed precision": summary.precision,
@@ -277,13 +273,34 @@ def curves(record: RunRecord) -> list[Curve]:
             title, note, write = QUANTITIES[key]
             from_zero = key not in ("loss", "grad_norm")
             is_noisy = key not in ("learning_rate", "memory")
-            curve = Curve(title, note, steps, values, write, from_zero, is_noisy)
+            curve = Curve(
+                title,
+                note,
+                steps,
+                values,
+                write,
+                from_zero,
+                is_noisy,
+            )
         elif key.startswith("loss/"):
             title = f"Loss, {key.removeprefix('loss/')}"
             note = "mean between two log lines"
-            curve = Curve(title, note, steps, values, "{:.3g}".format, is_noisy=True)
+            curve = Curve(
+                title,
+                note,
+                steps,
+                values,
+                "{:.3g}".format,
+                is_noisy=True,
+            )
         else:
-            curve = Curve(metric_name(key), "", steps, values, "{:.4f}".format)
+            curve = Curve(
+                metric_name(key),
+                "",
+                steps,
+                values,
+                "{:.4f}".format,
+            )
         drawn.append(curve)
     return drawn
 
@@ -383,15 +400,14 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     stored = stored_table(record.after)
     stored_plot = None
     if stored:
-        stored_plot = plot_stored(stored_points(record.after), "nDCG@10")
+        stored_plot = plot_stored(stored_points(record.after))
     changed = {}
     for name, value in record.changed_settings().items():
         changed[name] = masked_option(name, value)
     changed_yaml = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     figures = []
     for curve in curves(record):
-        last_value = curve.write(curve.values[-1])
-        figures.append((curve, plot_curves([(ACCENT, curve)]), last_value))
+        figures.append((curve, plot_curves([(ACCENT, curve)])))
     scores_plot = None
     if len(record.evaluations) > 2:  # more than a before and an after
         kept_step = record.final.step if record.final else None
@@ -510,7 +526,7 @@ class SeveralRuns:
                 settings[name] = [named.get(name) for named in options]
         return settings
 
-    def figures(self) -> list[tuple[Curve, Plot, str]]:
+    def figures(self) -> list[tuple[Curve, Plot]]:
         """Return plots of all runs: the deciding metric first, then what was logged by step."""
         evaluated = []
         logged: dict[str, list[tuple[str, Curve]]] = {}
@@ -524,7 +540,7 @@ class SeveralRuns:
         groups = list(logged.values())
         if any(len(curve.steps) > 1 for _, curve in evaluated):
             groups.insert(0, evaluated)
-        return [(group[0][1], plot_curves(group), "") for group in groups]
+        return [(group[0][1], plot_curves(group)) for group in groups]
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------

@@ -28,7 +28,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from vembed.errors import UserError
-from vembed.files import is_hub_model, read_json, read_json_object, similar_path
+from vembed.files import (
+    existing,
+    is_hub_model,
+    read_json,
+    read_json_object,
+    similar_path,
+)
 from vembed.models.poolings.table import MODE_FLAGS, POOLINGS
 
 # ---- JSON and safetensors headers ------------------------------------------------------------------------------
@@ -62,18 +68,14 @@ CODES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: type and shape, and the bytes of the file where it begins and ends."""
+    """A tensor in a file: type and shape, and the byte of the file where it begins."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    size: int
+    """Number of elements."""
     begin: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
 
 def check_weight_files(folder: Path) -> None:
@@ -184,8 +186,9 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     metadata = header.pop(METADATA, {})
     tensors = {}
     for name, entry in header.items():
-        begin, end = (8 + length + offset for offset in entry["data_offsets"])
-        tensors[name] = Stored(path, entry["dtype"], tuple(entry["shape"]), begin, end)
+        shape = tuple(entry["shape"])
+        begin = 8 + length + entry["data_offsets"][0]
+        tensors[name] = Stored(path, entry["dtype"], shape, math.prod(shape), begin)
     return tensors, metadata
 
 
@@ -373,7 +376,7 @@ def model_folder(
     """Return the local folder of a model, checked to name no weights but safetensors files of its own. A Hub model is
     downloaded into the Hub's cache first."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    if existing(name) and path.is_dir():
         is_model = any(
             (path / name).is_file()
             for name in ("config.json", "modules.json", ADAPTER_CONFIG)

@@ -173,7 +173,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         resume = self.run.resume
         if point is None and paths and resume != "auto":
             raise UserError(
-                f"resume: {resume}, but none of the {len(paths)} checkpoint(s) is intact ({paths[0].name}: {problems[0]}); "
+                f"none of the {len(paths)} checkpoint(s) to resume from is intact ({paths[0].name}: {problems[0]}); "
                 "restore one, or start anew with resume: auto or in another output_dir"
             )
         if not self._is_alone:

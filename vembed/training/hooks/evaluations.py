@@ -112,9 +112,6 @@ class TaskScores(Hook):
     The run's own validation data choose the checkpoint.
     """
 
-    def __init__(self) -> None:
-        self._before: dict[str, float] = {}
-
     @override
     def on_build(self, run: Trainer) -> None:
         self._run = run
@@ -122,13 +119,8 @@ class TaskScores(Hook):
     @override
     def on_evaluation(self, evaluation: Evaluation) -> None:
         scores = main_scores(self._run, self._run.data.by_task.items())
-        if evaluation.step == 0:
-            self._before = scores
         for key, score in scores.items():
-            change = ""
-            if evaluation.step and key in self._before:
-                change = f" ({score - self._before[key]:+.4f})"
-            log.info(f"task {key.replace('/', ': ')}: {score:.4f}{change}")
+            log.info(f"task {key.replace('/', ': ')}: {score:.4f}")
             # The same dictionary goes to metrics.jsonl, the report and the model card.
             evaluation.scores[TASK_PREFIX + key] = score
 

@@ -91,12 +91,7 @@ class EpochMiner(Hook):
         began = time.monotonic()
         result = self._miner.mine(self._encode, self._run.output / MINING_FOLDER, epoch)
         mined = torch.from_numpy(result.documents)
-        is_mined = mined >= 0
-        # [examples, mined, known]: each mined document beside each that the example has.
-        is_equal = mined[:, :, None] == self._numbers[:, None, :]
-        is_new = is_mined & ~is_equal.any(dim=2)
-        num_mined = int(is_mined.sum())
-        share_new = int(is_new.sum()) / max(num_mined, 1)
+        num_mined = int((mined >= 0).sum())
         # In place: the stream and the checkpoints hold this tensor.
         self._numbers.copy_(mined)
         self._epoch = epoch
@@ -105,13 +100,12 @@ class EpochMiner(Hook):
         self._metrics = {
             "mine/negatives": num_mined / max(len(mined), 1),
             "mine/score": result.mean_score,
-            "mine/new": share_new,
             "mine/seconds": seconds,
         }
         note = f"; {result.note}" if result.note else ""
         log.info(
             f"mine: before epoch {epoch + 1}, {num_mined:,d} negatives for {len(mined):,d} examples (mean score "
-            f"{result.mean_score:.4f}, {share_new:.1%} new, {result.num_short:,d} examples got fewer than "
+            f"{result.mean_score:.4f}, {result.num_short:,d} examples got fewer than "
             f"{self._options.num_negatives}); took {duration(seconds)}{note}"
         )
 
