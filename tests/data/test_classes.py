@@ -96,7 +96,7 @@ def test_equal_texts_of_a_class_are_no_pair(tmp_path):
     assert np.flatnonzero(store.labels[0] < 0).tolist() == [3, 6, 8]
     schedule = BatchSchedule(store.sizes, 2, 0, labels=store.labels, names=["x"])
     assert (
-        "x: 2 of 2 classes in a batch (3 examples that repeat another one of their class"
+        "x: 2 of 2 classes in a batch (3 examples that are alone in their class or repeat another"
         in schedule.summary()
     )
     for epoch in range(8):
@@ -108,7 +108,7 @@ def test_equal_texts_of_a_class_are_no_pair(tmp_path):
                 pair = store.pair(index, mate)
                 assert pair.query.text != pair.positives[0].text
     with pytest.raises(
-        UserError, match="2 classes, of which 1 have two different examples or more"
+        UserError, match="1 of its classes have two different examples or more"
     ):
         BatchSchedule([4], 2, 0, labels=[np.array([5, 5, 6, -4])])
 

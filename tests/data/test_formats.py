@@ -332,7 +332,6 @@ def test_a_line_over_several_parts(tmp_path):
     [
         ('[{"query": "a", "positive": "b"}]', 1),
         ('\ufeff [\n{"query": "a", "positive": "b"}\n]\n', 1),
-        ('["no record"]\n{"query": "a", "positive": "b"}\n', 1),
     ],
 )
 def test_arrays_and_lines(tmp_path, text, num_records):

@@ -100,7 +100,7 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path):
         for number in (validation[index] for index in range(4))
     ]
     queries, positives, both = overlap_warnings(train, pairs)
-    assert queries.startswith("2 of the 4 queries of the validation data (50%)")
+    assert queries.startswith("2 of the 4 queries of the validation data (50.0%)")
     assert positives.startswith("3 of the 4 positives")
     assert both.startswith("2 of the 4 pairs")
     assert "'how do i sort' -> 'use SORTED'" in both and "copy.png" in both

@@ -132,7 +132,6 @@ def saved(**changes):
 
 
 BROKEN = {
-    "modules that are an object": (text("modules.json", "{}"), "modules.json: "),
     "no modules": (text("modules.json", "[]"), "modules.json: "),
     "deep JSON": (
         text("modules.json", "[" * 200_000),
@@ -145,10 +144,6 @@ BROKEN = {
     "a pooling that is missing": (
         module(1, path="9_Pooling"),
         "9_Pooling has no config.json",
-    ),
-    "prompts that are a list": (
-        values("config_sentence_transformers.json", prompts=["a"]),
-        "prompts",
     ),
     "a length that is a text": (
         values("sentence_bert_config.json", max_seq_length="long"),
@@ -169,10 +164,6 @@ BROKEN = {
         text("config.json", "[]"),
         "config.json is damaged: it holds a list",
     ),
-    "a config that is no JSON": (
-        text("config.json", "{'a'"),
-        "config.json is damaged: it is not JSON",
-    ),
     "no config": (
         lambda folder: (folder / "config.json").unlink(),
         "has no config.json",
@@ -189,7 +180,6 @@ BROKEN = {
     ),
     "layers that are not there": (config(num_hidden_layers=100), "lacks"),
     "weights that are a pickle": (torch_file, "is not a safetensors file"),
-    "weights that are empty": (text("model.safetensors", ""), "not a safetensors file"),
     "weights that are cut": (cut, "copy the file again"),
     "weights that are a pipe": (pipe, "is not a regular file"),
     "a header of huge tensors": (
@@ -224,12 +214,7 @@ BROKEN = {
         saved(image_source="../../x"),
         "vembed.json: image_source '../../x' leads out",
     ),
-    "a description of a negative length": (saved(max_length=-1), "json: max_length"),
     "a tokenizer of nothing": (text("tokenizer.json", "{}"), "the tokenizer of"),
-    "a tokenizer's length as text": (
-        values("tokenizer_config.json", model_max_length="long"),
-        "tokenizer_config.json",
-    ),
 }
 LATE = {
     "layers that are not there",

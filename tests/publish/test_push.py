@@ -10,8 +10,6 @@ import vembed
 from tests.publish.hub_server import TOKEN, running_hub
 from tests.tiny import shared, texts, tiny_bert
 from vembed.cli.main import app
-from vembed.config.options import all_options
-from vembed.saving.publication import DATA_OPTIONS
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"
@@ -73,7 +71,7 @@ def test_a_run_pushes_its_end(trained, tmp_path):
     assert repository.is_private
     summaries = [summary for summary, _ in repository.commits]
     assert summaries == ["Trained by vembed"]
-    names = {"README.md", "report.html", "report.md", "training_data.md"}
+    names = {"README.md", "report.html", "report.md"}
     assert names | {"modules.json"} <= set(repository.files)
     for name, data in repository.files.items():
         target = tmp_path / "loaded" / name
@@ -94,9 +92,7 @@ def test_neither_the_token_nor_folders_of_the_machine_are_published(trained):
     for name, data in files.items():
         assert TOKEN.encode() not in data, name
         assert str(folder.parent).encode() not in data, name
-    description = files["training_data.md"].decode()
-    for part in ("16 examples", "train.jsonl", "## Validation data"):
-        assert part in description
+    assert "train.jsonl" in files["README.md"].decode()
 
 
 def test_a_push_that_was_cut_goes_on(trained, hub):
@@ -120,7 +116,7 @@ def test_a_dry_run_needs_no_token_and_sends_nothing(trained, hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     done = run("push", trained[0], "me/dry", "--dry-run", "--no-report")
     assert done.exit_code == 0
-    for part in ("would push", "(private)", "training_data.md"):
+    for part in ("would push", "(private)", "README.md"):
         assert part in done.output
     assert "report.html" not in done.output
     assert hub.repositories == {}
@@ -141,7 +137,3 @@ def test_what_is_refused(trained, hub, tmp_path, monkeypatch):
         card.write_text(before)
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     refused(run("push", trained[0], "me/other"), "401")
-
-
-def test_options_of_the_data_description_exist():
-    assert set(DATA_OPTIONS) <= set(all_options())

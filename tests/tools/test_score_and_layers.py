@@ -97,7 +97,7 @@ def test_hidden_states_are_those_of_transformers(make, pooling):
 def test_hidden_states_that_cannot_be():
     embedder = Embedder(shared(tiny_bert), device="cpu")
     with pytest.raises(
-        UserError, match=r"layers 0 .its embeddings. to 2, and 3 is asked for"
+        UserError, match=r"layers 0 .its embeddings. to 2, and .3. are asked for"
     ):
         embedder.hidden_states(["a"], [3])
     with pytest.raises(UserError, match="are of texts"):

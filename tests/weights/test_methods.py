@@ -54,17 +54,6 @@ def close(actual, expected, summed):
     assert np.abs(actual - expected).max() <= 1e-12 * np.abs(summed).max()
 
 
-def test_mean_and_weighted(values):
-    _, models = values
-    close(merged(values, "mean"), np.mean(models, axis=0), models)
-    weights = (3.0, 1.0, 2.0)
-    close(
-        merged(values, "weighted", weights),
-        np.average(models, axis=0, weights=weights),
-        models,
-    )
-
-
 def test_slerp_of_two_and_three(values):
     base, (a, b, c) = values
     close(merged(values, "slerp", (0.7, 0.3)), slerp(a, b, 0.3), [a, b])

@@ -405,17 +405,13 @@ def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> lis
             samples.append(" -> ".join(map(short_item, validation[content])))
         total = sum(content[0] == kind for content in validation)
         share = len(contents) / total
-        percent = f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
         sentences.append(
-            f"{len(contents):,d} of the {total:,d} {kind} of the validation data ({percent}) are in the training data "
+            f"{len(contents):,d} of the {total:,d} {kind} of the validation data ({share:.1%}) are in the training data "
             f"too, for example: {'; '.join(samples)}"
         )
-    consequence = "the score may be too high"
-    if "pairs" in shared_kinds:
-        consequence = (
-            "the pairs were learned, so the score says little about new queries"
-        )
-    sentences[-1] += f"; {consequence} (val_split holds out whole queries instead)"
+    sentences[-1] += (
+        "; what was learned says little about new queries (val_split holds out whole queries instead)"
+    )
     return sentences
 
 

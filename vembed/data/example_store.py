@@ -334,10 +334,6 @@ class ExampleStore:
                 lines.append(f"left out: {num_more:,d} more of {source.name}")
             if index.unused:
                 lines.append(f"{source.name}: not used: {listed(index.unused)}")
-        if len(self._sources) > 1:
-            lines.append(
-                f"data: {len(self):,d} examples of {len(self._sources):,d} sources"
-            )
         return lines
 
     def warnings(self) -> list[str]:

@@ -133,16 +133,6 @@ class Example:
         """Query, positives and negatives."""
         return (self.query, *self.positives, *self.negatives)
 
-    def naming_images(self) -> Example:
-        """Return the example with its file and line on its images."""
-        if not self.where or not any(item.images for item in self.items):
-            return self
-
-        def named(item: Item) -> Item:
-            return item.read_from(self.where)
-
-        return self.with_items(named, named)
-
     def with_items(
         self,
         query: Callable[[Item], Item],

@@ -90,8 +90,7 @@ class RecordFormat:
                     f"{layout.label} is {description}, not the name or number of a class"
                 )
             self._check_losses(layout, (), None)
-            example = Example(query, (query,), where=where, label=str(label))
-            return example.naming_images()
+            return Example(query, (query,), where=where, label=str(label))
         positives = self._documents(record, layout.positive, layout.positive_image)
         if not positives:
             name = layout.positive or layout.positive_image or ""
@@ -112,9 +111,7 @@ class RecordFormat:
         if negative_scores is not None:
             negative_scores = negative_scores[: self.max_negatives]
         self._check_losses(layout, negatives, scores)
-        return Example(
-            query, positives, negatives, scores, where, negative_scores
-        ).naming_images()
+        return Example(query, positives, negatives, scores, where, negative_scores)
 
     def _query(self, record: dict[str, Any], layout: RecordLayout) -> Item:
         name = layout.query

@@ -194,15 +194,9 @@ def guess(
         # Of equal scores the earlier column.
         best, role = max(pairs, key=lambda pair: _score(pair[0], pair[1], longest))
         mapping[best.name] = best.part(role)
-        why = ["the only text column left"] if len(candidates) == 1 else []
-        if _named(best.name, role):
-            why.append("its name")
-        if role == "query" and best.questions > 0.3:
-            why.append(f"{best.questions:.0%} end with a question mark")
-        if best.has_paths:
-            why.append("paths of images")
-        why.append(f"{best.mean_length:,.0f} characters on average")
-        reasons[best.name] = ", ".join(why)
+        reasons[best.name] = (
+            f"{best.mean_length:,.0f} characters on average, {best.questions:.0%} end with a question mark"
+        )
         candidates.remove(best)
         unassigned.remove(role)
     in_file_order = {name: mapping[name] for name in record_names if name in mapping}

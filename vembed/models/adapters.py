@@ -326,4 +326,3 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
         backbone.set_submodule(name, layer.get_base_layer())
     del backbone.peft_config
     backbone.requires_grad_(True)  # peft has frozen all but the adapter
-    log.info("adapter of %s merged into its base model", folder)

@@ -600,10 +600,6 @@ class HiddenStates(nn.Module):
     ) -> None:
         """`model`: the module that is called, sharded or not. `backbone`: its submodule with the layers."""
         super().__init__()
-        if "text" not in description.traits.towers:
-            raise UserError(
-                f"{description.name} has no text tower, and hidden states are those of a text tower"
-            )
         self.model = model
         tower = tower_module(backbone, description.traits, "text")
         self._transformer_layers = layers_of(tower)
@@ -622,10 +618,6 @@ class HiddenStates(nn.Module):
         if default == MODEL_POOLING:
             default = "mean"
         self.pooling = pooling or default
-        if POOLINGS[self.pooling].is_trained:
-            raise UserError(
-                f"pooling: {self.pooling} is trained for the last layer; give another one for hidden states"
-            )
         config: Any = tower.config
         hidden_dim = description.text_hidden_dim or config.get_text_config().hidden_size
         self.width = POOLINGS[self.pooling].width(int(hidden_dim))

@@ -1,5 +1,5 @@
-"""Publication of a model: its files, a description of the training data, the report of its run, and the repository on the
-Hub that they are pushed to. The token comes from the environment or the login alone."""
+"""Publication of a model: its files, the report of its run, and the repository on the Hub that they are pushed to. The
+token comes from the environment or the login alone."""
 
 from __future__ import annotations
 
@@ -11,32 +11,15 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from vembed.errors import RunError, UserError
-from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
+from vembed.models.families.model_files import error_sentence
 
 CARD = "README.md"
-DATA_FILE = "training_data.md"
-"""File with the description of the training data."""
 REPORTS = ("report.html", "report.md")
 MODEL_FOLDER = "final"
 TEXT_FILES = frozenset(
     {".md", ".html", ".json", ".jsonl", ".txt", ".yaml", ".py", ".jinja"}
 )
-DATA_OPTIONS = (
-    "column_mapping",
-    "val_split",
-    "max_negatives",
-    "max_train_examples",
-    "retrieval_mode",
-    "homogeneous_batches",
-    "sampling",
-    "no_duplicates",
-    "on_bad_record",
-    "query_prompt",
-    "document_prompt",
-    "max_length",
-)
-"""Options that say how the data were read."""
 _PATH = re.compile(r'"([/~][^"]*)')
 """In JSON: a text that is an absolute path."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -66,16 +49,7 @@ def publication(model: str, *, report: bool = True) -> Files:
     files = model_files(folder)
     run = folder.parent
     if (run / "config.yaml").is_file():
-        record = read_run(run)
-        hidden = local_folders(record.config)
-        # How the data were read. The page shows no text of the data.
-        settings = record.changed_settings()
-        rows = []
-        for name in DATA_OPTIONS:
-            if settings.get(name) is not None:
-                rows.append((name, str(settings[name])))
-        text = render_page("training_data.md.j2", summary=record.summary, settings=rows)
-        files[DATA_FILE] = without(text, hidden).encode()
+        hidden = local_folders(read_run(run).config)
         for name in REPORTS if report else ():
             if (run / name).is_file():
                 text = (run / name).read_text(encoding="utf-8", errors="replace")
@@ -197,17 +171,15 @@ def _reaching(repository: str) -> Iterator[None]:
         raise UserError(
             f"push to {repository}: HF_HUB_OFFLINE is set; unset it to reach the Hub"
         ) from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        reason = (error.server_message or str(error).splitlines()[0]).strip()
-        if status in (401, 403):
+    except failures as error:
+        message = error_sentence(error)
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (
+            401,
+            403,
+        ):
             raise UserError(
-                f"push to {repository}: the Hub refuses this token ({status}: {reason}); it must be allowed to write"
+                f"push to {repository}: the Hub refuses this token ({message}); it must be allowed to write"
             ) from error
         raise RunError(
-            f"push to {repository}: the Hub answers {status} ({reason}); the same command goes on"
-        ) from error
-    except failures as error:
-        raise RunError(
-            f"push to {repository}: {type(error).__name__}: {error}; what was sent stays, and the same command goes on"
+            f"push to {repository}: {message}; what was sent stays, and the same command goes on"
         ) from error

@@ -459,10 +459,6 @@ def residual_writers(
 ) -> list[ResidualWriter]:
     """Return the weights that write to the residual stream of the text tower, in the order of the forward pass: the
     embeddings, and in each layer the last linear layers of attention and feed-forward."""
-    if "text" not in description.traits.towers:
-        raise UserError(
-            f"{description.name} has no text tower, and directions are taken out of text towers"
-        )
     tower: Any = tower_module(backbone, description.traits, "text")
     names = {id(module): unwrapped_name(name) for name, module in model.named_modules()}
     embeddings = names[id(tower.get_input_embeddings())]

@@ -62,11 +62,6 @@ class TensorReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.entries, self.metadata = read_header(path)
-        for name, entry in self.entries.items():
-            if entry.dtype not in DTYPE_BY_CODE:
-                raise UserError(
-                    f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with"
-                )
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Return elements `start` to `stop` of the flattened tensor, as they are stored."""

@@ -227,20 +227,18 @@ class BatchSchedule:
             )
         if self._turns and is_split:
             parts[-1] += ", of each source in turn"
-        for size in sorted({*self._batch_sizes} - {self.global_batch_size}):
-            names = []
-            for name, batch_size in zip(self._names, self._batch_sizes, strict=True):
-                if batch_size == size:
-                    names.append(name)
-            parts.append(f"of {size:,d}: {', '.join(names)}")
+        for name, size in zip(self._names, self._batch_sizes, strict=True):
+            if size != self.global_batch_size:
+                parts.append(f"of {size:,d}: {name}")
         if self.smallest_batch < min(self._batch_sizes):
             parts.append(f"the smallest batch has {self.smallest_batch:,d}")
         for source, classes in self._classes.items():
             line = f"{self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
-            if classes.num_alone:
-                line += f" ({classes.num_alone:,d} examples are alone in their class and left out)"
-            if classes.num_repeated:
-                line += f" ({classes.num_repeated:,d} examples that repeat another one of their class are left out)"
+            if classes.num_left_out:
+                line += (
+                    f" ({classes.num_left_out:,d} examples that are alone in their class or repeat another one of it are "
+                    "left out)"
+                )
             parts.append(line)
         return "; ".join(parts)
 
@@ -474,15 +472,12 @@ class ClassBatches:
         self._classes = np.flatnonzero(sizes > 1)
         self.num_classes = len(self._classes)
         """Number of classes that are drawn."""
-        self.num_repeated = int((labels < 0).sum())
-        """Number of examples that repeat another one of their class."""
-        self.num_alone = int((sizes == 1).sum()) - self.num_repeated
-        """Number of examples that are the only one of their class."""
+        self.num_left_out = int((sizes == 1).sum())
+        """Number of examples that are the only one of their class, or repeat another one of it."""
         if self.num_classes < 2:
             raise UserError(
-                f"{name}: {len(sizes) - self.num_repeated:,d} classes, of which {self.num_classes} have two "
-                "different examples or more; "
-                "labelled data need at least two such classes: check its column label"
+                f"{name}: {self.num_classes} of its classes have two different examples or more, and labelled data need at "
+                "least two such classes: check its column label"
             )
         self.size = min(batch_size, self.num_classes)
         drawn_sizes = sizes[self._classes]

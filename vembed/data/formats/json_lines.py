@@ -15,7 +15,7 @@ from vembed.errors import UserError
 
 MAX_ARRAY_BYTES = 2**30
 """Largest file with a JSON array, which has to be read whole."""
-HEAD_BYTES = 2**16
+HEAD_BYTES = 2**12
 
 _AROUND = " \t\r\n\ufeff"
 """Characters around a record that belong to no record."""
@@ -50,9 +50,7 @@ class JsonLines(LineFormat):
         except json.JSONDecodeError as error:
             ends = "; a record stands on one line" if error.pos >= len(text) else ""
             return BadRecord(f"not JSON ({error.msg}: column {error.pos + 1:,d}){ends}")
-        except RecursionError:
-            return BadRecord("JSON that is nested too deeply")
-        except ValueError as error:
+        except (RecursionError, ValueError) as error:
             return BadRecord(f"not JSON ({error})")
         if end != len(text):
             return BadRecord(
@@ -131,19 +129,11 @@ class JsonArray(TextFormat):
 
 
 def _is_array(path: Path) -> bool:
-    """Return whether a file is one JSON array, and not lines of which the first is a list that is no record."""
+    """Return whether a file is one JSON array."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
-    first, _, following = head.partition(b"\n")
     # An array of arrays holds no records.
-    if not first.startswith(b"[") or first.startswith(b"[["):
-        return False
-    try:
-        values = json.loads(first)
-    except (ValueError, RecursionError):
-        return True
-    has_records = bool(values) and isinstance(values[0], dict)
-    return has_records or not following.strip()
+    return head.startswith(b"[") and not head.startswith(b"[[")
 
 
 def _past_space(text: str, at: int) -> int:

@@ -396,12 +396,7 @@ def fetched_copies(address: str) -> list[tuple[str, Path]]:
                 with files.open(path, "rb") as source:
                     _copy(source, target, name)
             copies.append((name, target))
-    except ImportError as error:
-        scheme = address.partition("://")[0]
-        raise UserError(
-            f"{address} cannot be opened: {error} (a package for {scheme}:// is missing)"
-        ) from error
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         reason = str(error) or type(error).__name__
         raise UserError(
             f"{address} cannot be read: {reason.splitlines()[0]}"

@@ -86,14 +86,15 @@ def read_config(
             f"{folder} has no config.json; give the folder of a Transformers model"
         )
     check_model_config(folder, trust_remote_code=trust_remote_code)
+    needs_trust = (
+        f"{folder} needs Python code of its own, and trust_remote_code is false; set trust_remote_code: true if you trust "
+        "this code (of a class of yours, give model_class instead)"
+    )
     if (read_object(path) or {}).get("model_type") == OwnConfig.model_type:
         custom: OwnConfig = OwnConfig.from_pretrained(folder)
         custom.name_or_path = str(folder)
         if str(folder) not in TRUSTED and not trust_remote_code:
-            raise UserError(
-                f"{folder} needs Python code of its own ({custom.class_name}), and trust_remote_code is false; set "
-                "trust_remote_code: true if you trust this code, or give model_class your own copy of it"
-            )
+            raise UserError(needs_trust)
         return custom
     try:
         with quiet_transformers():
@@ -102,10 +103,7 @@ def read_config(
             )
     except LIBRARY_ERRORS as error:
         if "trust_remote_code" in str(error):
-            raise UserError(
-                f"{folder} needs Python code of its own, and trust_remote_code is false; set "
-                "trust_remote_code: true if you trust this code"
-            ) from error
+            raise UserError(needs_trust) from error
         raise UserError(f"{path} cannot be used: {error_sentence(error)}") from error
     return config if not changes else _changed_config(config, changes)
 

@@ -68,18 +68,14 @@ CODES = {
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: type and shape, and the bytes of the file where it begins and ends."""
+    """A tensor in a file: type and shape, and the byte of the file where it begins."""
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
+    size: int
+    """Number of elements."""
     begin: int
-    end: int
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
 
 def check_weight_files(folder: Path) -> None:
@@ -190,8 +186,9 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     metadata = header.pop(METADATA, {})
     tensors = {}
     for name, entry in header.items():
-        begin, end = (8 + length + offset for offset in entry["data_offsets"])
-        tensors[name] = Stored(path, entry["dtype"], tuple(entry["shape"]), begin, end)
+        shape = tuple(entry["shape"])
+        begin = 8 + length + entry["data_offsets"][0]
+        tensors[name] = Stored(path, entry["dtype"], shape, math.prod(shape), begin)
     return tensors, metadata
 
 
