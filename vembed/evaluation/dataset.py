@@ -100,7 +100,11 @@ class RetrievalData:
         return "; ".join([line, *self.notes])
 
 
-def _counted(number: int, singular: str, plural: str) -> str:
+def _counted(
+    number: int,
+    singular: str,
+    plural: str,
+) -> str:
     return f"{number:,d} {singular if number == 1 else plural}"
 
 
@@ -166,7 +170,12 @@ def open_eval_data(
         raise UserError(
             f"{path} is no BEIR-style folder, so it has no qrels of a split {splits[0]}"
         )
-    store = open_examples(options, path, objective, role="validation")
+    store = open_examples(
+        options,
+        path,
+        objective,
+        role="validation",
+    )
     for line in store.warnings():
         log.warning(line)
     return from_examples([store[index] for index in range(len(store))], path, task)
@@ -351,7 +360,13 @@ class _Judgements:
             )
         queries = tuple(self.queries.values())
         relevance = tuple(self.grades.values())
-        return RetrievalData(name, queries, documents, relevance, tuple(notes))
+        return RetrievalData(
+            name,
+            queries,
+            documents,
+            relevance,
+            tuple(notes),
+        )
 
 
 def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
@@ -372,7 +387,12 @@ def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
             f"{name} has {len(scores):,d} scored pairs with {num_different} different scores, and a correlation "
             "needs at least two"
         )
-    return ScoredPairs(name, tuple(first), tuple(second), tuple(scores))
+    return ScoredPairs(
+        name,
+        tuple(first),
+        tuple(second),
+        tuple(scores),
+    )
 
 
 # ---- BEIR-style folders: corpus, queries and qrels, as JSON Lines and TSV or, as on the Hub, as Parquet ------------
@@ -590,7 +610,12 @@ def read_beir_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
         keys[is_first],
         ReadAs(),
     )
-    return IdentifiedCorpus(documents, num_joined, KeyIndex(hashes), document_of)
+    return IdentifiedCorpus(
+        documents,
+        num_joined,
+        KeyIndex(hashes),
+        document_of,
+    )
 
 
 def identified_texts(

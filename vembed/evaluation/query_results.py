@@ -45,7 +45,11 @@ class QueryResults:
     found: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """[queries, NUM_FOUND] indices of the first documents; -1: none."""
 
-    def content(self, data: RetrievalData, metrics: Sequence[str]) -> dict[str, Any]:
+    def content(
+        self,
+        data: RetrievalData,
+        metrics: Sequence[str],
+    ) -> dict[str, Any]:
         """Return the metrics of all queries and the texts of the first MAX_QUERIES_WITH_TEXTS, as JSON values."""
         chosen = [name for name in metrics if name in self.names]
         columns = [self.names.index(name) for name in chosen]

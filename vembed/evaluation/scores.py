@@ -108,7 +108,12 @@ def evaluate(
             retrieval_mode=retrieval_mode or "auto",
         )
         splits = (split,) if split else TEST_FIRST
-        data = open_eval_data(options, str(data), splits=splits, task=task)
+        data = open_eval_data(
+            options,
+            str(data),
+            splits=splits,
+            task=task,
+        )
     # One rank prints for all.
     if show_progress and (session is None or session.is_main):
         sys.stderr.write(data.summary() + "\n")
@@ -215,7 +220,13 @@ def evaluate_model(
             )
         first = encode(data.first, "query")
         second = encode(data.second, "document")
-        return similarity_metrics(first, second, data.scores, sizes, normalize)
+        return similarity_metrics(
+            first,
+            second,
+            data.scores,
+            sizes,
+            normalize,
+        )
     # [Q, full] on every rank. Documents come in chunks and are searched as they come, so the corpus may be large.
     queries = encode(data.queries, "query")
     search = RetrievalSearch(
@@ -251,7 +262,13 @@ def evaluate_model(
         )
     scores = search.scores(query_results)
     if compressed:
-        scores |= compressed_scores(queries, all_documents, data, sizes, normalize)
+        scores |= compressed_scores(
+            queries,
+            all_documents,
+            data,
+            sizes,
+            normalize,
+        )
     return scores
 
 
@@ -428,15 +445,33 @@ def _first_stage(
     if evaluation.first_stage == BM25:
         index = build_bm25_index(item.text for item in data.documents)
         texts = {row: query.text for row, query in enumerate(data.queries)}
-        keys = best_keys(index, texts, num_documents, k, excluded)
+        keys = best_keys(
+            index,
+            texts,
+            num_documents,
+            k,
+            excluded,
+        )
         return documents_of(keys).numpy()
     embedder = Embedder(evaluation.first_stage, session=session)
     model = embedder.model
     featuriser = embedder.featuriser
     normalize = embedder.description.similarity == "cosine"
     options: dict[str, Any] = {"session": session, "normalize": normalize}
-    queries = encode_items(model, featuriser, data.queries, "query", **options)
-    documents = encode_items(model, featuriser, data.documents, "document", **options)
+    queries = encode_items(
+        model,
+        featuriser,
+        data.queries,
+        "query",
+        **options,
+    )
+    documents = encode_items(
+        model,
+        featuriser,
+        data.documents,
+        "document",
+        **options,
+    )
     return top_k(queries, documents, k, excluded)
 
 
@@ -522,7 +557,13 @@ def retrieval_metrics(
     **options: Any,
 ) -> dict[str, float]:
     """Return the scores of a `RetrievalSearch` in all documents at once."""
-    search = RetrievalSearch(queries_QD, data, ks, dims, **options)
+    search = RetrievalSearch(
+        queries_QD,
+        data,
+        ks,
+        dims,
+        **options,
+    )
     search.add(documents_ND, np.arange(len(documents_ND)))
     return search.scores()
 
@@ -567,7 +608,11 @@ class RetrievalSearch:
             on_device = torch.from_numpy(queries).to(device)
             self._searches[dim] = TopK(on_device, max(ks), excluded)
 
-    def add(self, documents_ND: np.ndarray, numbers_N: np.ndarray) -> None:
+    def add(
+        self,
+        documents_ND: np.ndarray,
+        numbers_N: np.ndarray,
+    ) -> None:
         """Search in some documents, which have these numbers in the data."""
         for dim, search in self._searches.items():
             for start in range(0, len(documents_ND), DOCUMENTS_PER_SEARCH_TILE):

@@ -66,7 +66,11 @@ class Pairs:
         return len(self.queries)
 
     @classmethod
-    def of(cls, queries: Any, documents: Any) -> Pairs:
+    def of(
+        cls,
+        queries: Any,
+        documents: Any,
+    ) -> Pairs:
         """Sort pairs and drop those that occur again."""
         both = np.stack([queries, documents], axis=1).astype(np.int64)
         unique = np.unique(both, axis=0)
@@ -88,7 +92,11 @@ class Pairs:
         """[num_queries + 1] where the pairs of each query begin, and the end of the last."""
         return np.searchsorted(self.queries, np.arange(num_queries + 1))
 
-    def from_query(self, first: int, last: int) -> Pairs:
+    def from_query(
+        self,
+        first: int,
+        last: int,
+    ) -> Pairs:
         """The pairs of queries first .. last - 1, whose queries count from `first`."""
         begin, end = np.searchsorted(self.queries, [first, last])
         return Pairs(self.queries[begin:end] - first, self.documents[begin:end])
@@ -120,7 +128,11 @@ class TopK:
             self._tiles.append(tile)
         self._empty = torch.empty((0, k), dtype=torch.int64, device=self.device)
 
-    def add(self, documents_SD: Tensor, numbers_S: Tensor) -> None:
+    def add(
+        self,
+        documents_SD: Tensor,
+        numbers_S: Tensor,
+    ) -> None:
         """Compare the queries with documents that have these numbers."""
         documents_SD = documents_SD.to(self.device)
         numbers_S = numbers_S.to(self.device)
@@ -174,7 +186,11 @@ class _QueryTile:
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.num_waiting = 0
 
-    def add(self, documents_SD: Tensor, numbers_S: Tensor) -> None:
+    def add(
+        self,
+        documents_SD: Tensor,
+        numbers_S: Tensor,
+    ) -> None:
         """Collect the documents that may be among the best. `sort_in` merges them.
 
         No document of the k best is lost: its score in the first pass is at most `error` below the exact one. Each of
@@ -192,7 +208,12 @@ class _QueryTile:
             )
             tile_TD = documents_SD[start:end]
             query, document = self._passing(tile_TD, error_Q)
-            scores = products(self.queries, query, tile_TD, document)
+            scores = products(
+                self.queries,
+                query,
+                tile_TD,
+                document,
+            )
             number = numbers_S[start:end][document]
             keys = as_keys(scores, number)
             is_better = keys > self.best[query, -1]
@@ -226,7 +247,11 @@ class _QueryTile:
         self.threshold = torch.maximum(self.threshold, scores_of(self.best[:, -1]))
         self.has_threshold = True
 
-    def _passing(self, tile_TD: Tensor, error_Q: Tensor) -> tuple[Tensor, Tensor]:
+    def _passing(
+        self,
+        tile_TD: Tensor,
+        error_Q: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Return the queries and the documents of a tile whose product reaches the threshold but for the error."""
         scores_TQ = tile_TD @ self.queries.T
         missing = -len(tile_TD) % BLOCK_DOCUMENTS

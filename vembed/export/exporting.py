@@ -347,16 +347,9 @@ def _describe(
     lines = ["Not compared with the model (`--no-check`)."]
     if check is not None:
         lines = [f"- {line}" for line in check.lines()]
-    section = [
-        text.rstrip(),
-        "",
-        "## Export",
-        "",
-        f"Exported by `vembed export --format {format_name} --precision {precision}`.",
-        "",
-        *lines,
-    ]
-    replace_text(card, "\n".join(section) + "\n")
+    command = f"vembed export --format {format_name} --precision {precision}"
+    text = f"{text.rstrip()}\n\n## Export\n\nExported by `{command}`.\n\n"
+    replace_text(card, text + "\n".join(lines) + "\n")
     return facts
 
 
@@ -379,16 +372,13 @@ class ScoreCheck:
     num_pairs: int
     largest_difference: float
     """Between the two scores of a pair, relative to the largest score of the model, which counts as at least 1."""
-    rank_correlation: float
-    """Spearman's, of the scores of all pairs."""
     tolerance: float
 
     def lines(self) -> list[str]:
         """Return what is printed and written into the card."""
         return [
             f"{self.num_pairs:,d} pairs through the model and through {self.runtime}: largest difference of scores "
-            f"{self.largest_difference:.2g} of the largest score (tolerance {self.tolerance:.2g}), Spearman "
-            f"correlation {self.rank_correlation:.4f}"
+            f"{self.largest_difference:.2g} of the largest score (tolerance {self.tolerance:.2g})"
         ]
 
 
@@ -519,7 +509,6 @@ def export_reranker(
         runtime=exported.graph.runtime,
         num_pairs=len(features),
         largest_difference=largest / max(float(np.abs(expected).max()), 1.0),
-        rank_correlation=float(spearmanr(expected[:, 0], scores).statistic),
         tolerance=SCORE_TOLERANCE[precision] if tolerance is None else tolerance,
     )
     # Written so that NaN is refused too.

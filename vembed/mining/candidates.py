@@ -60,7 +60,11 @@ class ClaimFinder:
     positives, so few claimed candidates are relevant. A hard negative is usually near to what another query asks for.
     """
 
-    def __init__(self, retriever: DenseRetriever, positives: Pairs) -> None:
+    def __init__(
+        self,
+        retriever: DenseRetriever,
+        positives: Pairs,
+    ) -> None:
         """Write the sums of the vectors of all pairs. Collective."""
         self._documents = retriever.documents
         self._sums = retriever.sums_of(positives)
@@ -95,7 +99,12 @@ class ClaimFinder:
                 documents[start : start + DOCUMENTS_PER_SEARCH]
             )
             # s(q', d) + s(p', d) is the dot product of d with the sum of q' and p'.
-            nearest, scores = self._sums.search(vectors, num_pairs, NEAREST, NO_PAIRS)
+            nearest, scores = self._sums.search(
+                vectors,
+                num_pairs,
+                NEAREST,
+                NO_PAIRS,
+            )
             row = which[inside] - start
             best = self._best_of_query(query[inside], row, vectors)
             is_claimed.ravel()[place[inside]] = self._is_claimed(
@@ -235,11 +244,22 @@ class CandidateSearch:
             scores.append(self._primary.pair_scores(first, chunk))
         return np.concatenate(scores)
 
-    def _find(self, first: int, last: int) -> CandidateChunk:
+    def _find(
+        self,
+        first: int,
+        last: int,
+    ) -> CandidateChunk:
         excluded = self.excluded.from_query(first, last)
         rankings = []
         for retriever in self.retrievers:
-            rankings.append(retriever.search(first, last, self.options.top_k, excluded))
+            rankings.append(
+                retriever.search(
+                    first,
+                    last,
+                    self.options.top_k,
+                    excluded,
+                )
+            )
         documents, scores = rankings[0]
         if self.fuse_rankings is not None:
             documents = self.fuse_rankings(rankings)
@@ -256,7 +276,12 @@ class CandidateSearch:
         )
         if self._claims is not None:
             limit = claimed_limit(candidates.lowest_positive())
-            claimed[:] = self._claims.claimed(first, documents, scores, limit)
+            claimed[:] = self._claims.claimed(
+                first,
+                documents,
+                scores,
+                limit,
+            )
         return candidates
 
 
@@ -276,7 +301,15 @@ def open_candidates(
         if each.model == BM25:
             retrievers.append(LexicalRetriever(inputs, session))
         else:
-            retrievers.append(open_dense(each, config, folder, inputs, session))
+            retrievers.append(
+                open_dense(
+                    each,
+                    config,
+                    folder,
+                    inputs,
+                    session,
+                )
+            )
     excluded = known.excluded(with_negatives=config.keep_negatives)
     arrays = (
         documents.exact,
@@ -299,7 +332,13 @@ def open_candidates(
     )
 
     def fuse_rankings(rankings: Sequence[Ranking]) -> np.ndarray:
-        return fuse(rankings, weights, config.top_k, config.fusion, config.rrf_k)
+        return fuse(
+            rankings,
+            weights,
+            config.top_k,
+            config.fusion,
+            config.rrf_k,
+        )
 
     return CandidateSearch(
         config,
@@ -403,14 +442,25 @@ def choose_negatives(
     if options.threshold == "auto":
         calibration = calibrate(search.chunks(), options, seed)
         limits = calibration.limits
-    chooser = Chooser(options, seed, limits, documents, session)
+    chooser = Chooser(
+        options,
+        seed,
+        limits,
+        documents,
+        session,
+    )
     chunks = []
     # Chunk by chunk: choice and judging look at one query at a time.
     for candidates in search.chunks():
         negatives = chooser.choose(candidates, depth)
         chunks.append(judge(candidates, negatives) if judge else negatives)
     chosen = Chosen(*map(np.concatenate, zip(*chunks, strict=True)))
-    return Choice(chosen, chooser.counts(), limits, calibration)
+    return Choice(
+        chosen,
+        chooser.counts(),
+        limits,
+        calibration,
+    )
 
 
 @dataclass
@@ -431,7 +481,11 @@ class Chooser:
             lambda number: ngrams(self.documents.item(number).text or "")
         )
 
-    def choose(self, candidates: CandidateChunk, depth: int) -> Chosen:
+    def choose(
+        self,
+        candidates: CandidateChunk,
+        depth: int,
+    ) -> Chosen:
         """At most `depth` negatives for each query. Collective: the ranks share the queries."""
         session = self.session
         queries = range(session.rank, len(candidates), session.world_size)
@@ -483,7 +537,11 @@ class Chooser:
         totals = collectives.sum_ints([self.num_left_out[name] for name in names])
         return dict(zip(names, totals, strict=True))
 
-    def _allowed(self, candidates: CandidateChunk, queries: range) -> np.ndarray:
+    def _allowed(
+        self,
+        candidates: CandidateChunk,
+        queries: range,
+    ) -> np.ndarray:
         """[n, K] which candidates of some queries keep to the limits."""
         rows = slice(queries.start, None, queries.step)
         scores = candidates.scores[rows]

@@ -21,7 +21,11 @@ RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 class ChatClient:
     """Chat completions of one model."""
 
-    def __init__(self, endpoint: Endpoint, model: str) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        model: str,
+    ) -> None:
         assert endpoint.base_url is not None, "the config asks for it"
         self.url = endpoint.base_url.rstrip("/") + "/chat/completions"
         self._endpoint = endpoint
@@ -43,7 +47,12 @@ class ChatClient:
             self._endpoint.concurrency, thread_name_prefix="vembed-endpoint"
         ) as pool:
             number_of = {
-                pool.submit(self._ask, prompt, max_tokens, temperature): number
+                pool.submit(
+                    self._ask,
+                    prompt,
+                    max_tokens,
+                    temperature,
+                ): number
                 for number, prompt in enumerate(prompts)
             }
             failure = None

@@ -62,7 +62,11 @@ def open_command_session(log_line: Log | None) -> Iterator[tuple[Session, Log]]:
 class BeirTable:
     """A BEIR-style folder as rows: a query with its relevant documents and the ids of all."""
 
-    def __init__(self, folder: Path, options: RowOptions) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: RowOptions,
+    ) -> None:
         self.name = str(folder)
         self.image_folder = str(folder)
         splits = [options.split] if options.split else SPLITS
@@ -263,7 +267,11 @@ def distinct_by(table: np.ndarray, column: int) -> np.ndarray:
 class Documents:
     """Distinct documents by number: first the candidates, then documents of the rows that the corpus does not hold."""
 
-    def __init__(self, options: DataOptions, rows: Rows) -> None:
+    def __init__(
+        self,
+        options: DataOptions,
+        rows: Rows,
+    ) -> None:
         """The documents of `corpus_path`, of the BEIR-style folders in `data_path`, or else of the rows themselves."""
         paths = paths_of(options.corpus_path)
         if not paths:
@@ -470,7 +478,11 @@ class KnownPositives:
             parts.append(self.negatives)
         return Pairs.union(parts)
 
-    def _pairs_by_id(self, by_id: list[tuple[int, str]], documents: Documents) -> Pairs:
+    def _pairs_by_id(
+        self,
+        by_id: list[tuple[int, str]],
+        documents: Documents,
+    ) -> Pairs:
         queries = np.array([query for query, _ in by_id], np.int64)
         identities = [identity for _, identity in by_id]
         numbers = documents.find_ids(identities)

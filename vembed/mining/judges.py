@@ -203,7 +203,11 @@ class Cascade:
         self.decided_at = sum(judges[-1].unsure) / 2 if judges else 1.0
         """Probability from which on a pair is relevant."""
 
-    def judge(self, num_pairs: int, pair_of: Callable[[int], TextPair]) -> np.ndarray:
+    def judge(
+        self,
+        num_pairs: int,
+        pair_of: Callable[[int], TextPair],
+    ) -> np.ndarray:
         """[num_pairs] how likely each pair is relevant; UNDECIDED where no judge gave an answer. Collective."""
         session = self._session
         # Dealt in turn: neighbouring pairs are of one query, and of similar length.
@@ -263,7 +267,11 @@ class CandidateJudge:
         self.relabelled: dict[int, list[int]] = {}
         """Query -> documents that became its positives."""
 
-    def apply(self, candidates: CandidateChunk, chosen: Chosen) -> Chosen:
+    def apply(
+        self,
+        candidates: CandidateChunk,
+        chosen: Chosen,
+    ) -> Chosen:
         """Judge chosen candidates, and keep at most `budget` of each query. Collective: the ranks share the pairs."""
         config = self._config
         is_candidate = chosen.documents >= 0
@@ -402,7 +410,14 @@ def judge(
             stays[:] = True
         if running.is_main:
             write_rows(
-                target, _judged_rows(config, data, judgements, is_relevant, stays)
+                target,
+                _judged_rows(
+                    config,
+                    data,
+                    judgements,
+                    is_relevant,
+                    stays,
+                ),
             )
         running.barrier()
         result = JudgeResult(

@@ -116,7 +116,13 @@ def mine(
         for line in judge.summary():
             log_line(line)
 
-        maker = RowMaker(config, inputs, chosen, judge.relabelled, search)
+        maker = RowMaker(
+            config,
+            inputs,
+            chosen,
+            judge.relabelled,
+            search,
+        )
         if running.is_main:
             write_rows(target, maker.rows())
         # The others wait here: none may clear the folder, or log that it is done, before the file is whole.
@@ -243,7 +249,13 @@ class ExampleMiner:
         known = self._known
         # Vectors of other weights must not be taken for those of now.
         self._clear(folder)
-        dense = DenseRetriever(folder, "run", self.documents, known, session)
+        dense = DenseRetriever(
+            folder,
+            "run",
+            self.documents,
+            known,
+            session,
+        )
 
         # Ranks run together, as those of sharded weights must.
         dense.encode(encode, together=True)
@@ -282,7 +294,11 @@ class ExampleMiner:
         num_short = int((by_example < 0).any(axis=1).sum())
         return Mined(by_example, mean, num_short, note)
 
-    def example(self, index: int, documents: Sequence[int]) -> Example:
+    def example(
+        self,
+        index: int,
+        documents: Sequence[int],
+    ) -> Example:
         """Return an example with these documents after its own negatives."""
         example = self.examples[index]
         added = [self.documents.item(number) for number in documents if number >= 0]

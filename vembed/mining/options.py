@@ -417,7 +417,12 @@ class GenerateConfig(RecordOptions, ModelOptions, WorkOptions, CommandConfig):
             )
         for kind, prompt in self.prompts.items():
             try:
-                prompt.format(document="", language="", persona="", examples="")
+                prompt.format(
+                    document="",
+                    language="",
+                    persona="",
+                    examples="",
+                )
             except (KeyError, IndexError, ValueError, AttributeError) as error:
                 raise ValueError(
                     f"prompts: {kind} holds braces that are none of {{document}}, {{language}}, {{persona}} and "
@@ -495,7 +500,12 @@ def load_options(
                 if name not in TRAINING_ONLY_KEYS:
                     training.take(key.split("."), node, place)
             elif name in options:
-                values[name] = OptionValue(name, node.plain(), key, place)
+                values[name] = OptionValue(
+                    name,
+                    node.plain(),
+                    key,
+                    place,
+                )
             else:
                 refuse_key(name, place)
         problems += training.problems
@@ -509,7 +519,12 @@ def load_options(
             for inner, entry in value.value.model_dump(exclude_unset=True).items():
                 if inner in options:
                     key = f"{value.key}.{inner}"
-                    mined = OptionValue(inner, entry, key, value.place)
+                    mined = OptionValue(
+                        inner,
+                        entry,
+                        key,
+                        value.place,
+                    )
                     values.setdefault(inner, mined)
 
     for argument in overrides:
@@ -523,7 +538,13 @@ def load_options(
         if isinstance(parsed, str) and "list" in kinds and "text" not in kinds:
             parsed = [part.strip() for part in parsed.split(",")]
         level = Level.COMMAND_LINE
-        values[name] = OptionValue(name, parsed, key, COMMAND_LINE, level)
+        values[name] = OptionValue(
+            name,
+            parsed,
+            key,
+            COMMAND_LINE,
+            level,
+        )
 
     _choose_model(values, training)
     for name, option in options.items():

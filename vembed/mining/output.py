@@ -102,7 +102,14 @@ class RowMaker:
             ids = [self._documents.identity(document) for document in mined]
             output_row["negative_ids"] = [None] * len(kept) + ids
         if config.scores:
-            self._add_scores(output_row, query, example, kept, added, columns)
+            self._add_scores(
+                output_row,
+                query,
+                example,
+                kept,
+                added,
+                columns,
+            )
         return output_row
 
     def _add_scores(
@@ -199,7 +206,11 @@ def check_output(
     return target
 
 
-def refuse_input(config: CommandConfig, target: Path, option: str) -> None:
+def refuse_input(
+    config: CommandConfig,
+    target: Path,
+    option: str,
+) -> None:
     """Raise UserError if a file to write is one that the command reads."""
     if not target.exists():
         return

@@ -53,7 +53,11 @@ class LexicalRetriever:
     identity = ""
     """It depends on the documents and queries alone."""
 
-    def __init__(self, inputs: MiningInputs, session: Session) -> None:
+    def __init__(
+        self,
+        inputs: MiningInputs,
+        session: Session,
+    ) -> None:
         check_bm25()
         self._documents = inputs.documents
         self._known = inputs.known
@@ -81,12 +85,22 @@ class LexicalRetriever:
         for query in range(self._session.rank, last - first, self._session.world_size):
             queries[query] = self._known.item(first + query).text
         num_candidates = self._documents.num_candidates
-        best = best_keys(self._index, queries, num_candidates, k, excluded)
+        best = best_keys(
+            self._index,
+            queries,
+            num_candidates,
+            k,
+            excluded,
+        )
         device = self._session.device
         merged = collectives.all_gather_dealt(best.to(device), last - first).cpu()
         return documents_of(merged).numpy(), scores_of(merged).numpy()
 
-    def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
+    def pair_scores(
+        self,
+        first: int,
+        pairs: Pairs,
+    ) -> np.ndarray:
         """The score of each pair, whose queries count from `first`. Collective."""
         result = torch.zeros(len(pairs))
         for query in np.unique(pairs.queries).tolist():
@@ -247,9 +261,19 @@ class DenseRetriever:
         self.documents = self._open("document", self.corpus.exact)
         self.queries = self._open("query", self.known.exact)
 
-    def _open(self, name: str, keys: np.ndarray) -> VectorStore:
+    def _open(
+        self,
+        name: str,
+        keys: np.ndarray,
+    ) -> VectorStore:
         folder = self.folder / name
-        return VectorStore(folder, self.identity, keys, self.dtype, self.session)
+        return VectorStore(
+            folder,
+            self.identity,
+            keys,
+            self.dtype,
+            self.session,
+        )
 
     def encode(
         self,
@@ -281,9 +305,18 @@ class DenseRetriever:
         """[Q, k] best candidates for queries first .. last - 1 and their scores. `excluded` counts from `first`."""
         queries = self.queries.take(np.arange(first, last))
         num_candidates = self.corpus.num_candidates
-        return self.documents.search(queries, num_candidates, k, excluded)
+        return self.documents.search(
+            queries,
+            num_candidates,
+            k,
+            excluded,
+        )
 
-    def pair_scores(self, first: int, pairs: Pairs) -> np.ndarray:
+    def pair_scores(
+        self,
+        first: int,
+        pairs: Pairs,
+    ) -> np.ndarray:
         """The score of each pair, whose queries count from `first`."""
         if not len(pairs):
             return np.zeros(0, np.float32)
@@ -355,7 +388,12 @@ def open_dense(
     # Loaded at most once, and only where vectors are missing.
     @cache
     def encoder() -> EncodeItems:
-        return load_encoder(retriever, options, session.device, precision.value)
+        return load_encoder(
+            retriever,
+            options,
+            session.device,
+            precision.value,
+        )
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
         return encoder()(items, kind)
@@ -425,7 +463,12 @@ class VectorStore:
     ) -> None:
         """`keys`: the contents of the items, [N] or [N, 2] int64. `identity`: all else that the vectors depend on."""
         self._keys = keys.reshape(len(keys), -1)
-        self._rows = RowStore(folder, identity, "mine", ".vectors")
+        self._rows = RowStore(
+            folder,
+            identity,
+            "mine",
+            ".vectors",
+        )
         self._dtype = VECTOR_DTYPES[dtype]
         self._session = session
         size = SMALLEST_BLOCK
@@ -522,7 +565,11 @@ class VectorStore:
         keys = keys.cpu()
         return documents_of(keys).numpy(), scores_of(keys).numpy()
 
-    def pair_scores(self, queries_QD: Tensor, pairs: Pairs) -> np.ndarray:
+    def pair_scores(
+        self,
+        queries_QD: Tensor,
+        pairs: Pairs,
+    ) -> np.ndarray:
         """The score of each pair (row of the query, number of the item). Collective: the ranks share the items."""
         session = self._session
         scores = torch.zeros(len(pairs))

@@ -99,7 +99,7 @@ def eval(
             stored = stored_table(scores)
             if compressed is not None and stored is not None:
                 console.print(" ", number_table(stored.header, stored.rows), sep="\n")
-                plot = plot_stored(stored_points(scores), "nDCG@10")
+                plot = plot_stored(stored_points(scores))
                 plot.image("nDCG@10").save(compressed)
     return scores
 

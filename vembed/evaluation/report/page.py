@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import io
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,6 @@ def render_page(template: str, **values: Any) -> str:
     return TEMPLATES.get_template(template).render(values)
 
 
-@lru_cache(maxsize=256)
 def thumbnail(path: str) -> str | None:
     """Return the data address of an image file, or None if it cannot be read. Addresses are not fetched."""
     return None if "://" in path else thumbnail_of(ImageRef(path=path))

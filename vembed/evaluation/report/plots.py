@@ -61,7 +61,12 @@ class Stroke:
         mixed = [round(255 + (channel - 255) * self.opacity) for channel in channels]
         width = round(self.width * PIXELS_PER_UNIT)
         pixels = [_pixel(x, y) for x, y in self.points]
-        draw.line(pixels, tuple(mixed), width, joint="curve")
+        draw.line(
+            pixels,
+            tuple(mixed),
+            width,
+            joint="curve",
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,12 @@ class Dot:
         start = _pixel(self.x - self.radius, self.y - self.radius)
         end = _pixel(self.x + self.radius, self.y + self.radius)
         fill = None if self.is_ring else colour
-        draw.ellipse((*start, *end), fill, colour, PIXELS_PER_UNIT)
+        draw.ellipse(
+            (*start, *end),
+            fill,
+            colour,
+            PIXELS_PER_UNIT,
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +108,13 @@ class Text:
         font = ImageFont.load_default(FONT_SIZE * PIXELS_PER_UNIT)
         anchor = ANCHORS[self.anchor]
         place = _pixel(self.x, self.y)
-        draw.text(place, self.text, COLOURS[self.colour], font, anchor)
+        draw.text(
+            place,
+            self.text,
+            COLOURS[self.colour],
+            font,
+            anchor,
+        )
 
 
 Mark = Stroke | Dot | Text
@@ -125,7 +141,12 @@ class Plot:
         width, height = _pixel(WIDTH + PLOT_MARGIN, HEIGHT + PLOT_MARGIN)
         image = Image.new("RGB", (round(width), round(height)), "white")
         draw = ImageDraw.Draw(image)
-        heading = Text(0.0, -8.0, title, anchor="start")
+        heading = Text(
+            0.0,
+            -8.0,
+            title,
+            anchor="start",
+        )
         for mark in (*self.marks, heading):
             mark.draw(draw)
         return image.reduce(PIXEL_OVERSAMPLING)
@@ -161,22 +182,55 @@ def plot_curves(
         values = curve.values
         dot = 2.0 if curve.has_points else 0.0
         if curve.is_noisy and len(values) >= MIN_SMOOTHED_POINTS:
-            lines.append(_Line(curve.steps, values, colour, width=1.0, opacity=0.3))
+            lines.append(
+                _Line(
+                    curve.steps,
+                    values,
+                    colour,
+                    width=1.0,
+                    opacity=0.3,
+                )
+            )
             values = _running_mean(values)
-        lines.append(_Line(curve.steps, values, colour, dot=dot))
-        lines.append(_Line(curve.steps[-1:], values[-1:], colour, dot=2.2))
+        lines.append(
+            _Line(
+                curve.steps,
+                values,
+                colour,
+                dot=dot,
+            )
+        )
+        lines.append(
+            _Line(
+                curve.steps[-1:],
+                values[-1:],
+                colour,
+                dot=2.2,
+            )
+        )
         if ring_at is not None and ring_at in curve.steps:
             place = list(curve.steps).index(ring_at)
             value = curve.values[place]
-            lines.append(_Line([ring_at], [value], colour, dot=5.0, is_ring=True))
+            lines.append(
+                _Line(
+                    [ring_at],
+                    [value],
+                    colour,
+                    dot=5.0,
+                    is_ring=True,
+                )
+            )
     title = f"{curve.title} over the steps"
-    return _plot(title, lines, curve.write, y_from_zero=curve.from_zero)
+    return _plot(
+        title,
+        lines,
+        curve.write,
+        y_from_zero=curve.from_zero,
+    )
 
 
-def plot_stored(
-    points: Mapping[str, Sequence[tuple[int, int, float]]], label: str
-) -> Plot:
-    """Return a plot of a metric by bytes per document, a line for each stored form of (size, bytes, value). Ticks are
+def plot_stored(points: Mapping[str, Sequence[tuple[int, int, float]]]) -> Plot:
+    """Return a plot of nDCG@10 by bytes per document, a line for each stored form of (size, bytes, value). Ticks are
     powers of two."""
     colours = {"float32": INK, "int8": BEFORE}
     lines = []
@@ -190,13 +244,21 @@ def plot_stored(
         xs = [math.log2(size) for _, size, _ in rows]
         values = [value for _, _, value in rows]
         opacity = 1.0 if is_rescored else 0.5
-        lines.append(_Line(xs, values, colour, opacity=opacity, dot=2.0))
+        lines.append(
+            _Line(
+                xs,
+                values,
+                colour,
+                opacity=opacity,
+                dot=2.0,
+            )
+        )
         name = form.replace("_", ", ")
         notes.append((xs[-1], values[-1], name, colour, is_rescored))
         all_xs += xs
     powers = range(math.ceil(min(all_xs)), math.floor(max(all_xs)) + 1)
     return _plot(
-        f"{label} by bytes per document",
+        "nDCG@10 by bytes per document",
         lines,
         "{:.2f}".format,
         "bytes per document",
@@ -256,13 +318,32 @@ def _plot(
     # Texts beside points need space at the edges.
     margin_x = 0.03 if is_over_steps else 0.1
     margin_y = 0.15 if is_over_steps else 0.22
-    scale_x = _Scale(xs, margin_x, LEFT, RIGHT, from_zero=is_over_steps)
-    scale_y = _Scale(ys, margin_y, BOTTOM, TOP, from_zero=y_from_zero)
+    scale_x = _Scale(
+        xs,
+        margin_x,
+        LEFT,
+        RIGHT,
+        from_zero=is_over_steps,
+    )
+    scale_y = _Scale(
+        ys,
+        margin_y,
+        BOTTOM,
+        TOP,
+        from_zero=y_from_zero,
+    )
     marks: list[Mark] = []
     for value in scale_y.ticks(MAX_TICKS_Y):
         y = scale_y.at(value)
         marks.append(Stroke([(LEFT, y), (RIGHT, y)], GRID_COLOUR, 0.8))
-        marks.append(Text(LEFT - 4, y + 0.35 * FONT_SIZE, write(value), anchor="end"))
+        marks.append(
+            Text(
+                LEFT - 4,
+                y + 0.35 * FONT_SIZE,
+                write(value),
+                anchor="end",
+            )
+        )
     marks.append(Stroke([(LEFT, BOTTOM), (RIGHT, BOTTOM)], GRID_COLOUR, 0.8))
     if is_over_steps:
         steps = scale_x.ticks(MAX_TICKS_X, smallest=1.0)
@@ -275,13 +356,35 @@ def _plot(
         for x, y in zip(line.xs, line.ys, strict=True):
             places.append((scale_x.at(x), scale_y.at(y)))
         if len(places) > 1:
-            marks.append(Stroke(places, line.colour, line.width, line.opacity))
+            marks.append(
+                Stroke(
+                    places,
+                    line.colour,
+                    line.width,
+                    line.opacity,
+                )
+            )
         if line.dot:
             for x, y in places:
-                marks.append(Dot(x, y, line.dot, line.colour, line.is_ring))
+                marks.append(
+                    Dot(
+                        x,
+                        y,
+                        line.dot,
+                        line.colour,
+                        line.is_ring,
+                    )
+                )
     for x, y, text, colour, is_above in notes:
         offset = -8.0 if is_above else 8.0 + 0.7 * FONT_SIZE
-        marks.append(Text(scale_x.at(x), scale_y.at(y) + offset, text, colour))
+        marks.append(
+            Text(
+                scale_x.at(x),
+                scale_y.at(y) + offset,
+                text,
+                colour,
+            )
+        )
     return Plot(description, marks)
 
 
@@ -311,7 +414,11 @@ class _Scale:
         fraction = (value - self._low) / (self._high - self._low)
         return self._start + fraction * (self._stop - self._start)
 
-    def ticks(self, at_most: int, smallest: float = 0.0) -> list[float]:
+    def ticks(
+        self,
+        at_most: int,
+        smallest: float = 0.0,
+    ) -> list[float]:
         """Return round values of the range: multiples of 1, 2 or 5 times a power of ten, `smallest` or more."""
         least = max((self._high - self._low) / at_most, smallest)
         power = 10.0 ** math.floor(math.log10(least))

@@ -241,7 +241,13 @@ def read_run(output_dir: str | Path) -> RunRecord:
             evaluations.append(RecordedEvaluation(int(values["step"]), scores))
         else:
             steps.append(values)
-    return RunRecord(folder, config, steps, evaluations, read_summary(folder))
+    return RunRecord(
+        folder,
+        config,
+        steps,
+        evaluations,
+        read_summary(folder),
+    )
 
 
 def read_summary(output_dir: str | Path) -> RunSummary:

@@ -273,13 +273,34 @@ def curves(record: RunRecord) -> list[Curve]:
             title, note, write = QUANTITIES[key]
             from_zero = key not in ("loss", "grad_norm")
             is_noisy = key not in ("learning_rate", "memory")
-            curve = Curve(title, note, steps, values, write, from_zero, is_noisy)
+            curve = Curve(
+                title,
+                note,
+                steps,
+                values,
+                write,
+                from_zero,
+                is_noisy,
+            )
         elif key.startswith("loss/"):
             title = f"Loss, {key.removeprefix('loss/')}"
             note = "mean between two log lines"
-            curve = Curve(title, note, steps, values, "{:.3g}".format, is_noisy=True)
+            curve = Curve(
+                title,
+                note,
+                steps,
+                values,
+                "{:.3g}".format,
+                is_noisy=True,
+            )
         else:
-            curve = Curve(metric_name(key), "", steps, values, "{:.4f}".format)
+            curve = Curve(
+                metric_name(key),
+                "",
+                steps,
+                values,
+                "{:.4f}".format,
+            )
         drawn.append(curve)
     return drawn
 
@@ -379,7 +400,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     stored = stored_table(record.after)
     stored_plot = None
     if stored:
-        stored_plot = plot_stored(stored_points(record.after), "nDCG@10")
+        stored_plot = plot_stored(stored_points(record.after))
     changed = {}
     for name, value in record.changed_settings().items():
         changed[name] = masked_option(name, value)
