@@ -66,6 +66,6 @@ def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(path):
 def test_an_unknown_name_lists_all(path):
     with pytest.raises(
         UserError,
-        match=r"'nope' .command line. is neither a file nor a preset .my_cluster, small, acc",
+        match=r"'nope' is neither a file nor a preset .accelerate_ddp",
     ):
         resolve_run(path, ["fsdp_config=nope"], env={})

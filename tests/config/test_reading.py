@@ -132,7 +132,7 @@ def test_unknown_key_of_toml_and_json(write_config):
             "mrl_dims: [a]",
             "mrl_dims must be auto or a list, each entry a whole number (above 0), but is ['a']",
         ),
-        ("pooling:", "pooling has no value"),
+        ("pooling:", "but is None"),
         (
             "report_to: [wandbb]",
             "each entry tensorboard, wandb, trackio or mlflow, but is ['wandbb']",

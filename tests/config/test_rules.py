@@ -157,11 +157,9 @@ def test_global_batch_is_divided_among_processes(world_size, rows):
 def test_global_batch_that_cannot_be_divided():
     with pytest.raises(
         UserError,
-        match="global_batch_size: 100 cannot be divided among 3 processes: use 99 or 102",
+        match="global_batch_size: 100 cannot be divided among 3 processes",
     ):
         config(global_batch_size=100).batch.examples_per_process(3)
-    with pytest.raises(UserError, match="use 8, or another number"):
-        config(global_batch_size=3).batch.examples_per_process(8)
 
 
 @pytest.mark.parametrize(

@@ -56,12 +56,6 @@ def test_precision_is_that_of_sentence_transformers(model, precision):
     np.testing.assert_array_equal(mine, expected)
 
 
-def test_it_says_what_it_is(model):
-    assert "text_encoder, text, 32 dimensions" in repr(model) and "on cpu" in repr(
-        model
-    )
-
-
 def test_mistakes_are_user_errors(model, tmp_path):
     mistakes = [
         ("the config is 3", lambda: vembed.train(3)),

@@ -106,12 +106,10 @@ def describe_devices() -> Iterator[str]:
         f"{memory.available / GIB:.1f}GB of it free"
     )
     yield f"Interconnect: {interconnect(num_devices)}"
+    has_bf16 = bool(bf16_instructions())
     if num_devices:
-        yield f"bf16: {'yes' if torch.cuda.is_bf16_supported(including_emulation=False) else 'no'}"
-    elif instructions := bf16_instructions():
-        yield f"bf16: yes (by the CPU's {instructions}, which mixed_precision: auto takes where it pays)"
-    else:
-        yield "bf16: emulated, and slow (the CPU has neither AMX nor AVX512-BF16; mixed_precision: auto keeps float32)"
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    yield f"bf16: {'yes' if has_bf16 else 'no, mixed_precision: auto keeps float32'}"
 
 
 def interconnect(num_devices: int) -> str:

@@ -96,7 +96,13 @@ def command_of(
     parameters = dict(inspect.signature(function).parameters)
     run = function
     if parameters.pop("use", None) is not None:
-        run = with_model_options(function)
+
+        def run(**arguments: Any) -> Any:
+            values = {
+                field.name: arguments.pop(field.name) for field in fields(ModelUse)
+            }
+            return function(use=ModelUse(**values), **arguments)
+
         parameters |= inspect.signature(ModelUse).parameters
         hints |= get_type_hints(ModelUse, include_extras=True)
     for parameter, text in ARGUMENT.findall(arguments):
@@ -119,16 +125,6 @@ def command_of(
     command_app = typer.Typer(add_completion=False)
     command_app.command(name, cls=Command, help=about, context_settings=settings)(run)
     return typer.main.get_command(command_app)
-
-
-def with_model_options(function: Any) -> Any:
-    """Return a function that takes the fields of ModelUse beside its own arguments."""
-
-    def run(**arguments: Any) -> Any:
-        values = {field.name: arguments.pop(field.name) for field in fields(ModelUse)}
-        return function(use=ModelUse(**values), **arguments)
-
-    return run
 
 
 def load_command(name: str) -> Any:

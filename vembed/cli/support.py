@@ -153,12 +153,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; `--json` that no file follows means standard output."""
         self.words = list(args)
-        try:
-            return super().parse_args(ctx, with_json_target(args))
-        except typer.BadParameter as error:
-            # Typer keeps the words in which Pydantic introduces a ValueError.
-            error.message = error.message.removeprefix("Value error, ")
-            raise
+        return super().parse_args(ctx, with_json_target(args))
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command and exit with its code."""
@@ -351,37 +346,29 @@ def share(nproc: int, **machines: Any) -> None:
 
 
 def usable_model(name: str) -> str:
-    """Return the model that a name stands for: of a training config that of its run. Raise UserError for a checkpoint."""
+    """Return the model that a name stands for: of a training config that of its run, or of the last of its stages. Raise
+    UserError for a checkpoint."""
+    from vembed.config.loading import chosen_pipeline, load_config
     from vembed.weights.sources import is_checkpoint
 
     path = Path(name).expanduser()
-    if path.suffix in CONFIG_FILES and path.is_file():
-        return str(_folder_of_run(name))
     if is_checkpoint(path):
         raise UserError(
             f"{name} is a checkpoint: first make a model of it (`vembed export {name} FOLDER`)"
         )
-    return name
-
-
-def _folder_of_run(config: str) -> Path:
-    """Return the folder of the run, or of the last of several stages, that a config describes. Raise UserError if there
-    is none."""
-    from vembed.config.loading import chosen_pipeline, load_config
-
-    pipeline = chosen_pipeline(config, ())
+    if path.suffix not in CONFIG_FILES or not path.is_file():
+        return name
+    pipeline = chosen_pipeline(name)
     if pipeline is None:
-        folder = Path(load_config(config).run.output_dir)
+        folder = Path(load_config(name).run.output_dir)
     else:
-        folder = Path(pipeline.root)
-        for step in pipeline.steps:
-            if step.kind == "train":
-                folder = pipeline.folder(step.name)
+        trainings = [step.name for step in pipeline.steps if step.kind == "train"]
+        folder = pipeline.folder(trainings[-1])
     if not folder.is_dir():
         raise UserError(
-            f"{config} has not been trained: its run would be in {folder}; give a model, or first `vembed train {config}`"
+            f"{name} has not been trained: its run would be in {folder}; give a model, or first `vembed train {name}`"
         )
-    return folder
+    return str(folder)
 
 
 def numbers(

@@ -139,18 +139,16 @@ def resolve_run(
     layers = [*files, launcher, *configs, command_line]
     problems: list[str] = []
     translated: list[str] = []
-    refused: set[str] = set()
     for layer in layers:
         problems += layer.problems
         translated += layer.translated
-        refused |= layer.refused
     values, notes_on_overrides = _merge(layers)
     notes += notes_on_overrides
     notes_on_values, problems_of_values = _resolve_values(values, config_file, env)
     notes += notes_on_values
     problems += problems_of_values
     for name, option in all_options().items():
-        if option.is_required and name not in values and name not in refused:
+        if option.is_required and name not in values:
             problems.append(
                 f"{config_file or 'the config'}: {name} is missing: add `{name}: ...` to a config file, or give "
                 f"{name}=... ({option.accepts})"
@@ -211,12 +209,7 @@ def _user_preset(
         block = {"distributed": presets[name]}
         prefix = f"{USER_PRESETS}.{name}."
         return [Layer(str(file or "the config")).take_all(block, prefix)]
-    if name in preset_names() or Path(str(name)).exists():
-        return []
-    known = ", ".join([*presets, *preset_names()])
-    raise UserError(
-        f"accelerate_config: {name!r} ({named.place}) is neither a file nor a preset ({known})"
-    )
+    return []
 
 
 def _override_stage(file: Layer, configs: Sequence[Layer]) -> list[str]:

@@ -83,8 +83,6 @@ class Layer:
     level: Level = Level.CONFIG
     values: dict[str, OptionValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    refused: set[str] = field(default_factory=set)
-    """Options with an invalid value. They are not reported as missing, too."""
     translated: list[str] = field(default_factory=list)
     """Log lines for aliases: the key as written, and the option that it stands for."""
 
@@ -197,7 +195,6 @@ class Layer:
         except ValueError as error:
             alias = "" if key == name else f"{key}: "
             self.problems.append(f"{place}: {alias}{error}")
-            self.refused.add(name)
             return None
         # `strategy: auto` beside `fsdp: {enabled: true}` leaves the choice to the switch.
         is_weak = isinstance(option, WeakDefault) or final == "auto"
@@ -635,25 +632,15 @@ REFUSED = {
     "and documents; texts are not padded to it, so short ones cost nothing more",
     "normalize normalize_embeddings": "similarity: cosine, the default, brings embeddings to length 1; similarity: dot leaves their length",
     "adam_beta1 adam_beta2": "adam_betas: [0.9, 0.999] gives both",
-    "lora_towers": "freeze: [vision] (or [text]) keeps adapters out of a tower",
-    "anchor_weight": "losses: [{loss: infonce}, {loss: anchor, weight: 1.0}] adds the term",
     "drop_last": "the last incomplete batch of an epoch is left out, unless it is the only one",
-    "layer_lr_decay": "freeze: [first_n_layers=6] or head_learning_rate treats parts of a model differently",
-    "guide_margin_kind": "guide_margin: 5% is a share of the score, guide_margin: 0.05 a difference",
     " ".join(
         ENTRY_OPTIONS
     ): "it stands in an entry of losses, as losses: [{loss: infonce, focal_gamma: 2.0}]",
-    "eval_ks ks": "evaluations have the cut-offs 1, 5, 10, 100 and that of eval_metric, such as ndcg@20; `vembed eval --ks` takes others",
     "gradient_cache_chunk_size gc_chunk_size mini_batch_size": "micro_batch_tokens bounds a micro-batch by its padded "
     "tokens, so that its memory is the same for short and long "
     "texts: for 8 rows of at most 512 tokens write micro_batch_tokens: 4096",
-    "save_dtype": "torch_dtype is the dtype of final/ too: torch_dtype: bfloat16 stores it in bfloat16",
     "negatives_from negatives_cross_device gather_across_devices": "candidates are always those of the whole "
     "global batch, so that the loss is the same on any number of processes",
-    "mask_duplicates": "candidates that equal the row's query or one of its positives are always left out",
-    "query_query_negatives document_document_negatives": "write same_side_negatives: queries, documents or both",
-    "language_modelling": "loss: none trains by the language-model head, and auxiliary_losses: {next_token: 0.1} beside a loss",
-    "composed_dim": "mrl_dims: [512] gives the shared space of a composed model 512 dimensions",
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
 """Known keys for features that vembed does not have, with the message."""
@@ -791,8 +778,6 @@ class Option:
         if problem["type"] in ("too_short", "too_long"):
             message = problem["msg"].replace("List should", "must")
             return f"{self.name} {message}"
-        if value is None:
-            return f"{self.name} has no value; give {self.accepts}, or leave the line out for {quoted(self.default)}"
         entry = problem["input"]  # of a list, the one that is refused
         near = nearest(entry, self.choices) if isinstance(entry, str) else None
         hint = f"; did you mean {near!r}?" if near else ""

@@ -78,7 +78,6 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     terms = run_terms(config.objective, config.data, config.model.model_name)
     sentences = []
     for rules in (
-        _value_rules(config.options()),
         _model_rules(config),
         _loss_rules(config, terms),
         _source_rules(config.data, config.batch),
@@ -92,18 +91,6 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
             where = [f"{name}: {places[name]}" for name in places if name in names]
             sentences.append(f"{sentence} ({'; '.join(where)})" if where else sentence)
     return sentences
-
-
-def _value_rules(options: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("model_name", "data_path", "output_dir"):
-        if options[name] in ("", []):
-            yield f"{name} is empty: give it a value"
-    for name, value in options.items():
-        if isinstance(value, str) and "\0" in value:
-            yield f"{name}: {value!r} holds a NUL character: write it without"
-    steps = options["profile_steps"]
-    if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
-        yield f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]"
 
 
 def _model_rules(config: TrainConfig) -> Iterator[str]:
@@ -282,9 +269,17 @@ def _task_rules(
 
 
 def _run_rules(config: TrainConfig) -> Iterator[str]:
-    """Rules on evaluations, checkpoints and the files of the run."""
+    """Rules on names, evaluations, checkpoints and the files of the run."""
     run = config.run
     data = config.data
+    for name, value in config.options().items():
+        if name in ("model_name", "data_path", "output_dir") and value in ("", []):
+            yield f"{name} is empty: give it a value"
+        if isinstance(value, str) and "\0" in value:
+            yield f"{name}: {value!r} holds a NUL character: write it without"
+    profiled = config.logging.profile_steps
+    if profiled is not None and (len(profiled) != 2 or profiled[0] > profiled[1]):
+        yield f"profile_steps: {profiled} must be two numbers, the first and the last step: [10, 12]"
     log_file = config.logging.log_file
     if run.resume is not False and run.overwrite:
         yield (

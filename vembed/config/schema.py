@@ -540,12 +540,8 @@ class BatchSection(Section, title="batch"):
         if size is None:
             return self.batch_size
         if size % world_size:
-            below = size // world_size * world_size
-            above = f"{below + world_size:,d}"
-            near = f"{below:,d} or {above}" if below else above
             raise UserError(
-                f"global_batch_size: {size:,d} cannot be divided among "
-                f"{world_size:,d} processes: use {near}, or another number of processes"
+                f"global_batch_size: {size:,d} cannot be divided among {world_size:,d} processes: give a multiple"
             )
         return size // world_size
 

@@ -122,13 +122,6 @@ class Embedder:
         dtype = next(self.backbone.parameters()).dtype
         return str(dtype).removeprefix("torch.")
 
-    def __repr__(self) -> str:
-        description = self.description
-        return (
-            f"Embedder({description.source!r}: {description.family}, {', '.join(description.modalities)}, "
-            f"{self.truncate_dim or description.embedding_dim} dimensions, {description.max_length:,d} tokens, on {self.device})"
-        )
-
     def encode(
         self,
         inputs: Input | Sequence[Input],

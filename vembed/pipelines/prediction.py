@@ -14,8 +14,6 @@ from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun, decide_epochs, steps_of_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
-from vembed.data.examples import Item
-from vembed.data.features import PairFeaturiser
 from vembed.data.records import Columns
 from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
@@ -63,9 +61,9 @@ class DataSize:
 
     num_examples: int
     tokens: float
-    """Mean tokens of an example: its query, positives and negatives, or its pairs for a reranker."""
+    """Mean tokens of an example: its query, positives and negatives."""
     length: float
-    """Mean tokens of a text or a pair."""
+    """Mean tokens of a text."""
 
 
 def predict(
@@ -125,7 +123,18 @@ def training_time(
         ).value
         batches = num_train // (placement.num_examples * world)
         steps = steps_of_epochs(epochs, batches, micro_steps)
-    operations = operations_per_token(placement, size, data)
+    # Operations in forward passes: one, and in the backward pass the products for the inputs' gradients and those for the
+    # trained weights' gradients, each as many as a forward pass has.
+    num_passes = 2.0 + size.trained / max(size.total, 1)
+    if placement.recomputation.value:
+        num_passes += 1.0
+    # Gradient Cache runs the forward pass of what it does not keep twice.
+    estimate = MemoryEstimate(placement, size)
+    num_passes += estimate.repeated_share(placement.num_examples * data.tokens)
+    # A multiplication and an addition for each weight; attention has two products of length x hidden per token.
+    inside_layers = size.layer_parameters * size.num_layers or size.total
+    attention = 4.0 * size.num_layers * size.hidden * data.length
+    operations = num_passes * (2.0 * inside_layers + attention)
     # Every process has this peak.
     speed = peak * 1e12 * USED_SHARE[is_half] * world
     seconds = steps * per_step * data.tokens * operations / speed
@@ -138,96 +147,52 @@ def training_time(
     return seconds, line
 
 
-def operations_per_token(
-    placement: Placement,
-    size: ModelSize,
-    data: DataSize,
-) -> float:
-    """Return the floating-point operations of one token in a step, forward and backward."""
-    # Counted in forward passes: one, and in the backward pass the products for the inputs' gradients and those for the
-    # trained weights' gradients, each as many as a forward pass has.
-    count = 2.0 + size.trained / max(size.total, 1)
-    if placement.recomputation.value:
-        count += 1.0
-    # Gradient Cache runs the forward pass of what it does not keep twice.
-    estimate = MemoryEstimate(placement, size)
-    count += estimate.repeated_share(placement.num_examples * data.tokens)
-    return count * _forward_operations(size, data.length)
-
-
-def _forward_operations(size: ModelSize, length: float) -> float:
-    """Return the floating-point operations of one token of a text of `length` tokens."""
-    inside_layers = size.layer_parameters * size.num_layers or size.total
-    # A multiplication and an addition for each weight; attention has two products of `length` x `hidden` per token.
-    return 2.0 * inside_layers + 4.0 * size.num_layers * size.hidden * length
-
-
 def data_size(model: ModelSection, data: DataSection) -> DataSize:
-    """Return the sizes of the training data. Raise UserError where it is not here, or is not text alone."""
+    """Return the sizes of the training data of an embedding model. Raise UserError where it is not here, or is not text
+    alone."""
     refusal = UserError("data_path must be files of texts that are here")
     description = describe(model)
     if description.modalities == ("image",):
         raise refusal
-    pair_featuriser = None
     if description.scores is not None:
-        pair_featuriser = PairFeaturiser(description)
+        raise UserError("only for embedding models")
     tokenizer: Any = load_tokenizer(description)
     num_examples = 0
     tokens = 0.0
-    num_inputs = 0.0
+    num_texts = 0.0
     for source in data.sources():
         mapping = source.column_mapping or data.column_mapping
         sample = read_sample(Path(source.path).expanduser())
-        if not sample.records:
-            raise refusal
-        texts = []
-        pairs = []
+        texts: list[Any] = []
         for record in sample.records:
-            texts_of_record = _texts(record, mapping, data.max_negatives)
-            if texts_of_record is None:
-                raise refusal
-            queries, documents = texts_of_record
-            texts += queries + documents
-            for query in queries:
-                pairs += [(Item(query), Item(document)) for document in documents]
-        # A BEIR-style folder that a stage evaluates on has neither queries nor positives in its records.
-        if not (texts if pair_featuriser is None else pairs):
+            texts += _texts(record, mapping, data.max_negatives)
+        if not texts or None in texts:
             raise refusal
-        if pair_featuriser is not None:
-            features = pair_featuriser.features(pairs)
-            lengths = [feature.length for feature in features]
-        else:
-            limit = description.max_length
-            encoded = tokenizer(texts, truncation=True, max_length=limit)
-            lengths = [len(token_ids) for token_ids in encoded["input_ids"]]
+        limit = description.max_length
+        encoded = tokenizer(texts, truncation=True, max_length=limit)
+        lengths = [len(token_ids) for token_ids in encoded["input_ids"]]
         # The sample stands for the whole file.
         share = sample.num_records / len(sample.records)
         num_examples += sample.num_records
-        num_inputs += share * len(lengths)
+        num_texts += share * len(lengths)
         tokens += share * sum(lengths)
-    length = tokens / num_inputs
-    if pair_featuriser is not None:
-        tokens += num_examples * data.in_batch_negatives * length
-    return DataSize(num_examples, tokens / num_examples, length)
+    return DataSize(num_examples, tokens / num_examples, tokens / num_texts)
 
 
 def _texts(
     record: Mapping[str, Any],
     mapping: Mapping[str, str] | None,
     max_negatives: int | None,
-) -> tuple[list[str], list[str]] | None:
-    """Return the query and the documents of a record; None if an input is not text alone."""
+) -> list[str | None]:
+    """Return the texts of a record. None stands for an input that is not text alone."""
     layout = Columns(mapping).layout(tuple(record))
     if layout.query_image or layout.positive_image or layout.negative_image:
-        return None
-    queries = field_texts(record.get(layout.query) if layout.query else None)
-    documents = field_texts(record.get(layout.positive) if layout.positive else None)
+        return [None]
+    texts = []
+    for name in (layout.query, layout.positive):
+        if name is not None:
+            texts += field_texts(record.get(name))
     negatives = []
     for name in layout.negatives:
         negatives += field_texts(record.get(name))
-    documents += negatives[:max_negatives]
-    if None in queries or None in documents:
-        return None
-    plain_queries = [str(text) for text in queries]
-    plain_documents = [str(text) for text in documents]
-    return plain_queries, plain_documents
+    return texts + negatives[:max_negatives]

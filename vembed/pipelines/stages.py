@@ -448,10 +448,17 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _pairs(options: Mapping[str, Any]) -> list[str]:
     return [
-        f"{key}={_as_word(value)}"
-        for key, value in options.items()
-        if value is not None
+        f"{key}={_word(value)}" for key, value in options.items() if value is not None
     ]
+
+
+def _word(value: Any) -> str:
+    """Return a value as a word of the command line: lists with commas, records as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and not any(isinstance(entry, dict) for entry in value):
+        return ",".join(map(str, value))
+    return json.dumps(value)
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
@@ -461,17 +468,8 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
         if value is True:
             args.append(flag)
         elif value is not None and value is not False:
-            args += [flag, _as_word(value)]
+            args += [flag, _word(value)]
     return args
-
-
-def _as_word(value: Any) -> str:
-    """Return a value as a word of the command line: lists of plain values with commas, the rest as JSON."""
-    if isinstance(value, list) and all(
-        isinstance(entry, int | float | str) for entry in value
-    ):
-        return ",".join(map(str, value))
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _comes_true(condition: Callable[[], bool]) -> bool:

@@ -105,11 +105,6 @@ def merge(
                 best = max(result.trials, key=lambda trial: trial.score)
                 start, end = ["the base", *result.models][-2:]
                 console.print(f"best at {best.at:g} (0: {start}, 1: {end})")
-            kind = " of the differences from the base"
-            kind = kind if result.recipe.of_differences else ""
-            # Names as they were given: most are called final.
-            names = ", ".join(result.models)
-            console.print(f"merged by {result.recipe.method}{kind}: {names}")
             if result.score is not None:
                 console.print(f"score: {result.score:.4f}")
             console.print(f"wrote {result.model_dir}")
