@@ -241,7 +241,7 @@ def test_wrong_dims_and_broken_weights_are_named(tmp_path):
         evaluate(model, tmp_path / "val.jsonl", dims=[8, 4096])
     with torch.no_grad():
         next(model.model.parameters()).fill_(math.nan)
-    with pytest.raises(UserError, match="non-finite embeddings for 30 of 30 inputs"):
+    with pytest.raises(UserError, match=r"non-finite embeddings .*for 30 of 30 inputs"):
         evaluate(model, tmp_path / "val.jsonl")
 
 

@@ -286,7 +286,7 @@ def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(
             "AMX",
             {"torch_compile": True},
             "no",
-            "auto: the CPU computes in the dtype of the weights (torch_compile; ",
+            "auto: the CPU computes in the dtype of the weights",
         ),
         ("AMX", {"mixed_precision": "no"}, "no", "mixed_precision: no"),
     ],

@@ -69,8 +69,7 @@ def train(settings):
         EmbeddingModel.tower_output = original
     output = settings["output_dir"]
     losses = list(zip(metrics(output), metrics(output, "grad_norm"), strict=True))
-    # The check before final/ passes one more.
-    return {"losses": losses, "passed": sum(passed) - 1}
+    return {"losses": losses, "passed": sum(passed)}
 
 
 def train_there(cache, settings):
@@ -348,5 +347,5 @@ def test_parts_of_towers_are_not_enough(tmp_path):
         vembed.train(options(tmp_path, "run", freeze=["first_n_layers=1"]))
     data = mixed_rows(tmp_path, 8)
     vision_language = {"model_name": str(shared(tiny_qwen3_vl)), "data_path": str(data)}
-    with pytest.raises(UserError, match="images pass its language model too"):
+    with pytest.raises(UserError, match="or set it to false"):
         vembed.train(options(tmp_path, "run", **vision_language))

@@ -279,7 +279,7 @@ def test_held_out_examples_are_scored_by_task(tmp_path):
     num_queries = 0
     for data in sets.by_task.values():
         is_retrieval = isinstance(data, RetrievalData)
-        num_queries += len(data.queries if is_retrieval else data.first)
+        num_queries += len(data.queries) if is_retrieval else 0
     assert num_queries == len(sets.evaluation.queries)
     validated = [{**source, "val_data_path": source["path"]} for source in sources]
     path = validated[0]["path"]

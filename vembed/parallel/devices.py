@@ -19,7 +19,7 @@ from typing import Any, Literal
 import psutil
 import torch
 
-from vembed.errors import UserError, nearest
+from vembed.errors import UserError
 from vembed.parallel import collectives
 from vembed.parallel.environment import RankInfo
 
@@ -316,11 +316,9 @@ def _named(name: str) -> Gpu:
         raise UserError(
             f"--gpu {name}: give its memory too: {' or '.join(gpu.name for gpu in same)}"
         )
-    near = nearest(name, [gpu.name for gpu in GPUS])
-    hint = f", did you mean {near}?" if near else ""
     known = ", ".join(gpu.name for gpu in GPUS)
     raise UserError(
-        f"--gpu {name} is not in the table{hint} (it has {known}); or give --memory GB"
+        f"--gpu {name} is not in the table (it has {known}); or give --memory GB"
     )
 
 

@@ -266,10 +266,8 @@ class LaunchCheck:
             return [rank for rank in range(num_ranks) if rank not in records]
 
         def absent_ranks() -> str:
-            missing = absent()
-            listed = ", ".join(str(rank) for rank in missing[:8])
-            more = ", ..." if len(missing) > 8 else ""
-            return f"rank {listed}{more} of {num_ranks}"
+            listed = ", ".join(str(rank) for rank in absent())
+            return f"rank {listed} of {num_ranks}"
 
         if not self.poll(has_all, absent_ranks):
             problem = str(self.not_found(f"{absent_ranks()} did not come"))

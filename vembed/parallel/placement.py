@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -213,13 +212,9 @@ def place(
     auto_precision = NO_BF16_ON_CPU
     if device.type == "cpu":
         # No bfloat16 copies of weights under these (see `copies_weights`).
-        prevented_by = {
-            "FSDP": fsdp is not None,
-            "torch_compile": model.torch_compile is True,
-            "use_qlora": config.adapters.use_qlora,
-        }
-        names = [name for name, is_on in prevented_by.items() if is_on]
-        auto_precision = _auto_on_cpu(model, instructions, prevented_by=names)
+        is_compiled = model.torch_compile is True
+        if fsdp is None and not is_compiled and not config.adapters.use_qlora:
+            auto_precision = _auto_on_cpu(model, instructions)
     compiles = False
     origin = DEFAULT
     why_compiled = "auto: on CPUs only if asked for"
@@ -349,19 +344,11 @@ def precision_of_use(
 
 
 def _auto_on_cpu(
-    options: ModelSection,
-    instructions: str | None,
-    prevented_by: Sequence[str] = (),
+    options: ModelSection, instructions: str | None
 ) -> Decision[Precision]:
-    """Return what `auto` is on CPUs with these bfloat16 instructions: bf16 where it is faster, otherwise no.
-
-    `prevented_by`: options of the run that rule bf16 out.
-    """
+    """Return what `auto` is on CPUs with these bfloat16 instructions: bf16 where it is faster, otherwise no."""
     if instructions is None:
         return NO_BF16_ON_CPU
-    if prevented_by:
-        reason = f"{NO_BF16_ON_CPU.reason} ({prevented_by[0]}; mixed_precision: bf16 would change it)"
-        return Decision("no", reason)
     try:
         with quiet():
             model = describe(options)

@@ -296,14 +296,10 @@ class Session(AbstractContextManager["Session"]):
                 gradient_bytes += 4 * parameter.numel()
         self.reduces_each_micro_batch = layout.reduces_each_micro_batch(gradient_bytes)
         self.keeps_gathered = layout.keeps_gathered(parameter_bytes)
-        reduced = "once per step"
-        if self.reduces_each_micro_batch:
-            reduced = "after every micro-batch"
-        gathered = "once per step" if self.keeps_gathered else "for every micro-batch"
         log.info(
-            f"gradients: reduced {reduced} (whole ones take {gradient_bytes / GIB:.2f}GB on each process); parameters: "
-            f"gathered {gathered} ({parameter_bytes / GIB:.2f}GB); either may take at most "
-            f"{layout.unsharded_bytes_limit / GIB:.2f}GB"
+            f"gradients are reduced after every micro-batch: {self.reduces_each_micro_batch} (whole ones take "
+            f"{gradient_bytes / GIB:.2f}GB on each process); parameters stay gathered for a step: {self.keeps_gathered} "
+            f"({parameter_bytes / GIB:.2f}GB); either may take at most {layout.unsharded_bytes_limit / GIB:.2f}GB"
         )
 
     def _join(self, num_machines: int, rank_facts: RankFacts) -> None:

@@ -243,17 +243,6 @@ class MemoryEstimate:
         activations = graph_tokens * demand.per_token
         return replace(self._without_graphs(), activations=activations)
 
-    def describe_graphs(self) -> str:
-        """Describe how many tokens keep their graphs at once."""
-        longest = self.size.max_length
-        tokens, fitting = tokens_of(self.placement, self.demand(), longest)
-        batch = self.inputs * longest
-        kept = min(max(self._kept(batch, tokens, fitting), tokens), batch)
-        return (
-            f"of {kept:,.0f} padded tokens at most, where {fitting:,d} fit and a batch has up to {batch:,d}; Gradient Cache "
-            "replays the others"
-        )
-
     def repeated_share(self, batch_tokens: float) -> float:
         """Return the share of a process's batch that passes the model twice."""
         longest = self.size.max_length

@@ -62,12 +62,10 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
     description = embedder.description
     modalities = embedder.frozen_modalities()
     if not modalities:
-        hint = "freeze one (freeze: [vision] or [text]), or set it to false"
-        if description.traits.reads_chats:
-            hint = "a vision-language model's images pass its language model too: set it to false"
         raise UserError(
             f"cache_frozen_features: true needs a tower without trained parameters, and {description.name} "
-            f"({description.traits.name}) has none in this run: {hint}"
+            f"({description.traits.name}) has none in this run: freeze one of two towers (freeze: [vision] or [text]), or set "
+            "it to false"
         )
     identities = {}
     if session.is_main:

@@ -140,7 +140,6 @@ def show(prediction: Prediction) -> dict[str, Any]:
         console.print(f"note: {line}")
     for name, decision in placement.decisions.items():
         console.print(f"{name}: {decision}")
-    console.print(f"graphs: {estimate.describe_graphs()}")
     where = prediction.gpu.name if prediction.gpu else str(placement.device)
     console.print(
         f"needs {prediction.memory.total / GIB:.1f} GB of the {placement.memory / GIB:.1f} GB of a process ({where}): "

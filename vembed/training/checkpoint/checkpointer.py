@@ -79,7 +79,6 @@ from vembed.training.checkpoint.folders import (
     MANIFEST,
     PARTIAL,
     STATE,
-    Difference,
     FinishedRun,
     NothingLeft,
     candidates,
@@ -203,12 +202,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             return
         forbidden = []
         changed = []
-        for entry in self._differences(point):
-            is_named = entry.name not in ("resume", "output_dir")
-            if not entry.is_allowed:
-                forbidden.append(str(entry))
-            elif is_named and entry.current != "auto":  # that is decided again, later
-                changed.append(str(entry))
+        for name, before, value, is_allowed in self._differences(point):
+            is_named = name not in ("resume", "output_dir")
+            if not is_allowed:
+                forbidden.append(f"{name} {before} -> {value}")
+            elif is_named and value != "auto":  # that is decided again, later
+                changed.append(f"{name} {before} -> {value}")
         listed = "; ".join(forbidden)
         if forbidden and self.run.resume == "force":
             log.warning(
@@ -306,7 +305,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """Restore what is trained from a checkpoint; return the `state` that was passed to `save`."""
         self._read(point, trained)
         state: dict[str, Any] = dict(point.state["loop"])
-        changed = {entry.name for entry in self._differences(point)} & JUDGES
+        changed = {name for name, *_ in self._differences(point)} & JUDGES
         if changed:
             log.info(
                 "the best score is reset (eval_metric or the evaluation data changed)"
@@ -477,7 +476,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             checks_dtypes=point.state["strategy"] == self.session.strategy,
         )
 
-    def _differences(self, point: ResumePoint) -> list[Difference]:
+    def _differences(self, point: ResumePoint) -> list[tuple[str, Any, Any, bool]]:
         precision = self.session.mixed_precision
         return compare_resume(point.state, self.settings, self.identity, precision)
 

@@ -323,26 +323,13 @@ def refuse_own_model(run: RunSection, model: ModelSection) -> None:
 # ---- settings ----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A setting that differs from the checkpoint's."""
-
-    name: str
-    saved: Any
-    current: Any
-    is_allowed: bool
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.saved} -> {self.current}"
-
-
 def compare_resume(
     state: Mapping[str, Any],
     options: Mapping[str, Any],
     identity: Mapping[str, Any],
     precision: str,
-) -> list[Difference]:
-    """Return the options that differ from those in a checkpoint, each with whether it may.
+) -> list[tuple[str, Any, Any, bool]]:
+    """Return the options that differ from those in a checkpoint: name, value there, current value, and whether it may.
 
     `state`: the content of state.json. `identity`: what is not an option but must stay (the data's fingerprint, the
     global batch size). An option that the checkpoint lacks (written by an older vembed) counts as its default.
@@ -358,12 +345,12 @@ def compare_resume(
             before = state["precision"]
             value = precision
         if before != value:
-            differences.append(Difference(name, before, value, name in MAY_CHANGE))
+            differences.append((name, before, value, name in MAY_CHANGE))
     for name in sorted(set(state["identity"]) & set(identity)):
         before = state["identity"][name]
         value = identity[name]
         if before != value:
-            differences.append(Difference(name, before, value, is_allowed=False))
+            differences.append((name, before, value, False))
     return differences
 
 

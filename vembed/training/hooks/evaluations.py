@@ -222,14 +222,9 @@ class QueryRecord(Hook):
 
     @override
     def on_start(self, run: Trainer) -> None:
-        """Take the run's data, and remove the files of steps that a resumed run repeats."""
         self._data = run.data.evaluation if run.session.is_main else None
         self._output = run.output
         self._best_step = run.state.best_step
-        if run.session.is_main:
-            for path in (run.output / EVALUATIONS_FOLDER).glob("step-*.json"):
-                if int(path.stem.removeprefix("step-")) > run.state.step:
-                    path.unlink()
 
     @override
     def on_evaluation(self, evaluation: Evaluation) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from vembed.config.terms import loss_terms, source_group_names
-from vembed.errors import RunError, UserError
+from vembed.errors import RunError
 from vembed.parallel import collectives
 from vembed.parallel.devices import memory_snapshot
 from vembed.parallel.parameters import num_parameters
@@ -213,13 +213,7 @@ class MetricsLog(Hook):
         )
         for name in options.report_to:
             tracker = TRACKERS[name]()
-            try:
-                tracker.start(tracked)
-            except ImportError as error:
-                raise UserError(
-                    f"report_to: {name} is not installed ({error}): install it (pip install {tracker.package}), or leave "
-                    "it out"
-                ) from error
+            tracker.start(tracked)
             self.trackers.append(tracker)
         self.file = LineFile(run.output / METRICS_FILE)
 
