@@ -311,7 +311,7 @@ def test_switches_that_contradict_each_other(write_config):
     with pytest.raises(UserError, match="both set mixed_precision"):
         load_config(write_config("bf16: true\nfp16: true\n"))
     assert load_config(
-        write_config("use_wandb: false\nreport_to: [wandb]\n")
+        write_config("use_wandb: true\nreport_to: [wandb]\n")
     ).logging.report_to == ["wandb"]
     with pytest.raises(UserError, match="both set report_to"):
         load_config(write_config("use_wandb: true\nreport_to: none\n"))

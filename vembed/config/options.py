@@ -204,6 +204,9 @@ class Layer:
             self.values[name] = new
             return final
         is_conflict = old.value != final and not is_weak and not old.is_weak
+        if name == "report_to" and (is_weak or old.is_weak):
+            # `use_wandb` asks for one tracker, and agrees with a list of several.
+            is_conflict = ("wandb" in old.value) != ("wandb" in final)
         # `use_fsdp: false` must not lose silently to `strategy: fsdp`, though it is weak.
         both = {str(old.value), str(final)}
         if is_conflict or both in ({"ddp", "fsdp"}, {"FULL_SHARD", "SHARD_GRAD_OP"}):
@@ -534,6 +537,11 @@ def _fsdp_switch(value: Any) -> list[Setting]:
     return settings
 
 
+def _wandb_switch(value: Any) -> list[Setting]:
+    trackers = ["tensorboard", "wandb"] if as_bool(value) else ["tensorboard"]
+    return [(WeakDefault("report_to"), trackers)]
+
+
 TRANSLATED: dict[str, Translation] = {
     "bf16": _flag("mixed_precision", "bf16", "no"),
     "fp16": _flag("mixed_precision", "fp16", "no"),
@@ -557,7 +565,7 @@ TRANSLATED: dict[str, Translation] = {
     "warmup_ratio": lambda value: [
         ("warmup_steps", float(value) if type(value) is int else value)
     ],
-    "use_wandb": _flag("report_to", ["tensorboard", "wandb"], ["tensorboard"]),
+    "use_wandb": _wandb_switch,
 }
 """Aliases whose values must be converted."""
 
