@@ -21,7 +21,7 @@ import vembed.data.formats
 from tests.data.files import open_path, pair, pairs_of, write_jsonl
 from tests.parts import from_its_test, unlisted_classes
 from vembed.data import example_store
-from vembed.data.example_store import build_index
+from vembed.data.example_store import build_index, index_part
 from vembed.data.examples import BadRecord, ImageRoot
 from vembed.data.formats import base, parquet
 from vembed.data.formats.base import Format, python_rows
@@ -316,6 +316,79 @@ def test_a_mapped_column_is_found_behind_records_of_many_forms(tmp_path, monkeyp
 
 # ---- JSON Lines ------------------------------------------------------------------
 
+PLAIN = [
+    {
+        "query": f"q {number}",
+        "positive": f"p {number}",
+        "neg_1": "n",
+        "neg_2": "m",
+        "more": 1,
+    }
+    for number in range(40)
+]
+ODD = [
+    "",
+    "  ",
+    '{"query": "a", "positive": "b"} ',
+    '{"query": "a", "positive": "b"}\r',
+    '{"query": "a", "positive": ["b", "c"]}',
+    '{"query": "a", "positive": "b"}, {"query": "a", "positive": "b"}',
+    '{"query": "a",',
+    '"positive": "b"}',
+    '{"query": " ", "positive": "b"}',
+    '{"query": "", "positive": "b"}',
+    '{"query": "a", "positive": null}',
+    '{"query": "a\\u0000", "positive": "b"}',
+    '{"query": "\\ud800", "positive": "b"}',
+    '{"query": "\u00e4 \u2028", "positive": "\u4e2d"}',
+    '{"query": NaN, "positive": "b"}',
+    '{"positive": "b", "query": "a"}',
+    '{"messages": [{"role": "user", "content": "a"}], "positive_messages": [[{"role": "user", "content": "b"}]]}',
+    '{"query": "a", "positive": "b", "score": 1}',
+    '{"text": "a", "label": 3}',
+    '["a"]',
+    '{"query": "' + "long " * 40 + '", "positive": "b"}',
+]
+
+
+@pytest.mark.parametrize("longest", [150, 2**20])
+@pytest.mark.parametrize("losses", [("infonce",), ("triplet",), ("cosent",)])
+def test_records_checked_together_are_those_checked_alone(
+    tmp_path,
+    monkeypatch,
+    longest,
+    losses,
+):
+    def results(path):
+        images = ImageRoot(str(tmp_path), allow_urls=False)
+        form = RecordFormat(Columns(), images, losses=losses, max_negatives=1)
+        reader = JsonLines(path)
+        part = range(reader.start, reader.stop)
+        facts = vars(index_part(reader, form, part))
+        facts["counts"] = +facts["counts"]
+        facts["columns"] = vars(facts["columns"])
+        return facts
+
+    lines = [json.dumps(record) for record in PLAIN]
+    for at, line in enumerate(ODD):
+        lines.insert(3 + 2 * at, line)
+    files = {
+        "plain": "\n".join(json.dumps(record) for record in PLAIN).encode(),
+        "odd": ("\ufeff" + "\n".join(lines) + "\n").encode()
+        + b'{"query": "\xff", "positive": "b"}\n',
+        "pairs": b'{"query": "a", "positive": "b"}\r\n' * 9,
+    }
+    monkeypatch.setattr(base, "MAX_RECORD_BYTES", longest)
+    monkeypatch.setattr(example_store, "BLOCK_RECORDS", 5)
+    for name, data in files.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        together = results(path)
+        assert len(together["numbers"]) + together["counts"]["bad"] >= 9
+        with pytest.MonkeyPatch.context() as alone:
+            alone.setattr(RecordFormat, "example_of_plain_block", lambda *_: None)
+            assert results(path) == together
+
 
 def test_a_line_over_several_parts(tmp_path):
     records = [*RECORDS[:50], pair(query="long " * 3_000)]
@@ -342,6 +415,32 @@ def test_arrays_and_lines(tmp_path, text, num_records):
 
 
 # ---- tables ----------------------------------------------------------------------
+
+VALUES = {
+    "ascii": ["a", "b c", "~"],
+    "not ascii": ["\u00e4", "\u4e2d\u6587", "\u00a0 a"],
+    "begins with space": [" a", "\u2003b", "\x7f"],
+    "empty": ["a", "", "b"],
+    "blank": ["a", " \t", "b"],
+    "wide blank": ["a", "\u2003\u00a0", "b"],
+    "separators": ["a", "\x1c\x1f", "b"],
+    "null": ["a", None, "b"],
+    "nul": ["a", "b\0", "c"],
+    "numbers": [1, 2, 3],
+    "lists": [["a"], ["b"], ["c"]],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_texts_that_are_taken_together_are_taken_alone(name):
+    records = [pair(query=value) for value in VALUES[name]]
+    images = ImageRoot("/", allow_urls=False)
+    form = RecordFormat(Columns(), images, losses=("infonce",))
+    together = form.example_of_plain_block(records) is not None
+    assert together == (name in ("ascii", "not ascii", "begins with space"))
+    if together:
+        for record in records:
+            assert form.example(record, "").query.text == record["query"]
 
 
 def test_values_that_python_cannot_hold_are_bad_records():

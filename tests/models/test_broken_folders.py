@@ -178,6 +178,7 @@ BROKEN = {
         config(vocab_size=2**31),
         "config.json does not fit the weights",
     ),
+    "a million layers": (config(num_hidden_layers=10**6), 'layers": 1000000 is more'),
     "layers that are not there": (config(num_hidden_layers=100), "lacks"),
     "weights that are a pickle": (torch_file, "is not a safetensors file"),
     "weights that are cut": (cut, "copy the file again"),

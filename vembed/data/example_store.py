@@ -639,19 +639,22 @@ class PartIndex:
         self.num_lines = 0
         """Lines of the part, also those without a good record."""
 
-    def count(self, example: Example) -> None:
-        """Count a record."""
+    def count(self, example: Example, times: int = 1) -> None:
+        """Count a record, or so many of its form."""
         query = example.query
-        counts = self.counts
-        counts["records"] += 1
-        counts["positives"] += len(example.positives)
-        counts["negatives"] += len(example.negatives)
-        counts["scored"] += example.scores is not None
-        counts["text_queries"] += query.text is not None
-        counts["image_queries"] += bool(query.images)
-        for item in (*example.positives, *example.negatives):
-            counts["text_documents"] += item.text is not None
-            counts["image_documents"] += bool(item.images)
+        documents = example.positives + example.negatives
+        counts = {
+            "records": 1,
+            "positives": len(example.positives),
+            "negatives": len(example.negatives),
+            "scored": example.scores is not None,
+            "text_queries": query.text is not None,
+            "image_queries": bool(query.images),
+            "text_documents": sum(item.text is not None for item in documents),
+            "image_documents": sum(bool(item.images) for item in documents),
+        }
+        for name, count in counts.items():
+            self.counts[name] += count * times
 
 
 def build_index(reader: Format, form: RecordFormat) -> Index:
@@ -739,6 +742,12 @@ def index_part(
     with ThreadPoolExecutor(IMAGE_THREADS) as pool:
         while block := list(itertools.islice(numbered_records, BLOCK_RECORDS)):
             numbers, lines, records = zip(*block, strict=True)
+            plain = form.example_of_plain_block(records)
+            if plain is not None:
+                index.numbers.extend(numbers)
+                index.lines.extend(lines)
+                index.count(plain, len(block))
+                continue
             outcomes: list[Example | BadRecord] = []
             for record in records:
                 try:

@@ -67,6 +67,38 @@ class RecordFormat:
         self._null = "empty" if numbers_in_text else "null"  # a cell without a text
         self._bounded_scores = bounded_scores
 
+    def example_of_plain_block(self, records: Sequence[Any]) -> Example | None:
+        """Return the first record's example, which stands for all: the fast path for pairs of good texts in the same
+        columns, of which `example` accepts either all or none. None: check them one by one."""
+        if self._query_is_path or self._document_is_path or self.keeps_keys:
+            return None
+        if set(map(type, records)) != {dict}:
+            return None
+        layouts = set(map(tuple, records))  # the names of each record, in their order
+        if len(layouts) > 1:
+            return None
+        layout = self.columns.layout(tuple(records[0]))
+        texts = {layout.query, layout.positive, *layout.negatives}
+        # Scores, images, prompts and conversations are looked at one by one.
+        if (
+            None in texts
+            or texts != set(layout.read)
+            or POSITIVE_MESSAGES in records[0]
+        ):
+            return None
+        values = [record[name] for name in texts for record in records]
+        if set(map(type, values)) != {str} or not all(values):
+            return None
+        if any(map(str.isspace, values)):
+            return None
+        joined = "".join(values)
+        if "\0" in joined or has_lone_surrogate(joined):
+            return None
+        try:
+            return self.example(records[0], "")
+        except BadRecord:
+            return None
+
     def example(self, record: Any, where: str) -> Example:
         """Return the example of a record. Raise BadRecord with the reason if it is invalid."""
         if type(record) is not dict:

@@ -214,7 +214,8 @@ LIBRARY_ERRORS = (
 )
 """Exceptions that Transformers raises for settings that make no sense; which one depends on the model class."""
 _FOREIGN_KERNEL = re.compile(r'_?attn_implementation": (\{[^}]*|"[^"]*)/[^"]*')
-"""In config.json: an attention kernel of a repository."""
+_MANY_LAYERS = re.compile(r'layers?": \d{5,}')
+"""In config.json: an attention kernel of a repository, and more layers than any model has."""
 
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 
@@ -314,7 +315,7 @@ def check_inside(
 
 def check_model_config(folder: Path, *, trust_remote_code: bool) -> None:
     """Raise UserError for a config.json that Transformers must not see: it would fetch and run an attention kernel of a
-    repository."""
+    repository, and build a million layers one by one."""
     path = folder / "config.json"
     text = json.dumps(read_object(path))
     kernel = _FOREIGN_KERNEL.search(text)
@@ -323,6 +324,9 @@ def check_model_config(folder: Path, *, trust_remote_code: bool) -> None:
             f'{path}: "{kernel[0]}" is code of a repository, and trust_remote_code is false; remove it, or set '
             "trust_remote_code: true if you trust this code"
         )
+    layers = _MANY_LAYERS.search(text)
+    if layers is not None:
+        raise UserError(f'{path}: "{layers[0]} is more than any model has')
 
 
 def first_problem(error: ValidationError) -> str:
