@@ -440,6 +440,26 @@ def test_shapes_of_other_programs(vembed, start, kind):
     assert done.code == 0, done.err
 
 
+@pytest.mark.parametrize("line", ['{"query": "where', '"oops"'])
+def test_a_line_that_is_no_object_is_left_out(vembed, start, line):
+    rows = [
+        {"query": f"where is {number}?", "positive": f"{number} is here"}
+        for number in range(60)
+    ]
+    lines = [json.dumps(row) for row in rows]
+    lines.insert(1, line)
+    Path("x.jsonl").write_text("\n".join(lines))
+    config = start("x.jsonl")
+    assert config.data.on_bad_record == "skip"
+    assert "1 of 61 records" in text() and "x.jsonl:2: " in text()
+    assert "the first 60 records have query, positive" in text()
+    done = vembed("train vembed.yaml max_steps=1 report_to=none")
+    assert done.code == 0, done.err
+    Path("x.jsonl").write_text(line)
+    done = vembed("init --force --data x.jsonl --model", BERT)
+    assert done.code == 2 and "x.jsonl:1: " in done.err
+
+
 def test_bad_records_and_images_are_counted_as_training_counts_them(vembed, start):
     """35 bad records beyond the first ones, and 5 broken images: the config leaves them out, and trains."""
     rows = [

@@ -41,7 +41,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class FileSample:
-    """The first records of a file."""
+    """The first records of a file, without those that are no object."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     """Empty where there is nothing to look at: a name on the Hub, an address."""
@@ -75,9 +75,7 @@ def read_sample(path: Path) -> FileSample:
             continue
         reason = record if isinstance(record, BadRecord) else "not an object"
         problems.append(f"{reader.where(line)}: {reason}")
-        # Among good rows of a table it is counted as a record without any cell.
-        records.append(dict.fromkeys(reader.columns or ()))
-    if len(problems) == len(records) or (problems and reader.columns is None):
+    if not records:
         raise UserError(problems[0] if problems else f"{path}: has no records")
     files = reader.readers if isinstance(reader, SeveralFiles) else (reader,)
     counts = [_num_records(file) for file in files]
