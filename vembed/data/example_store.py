@@ -118,11 +118,16 @@ class Records:
         raise self._changed(number, reason)
 
     def example(self, number: int) -> Example:
-        """Return what a record means."""
+        """Return what a record means. Its images name the record, for messages."""
+        where = self.where(number)
         try:
-            return self.form.example(self.record(number), self.where(number))
+            example = self.form.example(self.record(number), where)
         except BadRecord as error:
             raise self._changed(number, error) from error
+        return example.with_items(
+            lambda query: query.read_from(where),
+            lambda document: document.read_from(where),
+        )
 
     def _changed(self, number: int, reason: object) -> UserError:
         where = self.where(number)
