@@ -91,6 +91,39 @@ def test_parts_of_records_that_are_not_read_are_warned_of(
     ], "graded relevance is read in an evaluation, and negatives are no part of it"
 
 
+TEACHERS = [{"name": "t", "model": "m"}]
+
+
+@pytest.mark.parametrize(
+    ("losses", "options", "expected"),
+    [
+        (["infonce", "kl"], {}, ["loss: kl stays 0"]),
+        (["infonce", "margin_mse", "kl"], {}, ["loss: margin_mse and kl stays 0"]),
+        (["infonce", "mse"], {}, []),
+        (["infonce", "kl"], {"in_batch_negatives": 2}, []),
+    ],
+)
+def test_a_loss_that_stays_0_beside_another_is_warned_of(
+    tmp_path,
+    losses,
+    options,
+    expected,
+):
+    entries = []
+    for loss in losses:
+        teacher = {} if loss == "infonce" else {"teacher": "t"}
+        entries.append({"loss": loss, **teacher})
+    options = {"losses": entries, "teachers": TEACHERS, **options}
+    pairs = [{"query": f"q{number}", "positive": f"p{number}"} for number in range(3)]
+    path = write_jsonl(tmp_path / "a.jsonl", pairs)
+    warnings = open_path(path, **options).warnings()
+    assert len(warnings) == len(expected), warnings
+    for warning, sentence in zip(warnings, expected, strict=True):
+        assert sentence in warning
+    pairs[0]["negatives"] = ["n"]
+    assert open_path(write_jsonl(path, pairs), **options).warnings() == []
+
+
 def test_a_label_beside_messages_is_a_score(tmp_path):
     records = [
         {

@@ -140,6 +140,8 @@ class Records:
 class _Source(Records):
     reads_scores: bool
     """True if a loss of the source reads scores of the data."""
+    zero_without_negatives: tuple[str, ...]
+    """Losses that stay 0 if no record of the source has a hard negative."""
     read_as: ReadAs
 
     @cached_property
@@ -207,6 +209,11 @@ class _Source(Records):
         sentences: list[str | None] = []
         if index.labels is None and losses:
             sentences.append(unread_negatives(index.unused))
+        if self.zero_without_negatives and not counts["negatives"]:
+            sentences.append(
+                f"no record has a hard negative, without which loss: {' and '.join(self.zero_without_negatives)} stays 0: "
+                "`vembed mine` adds some"
+            )
         if index.labels is None and takes_matches:
             if not counts["scored"]:
                 sentences.append(unread_judgement(index.unused))
@@ -378,6 +385,10 @@ def open_examples(
         requirements: dict[str, Any] = {}
         if is_training:
             requirements = _requirements(data, objective, entry, terms)
+        zero_without_negatives: tuple[str, ...] = ()
+        if is_training and data.mine is None and not data.in_batch_negatives:
+            in_need = [term for term in terms if term.loss.needed_negatives() == "some"]
+            zero_without_negatives = loss_names(in_need)
         # Validation data may use vembed's own names.
         records = open_records(
             data,
@@ -390,6 +401,7 @@ def open_examples(
             _Source(
                 **vars(records),
                 reads_scores=reads_scores(terms),
+                zero_without_negatives=zero_without_negatives,
                 read_as=ReadAs.of(entry),
             )
         )
