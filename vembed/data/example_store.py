@@ -80,6 +80,8 @@ MAX_PROCESSES = 16
 """More processes than these wait for the disk."""
 NUM_INSPECTED = 20
 """Examples of a source that are looked at for what is probably not meant."""
+MODEL_SCORES = ("positive_scores", "pos_scores")
+"""Columns with a model's scores of known positives, such as `vembed mine` writes."""
 _LIST_OR_OBJECT = re.compile(
     r"""\[\s*['"{].*['"}]\s*\]|\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""",
     re.DOTALL,
@@ -214,9 +216,19 @@ class _Source(Records):
                 f"no record has a hard negative, without which loss: {' and '.join(self.zero_without_negatives)} stays 0: "
                 "`vembed mine` adds some"
             )
+        layouts = self.form.columns.layouts.values()
         if index.labels is None and takes_matches:
+            has_model_scores = any(
+                layout.score in MODEL_SCORES or layout.negative_score
+                for layout in layouts
+            )
             if not counts["scored"]:
                 sentences.append(unread_judgement(index.unused))
+            elif losses and not self.reads_scores and has_model_scores:
+                sentences.append(
+                    f"its scores are not read by loss: {' and '.join(losses)}: a loss with teacher: scores, such as kl, "
+                    "reads them"
+                )
             elif losses and not self.reads_scores:
                 way_out = "loss: cosent if it says how well a pair matches"
                 if counts["negatives"]:
@@ -225,7 +237,6 @@ class _Source(Records):
                     f"its scores are not read by loss: {' and '.join(losses)}, and every pair is taken for a match: set "
                     f"{way_out}, or leave out the pairs that do not match"
                 )
-        layouts = self.form.columns.layouts.values()
         if self.reads_scores and any(layout.score == LABEL for layout in layouts):
             scores: set[float] = set()
             for example in examples:
