@@ -199,7 +199,9 @@ def check_vembed(arguments):
     elif command in ("config", "plan"):
         values = load_command(command).make_context(command, list(others)).params
         read_hardware(values.get("gpu"), values.get("memory"))
-        resolve_run(parse_train_arguments(values["args"] or ["cfg.yaml"]).config)
+        parsed = parse_train_arguments(values["args"] or ["cfg.yaml"])
+        if chosen_pipeline(parsed.source, parsed.overrides, parsed.stage) is None:
+            resolve_run(parsed.config)
     elif command != "--help":
         load_command(command).make_context(command, list(others))
 

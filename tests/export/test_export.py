@@ -527,9 +527,13 @@ class Handler(BaseHTTPRequestHandler):
 
     embed: Callable[[list[str]], np.ndarray]
     route = "/v1/embeddings"
+    authorization: str | None = None
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != self.authorization:
+            self.send_error(401)
+            return
         if self.path != self.route:
             self.send_error(404)
             return
@@ -593,6 +597,15 @@ def test_check_server(server, monkeypatch):
     assert refused.exit_code == 2 and "does not answer" in refused.stderr
     swapped = run("check-server", "output/final", model_folder())
     assert swapped.exit_code == 2 and "does not answer" in swapped.stderr
+
+
+def test_check_server_sends_the_key_of_the_environment(server, monkeypatch):
+    monkeypatch.setattr(Handler, "authorization", "Bearer secret")
+    refused = run("check-server", server, model_folder())
+    assert refused.exit_code == 2 and "401" in refused.stderr
+    monkeypatch.setenv("VEMBED_API_KEY", "secret")
+    done = run("check-server", server, model_folder())
+    assert done.exit_code == 0, done.output
 
 
 def test_distances_of_broken_vectors_are_infinite():

@@ -280,6 +280,14 @@ def test_mistakes(options, changes, message):
         generate({**options, **changes})
 
 
+def test_documents_of_which_nothing_can_be_made(options, tmp_path):
+    corpus = tmp_path / "short.jsonl"
+    corpus.write_text('{"text": "six short words make no pair"}\n' * 3)
+    with pytest.raises(UserError, match="no pair was made of 1 documents"):
+        generate({**options, "corpus_path": str(corpus)})
+    assert not Path(options["output_path"]).exists()
+
+
 def test_the_command(options, capsys):
     words = [f"{name}={value}" for name, value in options.items()]
     run_generate([*words, "--dry-run"])

@@ -144,6 +144,10 @@ MISTAKES = [
     ({"evaluate": {**EVALUATE, "require": {"ndcg@10": "good"}}}, "'good'"),
     ({"mine": {"data_path": "trian.jsonl"}}, "stage last: data_path: trian.jsonl"),
     ({"mine": {"data_path": "train.jsonl", "num_negative": 3}}, "'num_negatives'?"),
+    (
+        {"loss": "relational", "teacher": "broad"},
+        "stage last: teacher: broad is a stage: give its model, output/broad/final",
+    ),
     ({"merge": {}}, "stage last: output/broad/final alone is nothing to merge"),
     ({"merge": SOUP}, "a soup chooses by evaluation data"),
     ({"merge": WEIGHTED}, "weights: 1 given for 2"),
@@ -389,6 +393,7 @@ def test_a_run_that_falls_short_stops_there_and_says_so(place, capsys):
     assert "stage check: nDCG@10 is" in (messages := capsys.readouterr().err)
     assert "> 1 is required; the stages after it are not run" in messages
     assert states() == {"broad": "done", "check": "started"}
+    assert "broad" in Path("output/stages.md").read_text()
 
 
 def test_parts_of_the_list_and_a_dry_run(place, capsys):

@@ -1,6 +1,7 @@
 """The lock on output_dir, and starts that leave the folder as it was."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,15 @@ def finished(tmp_path_factory):
     return {**options, "folder": folder}
 
 
+def test_a_run_does_not_write_into_the_folder_of_its_model(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(shared(tiny_bert), model)
+    before = contents(model)
+    with pytest.raises(UserError, match="is in output_dir"):
+        vembed.train(settings(tmp_path, model_name=str(model), output_dir=str(model)))
+    assert contents(model) == before
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -85,7 +95,7 @@ def finished(tmp_path_factory):
             {"model_name": "mistyped/model/name", "overwrite": True},
             "mistyped/model/name",
         ),
-        ({"model_name": "run/final", "overwrite": True}, "is inside output_dir"),
+        ({"model_name": "run/final", "overwrite": True}, "is in output_dir"),
         (
             {"model_name": "other", "resume": True, "max_steps": 9},
             "trained with other settings: model_name",

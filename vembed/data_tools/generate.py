@@ -146,6 +146,11 @@ def generate(
             left_out[reason] = num_made - len(rows)
         for reason, count in (+left_out).most_common():
             log_line(f"left out: {count:,d}: {reason}")
+        if not rows:
+            raise UserError(
+                f"corpus_path: no pair was made of {len(documents):,d} documents. Kinds need a title, several sentences, "
+                "sections or long texts: give other documents, or `writer`, a language model that writes queries"
+            )
         if running.is_main:
             write_rows(target, rows)
         running.barrier()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -617,10 +618,12 @@ def served_embeddings(url: str, model: str, texts: list[str]) -> np.ndarray:
 def post(url: str, values: dict[str, Any]) -> Any:
     """Return the JSON answer of a POST request. Raise UserError with what the server answered."""
     body = json.dumps(values).encode()
+    headers = {"Content-Type": "application/json"}
+    key = os.environ.get("VEMBED_API_KEY")
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
     try:
-        request = urllib.request.Request(
-            url, body, {"Content-Type": "application/json"}
-        )
+        request = urllib.request.Request(url, body, headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:

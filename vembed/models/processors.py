@@ -157,9 +157,14 @@ def _texts_folder(description: ModelDescription) -> Path:
 def load_image_processor(description: ModelDescription) -> Any:
     """Return the model's image processor with the description's limits on the image area."""
     source = description.image_source or description.source
-    processor = AutoImageProcessor.from_pretrained(
-        source, trust_remote_code=description.trust_remote_code
-    )
+    try:
+        processor = AutoImageProcessor.from_pretrained(
+            source, trust_remote_code=description.trust_remote_code
+        )
+    except LIBRARY_ERRORS as error:
+        raise UserError(
+            f"the image processor of {source} cannot be loaded: {error_sentence(error)}"
+        ) from error
     if description.traits.reads_chats:
         processor.size = {
             "shortest_edge": description.min_pixels or processor.size["shortest_edge"],

@@ -29,6 +29,7 @@ from vembed.config.loading import (
 from vembed.config.options import BOOLS
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
+from vembed.config.terms import needed_teachers
 from vembed.errors import RunError, UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
@@ -83,7 +84,12 @@ def run_stages(
             continue
         code = 0
         if not arguments.is_dry_run:
-            code = stage.run(fingerprints[step.name], train)
+            try:
+                code = stage.run(fingerprints[step.name], train)
+            finally:
+                # Also where this stage failed: the page says how far the others came.
+                if is_first_rank() and Path(pipeline.root).is_dir():
+                    _write_report(pipeline)
         else:
             sys.stdout.write(f"==== {step.name} ({step.kind}) in {stage.folder}\n")
             if step.kind == "train":
@@ -98,7 +104,7 @@ def run_stages(
         if len(chosen) < len(pipeline.steps):
             names = ", ".join(step.name for step in chosen)
             done = f"{names} done, {len(chosen)} of {len(pipeline.steps)}"
-        print_progress(f"stages: {done}; report: {_write_report(pipeline)}")
+        print_progress(f"stages: {done}; report: {Path(pipeline.root) / REPORT_FILE}")
     return 0
 
 
@@ -171,6 +177,16 @@ class _Stage:
         if self.step.kind == "train":
             run = self._resolve()
             require_trackers(run.config.logging.report_to)
+            config = run.config
+            for teacher in needed_teachers(config.objective, config.data, config.model):
+                for step in self.pipeline.steps:
+                    is_folder = Path(teacher.model).exists()
+                    if teacher.model == step.name and not is_folder:
+                        folder = self.pipeline.folder(step.name) / FINAL
+                        raise UserError(
+                            f"{self.pipeline.source}: stage {self.step.name}: teacher: {step.name} is a stage: give "
+                            f"its model, {folder}"
+                        )
             if not self.arguments.is_dry_run:
                 require_paths(
                     run.config.model, run.config.data, run.origins, future_folders
@@ -419,7 +435,7 @@ def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[PipelineStep]
     return list(pipeline.steps[start:stop])
 
 
-def _write_report(pipeline: Pipeline) -> Path:
+def _write_report(pipeline: Pipeline) -> None:
     """Write one report over all stages: what each was, how long it took, what it scored, and where its report is."""
     rows = []
     for step in pipeline.steps:
@@ -438,7 +454,6 @@ def _write_report(pipeline: Pipeline) -> Path:
     path = Path(pipeline.root) / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, render_page("stages.md.j2", rows=rows))
-    return path
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

@@ -308,7 +308,9 @@ def look_at(
     mapping = {**named, **guesses}
     layout = Columns(mapping).layout(names)
     if layout.problem:
-        raise UserError(f"{data}: {layout.problem}, or with --query and --positive")
+        raise UserError(
+            f"{data}: {layout.problem}. The flags --query and --positive name columns too"
+        )
     is_scored = layout.score is not None and not layout.negatives
     loss = starter_loss(task, is_scored=is_scored)
     about = "about " if sample.is_estimate else ""

@@ -309,13 +309,13 @@ def refuse_own_model(run: RunSection, model: ModelSection) -> None:
         # A run's folder stands for its final/, unless it is a model folder itself.
         if folder == output and not (folder / "config.json").is_file():
             folder = folder / FINAL
-        is_inside = False
+        is_inside = folder == output
         if folder.is_dir() and folder.is_relative_to(output) and folder != output:
             top = folder.relative_to(output).parts[0]
             is_inside = top == FINAL or step_of(top) is not None
         if is_inside:
             raise UserError(
-                f"model_name: {name} is inside output_dir: {run.output_dir}, where this run would overwrite it: give "
+                f"model_name: {name} is in output_dir: {run.output_dir}, where this run would write: give "
                 "another output_dir"
             )
 
