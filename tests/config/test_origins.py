@@ -165,6 +165,16 @@ def test_the_written_config_repeats_the_run(write_config, text):
     assert not [note for note in again.notes if note not in resolved.notes]
 
 
+@pytest.mark.parametrize("limit", ["", ", relative_margin: 0.05"])
+def test_the_written_config_repeats_how_negatives_are_chosen(write_config, limit):
+    """Claimed candidates come first only where no limit is given, even if it is the default."""
+    config = load_config(write_config(f"mine: {{every_epochs: 2{limit}}}\n"))
+    save_config(config, "again.yaml")
+    again = load_config("again.yaml").data.mine
+    assert again == config.data.mine
+    assert again.takes_claimed == config.data.mine.takes_claimed == (not limit)
+
+
 def test_what_is_shown_names_the_origin(write_config):
     resolved = resolve_run(write_config("lr: 1e-4\n"), ["epochs=2"])
     text = config_yaml(resolved.config, resolved.origins)

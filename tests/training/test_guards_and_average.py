@@ -14,6 +14,7 @@ from tests.tiny import shared, texts, tiny_bert_st
 from tests.training.test_run import metrics
 from tests.weights.variants import pairs
 from vembed.errors import RunError, UserError
+from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.hooks.base import Hook
 from vembed.weights.sources import whole_model
 
@@ -175,6 +176,24 @@ def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(
     assert "guard general: nDCG@10" in report
     assert "by more than 0.1" in report
     assert "guard/general/ndcg@10" in (result.model_dir / "README.md").read_text()
+
+
+def test_no_weights_are_saved_where_the_checkpoint_that_held_is_damaged(
+    config, tmp_path, monkeypatch
+):
+    guard = pairs(tmp_path / "general.jsonl", 40)
+    options = {
+        "guards": [{"path": str(guard), "max_drop": 0.1}],
+        "eval_steps": 1,
+        "save_steps": 1,
+        "max_steps": 40,
+        "learning_rate": 0.2,
+        "warmup_steps": 10,
+    }
+    monkeypatch.setattr(Checkpointer, "verify", lambda *_: ["a file is cut"])
+    with pytest.raises(RunError, match="no weights are left for final/"):
+        vembed.train({**config, **options})
+    assert not (Path(config["output_dir"]) / "final").exists()
 
 
 @pytest.mark.parametrize("max_drop", [1.0, None])

@@ -717,6 +717,10 @@ def config_yaml(
     if "temperature" not in config.objective.model_fields_set:
         # Written, it would count as given: learned temperatures and those of several losses would start from it.
         del values["temperature"]
+    mine = config.data.mine
+    if mine is not None:
+        # Its other defaults depend on which options are given.
+        values["mine"] = mine.model_dump(mode="json", exclude_unset=True)
     lines: list[str] = []
     section = ""
     for name, option in all_options().items():

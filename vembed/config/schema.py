@@ -326,7 +326,7 @@ class ModelSection(Section, title="model"):
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
     hidden size of at least 256 that are not sharded. Otherwise no. Trained weights, gradients, norms, pooling and loss
-    are float32 in any case. `no` gives the same numbers on CPUs with and without these instructions."""
+    are float32, except with torch_dtype: pure_bfloat16. `no` gives the same numbers on CPUs with and without these instructions."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernel. `auto`: flash-attn where it is installed and the GPU allows, otherwise sdpa."""
     padding_free: Auto | bool = "auto"
@@ -439,12 +439,12 @@ class DataSection(Section, title="data"):
     """With several sources: a source of n examples is drawn in proportion to its weight times n (`proportional`), n to
     a power from 0 to 1 (`temperature(0.5)`), or its weight alone (`weights`). The number of examples per epoch stays the same.
     `round_robin`: a batch of each source in turn."""
-    mine: EpochMining | None = None
+    mine: Annotated[EpochMining | None, NamesFiles("data")] = None
     """Hard negatives mined by the run's own model between epochs, after those of the data: {every_epochs: 1,
     num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
     num_workers: Auto | NonNegativeInt = "auto"
-    """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none. On a GPU
-    machine 1 is a process and not a thread."""
+    """Workers that prepare batches ahead of the current step: threads. `auto`: 1 for text, up to 4 with images. 0: none. On a GPU
+    machine a single one is a process."""
 
     @property
     def has_validation(self) -> bool:
@@ -735,8 +735,8 @@ class RunSection(Section, title="run"):
     async_save: bool = False
     """Write checkpoints in the background while training continues."""
     resume: Literal["auto", "force"] | bool | str = False
-    """true: continue from the newest valid checkpoint of output_dir. auto: the same if there is one, or a path. force: as
-    true, although model, data, batch or seed have changed."""
+    """true: continue from the newest valid checkpoint of output_dir. auto: as true if there is one, otherwise start anew. A
+    path: continue from that checkpoint. force: as true, although model, data, batch or seed have changed."""
     max_train_minutes: PositiveFloat | None = None
     """Time limit in minutes. The run writes a checkpoint and stops before it. `resume` goes on."""
 

@@ -99,7 +99,7 @@ class ExplicitPairs:
     row: Tensor
     """[P] row, counted from this rank's first, in ascending order."""
     host_row: Tensor
-    """`row` on the host, where it is known."""
+    """`row` in host memory, so that searching it does not wait for the device."""
     negative_entry: Tensor
     """[P] entry of the hard negative."""
 
@@ -180,7 +180,7 @@ def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
     explicit_negatives = batch.negative[:0]
     if is_own or rule.lists_own_negatives:
         tensors["explicit_row"], negative = batch.example_negatives(rank_rows)
-        # [P] the place of each pair's hard negative among the distinct ones: with several rows it has one entry.
+        # [P] the place of each pair's hard negative among the distinct ones: a negative of several rows has one entry.
         explicit_negatives, place = torch.unique(negative, return_inverse=True)
         tensors["negative_entry"] = first_explicit + place
     # Occurrences count from 0 for queries, from R for positives, from 2 R for hard negatives.

@@ -503,7 +503,7 @@ class RowStart:
     logits: Tensor
     """[n] of the positives."""
     coefficient: float
-    """Factor of the losses, > 0."""
+    """Weight of the Matryoshka size times the factor of the direction, > 0."""
     bias: Tensor | None = None
     """Added to every logit."""
     target: Tensor | None = None

@@ -245,7 +245,7 @@ class EmbeddingModel(nn.Module):
         name = description.traits.projections.get(modality)
         if name is not None:
             projection: Any = self.backbone.get_submodule(name)
-            # In the dtype of its weights (see `heads`).
+            # Outside autocast, in the dtype of its weights, as `Dense` in heads.py.
             with torch.autocast(features.device.type, enabled=False):
                 vectors = projection(features.to(projection.weight.dtype))
         if self.head is not None:
@@ -568,7 +568,7 @@ def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tenso
     losses = {}
     for name, value in auxiliary.items():
         pair = value
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor | float):
             pair = (value * count, count)
         sums = at_least_float32(torch.as_tensor(pair[0]))
         if sums.ndim > 1 or sums.numel() not in (1, count) or len(pair) != 2:
@@ -758,7 +758,12 @@ def _beginnings(
         # Embeddings inside of layers (of relative positions) belong to their layer.
         inside = tuple(chain.from_iterable(layers.values()))
         outside = [name for name in every if not name.startswith(inside)]
-        return [name for name in outside if _INPUT_EMBEDDINGS.search(name)]
+        embeddings = [name for name in outside if _INPUT_EMBEDDINGS.search(name)]
+        if not embeddings:
+            raise UserError(
+                "freeze: embeddings: no parameter of this model is called so; give the beginning of its name"
+            )
+        return embeddings
     kind, _, count = part.rpartition("=")
     if kind.endswith("first_n_layers"):
         chosen = kind.removesuffix("first_n_layers").removesuffix(".")

@@ -32,8 +32,8 @@ After the last batch of an optimizer step, `synchronise` adds up the gradients o
 and under DDP averages those of the model.
 
 A rank that runs out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks
-raise OutOfMemory there, to repeat the step with a smaller budget. In the loss that helps where graphs of micro-batches are
-kept meanwhile. Where a repeat does not help, the rank raises RunError. The others wait for it in a collective, and end with
+raise OutOfMemory there, to repeat the step with a smaller budget. In the loss that helps only if graphs of micro-batches
+are kept meanwhile. Where a repeat does not help, the rank raises RunError. The others wait for it in a collective, and end with
 it.
 """
 
@@ -110,7 +110,7 @@ class Counts:
     longest: list[int]
     """Tokens of the longest input."""
     failed: list[int]
-    """1 if the rank ran out of memory in the last batch."""
+    """1 if the rank ran out of memory in the previous batch."""
 
 
 @dataclass
@@ -190,7 +190,7 @@ class BatchResult:
     """Result of one global batch, besides gradients."""
 
     loss_share: Tensor
-    """This rank's part of the loss. The sum over the ranks is the loss."""
+    """This rank's part of the loss, unweighted. The sum over the ranks is the loss of the batch."""
     loss_copy: HostCopy
     """The same on the host."""
     padded_tokens: int
@@ -325,7 +325,7 @@ class ContrastiveStep:
             loss_copy = HostCopy(loss_share)
             with self.timer("backward"), self._watching_memory(can_repeat=can_repeat):
                 self.backward(batch, gradient, weight * scale)
-        num_forwards = len(batch.micro_batches)
+        num_micro_batches = len(batch.micro_batches)
         feeder = self.input_builder.feeder
         padded_tokens = 0
         for micro_batch in batch.micro_batches:
@@ -335,7 +335,7 @@ class ContrastiveStep:
             loss_share=loss_share,
             loss_copy=loss_copy,
             padded_tokens=padded_tokens,
-            num_forwards=2 * num_forwards - batch.num_kept_graphs,
+            num_forwards=2 * num_micro_batches - batch.num_kept_graphs,
             num_kept_graphs=batch.num_kept_graphs,
             embeddings=batch.embeddings,
             is_finite=torch.isfinite(batch.embeddings).all(),
@@ -358,8 +358,8 @@ class ContrastiveStep:
         budget = self.budget
         features = rank_batch.features
         limit = budget.micro_batch_tokens
-        trained_split = rank_batch.split(limit)
-        lengths = trained_split.lengths
+        model_split = rank_batch.split(limit)
+        lengths = model_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
         has_negative_scores = rank_batch.negative_scores is not None
@@ -370,16 +370,16 @@ class ContrastiveStep:
             "negatives": num_negatives,
             "has_scores": rank_batch.scores is not None,
             "has_negative_scores": has_negative_scores or num_negatives == 0,
-            "padded_tokens": trained_split.padded_tokens,
+            "padded_tokens": model_split.padded_tokens,
             "longest": max(lengths, default=0),
             "failed": self._ran_out_of_memory,  # in the batch before
         }
         # One collective for all numbers: a table [ranks, columns] of the counts above, then this rank's micro-batches of
-        # each trained modality, then those of each frozen one. Before the first forward pass, because under FSDP all
+        # each modality, then those of the frozen towers for inputs whose features are missing. Before the first forward pass, because under FSDP all
         # ranks must run equally many.
         numbers = [int(count) for count in rank_counts.values()]
         table = collectives.all_gather_ints(
-            [*numbers, *trained_split.counts, *frozen_split.counts]
+            [*numbers, *model_split.counts, *frozen_split.counts]
         )
         columns = [list(column) for column in zip(*table, strict=True)]
         num_counts = len(rank_counts)
@@ -389,8 +389,8 @@ class ContrastiveStep:
         # The maximum over the ranks for each modality. A rank with fewer micro-batches splits its inputs finer, or runs
         # dummies.
         num_micro_batches = [max(column) for column in columns[num_counts:]]
-        num_groups = len(trained_split.counts)
-        splits = trained_split.agreed(num_micro_batches[:num_groups])
+        num_groups = len(model_split.counts)
+        splits = model_split.agreed(num_micro_batches[:num_groups])
         batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_groups:])
         frozen = self.input_builder.towers.modalities
         batch.micro_batches = order_micro_batches(splits, frozen)

@@ -395,9 +395,11 @@ class Trainer:
                 f"nothing is left to train: step {state.step:,d} is done, and epochs or max_steps ask for "
                 f"{total_steps:,d}"
             )
-        log.info(
-            f"set-up took {duration(set_up_seconds)}; training {total_steps:,d} steps"
-        )
+        else:
+            steps = f"{total_steps:,d} steps"
+            if state.step > 0:
+                steps = f"steps {state.step + 1:,d} to {total_steps:,d}"
+            log.info(f"set-up took {duration(set_up_seconds)}; training {steps}")
         self.clock.start_loop(state.step)
 
     def fit(self) -> None:
@@ -599,6 +601,12 @@ class Trainer:
                 log.info(f"final/ gets {reason}, {folder.name}")
                 state.scores = scores
                 state.scored_step = step
+            elif state.guard_drop is not None:
+                raise RunError(
+                    f"{state.guard_drop}; {folder} is damaged, so no weights are left for final/: train again"
+                )
+            else:
+                log.warning("final/ gets the last step")
         fsdp_print_memory_usage("after the last step")
         data = self.data.evaluation
         metric = ""
