@@ -375,8 +375,8 @@ class ContrastiveStep:
             "failed": self._ran_out_of_memory,  # in the batch before
         }
         # One collective for all numbers: a table [ranks, columns] of the counts above, then this rank's micro-batches of
-        # each modality, then those of the frozen towers for inputs whose features are missing. Before the first forward pass, because under FSDP all
-        # ranks must run equally many.
+        # each modality, then those of the frozen towers for inputs whose features are missing. Before the first forward
+        # pass, because under FSDP all ranks must run equally many.
         numbers = [int(count) for count in rank_counts.values()]
         table = collectives.all_gather_ints(
             [*numbers, *model_split.counts, *frozen_split.counts]
