@@ -140,18 +140,24 @@ def test_shards_have_the_same_average_also_after_a_resume(config, tmp_path):
 # ---- guards ----------------------------------------------------------------------------------------------------
 
 
+FALLING = {
+    "eval_steps": 1,
+    "save_steps": 1,
+    "max_steps": 40,
+    "learning_rate": 0.2,
+    "warmup_steps": 10,
+}
+"""A rate at which a guard falls after some steps."""
+
+
 def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(
     config, tmp_path
 ):
     guard = pairs(tmp_path / "general.jsonl", 40)
     options = {
         "guards": [{"path": str(guard), "max_drop": 0.1}],
-        "eval_steps": 1,
-        "save_steps": 1,
         "save_total_limit": 1,
-        "max_steps": 40,
-        "learning_rate": 0.2,
-        "warmup_steps": 10,
+        **FALLING,
     }
     result = vembed.train({**config, **options})
     assert 1 < result.steps < 40
@@ -184,11 +190,7 @@ def test_no_weights_are_saved_where_the_checkpoint_that_held_is_damaged(
     guard = pairs(tmp_path / "general.jsonl", 40)
     options = {
         "guards": [{"path": str(guard), "max_drop": 0.1}],
-        "eval_steps": 1,
-        "save_steps": 1,
-        "max_steps": 40,
-        "learning_rate": 0.2,
-        "warmup_steps": 10,
+        **FALLING,
     }
     monkeypatch.setattr(Checkpointer, "verify", lambda *_: ["a file is cut"])
     with pytest.raises(RunError, match="no weights are left for final/"):
@@ -201,13 +203,7 @@ def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(
     config, tmp_path, max_drop
 ):
     guard = pairs(tmp_path / "general.jsonl", 40)
-    options = {
-        "eval_steps": 1,
-        "save_steps": 1,
-        "max_steps": 40,
-        "learning_rate": 0.2,
-        "warmup_steps": 10,
-    }
+    options = FALLING
     ended = vembed.train(
         {**config, **options, "guards": [{"path": str(guard), "max_drop": 0.1}]}
     ).steps
