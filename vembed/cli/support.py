@@ -163,9 +163,7 @@ class Command(TyperCommand):
         target = ctx.params.pop("json_file", None)
         ctx.obj = target
         if target not in (None, STANDARD_OUTPUT) and MODE.get() != "check":
-            folder = Path(target).absolute().parent
-            if not folder.is_dir():
-                raise UserError(f"--json {target}: {folder} is not a folder")
+            require_folder(Path(target))
         try:
             is_alone = target == STANDARD_OUTPUT
             with _output_to_stderr() if is_alone else nullcontext():
@@ -184,6 +182,13 @@ class Command(TyperCommand):
         if target is not None and is_first_rank():
             _write_json(target, result)
         return code
+
+
+def require_folder(path: Path) -> None:
+    """Raise UserError if the folder of a file that is to be written is not there."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"{path} cannot be written: {folder} is not a folder")
 
 
 def with_json_target(args: Sequence[str]) -> list[str]:
