@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from vembed.config.arguments import TrainArguments
 
 _NO_MEMORY = re.compile(
     "can't allocate memory|Cannot allocate memory|failed to map segment|can't start new thread"
@@ -400,17 +399,3 @@ def option(name: str, text: str) -> Any:
         return canonical(name, all_options()[name].parse(text))
     except ValueError as error:
         raise UserError(str(error)) from None
-
-
-def read_config_arguments(
-    command_name: str,
-    about: str | None,
-    args: Sequence[str] | None,
-) -> TrainArguments:
-    """Parse the arguments of a command that takes those of train, or print its help and end it."""
-    from vembed.config.arguments import command_help, parse_train_arguments
-
-    if {"-h", "--help"} & set(args or []):
-        sys.stdout.write(command_help(command_name, str(about)))
-        raise typer.Exit
-    return parse_train_arguments(args or [])
