@@ -275,7 +275,7 @@ BUILT = {
     ),
     "cache_frozen_features": (
         "frozen",
-        lambda entry: bool(entry.trainer.components.input_builder.towers.stores),
+        lambda entry: bool(entry.trainer.components.input_builder.frozen_towers.stores),
         True,
         "clip",
     ),

@@ -531,7 +531,7 @@ class BatchSection(Section, title="batch"):
     micro-batch is enough. `auto`: only for micro-batches whose graphs do not fit in memory. The gradient is the
     same."""
     cache_frozen_features: bool = False
-    """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
+    """Store what frozen towers give in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`)."""
 
     def examples_per_process(self, world_size: int) -> int:

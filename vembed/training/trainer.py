@@ -49,7 +49,7 @@ from vembed.training.checkpoint.folders import (
     require_output_folder,
 )
 from vembed.training.final import ModelWriter, save_final
-from vembed.training.frozen import log_feature_use
+from vembed.training.frozen import log_store_use
 from vembed.training.hooks.base import (
     Evaluation,
     Hook,
@@ -521,7 +521,7 @@ class Trainer:
             return
         start = self.seconds()
         query_results = QueryResults()
-        towers = components.input_builder.towers
+        towers = components.input_builder.frozen_towers
         is_quantized = config.objective.quantize_embeddings is not None
         with self.hooks.evaluation_weights():
             scores = evaluate_model(
@@ -577,7 +577,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_finish(self)
         self.interrupts.ignores_signals = True
-        log_feature_use(components.input_builder.towers.stores)
+        log_store_use(components.input_builder.frozen_towers.stores)
         self.checkpointer.wait()
 
         # The weights that final/ gets.
