@@ -112,24 +112,6 @@ def test_long_runs_on_gpus_are_compiled(options, minutes, is_on, reason):
     assert placement.copies_weights is (not is_on and "quantize_weights" not in options)
 
 
-def test_a_dry_run_says_what_is_left_to_a_gpu():
-    folder = str(tiny.shared(tiny.tiny_bert))
-    lines = resolve_run(
-        TrainConfig(model_name=folder, data_path="-", strategy="fsdp"), env={}
-    ).left_to_gpus()
-    assert [line.split(" where ")[0].split(" in runs")[0] for line in lines] == [
-        "on a GPU gradient checkpointing is off",
-        "on a GPU layers are compiled",
-    ]
-    plain = TrainConfig(
-        model_name=folder,
-        data_path="-",
-        torch_compile=False,
-        gradient_checkpointing=True,
-    )
-    assert resolve_run(plain, env={}).left_to_gpus() == []
-
-
 @pytest.mark.parametrize("options", [{}, {"padding_free": False}], ids=str)
 def test_checkpointed_layers_are_compiled(options, monkeypatch):
     """A backend counts the calls of compiled graphs: in the forward pass, and again in the backward pass."""

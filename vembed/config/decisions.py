@@ -105,8 +105,6 @@ class ResolvedRun:
     config: TrainConfig
     origins: Mapping[str, str]
     """Option -> the source of its value."""
-    translated: tuple[str, ...]
-    """Log lines for options that were given under an alias: the alias, and vembed's own name and value."""
     notes: tuple[str, ...]
     """Lines for the log: values that lost against a stronger source, and options without effect."""
     strategy: Decision[AskedStrategy]
@@ -128,28 +126,12 @@ class ResolvedRun:
     file: AccelerateFile | None
     """The Accelerate file that the config or the command line names."""
 
-    def left_to_gpus(self) -> list[str]:
-        """Return lines for a dry run on the decisions that a run on a GPU makes later."""
-        lines = []
-        recomputes = self.recomputation.origin == DEFAULT and self.recomputation.value
-        if recomputes and self.config.batch.use_gradient_cache is not False:
-            lines.append(
-                "on a GPU gradient checkpointing is off where micro-batches fit without it, since Gradient Cache "
-                "bounds the graphs; `vembed plan` with --gpu says which"
-            )
-        if self.config.model.torch_compile == "auto":
-            lines.append(
-                "on a GPU layers are compiled in runs of more than about five minutes (torch_compile: auto)"
-            )
-        return lines
-
 
 def decide(
     config: TrainConfig,
     values: Mapping[str, OptionValue],
     *,
     origins: Mapping[str, str],
-    translated: tuple[str, ...],
     notes: Sequence[str],
     file: AccelerateFile | None,
     base: str,
@@ -208,7 +190,6 @@ def decide(
     return ResolvedRun(
         config=config,
         origins=origins,
-        translated=translated,
         strategy=strategy,
         fsdp=fsdp,
         fsdp_notes=tuple(fsdp_notes),

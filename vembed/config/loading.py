@@ -132,16 +132,16 @@ def resolve_run(
         files.insert(0, plain_layer(preset.source, Level.PRESET, options))
         base = preset.source
     notes += launcher_notes
+
     # More than one config layer: the last one is a stage's block.
     if naming is command_line and len(configs) > 1:
         notes += _override_stage(files[-1], configs)
 
     layers = [*files, launcher, *configs, command_line]
     problems: list[str] = []
-    translated: list[str] = []
     for layer in layers:
         problems += layer.problems
-        translated += layer.translated
+        notes += layer.notes
     values, notes_on_overrides = _merge(layers)
     notes += notes_on_overrides
     notes_on_values, problems_of_values = _resolve_values(values, config_file, env)
@@ -173,7 +173,6 @@ def resolve_run(
         config,
         values,
         origins=origins,
-        translated=tuple(translated),
         notes=[*notes, *rules.remarks(config)],
         file=file,
         base=base,
