@@ -124,11 +124,7 @@ def interconnect(num_devices: int) -> str:
     table = subprocess.run(
         [tool, "topo", "-m"], capture_output=True, text=True, check=False, timeout=20
     ).stdout
-    # Cells of the table between two GPUs: NV4 are four NVLinks; PIX, PXB, PHB, NODE and SYS go over PCIe.
-    links = re.findall(r"\bNV\d+\b", table)
-    if links:
-        return f"NVLink between GPUs ({links[0]}); {between_machines}"
-    return f"PCIe between GPUs, on which sharding costs noticeable time (nvidia-smi topo -m); {between_machines}"
+    return f"{between_machines} (NV: NVLink, others: PCIe, on which sharding costs noticeable time)\n{table}"
 
 
 def checklist(

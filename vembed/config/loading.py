@@ -139,7 +139,7 @@ def resolve_run(
     if naming is command_line and len(configs) > 1:
         chosen = Layer(files[-1].name)
         place = f"{chosen.name}, named on the command line"
-        for name in files[-1].values.keys() & configs[-1].values.keys():
+        for name in sorted(files[-1].values.keys() & configs[-1].values):
             value = files[-1].values.pop(name)
             level = Level.COMMAND_LINE
             chosen.values[name] = replace(value, place=place, level=level)
