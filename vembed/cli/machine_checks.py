@@ -29,7 +29,6 @@ from vembed.parallel.step_memory import MemoryEstimate, ModelSize, measure
 from vembed.pipelines.prediction import FITS, place_here
 
 LARGEST_SIMPLE_BATCH = 16
-PLACEMENT_CHECKS = ("strategy", "batch", "gradient checkpointing", "memory", "dtypes")
 # Variables of a launcher that has started the doctor would tell the self-test's processes that they are ranks of its
 # run.
 LAUNCHER_VARIABLES = re.compile(r"(ACCELERATE|FSDP|TORCHELASTIC)_|GROUP_|ROLE_")
@@ -148,8 +147,7 @@ def checklist(
         placement = place_here(run, launch.first_rank)
         size = placement.size or measure(run.config)
     except UserError as error:
-        for name in PLACEMENT_CHECKS:
-            yield False, f"{name}: {error}"
+        yield False, f"strategy, batch, memory: {error}"
     else:
         yield _check_strategy(placement, size)
         yield _check_batch(placement)
@@ -186,34 +184,27 @@ def checklist(
 
 def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
     fsdp = placement.fsdp
-    strategy = f"strategy: {placement.strategy.value}"
+    line = f"strategy: {placement.strategy}"
     if fsdp is not None:
-        offload = ", offloaded" if fsdp.offload else ""
-        strategy += f", FSDP{fsdp.version} {fsdp.sharding_strategy}{offload}, {fsdp.wrap_policy}"
-    lines = [f"{strategy} ({placement.strategy.reason})"]
-    if fsdp is not None or placement.run.fsdp is None:
-        lines += placement.run.fsdp_notes
-    lines += placement.notes
+        return (
+            True,
+            f"{line}, FSDP{fsdp.version} {fsdp.sharding_strategy}, {fsdp.wrap_policy}",
+        )
     # A whole copy of the model on each process.
     share = size.state_bytes / placement.memory
-    passes = fsdp is not None or share <= FITS
-    if not passes:
-        lines.append(
-            f"a whole copy takes {share:.0%} of a process's memory: use_fsdp: true on several processes"
-        )
-    return passes, "; ".join(lines)
+    if share > FITS:
+        line += f"; a whole copy takes {share:.0%} of a process's memory: use_fsdp: true on several processes"
+    return share <= FITS, line
 
 
 def _check_batch(placement: Placement) -> tuple[bool, str]:
     batch = placement.run.config.batch
     line = f"batch: {placement.num_examples:,d} per process"
-    if placement.num_examples <= LARGEST_SIMPLE_BATCH:
-        return True, line
     # Memory depends on the micro-batch, unless the user disables Gradient Cache.
-    if batch.use_gradient_cache is False:
-        return False, f"{line} at once, as use_gradient_cache: false keeps all graphs"
-    micro_batch = f"micro_batch_tokens: {batch.micro_batch_tokens}"
-    return True, f"{line}, in micro-batches of {micro_batch}"
+    if batch.use_gradient_cache is not False:
+        return True, f"{line}, micro_batch_tokens: {batch.micro_batch_tokens}"
+    line += " at once, as use_gradient_cache: false keeps all graphs"
+    return placement.num_examples <= LARGEST_SIMPLE_BATCH, line
 
 
 def _check_memory(placement: Placement, size: ModelSize) -> tuple[bool, str]:
