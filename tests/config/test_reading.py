@@ -245,7 +245,7 @@ def test_broken_files(write_config):
     )
     message = error_of(write_config("a: [1\n"))
     assert (
-        "cfg.yaml, line 4: not valid YAML" in message and "begun in line 3" in message
+        "cfg.yaml, line 4: not valid YAML" in message and "line 3, column 4" in message
     )
     assert "is empty" in error_of(write_config(needed=""))
     assert "is a list of 2 entries" in error_of(write_config("- a\n- b\n", needed=""))

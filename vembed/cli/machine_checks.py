@@ -184,17 +184,16 @@ def checklist(
 
 def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
     fsdp = placement.fsdp
-    line = f"strategy: {placement.strategy}"
+    line = f"strategy: {placement.strategy.value}"
+    reason = f"({placement.strategy.reason})"
     if fsdp is not None:
-        return (
-            True,
-            f"{line}, FSDP{fsdp.version} {fsdp.sharding_strategy}, {fsdp.wrap_policy}",
-        )
+        units = f"FSDP{fsdp.version} {fsdp.sharding_strategy}, {fsdp.wrap_policy}"
+        return True, f"{line}, {units} {reason}"
     # A whole copy of the model on each process.
     share = size.state_bytes / placement.memory
     if share > FITS:
-        line += f"; a whole copy takes {share:.0%} of a process's memory: use_fsdp: true on several processes"
-    return share <= FITS, line
+        reason += f"; a whole copy takes {share:.0%} of a process's memory: use_fsdp: true on several processes"
+    return share <= FITS, f"{line} {reason}"
 
 
 def _check_batch(placement: Placement) -> tuple[bool, str]:

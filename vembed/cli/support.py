@@ -203,12 +203,7 @@ def _write_json(target: str, result: Any) -> None:
     if target == STANDARD_OUTPUT:
         sys.stdout.write(text)
         return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"--json {target} cannot be written: {error.strerror}"
-        ) from error
+    Path(target).write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -178,10 +178,6 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
             )
         options["num_processes"] = processes // machines
     port = value.get("main_process_port")
-    if port is not None and not str(port).isdecimal():
-        raise UserError(
-            f"{source}: main_process_port must be a whole number, but is {quoted(port)}"
-        )
     address = value.get("main_process_ip")
     gpu_ids = str(value.get("gpu_ids", "all"))
     return AccelerateFile(

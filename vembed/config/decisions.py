@@ -451,8 +451,6 @@ def peak_rate(
         risen = min(risen, MAX_NARROW_SHARE * initial)
         all_weights = max(rate_without_rise, risen)
     is_risen = all_weights > rate_without_rise
-    if is_risen:
-        reason += f", {all_weights / rate_without_rise:.2g} times that of wider ones"
 
     if trained.what == "weights":
         rate = all_weights
@@ -465,19 +463,16 @@ def peak_rate(
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out.
     # With rslora the factor is alpha / sqrt(r), and the root of the rank is left.
     strength = float(adapters.lora_alpha)
-    details = ""
     if adapters.lora_variant == "rslora":
         strength *= math.sqrt(adapters.lora_r)
-        details = ", rslora"
     alpha_factor = max(ADAPTER_ALPHA / strength, MIN_ALPHA_FACTOR)
     alpha_factor = min(alpha_factor, MAX_ALPHA_FACTOR)
     rate = math.sqrt(rate_without_rise * all_weights) * ADAPTER_RATIO * alpha_factor
     if steps < SHORT_RUN_OF_ADAPTERS:
-        details += f", only {steps:,d} steps"
         rate *= math.sqrt(SHORT_RUN_OF_ADAPTERS / max(steps, MIN_RUN_OF_ADAPTERS))
     return Decision(
         _two_digits(rate),
-        f"LoRA of rank {adapters.lora_r}, alpha {adapters.lora_alpha}{details}: {rate / all_weights:.3g} times "
+        f"LoRA of rank {adapters.lora_r}, alpha {adapters.lora_alpha}, {steps:,d} steps: {rate / all_weights:.3g} times "
         f"the rate of all weights, which is {_two_digits(all_weights):g} ({reason})",
     )
 

@@ -375,10 +375,6 @@ def expand_output_dir(
                 f"{{time}} names a new folder at each start, so resume: {str(resume).lower()} finds no checkpoint "
                 "there; give resume the folder of the earlier run, or leave out {time}"
             )
-        if options["num_machines"] != 1:
-            raise ValueError(
-                "{time} differs between machines; give all of them one fixed folder"
-            )
         seconds = time.time()
         if env.get("LOCAL_RANK") is not None:
             # Ranks take the start of the process that started them, which they share.
@@ -568,17 +564,12 @@ def _pipeline_of(
         entries += node.value.items()
     elif isinstance(node.value, list):
         entries += [(None, tree_of_mapping(entry)) for entry in node.value]
-    if not entries:
+    if not entries or not all(isinstance(entry.value, dict) for _, entry in entries):
         raise UserError(
-            f"{source}, line {node.line}: {STAGES} must be a list of stages"
+            f"{source}, line {node.line}: {STAGES} must be a list of stages with their options"
         )
     steps: list[PipelineStep] = []
     for name, entry in entries:
-        if not isinstance(entry.value, dict):
-            line = entry.line or node.line
-            where = f"{source}, line {line}" if line else source
-            number = len(steps) + 1
-            raise UserError(f"{where}: stage {name or number} must hold options")
         steps.append(_step(name, dict(entry.value), source, steps, shared))
     if root is None:
         root = str(shared.value("output_dir", "output"))
@@ -600,13 +591,9 @@ def _step(
     if not name:
         name = f"train{number}" if kind == "train" else f"{kind}-{number}"
     by_name = {step.name: step for step in before}
-    if name in by_name:
+    if name in by_name or "/" in name or name.startswith("."):
         raise UserError(
-            f"{source}: two stages are called {name}; give each a name of its own"
-        )
-    if "/" in name or name.startswith("."):
-        raise UserError(
-            f"{source}: stage {name}: a name is that of a folder, without / and not beginning with ."
+            f"{source}: stage {name}: give each stage a name of its own, without / and not beginning with ."
         )
     layer = Layer(source)
     task = str(shared.value("task", "embed"))
