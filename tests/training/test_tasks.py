@@ -127,6 +127,10 @@ def test_labelled_images_are_pairs_of_their_class(tmp_path):
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
+STRONG = 20.0
+"""Weight of an anchor."""
+
+
 def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path):
     sources = files(tmp_path)[:1]
     rows = [{"text": text} for text in texts(16, seed=9)]
@@ -134,10 +138,10 @@ def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path):
     anchor = {
         "path": str(tmp_path / "texts.jsonl"),
         "name": "texts",
-        "losses": [{"loss": "anchor", "weight": 5.0}],
+        "losses": [{"loss": "anchor", "weight": STRONG}],
     }
     last = {}
-    for weight in (1e-9, 5.0):
+    for weight in (1e-9, STRONG):
         name = str(tmp_path / str(weight))
         first = train(
             options(
@@ -150,7 +154,7 @@ def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path):
         )
         assert first[0]["loss/anchor"] == pytest.approx(0.0, abs=1e-5)
         last[weight] = first[-1]["loss/anchor"]
-    assert last[5.0] < 0.5 * last[1e-9]
+    assert last[STRONG] < 0.5 * last[1e-9]
     both = train(
         options(
             tmp_path, data_path=[*sources, anchor], output_dir=str(tmp_path / "both")
