@@ -14,9 +14,8 @@ from tests.harness import STRATEGIES, result_of, run_cases
 from tests.tiny import WORDS, shared, tiny_clip, tiny_qwen3_vl, tiny_siglip
 from tests.training.test_run import metrics
 from vembed.data import row_store
-from vembed.errors import Stopped, UserError
+from vembed.errors import UserError
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.training.interrupts import Interrupts
 
 NUM_ROWS = 16
 WEIGHTS = "model.safetensors"
@@ -228,25 +227,6 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, 
             strict=True,
         ):
             assert metric == pytest.approx(other), strategy
-
-
-def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path, monkeypatch):
-    whole = train(options(tmp_path, "whole", cache_frozen_features=False))
-    agree_on_stop = Interrupts.agree_on_stop
-    steps = []
-
-    def stop_after_two(self, save_seconds=0.0):
-        steps.append(1)
-        if len(steps) == 2:
-            self._number = 15
-        return agree_on_stop(self, save_seconds)
-
-    monkeypatch.setattr(Interrupts, "agree_on_stop", stop_after_two)
-    with pytest.raises(Stopped):
-        train(options(tmp_path, "parts"))
-    others = train(options(tmp_path, "parts", resume=True))
-    assert others["passed"] == NUM_ROWS - 2 * 4 + 1
-    assert others["losses"] == whole["losses"]
 
 
 def test_other_weights_other_pictures_and_other_settings_have_features_of_their_own(

@@ -148,13 +148,6 @@ def test_every_loss_falls(loss, tmp_path):
     )
 
 
-def test_lora_saves_the_merged_model_and_the_adapter(tmp_path):
-    result = vembed.train(settings(tmp_path, use_lora=True, lora_r=4, max_steps=4))
-    assert (result.model_dir / "adapter" / "adapter_model.safetensors").is_file()
-    scores = vembed.evaluate(result.model_dir, tmp_path / "val.jsonl")
-    assert scores["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"], abs=1e-4)
-
-
 def test_best_checkpoint_is_the_final_model(tmp_path):
     result = vembed.train(
         settings(
