@@ -70,15 +70,3 @@ def test_an_image_that_breaks_during_a_run(tmp_path, monkeypatch):
     name, line = said.split(".jpg (")
     assert int(name.split("/")[-1]) + 1 == int(line.split("jsonl:")[1].split(")")[0])
     assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
-
-
-def test_an_address_that_is_gone(tmp_path):
-    with pytest.raises(
-        UserError,
-        match=r"image http://127\.0\.0\.1:1/\d\.jpg \(.*train\.jsonl:\d\) cannot be fetched",
-    ):
-        train(
-            tmp_path,
-            [f"http://127.0.0.1:1/{number}.jpg" for number in range(8)],
-            allow_image_urls=True,
-        )

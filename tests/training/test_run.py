@@ -195,13 +195,6 @@ def test_non_finite_loss_stops_and_names_the_examples(tmp_path):
         )
 
 
-def test_data_smaller_than_a_batch_are_trained_on_and_the_log_says_so(
-    tmp_path,
-):
-    output = vembed.train(settings(tmp_path, batch_size=512, max_steps=1)).output_dir
-    assert "the smallest batch has 96" in (output / "training_log.txt").read_text()
-
-
 def test_accumulated_batches_are_one_step(tmp_path):
     result = vembed.train(
         settings(tmp_path, gradient_accumulation_steps=2, epochs=1, max_steps=None)
