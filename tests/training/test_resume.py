@@ -210,17 +210,6 @@ def test_metrics_end_where_the_run_goes_on(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_run_cuts_its_own_metrics(tmp_path):
-    write_metrics(tmp_path, line_of(1))  # of an earlier run without checkpoints
-    with starting(tmp_path) as run:
-        run.resume().train(2).save()
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-    write_metrics(tmp_path, line_of(1), line_of(2), line_of(3))
-    with starting(tmp_path, resume=True) as run:
-        run.resume()
-    assert (tmp_path / "metrics.jsonl").read_text() == line_of(1) + line_of(2)
-
-
 def test_the_page_says_of_every_option_whether_it_may_change():
     """`python -m tests.docs.resume_table` writes the table."""
     page = Path(__file__).parents[2] / "docs" / "resume.md"

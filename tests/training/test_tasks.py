@@ -10,10 +10,9 @@ import torch
 
 import vembed
 from tests.data.files import write_jsonl
-from tests.data.pictures import write
 from tests.harness import run_ranks
 from tests.losses.batches import check, config_of, make_batch
-from tests.tiny import shared, texts, tiny_bert, tiny_clip
+from tests.tiny import shared, texts, tiny_bert
 from tests.training.test_run import metrics
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSource, parse_sampling
@@ -104,27 +103,6 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path):
     assert [step["step"] for step in two] == list(range(1, 11))
     losses = [[step["loss"] for step in steps] for steps in (first, two)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
-
-
-def test_labelled_images_are_pairs_of_their_class(tmp_path):
-    rows = []
-    for number in range(12):
-        image = write(tmp_path / f"{number}.jpg", seed=number)
-        rows.append({"image": image.name, "label": number % 4})
-    write_jsonl(tmp_path / "images.jsonl", rows)
-    settings = options(
-        tmp_path,
-        model_name=str(shared(tiny_clip)),
-        data_path=str(tmp_path / "images.jsonl"),
-        homogeneous_batches=False,
-        max_steps=12,
-        learning_rate=1e-2,
-    )
-    losses = [step["loss"] for step in train(settings)]
-    assert (
-        "labelled with 4 classes" in (tmp_path / "out" / "training_log.txt").read_text()
-    )
-    assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
 STRONG = 20.0
