@@ -7,7 +7,7 @@ import pytest
 from tests.cli.conftest import vembed
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import write_pairs
-from vembed.training.trainer import RunClock
+from vembed.training.hooks.metrics import log_line
 
 __all__ = ["vembed"]
 
@@ -65,10 +65,13 @@ def test_decisions_that_the_data_and_the_machine_force_are_said(train):
     assert "strategy single (FSDP needs at least two processes" in output
 
 
-def test_the_time_left_follows_the_rate(monkeypatch):
-    current_time = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: current_time)
-    clock = RunClock()
-    clock.start_loop(10)
-    current_time += 30
-    assert clock.seconds_left(20, 120) == pytest.approx(300)
+def test_step_lines_fit():
+    values = {
+        "step": 123_456,
+        "epoch": 12.34,
+        "loss": 12.3456,
+        "learning_rate": 1.25e-5,
+        "grad_norm": 1234.5678,
+        "samples_per_second": 12_345.6,
+    }
+    assert len(log_line(values, 1_234_567, 400_000)) <= 100

@@ -43,7 +43,7 @@ def train(settings, keeps=True):
     """One run: its losses, and how many images' patches passed the image tower; `keeps`: whether a step keeps what it
     gave."""
     passed = []
-    original = embedding_model.image_features
+    original = embedding_model.image_states
     forward = EmbeddingModel.tower_output
 
     def seen(backbone, inputs):
@@ -56,7 +56,7 @@ def train(settings, keeps=True):
         return forward(model, modality, inputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(embedding_model, "image_features", seen)
+        patch.setattr(embedding_model, "image_states", seen)
         patch.setattr(EmbeddingModel, "tower_output", counted)
         if not keeps:
             patch.setattr(frozen, "IMAGES_SHARE", 0.0)
@@ -77,7 +77,7 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
     assert not features.requires_grad
     num_bytes = features.shape[0] * features.shape[2] * 4
     assert num_bytes == model.frozen_image_token_bytes()
-    inputs = {**inputs, "image_features": features}
+    inputs = {**inputs, "image_states": features}
     del inputs["pixel_values"]
     (through,) = model([("multimodal", inputs)])
     assert torch.equal(through, direct) and through.requires_grad
