@@ -137,7 +137,7 @@ def open_source(name: str, folder: Path | None = None) -> ModelFolder:
         tensors |= dict.fromkeys(reader.entries, reader)
     for subfolder in files:
         check_weights(root / subfolder)
-    if "" not in files and not any(files.values()):
+    if not files:
         raise UserError(
             f"{name} has no .safetensors file, and vembed merges no pickled weights"
         )
@@ -229,30 +229,27 @@ def _matched_names(
     return equal
 
 
-def check_tokenizers(sources: Sequence[ModelFolder]) -> None:
-    """Raise unless all models have one vocabulary: a row of an embedding matrix would be two words' mean."""
+def check_fit(sources: Sequence[ModelFolder], base: ModelFolder | None) -> None:
+    """Raise unless all models are of one architecture, vocabulary and pooling. With another vocabulary a row of an
+    embedding matrix would be two words' mean."""
     first = sources[0]
-    first_vocabulary = _vocabulary(first.folder)
-    for other in sources[1:]:
-        vocabulary = _vocabulary(other.folder)
-        are_known = first_vocabulary is not None and vocabulary is not None
-        if are_known and vocabulary != first_vocabulary:
+    vocabulary = _vocabulary(first.folder)
+    settings = _embedding_settings(first.folder)
+    for other in sources[1:] if base is None else [*sources[1:], base]:
+        matched(first, other)
+        other_vocabulary = _vocabulary(other.folder)
+        are_known = None not in (vocabulary, other_vocabulary)
+        if are_known and vocabulary != other_vocabulary:
             raise UserError(
                 f"{first.name} and {other.name} have different tokenizers: the rows of their embeddings mean different "
                 "tokens, so their weights cannot be merged"
             )
-
-
-def check_pooling(sources: Sequence[ModelFolder]) -> None:
-    """Raise unless all models make one vector of their tokens in the same way."""
-    first = sources[0]
-    first_settings = _embedding_settings(first.folder)
-    for other in sources[1:]:
-        settings = _embedding_settings(other.folder)
-        if settings and first_settings and settings != first_settings:
+        other_settings = _embedding_settings(other.folder)
+        are_known = bool(settings and other_settings) and other is not base
+        if are_known and settings != other_settings:
             raise UserError(
-                f"{first.name} and {other.name} embed in different ways ({first_settings}, {settings}): merge models of one "
-                "pooling and one head"
+                f"{first.name} and {other.name} embed in different ways ({settings}, {other_settings}): merge models of "
+                "one pooling and one head"
             )
 
 
