@@ -44,7 +44,7 @@ def test_dense_modules_of_the_model_are_kept_and_trained():
     assert weight.requires_grad and weight.shape == (12, 32)
     inputs = text_inputs(model.description)
     (actual,) = model([("text", inputs)])
-    (pooled,) = model([("text", inputs)], until="features")
+    (pooled,) = model([("text", inputs)], until="pooled")
     torch.testing.assert_close(actual, torch.tanh(model.head[0].linear(pooled)))
 
 
@@ -208,10 +208,10 @@ def test_features_of_a_frozen_tower_stay_and_take_the_towers_place(make):
     )
     (text, image) = parts_for(model.description)
     assert (text[0], image[0]) == ("text", "image")
-    (features,) = model([image], until="features")
+    (features,) = model([image], until="pooled")
     assert not features.requires_grad
     (direct,) = model([image])
-    (through,) = model([("image", {"features": features})])
+    (through,) = model([("image", {"pooled": features})])
     assert (
         torch.equal(direct, through) and through.requires_grad
     )  # the projection behind it is trained

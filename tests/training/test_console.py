@@ -8,7 +8,6 @@ from tests.cli.conftest import vembed
 from tests.data.files import write_jsonl
 from tests.tiny import shared, texts, tiny_bert
 from vembed.training.hooks.metrics import log_line
-from vembed.training.trainer import RunClock
 
 __all__ = ["vembed"]
 
@@ -96,9 +95,7 @@ def test_verbose_shows_all_and_quiet_only_warnings(vembed, cfg):
     assert "step 2/2" in Path("quiet/training_log.txt").read_text()
 
 
-def test_step_lines_fit_and_time_left_follows_the_rate(
-    monkeypatch,
-):
+def test_step_lines_fit():
     values = {
         "step": 123_456,
         "epoch": 12.34,
@@ -108,9 +105,3 @@ def test_step_lines_fit_and_time_left_follows_the_rate(
         "samples_per_second": 12_345.6,
     }
     assert len(log_line(values, 1_234_567, 400_000)) <= 100
-    current_time = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: current_time)
-    clock = RunClock()
-    clock.start_loop(10)
-    current_time += 30
-    assert clock.seconds_left(20, 120) == pytest.approx(300)

@@ -92,7 +92,7 @@ def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_chan
     without = train(options(tmp_path, "without", cache_frozen_features=False))
     first = train(options(tmp_path, "first"))
     assert (
-        f"frozen features, image: {NUM_ROWS} computed, {NUM_ROWS} read from"
+        f"frozen image tower: {NUM_ROWS} outputs computed, {NUM_ROWS} read from"
         in logged(tmp_path, "first")
     )
     second = train(options(tmp_path, "second"))

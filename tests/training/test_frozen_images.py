@@ -43,7 +43,7 @@ def train(settings, keeps=True):
     """One run: its losses, and how many images' patches passed the image tower; `keeps`: whether a step keeps what it
     gave."""
     passed = []
-    original = embedding_model.image_features
+    original = embedding_model.image_states
     forward = EmbeddingModel.tower_output
 
     def seen(backbone, inputs):
@@ -55,7 +55,7 @@ def train(settings, keeps=True):
             passed.append(len(inputs["image_grid_thw"]))
         return forward(model, modality, inputs)
 
-    embedding_model.image_features = seen
+    embedding_model.image_states = seen
     EmbeddingModel.tower_output = counted
     share = frozen.IMAGES_SHARE
     if not keeps:
@@ -64,7 +64,7 @@ def train(settings, keeps=True):
         vembed.train(settings)
     finally:
         frozen.IMAGES_SHARE = share
-        embedding_model.image_features = original
+        embedding_model.image_states = original
         EmbeddingModel.tower_output = forward
     actual = list(
         zip(
@@ -88,7 +88,7 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
     assert features.shape[0] * features.shape[2] * 4 == per_token
     inputs = {
         name: tensor for name, tensor in part[1].items() if name != "pixel_values"
-    } | {"image_features": features}
+    } | {"image_states": features}
     (through,) = model([("multimodal", inputs)])
     (direct,) = model([part])
     assert torch.equal(through, direct) and through.requires_grad

@@ -266,5 +266,5 @@ def test_mean_cosine_is_that_of_all_pairs():
 
 def test_an_output_folder_that_cannot_be_made_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("not a folder")
-    with pytest.raises(UserError, match=r"output_dir: .*file/run cannot be created"):
+    with pytest.raises(UserError, match=r"output_dir: .*file/run cannot be written to"):
         vembed.train(settings(tmp_path, output_dir=str(tmp_path / "file" / "run")))

@@ -67,12 +67,6 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
     return RankInfo(rank, world_size, local_rank, local_world_size, launched=True)
 
 
-def launched_rank() -> int:
-    """Return the rank that a launcher has set, or 0. For what a process writes before it has met the others."""
-    rank_text = os.environ.get("RANK", "")
-    return int(rank_text) if rank_text.isdecimal() else 0
-
-
 def _whole_number(env: Mapping[str, str], name: str) -> int:
     try:
         return int(env[name])

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -48,8 +49,7 @@ LINE_SECONDS = 30.0
 REFUSAL_SECONDS = 5.0
 """Time for which rank 0 keeps the store after a refusal, for ranks that have not read it yet."""
 ATTEMPT_SECONDS = 2.0
-FIRST_POLL_SECONDS = 0.02
-SLOWEST_POLL_SECONDS = 0.5
+POLL_SECONDS = 0.1
 MAX_DIFFERENCES = 3
 MAX_VALUE_CHARACTERS = 100
 
@@ -99,8 +99,7 @@ class LaunchCheck:
                         f"rank {self.ranks.rank} has waited {waited:.0f} s for {waited_for()} "
                         f"(dist_timeout_minutes: {self.minutes:g})",
                     )
-            # Seldom where the wait is long: many ranks ask one store. The answer is late by a tenth of the wait.
-            time.sleep(min(max(FIRST_POLL_SECONDS, 0.1 * waited), SLOWEST_POLL_SECONDS))
+            time.sleep(POLL_SECONDS)
         return True
 
     def connect(self) -> Store:
@@ -366,13 +365,14 @@ def _claim_rank(store: Store, check: LaunchCheck) -> None:
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 15.0
-"""Time without progress from which a rank looks whom it waits for."""
+"""Time inside one collective from which a rank looks whom it waits for."""
 SILENT_SECONDS = 20.0
 """Time without a new record, or without an answer of the store, from which a rank counts as silent."""
-FIRST_LINE_SECONDS = 60.0
-"""Time of waiting before the first line about it; each further line takes twice as long."""
+LOGGED_SECONDS = 60.0
+"""Time of waiting from which the log says for whom."""
 MAX_NAMED_RANKS = 3
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_TORCH = f"{os.sep}torch{os.sep}"
+_TORCH_DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -386,42 +386,31 @@ class Beat:
     """True inside a collective."""
     place: str = "its start"
     """Function and line of the thread that runs the run."""
-    host: str = ""
-    pid: int = 0
+    process: str = ""
+    """Machine and number of the process."""
 
     def __str__(self) -> str:
-        step = f"in step {self.step:,d}, " if self.step else ""
-        return f"{step}at {self.place}"
-
-
-@dataclass(frozen=True)
-class HangReport:
-    """The ranks that hang, in one sentence."""
-
-    ranks: tuple[int, ...]
-    text: str
+        return f"in step {self.step:,d}, at {self.place}"
 
 
 class Heartbeats:
     """Heartbeats of this rank, and what it knows of the others.
 
     Every few seconds each rank writes into the store its step, the number of its collectives, and where the thread of its
-    run is. A rank that stands still reads those of all, and names the ranks that it waits for: one that writes nothing
-    any more (halted, or its machine is gone), or one that is outside of all collectives while others wait (in a loop, or
-    slow).
+    run is. A rank that stays inside one collective reads those of all, and names the ranks that it waits for.
     """
 
     def __init__(self, ranks: RankInfo, store: Store) -> None:
         """Begin. All ranks do so."""
         self.step = 0
         """Step of the run, for the records; 0 before the first."""
-        self._ranks = ranks
+        self._rank = ranks.rank
+        self._num_ranks = ranks.world_size
         self._thread_id = threading.get_ident()
         self._beat = Beat()
         self._still_since = time.monotonic()
         self._answered = self._still_since
-        self._report_time = self._still_since
-        self._report: HangReport | None = None
+        self._hanging: dict[int, str] = {}
         self._ended = threading.Event()
         # A connection of its own: a thread that waits for an answer would block the others that use the store.
         own_store = store.clone()  # type: ignore[attr-defined]
@@ -436,148 +425,101 @@ class Heartbeats:
         self._ended.set()
 
     def hang_report(self, error: BaseException) -> str | None:
-        """Return the sentence on the rank that hangs, if this error is a collective in which this rank waited for it.
+        """Return the sentence on the ranks that hang, if this error is a collective in which this rank waited for them.
         None otherwise."""
-        traceback = error.__traceback__
-        while traceback is not None and traceback.tb_next is not None:
-            traceback = traceback.tb_next
-        if traceback is None or not _is_collective(traceback.tb_frame):
+        frames = list(traceback.walk_tb(error.__traceback__))
+        if not frames or not _is_collective(frames[-1][0]):
             return None
-        current_time = time.monotonic()
-        report = self._report
-        silence = current_time - self._answered
-        # An older report was about another wait.
-        if current_time - self._report_time > STILL_SECONDS + BEAT_SECONDS:
-            report = None
-        if report is None and self._ranks.rank and silence > SILENT_SECONDS:
+        hanging = self._hanging
+        silence = time.monotonic() - self._answered
+        if not hanging and self._rank and silence > SILENT_SECONDS:
             # Rank 0 keeps the store, so a halted rank 0 answers nobody, and the thread waits for it.
-            waiting = _waiting(
-                self._ranks.rank, self._beat, current_time - self._still_since
-            )
-            text = (
-                f"{waiting} rank 0, which has given no sign of life for {silence:.0f} s"
-            )
-            report = HangReport((0,), text)
-        return None if report is None else report.text
+            sign = f"has given no sign of life for {silence:.0f} s"
+            hanging = {0: f"rank 0, which {sign}"}
+        return self._sentence(hanging) if hanging else None
+
+    def _sentence(self, hanging: Mapping[int, str]) -> str:
+        waited = time.monotonic() - self._still_since
+        named = list(hanging.values())[:MAX_NAMED_RANKS]
+        return f"rank {self._rank} has waited {waited:.0f} s, {self._beat}, for {'; and for '.join(named)}"
 
     def _watch(self, store: Store) -> None:
         """Write this rank's records, and log what it waits for. Runs in a thread of its own."""
-        rank = self._ranks.rank
-        host = socket.gethostname()
-        keys = [f"heartbeat-{other}" for other in range(self._ranks.world_size)]
+        process = f"{socket.gethostname()}, process {os.getpid()}"
+        keys = [f"heartbeat-{rank}" for rank in range(self._num_ranks)]
         last_changes: dict[int, tuple[bytes, float]] = {}
         number = 0
-        next_line = FIRST_LINE_SECONDS
+        is_logged = False
         while not self._ended.wait(BEAT_SECONDS):
             # From outside, without the run's cooperation: a thread blocked inside a C call is seen too.
-            waits, place = _place(sys._current_frames().get(self._thread_id))
+            waits, place = _place(sys._current_frames()[self._thread_id])
             calls = list(collectives.calls.values())  # a copy: the run counts on
-            beat = Beat(self.step, sum(calls), waits, place, host, os.getpid())
+            beat = Beat(self.step, sum(calls), waits, place, process)
             if beat != self._beat:
                 self._beat = beat
                 self._still_since = time.monotonic()
-                next_line = FIRST_LINE_SECONDS
+                self._hanging = {}
+                is_logged = False
                 last_changes.clear()
             waited = time.monotonic() - self._still_since
             number += 1
             values: list[bytes] = []
             # Of the store: rank 0 has ended, or does not answer in time.
             with suppress(RuntimeError):
-                store.set(f"heartbeat-{rank}", json.dumps([number, asdict(beat)]))
-                # Only those that stand still read: many ranks share one store.
-                if waited >= STILL_SECONDS:
+                store.set(keys[self._rank], json.dumps([number, asdict(beat)]))
+                # Only those that wait read: many ranks share one store.
+                if waits and waited >= STILL_SECONDS:
                     values = store.multi_get(keys)
                 self._answered = time.monotonic()
-            others = {}
-            for other, value in enumerate(values):
-                # By the own clock, and from the first look on: clocks of machines differ.
-                if other not in last_changes or last_changes[other][0] != value:
-                    last_changes[other] = (value, self._answered)
-                if other != rank:
-                    silence = self._answered - last_changes[other][1]
-                    others[other] = (Beat(**json.loads(value)[1]), silence)
-            report = find_hanging_ranks(rank, beat, others, waited)
-            if report is None:
+            if not values:
                 continue
-            self._report = report
-            self._report_time = time.monotonic()
-            if waited >= next_line:
-                next_line *= 2
-                # One line for all: of the first rank that is not waited for.
-                if rank == min(set(range(len(keys))) - set(report.ranks)):
-                    collectives.log_from(rank, report.text)
+            others = {}
+            for rank, value in enumerate(values):
+                # By the own clock, and from the first look on: clocks of machines differ.
+                if rank not in last_changes or last_changes[rank][0] != value:
+                    last_changes[rank] = (value, self._answered)
+                silence = self._answered - last_changes[rank][1]
+                others[rank] = (Beat(**json.loads(value)[1]), silence)
+            hanging = hanging_ranks(others)
+            self._hanging = hanging
+            if not hanging or is_logged or waited < LOGGED_SECONDS:
+                continue
+            # One line for all: of the first rank that is not waited for.
+            if self._rank == min(others.keys() - hanging.keys()):
+                is_logged = True
+                collectives.log_from(self._rank, self._sentence(hanging))
 
 
-def find_hanging_ranks(
-    rank: int,
-    beat: Beat,
-    others: Mapping[int, tuple[Beat, float]],
-    waited: float,
-) -> HangReport | None:
-    """Return which of the other ranks hang while `rank` stands still. None if nothing is known.
+def hanging_ranks(beats: Mapping[int, tuple[Beat, float]]) -> dict[int, str]:
+    """Return the ranks that those inside a collective wait for, each with its place.
 
-    `others`: the last record of each, and the seconds since it came.
+    A rank that writes nothing any more is halted, or its machine is gone. One outside of all collectives is in a loop, or
+    slow. `beats`: the last record of each rank, and the seconds since it came.
     """
-    silent = {
-        other for other, (_, silence) in others.items() if silence > SILENT_SECONDS
-    }
-    # Without GPUs a rank that waits is inside a collective.
-    outside = {
-        other for other, (last, _) in others.items() if beat.waits and not last.waits
-    }
-    # Kernels run on beside Python: on GPUs only the number of collectives tells.
-    behind = {other for other, (last, _) in others.items() if last.calls < beat.calls}
-    hanging = sorted(silent | outside or behind)
-    if not hanging or not (beat.waits or behind):
-        return None
-    sentences = []
-    for other in hanging[:MAX_NAMED_RANKS]:
-        last, silence = others[other]
+    hanging = {}
+    for rank, (beat, silence) in beats.items():
         sign = "is"
-        if other in silent:
+        if silence > SILENT_SECONDS:
             sign = f"has given no sign of life for {silence:.0f} s; it was"
-        sentences.append(
-            f"rank {other} ({last.host}, process {last.pid}), which {sign} {last}"
-        )
-    num_more = len(hanging) - len(sentences)
-    more = f"; and {num_more} more ranks" if num_more else ""
-    text = f"{_waiting(rank, beat, waited)} {'; and for '.join(sentences)}{more}"
-    return HangReport(tuple(hanging), text)
+        elif beat.waits:
+            continue
+        hanging[rank] = f"rank {rank} ({beat.process}), which {sign} {beat}"
+    return hanging
 
 
-def _waiting(
-    rank: int,
-    beat: Beat,
-    waited: float,
-) -> str:
-    return f"rank {rank} has waited {waited:.0f} s, {beat}, for"
-
-
-def _place(innermost: FrameType | None) -> tuple[bool, str]:
-    """Return whether a thread is inside a collective, and the line where it is."""
-    if innermost is None:
-        return False, "its end"
-    if not _is_collective(innermost):
-        return False, _line(innermost)
-    # The line of vembed that waits, or the one that calls torch.
-    caller = innermost
-    frame: FrameType | None = innermost
-    while frame is not None:
-        if not _is_collective(frame):
-            if caller is innermost:
-                caller = frame
-            if frame.f_code.co_filename.startswith(_PACKAGE):
-                return True, _line(frame)
+def _place(innermost: FrameType) -> tuple[bool, str]:
+    """Return whether a thread is inside a collective, and the line that waits for it, or where it is."""
+    waits = _is_collective(innermost)
+    frame = innermost
+    while waits and frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if _TORCH not in name and name != collectives.__file__:
+            break
         frame = frame.f_back
-    return True, _line(caller)
+    file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+    return waits, f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
 
 
 def _is_collective(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    torchs = f"{os.sep}torch{os.sep}distributed{os.sep}"
-    return torchs in name or name == collectives.__file__
-
-
-def _line(frame: FrameType) -> str:
-    file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-    return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
+    return _TORCH_DISTRIBUTED in name or name == collectives.__file__

@@ -16,9 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel import collectives
 
-CAN_RESET_FSDP2 = torch.__version__ >= "2.13"
-"""True if FSDP2 can forget an iteration that an exception has ended."""
-
 log = logging.getLogger("vembed")
 
 
@@ -185,28 +182,23 @@ def forget_forward(model: nn.Module) -> None:
 
 
 def discard_passes(model: nn.Module) -> None:
-    """Drop all gradients, and what an exception in a forward or backward pass leaves behind in FSDP.
+    """Drop all gradients of passes that were not synchronised. Units of FSDP are sharded again.
 
-    Without it FSDP2 would take its final callback for queued, and every later backward pass would leave no gradients;
-    gradients of unsharded parameters would be added to those of the next step. Units are sharded again.
+    FSDP2 would add those of its unsharded parameters to the gradients of the next step.
     """
-    if isinstance(model, FSDPModule):
-        model.set_is_last_backward(True)
-        if CAN_RESET_FSDP2:
-            model.reset_iter_state()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-                state = module._get_fsdp_state()
-                # Several groups since torch 2.13, before one or none.
-                groups = vars(state).get("_fsdp_param_groups")
-                if groups is None:
-                    groups = filter(None, [state._fsdp_param_group])
-                for group in groups:
-                    for param in group.fsdp_params:
-                        param.unsharded_accumulated_grad = None
-                        if "_unsharded_param" in vars(param):
-                            param._unsharded_param.grad = None
+    reshard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            # Several groups since torch 2.13, before one or none.
+            groups = vars(state).get("_fsdp_param_groups")
+            if groups is None:
+                groups = filter(None, [state._fsdp_param_group])
+            for group in groups:
+                for param in group.fsdp_params:
+                    param.unsharded_accumulated_grad = None
+                    if "_unsharded_param" in vars(param):
+                        param._unsharded_param.grad = None
     forget_forward(model)
     model.zero_grad(set_to_none=True)
 
