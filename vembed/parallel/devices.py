@@ -166,24 +166,20 @@ def memory_lines() -> list[str]:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     by_rank = collectives.gather_objects(memory_snapshot(device))
-    lines: dict[str, dict[str, Any]] = {}
-    for rank, memory in enumerate(by_rank):
-        kind, _, number = memory["device"].partition(":")
-        name = f"GPU {number or 0}" if kind == "cuda" else "CPU"
-        lines[f"Rank {rank}, {name}"] = memory
     total = {}
     for key in AMOUNTS:
         if key in by_rank[0]:
             total[key] = sum(memory[key] for memory in by_rank)
-    lines[f"Total across {len(by_rank)} processes"] = total
-    texts = []
-    for lead, memory in lines.items():
-        amounts = []
-        for key, name in AMOUNTS.items():
-            if key in memory:
-                amounts.append(f"{name}: {memory[key]:.2f}GB")
-        texts.append(f"{lead}: {', '.join(amounts)}")
-    return texts
+    lines = []
+    for rank, memory in enumerate([*by_rank, total]):
+        lead = f"Total across {rank} processes"
+        if rank < len(by_rank):
+            kind, _, number = memory["device"].partition(":")
+            name = f"GPU {number or 0}" if kind == "cuda" else "CPU"
+            lead = f"Rank {rank}, {name}"
+        amounts = [f"{AMOUNTS[key]}: {memory[key]:.2f}GB" for key in total]
+        lines.append(f"{lead}: {', '.join(amounts)}")
+    return lines
 
 
 def memory_snapshot(device: torch.device) -> dict[str, Any]:
