@@ -56,7 +56,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -708,29 +707,21 @@ def restore(
         planner=DefaultLoadPlanner(flatten_state_dict=False),
         no_dist=no_dist,
     )
-    if FullyShardedDataParallel.fsdp_modules(trained.model):
-        # FSDP1 returned copies of its flat parameters' pieces, so they must be loaded back.
-        set_model_state_dict(modules, weights, options=_TRAINED)
-        if optimizer is not None and state:
-            _put_numbers(state, tensors)
-            set_optimizer_state_dict(
-                modules,
-                optimizer,
-                {"state": state, "param_groups": groups},
-                options=_TRAINED,
-            )
-    elif optimizer is not None:
-        # The tensors above were the live ones. Numbers are still to be restored, and state that the checkpoint lacks
-        # (created by the step above) is dropped.
-        for name, parameter in modules.named_parameters():
-            if unwrapped_name(name) in state:
-                _put_numbers(
-                    {unwrapped_name(name): optimizer.state[parameter]}, tensors
-                )
-            else:
-                optimizer.state.pop(parameter, None)
-    if optimizer is not None and not state:
+    # FSDP1 returned copies of its flat parameters' pieces, so they must be loaded back.
+    set_model_state_dict(modules, weights, options=_TRAINED)
+    if optimizer is None:
+        return
+    if not state:
         optimizer.state.clear()
+        return
+    _put_numbers(state, tensors)
+    # Drops state that the checkpoint lacks (created by the step above).
+    set_optimizer_state_dict(
+        modules,
+        optimizer,
+        {"state": state, "param_groups": groups},
+        options=_TRAINED,
+    )
 
 
 def _weights(modules: nn.Module) -> dict[str, Any]:
