@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import re
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -192,17 +191,17 @@ def memory_snapshot(device: torch.device) -> dict[str, Any]:
             "peak_gb": round(torch.cuda.max_memory_allocated(device) / GIB, 4),
         }
     resident = psutil.Process().memory_info().rss
-    # getrusage gives kilobytes, on macOS bytes. Linux has a peak that can be reset, too.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak *= 1 if sys.platform == "darwin" else 1024
+    peak = resident
+    # Linux has a peak that can be reset.
     status = Path("/proc/self/status")
     if status.exists():
         match = re.search(r"VmHWM:\s+(\d+)", status.read_text())
-        peak = int(match[1]) * 1024 if match else peak
+        if match is not None:
+            peak = max(peak, int(match[1]) * 1024)
     return {
         "device": "cpu",
         "rss_gb": round(resident / GIB, 4),
-        "peak_gb": round(max(peak, resident) / GIB, 4),
+        "peak_gb": round(peak / GIB, 4),
     }
 
 
