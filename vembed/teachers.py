@@ -189,6 +189,8 @@ class CachedTeacher(ABC):
         self.folder = folder
         self.session = session
         self.trust_remote_code = trust_remote_code
+        self._loaded: Any = None
+        """The model, once something is computed."""
         identity = teacher_identity(folder, teacher, kind, arithmetic)
         self.store = RowStore(cache / "teachers", identity, "teacher", ".answers")
 
@@ -210,10 +212,6 @@ class CachedTeacher(ABC):
         dtype: torch.dtype,
     ) -> Teaching:
         """Return what it says about a global batch. `dtype`: of vectors. Collective: see `Teachers.attach`."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Give up the weights. They are read again if something is missing later."""
 
     def answers(self, keys: Sequence[bytes], questions: Sequence[Any]) -> np.ndarray:
         """Return [n, dim] float32. Collective: ranks may ask different things, and compute together what is missing."""
@@ -276,7 +274,8 @@ class CachedTeacher(ABC):
             with suppress(OSError):
                 note.parent.mkdir(parents=True, exist_ok=True)
                 note.write_text(json.dumps({"num_answers": len(keys)}))
-        self.release()
+        # Its weights are read again if something is missing later.
+        self._loaded = None
 
     def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
         column = to_device(torch.from_numpy(values), self.session.device)
@@ -306,7 +305,6 @@ class VectorTeacher(CachedTeacher):
             )
         )
         self.dim = self.description.embedding_dim
-        self._loaded: tuple[nn.Module, Featuriser] | None = None
 
     def compute(self, questions: Sequence[tuple[Item, Kind]]) -> np.ndarray:
         """Return vectors [n, dim] of length 1 of this rank's inputs, each in its role. Collective."""
@@ -380,17 +378,12 @@ class VectorTeacher(CachedTeacher):
             self._gather(negative + offset, by_negative),
         )
 
-    def release(self) -> None:
-        """See CachedTeacher."""
-        self._loaded = None
-
     def _load(self) -> tuple[nn.Module, Featuriser]:
         """Return the model, as a copy or as this rank's shard, and what prepares its inputs."""
         session = self.session
         teacher = self.teacher
-        with_run = session.fsdp is not None and teacher.sharded is not False
         model: nn.Module
-        if not with_run and is_sharded(teacher, self.folder, session):
+        if is_sharded(teacher, self.folder, session):
             # Rank 0 reads the weights into host memory, the others build on the meta device and get their shards
             # from it.
             loaded = load_embedder(
@@ -400,10 +393,8 @@ class VectorTeacher(CachedTeacher):
                 meta=not session.is_main,
                 trust_remote_code=self.trust_remote_code,
             )
-            description = loaded.description
-            model = shard_for_use(
-                loaded, description.layer_classes, session.device, only_rank0_reads=True
-            )
+            layers = loaded.description.layer_classes
+            model = shard_for_use(loaded, layers, session.device, only_rank0_reads=True)
         else:
             # On CPUs as the trained model, on a GPU in the dtype of the teacher's weights.
             on_cpu = session.device.type == "cpu"
@@ -412,41 +403,30 @@ class VectorTeacher(CachedTeacher):
                 teacher.model,
                 device=session.device,
                 mixed_precision="bf16" if in_bf16 else "no",
-                # Without FSDP in the run each rank has a whole copy. An Embedder without a session makes no collectives.
-                session=session if with_run or session.fsdp is None else None,
+                # An Embedder with a session of FSDP would be sharded.
+                session=session if session.fsdp is None else None,
                 trust_remote_code=self.trust_remote_code,
             )
             model = embedder.model
-            description = embedder.description
-        description = replace(
-            description,
-            query_prompt=self.description.query_prompt,
-            document_prompt=self.description.document_prompt,
-            max_length=self.description.max_length,
-        )
-        return model, Featuriser(description)
+        return model, Featuriser(self.description)
 
 
 class PairTeacher(CachedTeacher):
     """A reranker as teacher. Its weights are read when the first score is computed."""
 
-    _reranker: Reranker | None = None
     _world_size = 1
     """Number of ranks that compute together: those of a sharded teacher."""
 
     def compute(self, pairs: Sequence[Pair]) -> np.ndarray:
         """Return scores [n, 1] of this rank's pairs, before `scale`. Collective, where the teacher is sharded."""
-        self._reranker = self._reranker or self._load()
-        return self._reranker.pair_scores(pairs, self._world_size)
+        self._loaded = self._loaded or self._load()
+        scores: np.ndarray = self._loaded.pair_scores(pairs, self._world_size)
+        return scores
 
     def questions(self, example: Example) -> Iterator[tuple[bytes, Pair]]:
         """Yield the pair of each document of an example."""
         for document in (*example.positives, *example.negatives):
-            yield self.question(example.query, document)
-
-    def question(self, query: Item, document: Item) -> tuple[bytes, Pair]:
-        """Return the key of a pair, and the pair."""
-        return pair_key(query, document), (query, document)
+            yield pair_key(example.query, document), (example.query, document)
 
     def teaching(
         self,
@@ -459,10 +439,10 @@ class PairTeacher(CachedTeacher):
         del dtype
         keys = []
         questions = {}
-        for query, document in (*rank_batch.row_items, *rank_batch.negative_items):
-            key, question = self.question(query, document)
+        for pair in (*rank_batch.row_items, *rank_batch.negative_items):
+            key = pair_key(*pair)
             keys.append(key)
-            questions[key] = question
+            questions[key] = pair
         answers = self.answers(list(questions), list(questions.values()))[:, 0]
         by_key = dict(zip(questions, answers.tolist(), strict=True))
         scores = np.array([by_key[key] for key in keys], dtype=np.float64)
@@ -472,10 +452,6 @@ class PairTeacher(CachedTeacher):
             self._gather(scores[:num_rows], by_row),
             self._gather(scores[num_rows:], by_negative),
         )
-
-    def release(self) -> None:
-        """See CachedTeacher."""
-        self._reranker = None
 
     def _load(self) -> Reranker:
         teacher = self.teacher
@@ -513,6 +489,8 @@ def is_sharded(
         return False
     if teacher.sharded != "auto":
         return teacher.sharded
+    if session.fsdp is not None:
+        return True
     # Rank 0 decides for all: the caches of several machines may hold different files.
     files_size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     size = collectives.broadcast_object(files_size)
