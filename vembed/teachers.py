@@ -28,7 +28,7 @@ from vembed.data.examples import Example, Item, Kind
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT, Featuriser, Pair
 from vembed.data.row_store import KEY_BYTES, RowStore, lasting_identity
 from vembed.errors import UserError
-from vembed.files import add_content, cache_folder, read_json_object
+from vembed.files import cache_folder, read_json_object, short_hash
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
 from vembed.inference.reranker import Reranker
@@ -41,6 +41,7 @@ from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.parallel.sharding import shard_for_use
 from vembed.progress import ProgressReport
+from vembed.training.checkpoint.folders import of_model
 
 log = logging.getLogger("vembed")
 
@@ -156,10 +157,8 @@ def teacher_kind(
     return "embedder" if kind == "yes_no" and needs_vectors else kind
 
 
-IDENTITY_VERSION = 2
+IDENTITY_VERSION = 3
 """Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
-SAMPLE_BYTES = 2**20
-"""Bytes that are read at the beginning, middle and end of a large file."""
 LARGEST_SHARE = 0.8
 """Share of a process's memory that a copy of a teacher may take."""
 GB = 10**9
@@ -191,7 +190,18 @@ class CachedTeacher(ABC):
         self.trust_remote_code = trust_remote_code
         self._loaded: Any = None
         """The model, once something is computed."""
-        identity = teacher_identity(folder, teacher, kind, arithmetic)
+        settings = [
+            IDENTITY_VERSION,
+            of_model(str(folder)),
+            kind,
+            arithmetic,
+            teacher.query_prompt,
+            teacher.document_prompt,
+            teacher.max_length,
+        ]
+        if kind == "yes_no":
+            settings += [teacher.instruction, ANSWER_PROMPT, ANSWER_END]
+        identity = short_hash(*settings)
         self.store = RowStore(cache / "teachers", identity, "teacher", ".answers")
 
     @abstractmethod
@@ -504,41 +514,6 @@ def is_sharded(
         memory / GB,
     )
     return True
-
-
-def teacher_identity(
-    folder: Path,
-    teacher: Teacher,
-    kind: str,
-    arithmetic: str,
-) -> str:
-    """Return a hash of a teacher's files and settings; of files above 3 MiB, of the size and three samples of 1 MiB."""
-    digest = hashlib.blake2b(digest_size=16)
-    settings = [
-        IDENTITY_VERSION,
-        kind,
-        arithmetic,
-        teacher.query_prompt,
-        teacher.document_prompt,
-        teacher.max_length,
-    ]
-    if kind == "yes_no":
-        settings += [teacher.instruction, ANSWER_PROMPT, ANSWER_END]
-    digest.update(json.dumps(settings).encode())
-    for path in sorted(folder.rglob("*")):
-        if (
-            path.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja", ".bin")
-            and path.is_file()
-        ):
-            digest.update(f"{path.relative_to(folder)} {path.stat().st_size}".encode())
-            add_content(
-                digest,
-                path,
-                pieces=3,
-                piece_bytes=SAMPLE_BYTES,
-                whole_bytes=3 * SAMPLE_BYTES,
-            )
-    return digest.hexdigest()
 
 
 def item_key(item: Item, kind: Kind | None) -> bytes:
