@@ -11,7 +11,6 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from vembed.data.examples import Example, Item, Kind
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT, Featuriser, Pair
 from vembed.data.row_store import KEY_BYTES, RowStore, lasting_identity
 from vembed.errors import UserError
-from vembed.files import cache_folder, read_json_object, short_hash
+from vembed.files import cache_folder, short_hash
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
 from vembed.inference.reranker import Reranker
@@ -98,28 +97,13 @@ class Teachers:
         return {name: teacher.dim for name, teacher in self.by_name.items()}
 
     def prepare(self, examples: ExampleStore) -> None:
-        """Compute all answers for the training data that are not on disk. Collective; every rank passes all examples.
-
-        If all of them were computed before, which a note on disk says by the data's fingerprint, no example is read.
-        """
-        fingerprint = examples.fingerprint
-        questions: dict[str, dict[bytes, Any]] = {}
-        for name, teacher in self.by_name.items():
-            if teacher.is_complete(fingerprint):
-                log.info("teacher %s: all answers were computed before", name)
-            else:
-                questions[name] = {}
-        if not questions:
-            return
-        for number in range(len(examples)):
-            example = examples[number]
-            for name, by_key in questions.items():
-                for key, question in self.by_name[name].questions(example):
-                    by_key.setdefault(key, question)
-        for name, by_key in questions.items():
-            self.by_name[name].complete(
-                fingerprint, list(by_key), list(by_key.values())
-            )
+        """Compute all answers for the training data that are not on disk. Collective; every rank passes all examples."""
+        for teacher in self.by_name.values():
+            questions: dict[bytes, Any] = {}
+            for number in range(len(examples)):
+                for key, question in teacher.questions(examples[number]):
+                    questions.setdefault(key, question)
+            teacher.complete(list(questions), list(questions.values()))
 
     def attach(
         self,
@@ -239,19 +223,8 @@ class CachedTeacher(ABC):
             rows[list(stored)] = np.stack(list(stored.values()))
         return rows
 
-    def is_complete(self, what: str) -> bool:
-        """Return whether all answers for some data (by their fingerprint) were computed before. Collective."""
-        is_complete = False
-        if self.session.is_main:
-            # Where the note is not there, or damaged, the data are gone through again.
-            with suppress(UserError, KeyError, TypeError):
-                note = read_json_object(self._note(what))
-                is_complete = len(self.store) >= note["num_answers"]
-        return bool(collectives.broadcast_object(is_complete))
-
     def complete(
         self,
-        what: str,
         keys: Sequence[bytes],
         questions: Sequence[Any],
     ) -> None:
@@ -274,25 +247,16 @@ class CachedTeacher(ABC):
                 computed = self.compute([questions[place] for place in share])
                 answers = torch.from_numpy(computed).to(session.device)
                 rows = collectives.all_gather_dealt(answers, len(chunk)).cpu().numpy()
+                # A machine may have a disk of its own, so one process of each machine writes.
                 if session.local_rank == 0:
                     self.store.add_rows([keys[place] for place in chunk], rows)
                 progress(start + len(chunk), len(missing))
-        # A machine may have a disk of its own, so one process of each machine writes.
-        if session.local_rank == 0:
-            note = self._note(what)
-            # A full disk costs the next run a pass over the data.
-            with suppress(OSError):
-                note.parent.mkdir(parents=True, exist_ok=True)
-                note.write_text(json.dumps({"num_answers": len(keys)}))
         # Its weights are read again if something is missing later.
         self._loaded = None
 
     def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
         column = to_device(torch.from_numpy(values), self.session.device)
         return collectives.all_gather_rows(column, counts)
-
-    def _note(self, what: str) -> Path:
-        return self.store.folder / f"complete-{what}.json"
 
 
 class VectorTeacher(CachedTeacher):
