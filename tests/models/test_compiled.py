@@ -142,7 +142,8 @@ def sharded_gradients(is_compiled):
     layers = layers_of(model.backbone)
     if is_compiled:
         attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
-        precision.compile_layers(layers, backend, recomputes=True)
+        precision.compile_layers(layers, backend)
+        precision.enable_checkpointing(layers)
     for layer in layers:
         fully_shard(layer)
     fully_shard(model)
