@@ -19,7 +19,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -318,9 +317,7 @@ class EmbeddingModel(nn.Module):
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
         family = self.description.traits
-        if family.has_two_models:
-            return packs(tower_module(self.backbone, family, "text"))
-        return packs(self.backbone)
+        return family.reads_text and packs(tower_module(self.backbone, family, "text"))
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 
@@ -391,9 +388,7 @@ def run_packed(
         starts = torch.arange(num_texts + 1, device=device) * longest
     else:
         # Each token's position in its own text, wherever the padding stands.
-        index = inputs.get(TOKEN_INDEX)
-        if index is None:
-            index = real_tokens(mask)
+        index = token_index(inputs, mask)
         tokens = input_ids.flatten()[index]
         positions = (mask.cumsum(dim=1) - 1).flatten()[index]
         # Where each text begins in the row: cumulative lengths with a leading 0.
@@ -405,8 +400,6 @@ def run_packed(
     shared = None
     if PREFIX in inputs:
         # The row begins with the prefix, and each text continues its positions. Only templates of rerankers have one.
-        assert backbone.config.model_type not in POSITIONS_AFTER_PADDING
-        assert backbone.config.model_type != OwnConfig.model_type
         prefix = inputs[PREFIX]
         num_shared = len(prefix)
         # [all tokens] the text of a token is its place in the padded batch, divided by the longest length.
@@ -452,6 +445,12 @@ def with_prefix(inputs: Inputs) -> Inputs:
     return inputs
 
 
+def token_index(inputs: Inputs, mask: Tensor) -> Tensor:
+    """Return the positions of the real tokens in the flattened mask, from collation where it has made them."""
+    index = inputs.get(TOKEN_INDEX)
+    return real_tokens(mask) if index is None else index
+
+
 def padded_states(
     states: Tensor,
     inputs: Inputs,
@@ -460,9 +459,7 @@ def padded_states(
     """Map the states [all tokens, dim] of packed texts to [n, tokens, dim], with zeros as padding."""
     num_texts, longest = inputs["input_ids"].shape
     if mask is not None:
-        index = inputs.get(TOKEN_INDEX)
-        if index is None:
-            index = real_tokens(mask)
+        index = token_index(inputs, mask)
         # `index_copy` and not `index_copy_`: autograd needs a new tensor.
         padded = states.new_zeros(num_texts * longest, states.shape[1])
         states = padded.index_copy(0, index, states)
@@ -665,10 +662,6 @@ class HiddenStates(nn.Module):
             states.append(torch.cat([captured[layer] for layer in self.layers], dim=1))
         return states
 
-    def empty(self) -> np.ndarray:
-        """Return the hidden states of no text."""
-        return np.empty((0, len(self.layers), self.width), np.float32)
-
     def pooled(self, hidden: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """Pool the states of a layer, padded [n, tokens, dim] or packed [1, all tokens, dim], to [n, width]."""
         mask = padding_mask(inputs)
@@ -734,56 +727,36 @@ def names_frozen_by(
                 layers[tower].append(f"{module_name}.")
     frozen: set[str] = set()
     for part in parts:
-        beginnings = tuple(_beginnings(part, every, layers, family))
-        names = {name for name in every if name.startswith(beginnings)}
+        kind, _, count = part.rpartition("=")
+        tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
+        beginnings: list[str] = []
+        if part in family.towers:
+            beginnings = [family.towers[cast(Tower, part)]]
+        elif part == "embeddings":
+            # Embeddings inside of layers (of relative positions) belong to their layer.
+            inside = tuple(chain.from_iterable(layers.values()))
+            for name in every:
+                if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside):
+                    beginnings.append(name)
+        elif kind.endswith("first_n_layers") and count.isdecimal():
+            stacks = [layers[tower] for tower in layers if tower_name in ("", tower)]
+            if int(count) <= max(map(len, stacks), default=0):
+                for stack in stacks:
+                    beginnings += stack[: int(count)]
+        else:
+            beginnings = [part.removeprefix("backbone.")]
+        names = {name for name in every if name.startswith(tuple(beginnings))}
+        if not names:
+            near = difflib.get_close_matches(part, every, n=1, cutoff=0.0)[0]
+            numbers = {tower: len(stack) for tower, stack in layers.items()}
+            raise UserError(
+                f"freeze: {part} selects nothing of this model. Give one of its towers ({', '.join(layers)}), embeddings, "
+                f"first_n_layers=N or TOWER.first_n_layers=N with N up to the number of layers ({numbers}), or the "
+                f"beginning of a parameter's name (the nearest is {near})"
+            )
         log.info("freeze: %s, %d tensors", part, len(names))
         frozen |= names
     return frozen
-
-
-def _beginnings(
-    part: str,
-    every: Sequence[str],
-    layers: Mapping[str, Sequence[str]],
-    family: Family,
-) -> list[str]:
-    """Return what the names of the parameters begin with that an entry of `freeze` selects.
-
-    `every`: the names of all parameters. `layers`: the prefix of each layer, by tower.
-    """
-    for tower, prefix in family.towers.items():
-        if part == tower:
-            return [prefix]
-    if part == "embeddings":
-        # Embeddings inside of layers (of relative positions) belong to their layer.
-        inside = tuple(chain.from_iterable(layers.values()))
-        outside = [name for name in every if not name.startswith(inside)]
-        embeddings = [name for name in outside if _INPUT_EMBEDDINGS.search(name)]
-        if not embeddings:
-            raise UserError(
-                "freeze: embeddings: no parameter of this model is called so; give the beginning of its name"
-            )
-        return embeddings
-    kind, _, count = part.rpartition("=")
-    if kind.endswith("first_n_layers"):
-        chosen = kind.removesuffix("first_n_layers").removesuffix(".")
-        stacks = [stack for name, stack in layers.items() if chosen in ("", name)]
-        deepest = max(map(len, stacks), default=0)
-        if not count.isdecimal() or int(count) > deepest or not stacks:
-            numbers = {name: len(stack) for name, stack in layers.items()}
-            raise UserError(
-                f"freeze: {part} must be first_n_layers=N (of every tower) or TOWER.first_n_layers=N, with N up to the "
-                f"number of layers, {numbers}"
-            )
-        return [name for stack in stacks for name in stack[: int(count)]]
-    beginning = part.removeprefix("backbone.")
-    if not any(name.startswith(beginning) for name in every):
-        near = difflib.get_close_matches(beginning, every, n=1, cutoff=0.0)[0]
-        raise UserError(
-            f"freeze: no parameter's name begins with {part}; the nearest is {near} "
-            f"(or use embeddings, first_n_layers=N, TOWER.first_n_layers=N, or one of the towers: {', '.join(family.towers)})"
-        )
-    return [beginning]
 
 
 # ---- two models in one ----------------------------------------------------------------
