@@ -1,6 +1,5 @@
-"""Plots: what is drawn where on the page, and the same in the files."""
+"""Plots: what is drawn where on the page."""
 
-import numpy as np
 import pytest
 
 from vembed.evaluation.report.page import render_page
@@ -8,10 +7,8 @@ from vembed.evaluation.report.plots import (
     ACCENT,
     BOTTOM,
     LEFT,
-    PLOT_MARGIN,
     RIGHT,
     RUN_COLOURS,
-    TITLE_HEIGHT,
     TOP,
     Curve,
     Dot,
@@ -20,8 +17,6 @@ from vembed.evaluation.report.plots import (
     plot_curves,
     plot_stored,
 )
-
-PIXELS = 3
 
 
 def curve(values, **options):
@@ -64,15 +59,6 @@ def test_any_values_can_be_drawn(values):
         assert "nan" not in svg and "inf" not in svg
 
 
-def test_a_running_mean():
-    noisy = curve([float(step % 2) for step in range(80)], is_noisy=True)
-    raw, mean = strokes(plot_curves([(ACCENT, noisy)]))
-    heights = [
-        np.ptp([point for _, point in line.points[5:-5]]) for line in (raw, mean)
-    ]
-    assert heights[1] < heights[0] / 3
-
-
 def test_marks_of_evaluations_sizes_forms_and_runs():
     plot = plot_curves([(ACCENT, curve([0.1, 0.3, 0.2], has_points=True))], 1)
     rings = [mark for mark in plot.marks if isinstance(mark, Dot) and mark.is_ring]
@@ -81,21 +67,3 @@ def test_marks_of_evaluations_sizes_forms_and_runs():
     assert {"16", "32", "binary"} <= set(texts(plot))
     plot = plot_curves([(colour, curve([1.0, 2.0])) for colour in RUN_COLOURS])
     assert [stroke.colour for stroke in strokes(plot)] == list(RUN_COLOURS)
-
-
-def accent(image):
-    """[height, width] where a picture has the accent's colour."""
-    return (np.abs(np.asarray(image).astype(int) - (31, 95, 191)) < 12).all(axis=2)
-
-
-def test_files_have_colours_of_their_own_and_what_the_page_shows():
-    plot = plot_curves([(ACCENT, curve([0.4, 0.6, 0.5], has_points=True))], 1)
-    pixels = accent(plot.image("nDCG@10 & more"))
-    dots = [mark for mark in plot.marks if isinstance(mark, Dot)]
-    assert len(dots) == 5, "three points, the last one again, and a ring"
-    for dot in dots:
-        x = round((dot.x + PLOT_MARGIN) * PIXELS)
-        y = round((dot.y + PLOT_MARGIN + TITLE_HEIGHT) * PIXELS)
-        assert dot.colour == ACCENT
-        assert pixels[y - 2 : y + 3, x - 2 : x + 3].any()
-    assert pixels.mean() < 0.05

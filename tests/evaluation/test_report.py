@@ -283,16 +283,15 @@ def test_a_worse_model_is_not_shown_as_progress(tmp_path):
     assert '<td class="down">-0.1000</td>' in page
 
 
-def test_long_runs_stay_small_and_are_smoothed(tmp_path):
+def test_long_runs_stay_small(tmp_path):
     run = write_run(
         tmp_path / "run",
         [step(number, loss=2 + math.sin(number)) for number in range(1, 20_001)],
     )
     page = write_report(run).read_text()
-    assert page.count('opacity="0.3"') >= 3
     assert len(page) < 500_000
     (loss, *_) = curves(read_run(run))
-    assert len(loss.steps) <= 601
+    assert len(loss.steps) <= 151
     assert (loss.steps[-1], loss.values[-1]) == (20_000, 2 + math.sin(20_000))
     assert sum(loss.values) / len(loss.values) == pytest.approx(2, abs=0.01)
 

@@ -50,8 +50,8 @@ FORMS = {
     "binary_rescored": "binary, rescored",
 }
 """Stored forms of documents, and their names on pages."""
-MAX_CURVE_POINTS = 600
-"""More make the page larger without being visible."""
+MAX_CURVE_POINTS = 150
+"""Of more values neighbours are averaged: a plot is about 300 units wide, and single steps are noisy."""
 
 
 def write_report(output_dir: str | Path) -> Path:
@@ -272,41 +272,19 @@ def curves(record: RunRecord) -> list[Curve]:
         if key in QUANTITIES:
             title, note, write = QUANTITIES[key]
             from_zero = key not in ("loss", "grad_norm")
-            is_noisy = key not in ("learning_rate", "memory")
-            curve = Curve(
-                title,
-                note,
-                steps,
-                values,
-                write,
-                from_zero,
-                is_noisy,
-            )
+            curve = Curve(title, note, steps, values, write, from_zero)
         elif key.startswith("loss/"):
             title = f"Loss, {key.removeprefix('loss/')}"
             note = "mean between two log lines"
-            curve = Curve(
-                title,
-                note,
-                steps,
-                values,
-                "{:.3g}".format,
-                is_noisy=True,
-            )
+            curve = Curve(title, note, steps, values, "{:.3g}".format)
         else:
-            curve = Curve(
-                metric_name(key),
-                "",
-                steps,
-                values,
-                "{:.4f}".format,
-            )
+            curve = Curve(metric_name(key), "", steps, values, "{:.4f}".format)
         drawn.append(curve)
     return drawn
 
 
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
+    """Average neighbouring points where there are more than MAX_CURVE_POINTS. The last point is kept as it is."""
     num_groups = min(len(points) - 1, MAX_CURVE_POINTS)
     groups = np.array_split(np.array(points[:-1]), num_groups)
     means = [group.mean(axis=0) for group in groups]
