@@ -26,7 +26,7 @@ from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
 from vembed.cli.main import app
 from vembed.errors import UserError
-from vembed.inference.serve import Batcher, ServedInput, bound_socket, open_encoder
+from vembed.inference.serve import Batcher, ServedInput, open_encoder
 from vembed.models.processors import load_tokenizer
 
 TEXTS = ["red", "a small bird in the garden"]
@@ -546,8 +546,7 @@ def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(c
 def test_what_cannot_be_served():
     with pytest.raises(UserError, match="images only"):
         open_encoder(str(shared(tiny_vit)))
-    with bound_socket("127.0.0.1", 0) as listener:
-        listener.listen()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(UserError, match=f"--port {port}"):
             # Before a model is loaded, which may take minutes: this one does not exist.

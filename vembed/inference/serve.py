@@ -109,8 +109,6 @@ class Service:
     limits: RequestLimits
     api_key: str | None
     held_bytes: int = 0
-    out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set `drain_seconds` after the server was told to stop."""
     num_requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Answered requests by route and status."""
     total_seconds: float = 0.0
@@ -242,6 +240,13 @@ class Service:
             if refusal.headers is not None and "Connection" in refusal.headers:
                 await discard_body(request)
             response = refusal_response(refusal)
+        except asyncio.CancelledError:
+            # uvicorn cancels what is not answered in time when it was told to stop.
+            message = (
+                f"the server stops, and this request was not computed within {self.limits.drain_seconds:g} s; send it to "
+                "another one"
+            )
+            response = refusal_response(Refusal(message, 503, CLOSE))
         except ClientDisconnect:
             log.debug("%s has closed the connection", request.client)
             response = Response(status_code=499)
@@ -341,9 +346,8 @@ class Service:
         result = self.batcher.submit(inputs)
         encoded = asyncio.wrap_future(result)
         client_gone = asyncio.create_task(wait_for_disconnect(request))
-        out_of_time = asyncio.create_task(self.out_of_time.wait())
         await asyncio.wait(
-            (encoded, client_gone, out_of_time),
+            (encoded, client_gone),
             timeout=self.limits.wait_seconds,
             return_when=asyncio.FIRST_COMPLETED,
         )
@@ -351,20 +355,8 @@ class Service:
         client_gone.cancel()
         # A request whose turn has come is computed to its end, also when it has waited long or its client has gone.
         was_waiting = not result.done() and result.cancel()
-        if not was_waiting:
-            await asyncio.wait(
-                (encoded, out_of_time), return_when=asyncio.FIRST_COMPLETED
-            )
-        out_of_time.cancel()
         if has_gone and was_waiting:
             raise ClientDisconnect
-        if self.out_of_time.is_set() and (was_waiting or not encoded.done()):
-            raise Refusal(
-                f"the server stops, and this request was not computed within {self.limits.drain_seconds:g} s; send it "
-                "to another one",
-                503,
-                CLOSE,
-            )
         if was_waiting:
             raise Refusal(
                 f"the server is busy: this request has waited {self.limits.wait_seconds:g} s",
@@ -384,10 +376,7 @@ async def wait_for_disconnect(request: Request) -> None:
 
 
 async def discard_body(request: Request) -> None:
-    """Read what a client still sends, so that it does not lose the answer. One that waits for a word to begin sends
-    nothing."""
-    if "expect" in request.headers:
-        return
+    """Read what a client still sends, so that it does not lose the answer."""
     # RuntimeError: the body has been read to its end.
     with suppress(TimeoutError, ClientDisconnect, RuntimeError):
         async with asyncio.timeout(DISCARD_SECONDS):
@@ -573,27 +562,10 @@ def openai_answer(
 
 BACKLOG = 512
 MAX_HEAD_BYTES = 65_536
-REFUSE_SECONDS = 5
-"""Time for the answers to requests that were not computed before the server stops."""
 TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
     b"Content-Length: 0\r\n\r\n"
 )
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server. Before it cuts off what is not answered in time, it lets the application refuse it."""
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self.service = service
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what has arrived, for `drain_seconds`."""
-        loop = asyncio.get_running_loop()
-        drain_seconds = self.service.limits.drain_seconds
-        loop.call_later(drain_seconds, self.service.out_of_time.set)
-        await super().shutdown(sockets)
 
 
 class Connection(H11Protocol):
@@ -679,7 +651,13 @@ def serve(
     free one, and whether the model gives scores, when connections are taken.
     """
     limits = limits or RequestLimits()
-    listener = bound_socket(host, port)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--host {host} --port {port} cannot be listened on ({error}); give others"
+        ) from error
     try:
         encoder = load()
         batcher = Batcher(encoder)
@@ -699,42 +677,21 @@ def serve(
             backlog=BACKLOG,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=int(limits.head_seconds) + 1,
-            timeout_graceful_shutdown=int(limits.drain_seconds + REFUSE_SECONDS),
+            timeout_graceful_shutdown=int(limits.drain_seconds),
         )
-        listener.listen(BACKLOG)
         on_ready(listener.getsockname()[1], encoder.gives_scores)
         # uvicorn, having answered, raises the signals again that ended it. The process lives on.
         before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, lambda *_: None)
         try:
-            Server(config, service).run(sockets=[listener])
+            uvicorn.Server(config).run(sockets=[listener])
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         batcher.close()
     finally:
         listener.close()
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that has the address and does not listen yet."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except BaseException:
-            listener.close()
-            raise
-    except (OSError, OverflowError) as error:
-        raise UserError(
-            f"--host {host} --port {port} cannot be listened on ({error}); give others"
-        ) from error
-    return listener
 
 
 # ---- what the server asks: an Embedder, a Reranker or an export in its own runtime, and the Batcher that asks it ---
