@@ -13,12 +13,11 @@ import logging
 import reprlib
 import signal
 import socket
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -272,7 +271,7 @@ class Service:
             lines.append(f"# TYPE vembed_{name}_total counter")
             lines.append(f"vembed_{name}_total {self.batcher.counts[name]}")
         lines.append("# TYPE vembed_waiting_requests gauge")
-        lines.append(f"vembed_waiting_requests {self.batcher.num_waiting}")
+        lines.append(f"vembed_waiting_requests {len(self.batcher.waiting)}")
         return "\n".join(lines) + "\n"
 
     def _routes(self) -> str:
@@ -343,28 +342,27 @@ class Service:
 
     async def compute(self, request: Request, inputs: Sequence[ServedInput]) -> Encoded:
         """Return what the model gives for the inputs of a request when its turn has come."""
-        result = self.batcher.submit(inputs)
-        encoded = asyncio.wrap_future(result)
+        job = self.batcher.submit(inputs)
         client_gone = asyncio.create_task(wait_for_disconnect(request))
         await asyncio.wait(
-            (encoded, client_gone),
+            (job.result, client_gone),
             timeout=self.limits.wait_seconds,
             return_when=asyncio.FIRST_COMPLETED,
         )
         has_gone = client_gone.done()
         client_gone.cancel()
         # A request whose turn has come is computed to its end, also when it has waited long or its client has gone.
-        was_waiting = not result.done() and result.cancel()
-        if has_gone and was_waiting:
-            raise ClientDisconnect
-        if was_waiting:
+        if job in self.batcher.waiting:
+            self.batcher.waiting.remove(job)
+            if has_gone:
+                raise ClientDisconnect
             raise Refusal(
                 f"the server is busy: this request has waited {self.limits.wait_seconds:g} s",
                 429,
                 BUSY,
             )
         try:
-            return await encoded
+            return await job.result
         except UserError as error:
             raise Refusal(str(error)) from error
 
@@ -423,14 +421,6 @@ def json_response(
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
-def sent_value(values: Values, key: str) -> Any:
-    """Return what a request has under `key`."""
-    if key not in values:
-        sent = reprlib.repr(list(values))
-        raise Refusal(f"{key} is missing; the request has {sent}")
-    return values[key]
-
-
 def request_inputs(
     values: Values,
     key: str,
@@ -443,7 +433,7 @@ def request_inputs(
     if kind not in (None, "query", "document"):
         said = reprlib.repr(kind)
         raise Refusal(f"{kind_key} is {said}; give query or document, or leave it out")
-    content: Any = sent_value(values, key)
+    content = values.get(key)
     # A single text, or the token ids of one, need not be in a list.
     is_list = isinstance(content, list) and content and type(content[0]) is not int
     contents = content if is_list else [content]
@@ -467,13 +457,11 @@ def request_inputs(
             )
         if encoder.vocab_size is None:
             raise Refusal(f"{name}: this model takes texts, no token ids")
-        if len(content) > encoder.max_length:
+        are_known = min(content) >= 0 and max(content) < encoder.vocab_size
+        if len(content) > encoder.max_length or not are_known:
             raise Refusal(
-                f"{name} has {len(content):,d} token ids; this model takes 1 to {encoder.max_length:,d}",
-            )
-        if min(content) < 0 or max(content) >= encoder.vocab_size:
-            raise Refusal(
-                f"{name} has token ids from {min(content)} to {max(content)}; this model's own are 0 to {encoder.vocab_size - 1}",
+                f"{name} must be at most {encoder.max_length:,d} token ids from 0 to {encoder.vocab_size - 1}, and is "
+                f"{reprlib.repr(content)}"
             )
     return [ServedInput(content, kind) for content in contents]
 
@@ -484,7 +472,7 @@ def request_texts(
     limits: RequestLimits,
 ) -> list[str]:
     """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
-    content = sent_value(values, key)
+    content = values.get(key)
     entries = content if isinstance(content, list) else [content]
     _check_count(key, entries, limits)
     texts = []
@@ -689,7 +677,6 @@ def serve(
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        batcher.close()
     finally:
         listener.close()
 
@@ -865,91 +852,70 @@ def open_encoder(
     return ExportEncoder(folder, format_name)
 
 
-@dataclass(frozen=True)
-class _Request:
+@dataclass(frozen=True, eq=False)
+class Job:
+    """The inputs of a request, and what the model gives for them."""
+
     inputs: Sequence[ServedInput]
-    result: Future[Encoded] = field(default_factory=Future)
+    result: asyncio.Future[Encoded]
 
 
 class Batcher:
-    """A thread that encodes requests in the order of their arrival."""
+    """A queue of requests, which one thread encodes in the order of their arrival."""
 
     def __init__(self, encoder: TextEncoder) -> None:
         self.encoder = encoder
         self.counts: Counter[str] = Counter()
         """Batches, inputs and tokens that the model has computed."""
-        self._waiting: deque[_Request] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(
-            target=self._work, name="vembed-serve", daemon=True
-        )
-        self._thread.start()
+        self.waiting: deque[Job] = deque()
+        """Requests whose turn has not come. One that is taken out is not computed."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vembed-serve")
+        self._work: asyncio.Task[None] | None = None
 
-    def submit(self, inputs: Sequence[ServedInput]) -> Future[Encoded]:
-        """Queue a request. A future that is cancelled before its turn is not computed."""
-        request = _Request(inputs)
-        with self._changed:
-            self._waiting.append(request)
-            self._changed.notify()
-        return request.result
+    def submit(self, inputs: Sequence[ServedInput]) -> Job:
+        """Queue a request."""
+        job = Job(inputs, asyncio.get_running_loop().create_future())
+        self.waiting.append(job)
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._encode_waiting())
+        return job
 
-    def close(self) -> None:
-        """Cancel what waits and end the thread."""
-        with self._changed:
-            self._closed = True
-            for request in self._waiting:
-                request.result.cancel()
-            self._changed.notify()
-        self._thread.join()
+    async def _encode_waiting(self) -> None:
+        while self.waiting:
+            batch: list[Job] = []
+            num_inputs = 0
+            while self.waiting:
+                num_inputs += len(self.waiting[0].inputs)
+                if batch and num_inputs > MAX_BATCH_INPUTS:
+                    break
+                batch.append(self.waiting.popleft())
+            await self._encode(batch)
 
-    @property
-    def num_waiting(self) -> int:
-        """Return the number of requests whose turn has not come."""
-        return len(self._waiting)
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
-                batch = self._next_batch()
-            if batch:
-                self._encode(batch)
-
-    def _next_batch(self) -> list[_Request]:
-        batch: list[_Request] = []
-        num_inputs = 0
-        while self._waiting:
-            num_inputs += len(self._waiting[0].inputs)
-            if batch and num_inputs > MAX_BATCH_INPUTS:
-                break
-            request = self._waiting.popleft()
-            if request.result.set_running_or_notify_cancel():
-                batch.append(request)
-        return batch
-
-    def _encode(self, batch: list[_Request]) -> None:
+    async def _encode(self, batch: list[Job]) -> None:
         inputs: list[ServedInput] = []
-        for request in batch:
-            inputs += request.inputs
+        for job in batch:
+            inputs += job.inputs
+        loop = asyncio.get_running_loop()
         try:
-            embeddings, num_tokens = self.encoder.encode(inputs)
+            embeddings, num_tokens = await loop.run_in_executor(
+                self._thread, self.encoder.encode, inputs
+            )
         except Exception as error:
             if len(batch) > 1:
                 # The fault is in one of the requests: the others get their answers.
-                for request in batch:
-                    self._encode([request])
-            else:
+                for job in batch:
+                    await self._encode([job])
+            elif not batch[0].result.done():
                 batch[0].result.set_exception(error)
             return
         self.counts["batches"] += 1
         self.counts["inputs"] += len(inputs)
         self.counts["tokens"] += sum(num_tokens)
         start = 0
-        for request in batch:
-            stop = start + len(request.inputs)
+        for job in batch:
+            stop = start + len(job.inputs)
             answer = embeddings[start:stop], sum(num_tokens[start:stop])
-            request.result.set_result(answer)
+            # The server stops, and has refused the request.
+            if not job.result.done():
+                job.result.set_result(answer)
             start = stop
