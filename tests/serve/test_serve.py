@@ -296,7 +296,7 @@ def test_cohere_reranks(reranking, route):
     ("route", "values", "words"),
     [
         ("/rerank", {"texts": DOCUMENTS}, "query must be"),
-        ("/rerank", {"query": QUERY, "text": DOCUMENTS}, "documents is missing"),
+        ("/rerank", {"query": QUERY, "text": DOCUMENTS}, "documents must be"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "documents": ["b"]}, "not both"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "truncate": False}, "truncate"),
         ("/rerank", {"query": ["a", "b"], "texts": DOCUMENTS}, "2 queries"),
