@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -391,6 +392,7 @@ def _evaluate_reranker(
     candidates = data.first_stages[stage]
 
     # ---- all pairs of a query and a candidate, dealt to the ranks in turn
+    began = time.monotonic()
     query_of, column_of = np.nonzero(candidates >= 0)
     document_of = candidates[query_of, column_of]
     num_pairs = len(query_of)
@@ -407,6 +409,9 @@ def _evaluate_reranker(
                 pairs.append((data.queries[query_of[number]], document))
             scores.append(score(pairs))
             progress(min((start + at_once) * world_size, num_pairs), num_pairs)
+    if log is not None and active:
+        seconds = (time.monotonic() - began) / max(1, len(candidates))
+        log(f"{title}: {1000 * seconds:,.1f} ms per query")
     all_scores = from_all_ranks(np.concatenate(scores)[:, None], num_pairs, session)
     keys = torch.full(candidates.shape, NOTHING)
     # Of equal scores the earlier document comes first, as in a search of vectors.
