@@ -140,7 +140,7 @@ def test_page_and_markdown_tell_the_run(run):
     assert "nDCG@10 0.500 → 0.580 +0.080" in text
     for both in (
         "base-model, fine-tuned on 500 examples in 10 steps and 1 min 15 s.",
-        "Measured on 40 queries over 80 documents.",
+            "40 queries over 80 documents",
         "3 steps were left out",
         "250 of 1,000 parameters (25%)",
         "train.jsonl: 500 examples",
