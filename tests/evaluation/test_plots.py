@@ -8,14 +8,11 @@ from vembed.evaluation.report.plots import (
     BOTTOM,
     LEFT,
     RIGHT,
-    RUN_COLOURS,
     TOP,
     Curve,
-    Dot,
     Stroke,
     Text,
     plot_curves,
-    plot_stored,
 )
 
 
@@ -57,13 +54,3 @@ def test_any_values_can_be_drawn(values):
         svg = svg_of(plot_curves([(ACCENT, curve(values, from_zero=from_zero))]))
         assert svg.count("<text") >= 3
         assert "nan" not in svg and "inf" not in svg
-
-
-def test_marks_of_evaluations_sizes_forms_and_runs():
-    plot = plot_curves([(ACCENT, curve([0.1, 0.3, 0.2], has_points=True))], 1)
-    rings = [mark for mark in plot.marks if isinstance(mark, Dot) and mark.is_ring]
-    assert [ring.x for ring in rings] == [strokes(plot)[0].points[1][0]]
-    plot = plot_stored({"binary": [(128, 16, 0.5), (256, 32, 0.6)]})
-    assert {"16", "32", "binary"} <= set(texts(plot))
-    plot = plot_curves([(colour, curve([1.0, 2.0])) for colour in RUN_COLOURS])
-    assert [stroke.colour for stroke in strokes(plot)] == list(RUN_COLOURS)

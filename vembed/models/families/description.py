@@ -203,37 +203,29 @@ SMALLEST_MRL_DIM = 64
 _BGE_ZH = "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
 _WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
 
-PUBLISHED: tuple[tuple[str, str, str, str], ...] = (
-    (
-        "multilingual-e5-large-instruct",
-        _WEB_SEARCH + "Query: ",
-        "",
-        "instruction-tuned E5",
-    ),
-    ("e5-mistral-7b-instruct", _WEB_SEARCH + "Query: ", "", "instruction-tuned E5"),
+PUBLISHED: tuple[tuple[str, str, str], ...] = (
+    ("multilingual-e5-large-instruct", _WEB_SEARCH + "Query: ", ""),
+    ("e5-mistral-7b-instruct", _WEB_SEARCH + "Query: ", ""),
     (
         r"(multilingual-)?e5-(small|base|large)(-v2|-unsupervised)?",
         "query: ",
         "passage: ",
-        "E5",
     ),
     (
         r"bge-(small|base|large)-en(-v1\.5)?",
         "Represent this sentence for searching relevant passages: ",
         "",
-        "BGE",
     ),
-    (r"bge-(small|base|large)-zh(-v1\.5)?", _BGE_ZH, "", "BGE"),
-    (r"nomic-embed-text-v1(\.5)?", "search_query: ", "search_document: ", "Nomic"),
-    (r"qwen3-embedding-(0\.6b|4b|8b)", _WEB_SEARCH + "Query:", "", "Qwen3-Embedding"),
+    (r"bge-(small|base|large)-zh(-v1\.5)?", _BGE_ZH, ""),
+    (r"nomic-embed-text-v1(\.5)?", "search_query: ", "search_document: "),
+    (r"qwen3-embedding-(0\.6b|4b|8b)", _WEB_SEARCH + "Query:", ""),
     (
         r"qwen3-vl-embedding-(2b|8b)",
         "Represent the user's input.",
         "Represent the user's input.",
-        "Qwen3-VL-Embedding",
     ),
 )
-"""Pattern of the name's last part (lower case), query prompt, document prompt, model series."""
+"""Pattern of the name's last part (lower case), query prompt, document prompt."""
 RERANK_INSTRUCTION = (
     "Given a web search query, retrieve relevant passages that answer the query"
 )
@@ -346,23 +338,14 @@ def describe(
     truncate_dim = None
     if (files.settings.truncate_dim or size) < size:
         truncate_dim = files.settings.truncate_dim
-        reasons["truncate_dim"] = "from config_sentence_transformers.json"
 
     # ---- similarity
     of_files = files.settings.similarity_fn_name or saved.get("similarity")
     if for_inference and of_files in get_args(SimilarityName):
         reasons["similarity"] = "from the model's files"
         similarity = cast(SimilarityName, of_files)
-    elif for_inference and of_files is not None:
-        log.warning(
-            "%s: its files name the similarity %s, which vembed does not have: cosine is used",
-            model.model_name,
-            of_files,
-        )
     elif of_files not in (None, similarity):
-        reasons["similarity"] = (
-            f"similarity in the config, although the model's files say {of_files}"
-        )
+        reasons["similarity"] = f"although the model's files say {of_files}"
     normalize = similarity == "cosine"
     if saved:
         normalize = saved["normalize"]
@@ -517,30 +500,21 @@ def _family(reading: _Reading) -> Family:
         detected = FAMILIES["text_decoder"]
     else:
         detected = FAMILIES["text_encoder"]
-    family = FAMILIES.get(options.model_family, detected)
-    is_in_config = options.model_family != "auto"
-    if options.image_model_name is not None:
-        takes_tower = detected.reads_only_text or detected.has_two_models
-        if not takes_tower or (is_in_config and not family.has_two_models):
-            raise UserError(
-                f"image_model_name adds an image tower to a text model, but {options.model_name} is of the family "
-                f"{family.name}; leave image_model_name out"
-            )
+    has_tower = options.image_model_name is not None
+    if has_tower and detected.reads_only_text:
+        detected = FAMILIES["composed"]
         reason = f"image_model_name: {options.image_model_name} is its second tower"
-        family = FAMILIES["composed"]
-    elif family.has_two_models and not detected.has_two_models:
-        raise UserError(
-            f"model_family: {family.name} needs image_model_name, the tower for images"
-        )
+    family = FAMILIES.get(options.model_family, detected)
     # Between encoder and decoder of texts the user may decide: a decoder may have been trained to see both sides.
-    elif family != detected and not (
-        family.reads_only_text and detected.reads_only_text
+    are_texts = family.reads_only_text and detected.reads_only_text
+    if not (family == detected or are_texts) or (
+        has_tower and not family.has_two_models
     ):
         raise UserError(
-            f"model_family: {family.name} does not fit {options.model_name}, whose config.json makes it "
-            f"{detected.name} ({reason}); leave model_family out"
+            f"model_family: {family.name} does not fit {options.model_name}, which is {detected.name} ({reason}): leave "
+            "model_family out, and give image_model_name with a text model alone (it makes it composed)"
         )
-    elif is_in_config:
+    if options.model_family != "auto":
         reason = "model_family in the config"
     reading.reasons["family"] = reason
     return family
@@ -591,7 +565,8 @@ def _pooling(
         if not files.include_prompt:
             problem = "leaves the prompt out of the pooling, which is not supported"
     elif not family.reads_text:
-        pooling, reason = _image_pooling(reading.config, shape)
+        pooling = _image_pooling(reading.config, shape)
+        reason = "the class token of the image encoder, or the mean without one"
     elif is_causal and family.pooling != "last":
         pooling = "last"
         reason = (
@@ -617,19 +592,14 @@ def _pooling(
     return option
 
 
-def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
-    """Return an image encoder's default pooling and the reason.
+def _image_pooling(config: PretrainedConfig, shape: Shape) -> str:
+    """Return an image encoder's default pooling.
 
     Without a class token the first position is a corner of the image (ResNet, Swin), so all positions are averaged.
     """
     if config.model_type in _POOLED_BY_MEAN:
-        return (
-            MODEL_POOLING,
-            "a convolutional network's mean over positions, behind its layer norm",
-        )
-    if not shape.has_class_token:
-        return "mean", "the mean over positions: the network has no class token"
-    return "cls", "the image's class token, by family"
+        return MODEL_POOLING
+    return "cls" if shape.has_class_token else "mean"
 
 
 def _image_tower(
@@ -657,21 +627,17 @@ def _image_tower(
             "give one such as a ViT, DINOv2 or ConvNeXt"
         )
     shape = shape_of(folder, config, chosen, FAMILIES["image_encoder"])
-    pooling, reading.reasons["image_pooling"] = _image_pooling(config, shape)
     shared_dim = min(text_dim, shape.hidden_dim)
     if saved and FAMILIES[saved["family"]].has_two_models:
         shared_dim = saved["hidden_dim"]
     elif matryoshka is not None and isinstance(matryoshka.mrl_dims, list):
         shared_dim = max(matryoshka.mrl_dims)
-    reading.reasons["hidden_dim"] = (
-        f"the saved one, max(mrl_dims), or the smaller of {text_dim} for text and {shape.hidden_dim} for images"
-    )
     fields = {
         "hidden_dim": shared_dim,
         "text_hidden_dim": text_dim,
         "image_source": str(folder),
         "image_hidden_dim": shape.hidden_dim,
-        "image_pooling": pooling,
+        "image_pooling": _image_pooling(config, shape),
     }
     return fields, shape.layer_classes
 
@@ -728,11 +694,9 @@ def _prompt(
         return ""
     _, _, last = reading.options.model_name.rstrip("/").rpartition("/")
     last = last.lower()
-    for pattern, query, document, series in PUBLISHED:
+    for pattern, query, document in PUBLISHED:
         if re.fullmatch(pattern, last):
-            reading.reasons[key] = (
-                f"{series} models were trained with it; recognised by the name {last}"
-            )
+            reading.reasons[key] = f"that of published models with the name {last}"
             return query if kind == "query" else document
     return ""
 
@@ -747,7 +711,6 @@ def _max_length(
     """Return the maximum text length in tokens. `for_inference`: a length that the caller or the model's own files name is
     not limited by the family's default, which bounds the time and memory of training."""
     option = reading.options.max_length
-    name = reading.options.model_name
     text = reading.config.get_text_config()
     positions = text.to_dict().get("max_position_embeddings")
     if positions and reading.config.model_type in POSITIONS_AFTER_PADDING:
@@ -755,19 +718,16 @@ def _max_length(
     longest = family.longest_by_default
     if not family.reads_text:
         return option or longest
-    if family.has_fixed_length:
-        if option not in (None, positions):
+    if option is not None and (family.has_fixed_length or not for_inference):
+        smallest = positions if family.has_fixed_length else 1
+        if not smallest <= option <= (positions or option):
             raise UserError(
-                f"max_length: {option} does not fit {name}: SigLIP pads every text to the {positions} tokens it was "
-                "trained with; leave max_length out"
-            )
-        return int(positions)
-    if option is not None and not for_inference:
-        if positions is not None and option > positions:
-            raise UserError(
-                f"max_length: {option} is more than the {positions} positions of {name}; set it to {positions} or less"
+                f"max_length: {option} does not fit the {positions} positions of {reading.options.model_name}; leave "
+                "it out, or lower it where the model takes texts of any length"
             )
         return option
+    if family.has_fixed_length:
+        return int(positions)
     of_files = reading.files.max_length
     limits = {"positions in config.json": positions, "max_length": option}
     if reading.saved:
@@ -784,5 +744,5 @@ def _max_length(
     for why, limit in limits.items():
         if limit is not None and limit > 0:
             known.append((int(limit), why))
-    smallest, reading.reasons["max_length"] = min(known)
-    return smallest
+    length, reading.reasons["max_length"] = min(known)
+    return length
