@@ -433,7 +433,7 @@ def request_inputs(
     if kind not in (None, "query", "document"):
         said = reprlib.repr(kind)
         raise Refusal(f"{kind_key} is {said}; give query or document, or leave it out")
-    content = values.get(key)
+    content: Any = values.get(key)
     # A single text, or the token ids of one, need not be in a list.
     is_list = isinstance(content, list) and content and type(content[0]) is not int
     contents = content if is_list else [content]
