@@ -62,20 +62,22 @@ def eval(
         ks: Cut-offs of the metrics.
         task: auto, retrieval or similarity.
         split: Split of the qrels of a BEIR-style folder. Default: test.
-        compressed: Also score int8 and binary documents, and draw quality against bytes (.png).
+        compressed: Also score int8 and binary documents, and write a page of quality against bytes (.html).
         on_bad_record: stop or skip.
     """
     sizes = numbers("--dims", dims) or None
     cuts = numbers("--ks", ks)
     mapping = option("column_mapping", column_mapping)
-    if compressed is not None and Path(compressed).suffix != ".png":
-        raise UserError(f"--compressed {compressed}: the picture is written as .png")
+    if compressed is not None and Path(compressed).suffix != ".html":
+        raise UserError(f"--compressed {compressed}: the page is written as .html")
     use.share()
     from rich.console import Console
 
+    from vembed.evaluation.report.page import render_page
     from vembed.evaluation.report.plots import plot_stored
     from vembed.evaluation.report.report import stored_points, stored_table
     from vembed.evaluation.scores import evaluate
+    from vembed.files import replace_text
 
     with use.open(model) as (model_path, options):
         scores = evaluate(
@@ -99,8 +101,13 @@ def eval(
             stored = stored_table(scores)
             if compressed is not None and stored is not None:
                 console.print(" ", number_table(stored.header, stored.rows), sep="\n")
-                plot = plot_stored(stored_points(scores))
-                plot.image("nDCG@10").save(compressed)
+                page = render_page(
+                    "stored.html.j2",
+                    title=f"{model} - vembed eval",
+                    stored=stored,
+                    plot=plot_stored(stored_points(scores)),
+                )
+                replace_text(Path(compressed), page)
     return scores
 
 
