@@ -15,7 +15,6 @@ from typer import Option
 from vembed.cli.commands.demo import demo_model
 from vembed.cli.support import ColumnMapping, option
 from vembed.config.loading import load_config, one_line_yaml
-from vembed.config.options import join_words
 from vembed.config.rules import missing_path
 from vembed.config.values import Task
 from vembed.data.example_store import open_examples
@@ -43,7 +42,7 @@ from vembed.evaluation.report.page import render_page
 from vembed.losses.declaration import LossDeclaration
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
-from vembed.models.families.table import FAMILIES
+from vembed.models.families.table import FAMILIES, FamilyName
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""
@@ -84,7 +83,7 @@ class DataSummary:
 
 
 def init(
-    family: str | None = None,
+    family: FamilyName | None = None,
     data: str = "train.jsonl",
     val_data: str | None = None,
     task: Task = "embed",
@@ -137,19 +136,12 @@ def init(
     if family is None and model is not None and model != DEMO:
         family = local_family(model, task)
     family = family or "text_encoder"
-    if family not in FAMILIES:
-        names = f": give one of {join_words(list(FAMILIES))}"
-        hint = did_you_mean(family, FAMILIES) or names
-        raise UserError(f"--family {family!r} is not known{hint}")
     missing = missing_path("--data", data)
     if missing is not None:
         raise UserError(missing)
     text = starter(FAMILIES[family], data, model, val_data, mapping, task)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
     # Read as `vembed train` will read it: what is written here is never refused there.
     load_config(path)
     for line in text.splitlines():
