@@ -7,7 +7,6 @@ import json
 import operator
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from typing import Any
 from vembed.cli.arguments import TrainArguments
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
-from vembed.cli.support import is_first_rank, print_progress
+from vembed.cli.support import is_first_rank, print_lines, print_progress
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import (
     DATA_FILES,
@@ -90,12 +89,12 @@ def run_stages(
                 if is_first_rank() and Path(pipeline.root).is_dir():
                     _write_report(pipeline)
         else:
-            sys.stdout.write(f"==== {step.name} ({step.kind}) in {stage.folder}\n")
+            print_lines(f"==== {step.name} ({step.kind}) in {stage.folder}")
             if step.kind == "train":
                 code = train(stage.arguments)
             else:
                 name, args = stage.command()
-                sys.stdout.write(f"would run: vembed {name} {' '.join(args)}\n")
+                print_lines(f"would run: vembed {name} {' '.join(args)}")
         if code:
             return code
     if not arguments.is_dry_run and is_first_rank():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -13,7 +12,12 @@ import yaml
 from typer import Option
 
 from vembed.cli.commands.demo import demo_model
-from vembed.cli.support import ColumnMapping, option
+from vembed.cli.support import (
+    ColumnMapping,
+    option,
+    print_lines,
+    print_progress,
+)
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.rules import missing_path
 from vembed.config.values import Task
@@ -115,8 +119,8 @@ def init(
         from vembed.data_tools.new_tokenizer import tokenizer_of_data
 
         count = tokenizer_of_data(data, tokenizer, vocab_size)
-        sys.stdout.write(
-            f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}\n"
+        print_lines(
+            f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}"
         )
         return
     mapping = dict(option("column_mapping", column_mapping) or {})
@@ -146,8 +150,8 @@ def init(
     load_config(path)
     for line in text.splitlines():
         if line.startswith((CHECK, GUESSED)):
-            sys.stderr.write(f"note: {line.removeprefix(CHECK).removeprefix('# ')}\n")
-    sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
+            print_progress(f"note: {line.removeprefix(CHECK).removeprefix('# ')}")
+    print_lines(f"wrote {path}; train with: vembed train {path}")
 
 
 def starter(
