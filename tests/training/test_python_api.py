@@ -66,7 +66,7 @@ def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path):
     ).is_file()
     report = (result.output_dir / "report.md").read_text()
     assert (
-        "8 of the 8 pairs of the validation data (100.0%) are in the training data too"
+        "8 of the 8 queries of the validation data (100.0%) are in the training data too"
         in report
     )
     with pytest.raises(vembed.UserError, match="on_step returned 'no': return 'stop'"):
