@@ -304,7 +304,7 @@ def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
     assert done.code == 0, done.err
     for part in (
         "not used: Kategorie, Ticket Nr.",
-        "queries: 107 different, 0 repetitions",
+        "queries: 107 different, 0 repeated",
         "negatives:\n  none given",
         "(at most 16):",
         "[CLS]",
@@ -322,7 +322,7 @@ def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
     for part in (
         "1 of the 1 queries of the validation data (100.0%) are in the training data",
         "2 examples have one of their positives among their negatives",
-        "pairs: 1 different, 1 repetition",
+        "pairs: 1 different, 1 repeated",
     ):
         assert part in done.out
     assert "other positives in another record" not in done.out

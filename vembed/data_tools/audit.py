@@ -15,17 +15,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vembed.config.schema import ModelSection
 from vembed.data.example_store import Records
-from vembed.data.examples import Example, ImageRef, Item
+from vembed.data.examples import ImageRef, Item
 from vembed.data.near_duplicates import (
     NearIndex,
     image_digest,
     ngrams,
 )
 from vembed.data.records import unread_judgement
-from vembed.data_tools.data_page import PageSection, sections
-from vembed.errors import UserError, joined, listed
+from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, calibrate, open_candidates
@@ -49,13 +47,6 @@ from vembed.mining.output import check_output, refuse_input, write_rows
 from vembed.progress import duration
 
 Severity = Literal["error", "warning", "note"]
-SOURCE_COLUMNS = (
-    "source",
-    "rows",
-    "positive found first",
-    "among the first 10",
-    "documents above it (median)",
-)
 PREVIEW_CHARACTERS = 300
 POPULAR_SHARE_OF_ROWS = 0.01
 """A document that is the positive of more than this share of the rows is named."""
@@ -161,8 +152,6 @@ def audit(
             "findings": list(map(asdict, findings)),
         }
         if running.is_main:
-            facts = data_sections(config, inputs, data, validation, report)
-            report["data"] = list(map(asdict, facts))
             title = f"Audit of {name}"
             html = render_page("audit.html.j2", title=title, report=report)
             replace_text(page, html)
@@ -219,9 +208,6 @@ class AuditedRows:
 
     def __len__(self) -> int:
         return len(self.examples)
-
-    def __getitem__(self, index: int, /) -> Example:
-        return self.examples[index]
 
     def preview(self, row: int, **more: str) -> dict[str, str]:
         """A row for the page, with more columns."""
@@ -622,46 +608,3 @@ def preview(item: Item) -> str:
     if len(text) > PREVIEW_CHARACTERS:
         text = f"{text[:PREVIEW_CHARACTERS]} ..."
     return " ".join(part for part in [*parts, text] if part)
-
-
-def data_sections(
-    config: AuditConfig,
-    inputs: MiningInputs,
-    data: AuditedRows,
-    validation: AuditedRows | None,
-    report: dict[str, Any],
-) -> list[PageSection]:
-    """Return the beginning of the page: the sections that `vembed data` shows, of the rows that the audit has read, and
-    sources of the report.
-
-    Of the model only its tokenizer is read, if it is on this machine.
-    """
-    lines = inputs.summary()
-    for table in inputs.rows.tables:
-        if isinstance(table, Records):
-            lines += [f"left out: {line}" for line in joined(table.index.problems)]
-            if table.index.unused:
-                lines.append(f"{table.name}: not used: {listed(table.index.unused)}")
-    if validation is not None:
-        names = ", ".join(validation.names)
-        lines.append(f"validation: {len(validation):,d} rows of {names}")
-    model = None
-    if config.model_name is not None:
-        shared = {"query_prompt", "document_prompt", "max_length", "trust_remote_code"}
-        options = config.model_dump(include=shared, exclude_none=True)
-        model = ModelSection(model_name=config.model_name, **options)
-    page = sections(data, lines, model)
-    if config.model_name is not None:
-        table = [SOURCE_COLUMNS]
-        for source, values in report["sources"].items():
-            table.append(
-                (
-                    source,
-                    f"{values['rows']:,d}",
-                    f"{values['found_first']:.1%}",
-                    f"{values['found_in_10']:.1%}",
-                    f"{values['median_above']:,.0f}",
-                )
-            )
-        page.append(PageSection("sources and the model", table=table))
-    return page
