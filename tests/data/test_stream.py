@@ -128,14 +128,13 @@ def test_a_reranker_has_the_same_pairs(path):
         assert_equal(process.rank_batch(1), stream.rank_batch(1))
 
 
-def test_packing_keeps_missing_rows_and_empty_ones(path):
+def test_packing_keeps_missing_rows_and_segments(path):
     batch = open_stream(path).rank_batch(0)
     first, second, third, *_ = batch.features
-    segments = np.array([0, 1, 1], dtype=np.int32)
     features = [
-        replace(first, segments=segments),
+        replace(first, segments=np.ones_like(first.token_ids)),
         replace(second, token_ids=None),
-        replace(third, segments=segments[:0], num_vectors=4),
+        replace(third, segments=np.zeros_like(third.token_ids), num_vectors=4),
     ]
     batch = replace(batch, features=features)
     assert_equal(pack(batch).unpacked(), batch)

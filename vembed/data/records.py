@@ -615,20 +615,9 @@ class Columns:
         if self.missing and not self.may_miss:
             raise UserError(
                 f"column_mapping names {listed(sorted(self.missing))}, but the file has {listed(names)}"
-                f"{self.nearest()}"
             )
         if layout.problem:
             raise UserError(layout.problem)
-
-    def nearest(self) -> str:
-        """Return a hint at the column that the first missing name of column_mapping may mean, or nothing."""
-        # Each name once, in the order of the records.
-        names: dict[str, None] = {}
-        for layout in self.layouts:
-            names |= dict.fromkeys(layout)
-        missing = min(self.missing, default="")
-        near = nearest(missing, names, cutoff=0.4)
-        return f"; for {printable(missing)} did you mean {near!r}?" if near else ""
 
     def needed(self, columns: Iterable[str]) -> list[str]:
         """Return the columns of a table that are read, in the table's order."""

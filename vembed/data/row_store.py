@@ -11,7 +11,7 @@ import hashlib
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,17 +98,9 @@ class RowStore:
     def find_rows(self, keys: Sequence[bytes]) -> dict[int, np.ndarray]:
         """Return a map from position in `keys` to the stored row, without the missing ones."""
         rows: dict[int, np.ndarray] = {}
-        places = self._find(keys)
-        start = 0
-        while start < len(places):
-            stop = start + 1
-            # Rows that were written one after the other are read at once.
-            while stop < len(places) and places[stop] == places[stop - 1] + 1:
-                stop += 1
-            if places[start] >= 0:
-                read = self._read(places[start], keys[start:stop])
-                rows |= dict(enumerate(read, start))
-            start = stop
+        for position, place in enumerate(self._find(keys)):
+            if place >= 0:
+                rows[position] = self._read(place, keys[position])
         self.num_read += len(rows)
         return rows
 
@@ -138,8 +130,10 @@ class RowStore:
                     self._own.append((self.folder / own_name).open("xb"))
             # The rows first: readers take those whose keys are written.
             keys_file, rows_file = self._own
-            append(rows_file, records.tobytes())
-            append(keys_file, b"".join(keys))
+            rows_file.write(records.tobytes())
+            rows_file.flush()
+            keys_file.write(b"".join(keys))
+            keys_file.flush()
         except OSError as error:
             self._writes = False
             log.warning(
@@ -206,33 +200,24 @@ class RowStore:
             self._look_around()
         return [self._places.get(key, -1) for key in keys]
 
-    def _read(self, place: int, keys: Sequence[bytes]) -> Iterator[np.ndarray]:
-        """Yield the rows of some keys, which follow each other from this place on. Raise UserError if one is damaged."""
-        number, first = divmod(place, MAX_ROWS)
+    def _read(self, place: int, key: bytes) -> np.ndarray:
+        """Return the row at a place. Raise UserError if it is damaged."""
+        number, row = divmod(place, MAX_ROWS)
         file = self._files[number]
         size = file.record.itemsize
-        held = bytearray(len(keys) * size)
-        # Bytes behind the end of a file that was truncated stay 0, which no checksum fits.
-        os.preadv(file.rows, [held], first * size)
-        records = np.frombuffer(held, file.record)
-        for key, checksum, row in zip(
-            keys, records["checksum"].tolist(), records["row"], strict=True
-        ):
-            if self._checksum(key, row) != checksum:
-                raise UserError(
-                    f"{self._option}: {file.path} is damaged: delete {self.folder} and run again"
-                )
-            yield row
+        data = os.pread(file.rows, size, row * size)
+        if len(data) == size:
+            record = np.frombuffer(data, file.record)[0]
+            values: np.ndarray = record["row"]
+            if self._checksum(key, values) == record["checksum"]:
+                return values
+        raise UserError(
+            f"{self._option}: {file.path} is damaged: delete {self.folder} and run again"
+        )
 
 
 def _record_of(width: int, itemsize: int) -> np.dtype[np.void]:
     return np.dtype([("checksum", "<u4"), ("row", _DTYPES[itemsize], (width,))])
-
-
-def append(file: BinaryIO, data: bytes) -> None:
-    """Append to a file that other processes read."""
-    file.write(data)
-    file.flush()
 
 
 # ---- features of frozen towers ---------------------------------------------------

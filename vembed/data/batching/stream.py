@@ -12,11 +12,10 @@ import select
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -238,49 +237,48 @@ class PackedBatch:
     """Without features."""
     columns: list[tuple[Modality, int, int, int, tuple[ImageRef, ...], int]]
     """The first fields of the features of each input."""
-    token_ids: Ragged
-    segments: Ragged
+    lengths: list[int | None]
+    """Number of token ids of each input; None for one that has none."""
+    token_ids: np.ndarray
+    """Int32, those of all inputs."""
+    segments: np.ndarray
+    """Of the same tokens; empty where the tokenizer tells none."""
 
     def unpacked(self) -> RankBatch:
         """Return the rank batch."""
         features = []
-        for columns, token_ids, segments in zip(
-            self.columns, self.token_ids.arrays(), self.segments.arrays(), strict=True
-        ):
+        start = 0
+        for columns, length in zip(self.columns, self.lengths, strict=True):
+            token_ids = None
+            segments = None
+            if length is not None:
+                end = start + length
+                token_ids = self.token_ids[start:end]
+                if len(self.segments):
+                    segments = self.segments[start:end]
+                start = end
             features.append(Features(*columns, token_ids, segments))
         return replace(self.batch, features=features)
 
 
 def pack(batch: RankBatch) -> PackedBatch:
     """Return a rank batch in the form that is sent."""
+    lengths: list[int | None] = []
+    empty = np.empty(0, dtype=np.int32)
+    token_ids = [empty]
+    segments = [empty]
+    for feature in batch.features:
+        if feature.token_ids is None:
+            lengths.append(None)
+            continue
+        lengths.append(len(feature.token_ids))
+        token_ids.append(feature.token_ids)
+        if feature.segments is not None:
+            segments.append(feature.segments)
     return PackedBatch(
         replace(batch, features=[]),
         list(map(COLUMNS_OF, batch.features)),
-        Ragged.of([feature.token_ids for feature in batch.features]),
-        Ragged.of([feature.segments for feature in batch.features]),
+        lengths,
+        np.concatenate(token_ids),
+        np.concatenate(segments),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """Int32 arrays of different lengths, of which some are missing, in one array."""
-
-    lengths: list[int]
-    """-1: the array is missing."""
-    values: np.ndarray
-
-    @classmethod
-    def of(cls, arrays: Sequence[np.ndarray | None]) -> Ragged:
-        """Join arrays."""
-        lengths = [-1 if array is None else len(array) for array in arrays]
-        present = [array for array in arrays if array is not None]
-        empty = np.empty(0, dtype=np.int32)
-        return cls(lengths, np.concatenate([empty, *present]))
-
-    def arrays(self) -> list[np.ndarray | None]:
-        """Return the arrays, as views."""
-        ends = np.cumsum([0, *np.maximum(self.lengths, 0)]).tolist()
-        arrays: list[np.ndarray | None] = []
-        for length, (start, end) in zip(self.lengths, pairwise(ends), strict=True):
-            arrays.append(None if length < 0 else self.values[start:end])
-        return arrays
