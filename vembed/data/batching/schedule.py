@@ -212,34 +212,24 @@ class BatchSchedule:
 
     def summary(self) -> str:
         """Return one line for the log."""
-        is_split = len(self._groups) > 1
         parts = [
             f"batches: {self.batches_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
         ]
         if self.num_left_out:
-            reason = "the last incomplete batch"
-            if is_split:
-                reason += " of each source"
-            if self.keys is not None:
-                reason += ", and what could not be placed without duplicates"
             parts.append(
-                f"{self.num_left_out:,d} of {self.num_drawn:,d} are left out of each epoch ({reason})"
+                f"{self.num_left_out:,d} of {self.num_drawn:,d} fill no batch and are left out of each epoch"
             )
-        if self._turns and is_split:
-            parts[-1] += ", of each source in turn"
         for name, size in zip(self._names, self._batch_sizes, strict=True):
             if size != self.global_batch_size:
                 parts.append(f"of {size:,d}: {name}")
         if self.smallest_batch < min(self._batch_sizes):
             parts.append(f"the smallest batch has {self.smallest_batch:,d}")
         for source, classes in self._classes.items():
-            line = f"{self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
-            if classes.num_left_out:
-                line += (
-                    f" ({classes.num_left_out:,d} examples that are alone in their class or repeat another one of it are "
-                    "left out)"
-                )
-            parts.append(line)
+            parts.append(
+                f"{self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch "
+                f"({classes.num_left_out:,d} examples that are alone in their class or repeat another one of it are left "
+                "out)"
+            )
         return "; ".join(parts)
 
     def _order(self, epoch: int) -> Batches:
