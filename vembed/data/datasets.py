@@ -93,13 +93,12 @@ def open_sets(
         for number, examples in by_source.items():
             if are_scored_pairs(examples):
                 scored.add(number)
-        notes = parts.notes()
         # Correlations with given scores and retrieval have no common scale: the main score is one of them.
         if len(scored) == len(by_source):
             scored.clear()
-        elif scored:
-            left_out = [store.names[number] for number in sorted(scored)]
-            notes.append(f"without the scored pairs of {', '.join(left_out)}")
+        notes = parts.notes()
+        if scored:
+            notes.append("without scored pairs")
         names = []
         for number, source_name in enumerate(store.names):
             if number not in scored:
@@ -109,7 +108,7 @@ def open_sets(
             # Not rounded: a share may be less than a percent.
             f"{100 * options.val_split:g}% of the queries of {', '.join(names)}",
             documents=[
-                item for source, item in parts.documents if source not in scored
+                item for number, item in parts.documents if number not in scored
             ],
             notes=notes,
         )

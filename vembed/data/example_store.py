@@ -666,6 +666,11 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
     num_done = 0
     num_records = sum(map(len, parts))
     checked = []
+    lines = []
+    problems: list[str] = []
+    counts: Counter[str] = Counter()
+    first_lines: dict[int, int] = defaultdict(int)
+    images: set[str] = set()
     with (
         ThreadPoolExecutor(min(8, num_cores())) as pool,
         ProgressReport(f"{reader.name}: checked", log=log.info) as progress,
@@ -679,24 +684,18 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
             form.columns.merge(result.columns)
+            # The parts of a file follow one another. Lines of a part count from its own first line.
+            file = part.start >> FILE_BITS
+            first_line = first_lines[file]
+            first_lines[file] += result.num_lines
+            lines.append(np.asarray(result.lines) + first_line)
+            for line, reason in result.problems:
+                problems.append(f"{reader.where(line + first_line)}: {reason}")
+            counts.update(result.counts)
+            images.update(result.image_problems)
             num_done += len(part)
             progress(num_done, num_records)
         fingerprint = xxhash.xxh3_128_hexdigest(b"".join(digests))
-    lines = []
-    problems: list[str] = []
-    counts: Counter[str] = Counter()
-    first_lines: dict[int, int] = defaultdict(int)
-    image_problems: dict[str, str | None] = {}
-    for part, result in zip(parts, checked, strict=True):
-        # The parts of a file follow one another. Lines of a part count from its own first line.
-        file = part.start >> FILE_BITS
-        first_line = first_lines[file]
-        first_lines[file] += result.num_lines
-        lines.append(np.asarray(result.lines) + first_line)
-        for line, reason in result.problems:
-            problems.append(f"{reader.where(line + first_line)}: {reason}")
-        counts.update(result.counts)
-        image_problems.update(result.image_problems)
     numbers = np.concatenate([result.numbers for result in checked])
     members = np.concatenate([result.members for result in checked])
     num_labelled = len(members) // 2
@@ -717,7 +716,7 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         problems=problems[:NUM_NAMED],
         unused=sorted(form.columns.unused),
         missing=sorted(form.columns.missing),
-        image_stamps={path: _image_stamp(path) for path in image_problems},
+        image_stamps={path: _image_stamp(path) for path in images},
     )
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import shutil
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -48,8 +48,6 @@ from vembed.progress import duration
 
 Severity = Literal["error", "warning", "note"]
 PREVIEW_CHARACTERS = 300
-POPULAR_SHARE_OF_ROWS = 0.01
-"""A document that is the positive of more than this share of the rows is named."""
 LOW_RANK = 10
 """A positive below so many other documents is looked at."""
 FIX_IN_TRAINING = "vembed train cfg.yaml no_duplicates=true"
@@ -109,7 +107,6 @@ def audit(
         checks = Checks(config, data)
         checks.records(rows)
         checks.duplicates()
-        checks.popular_documents()
         checks.contradictions()
         checks.repeated_images()
         if config.near_duplicate is not None:
@@ -325,32 +322,6 @@ class Checks:
                 data.preview(row, **{"the same as row": str(first + 1)})
                 for row, first in copies.items()
             ),
-        )
-
-    def popular_documents(self) -> None:
-        """Documents that are the positive of very many rows."""
-        num_rows: Counter[int] = Counter()
-        items: dict[int, Item] = {}
-        for keys, example in zip(
-            self.data.positive_keys, self.data.examples, strict=True
-        ):
-            num_rows.update(set(keys))
-            items.update(zip(keys, example.positives, strict=True))
-        # In small data two rows with one positive are nothing to look at.
-        limit = max(POPULAR_SHARE_OF_ROWS * len(self.data), 2)
-        examples = []
-        for key, count in num_rows.most_common():
-            if count > limit:
-                document = preview(items[key])
-                examples.append({"document": document, "rows": f"{count:,d}"})
-        self.add(
-            "popular_documents",
-            "note",
-            "Documents that are the positive of many rows",
-            f"More than {limit:,.0f} rows share one positive. Inside one batch they are no negatives of each other.",
-            examples,
-            count=len(examples),
-            fix=FIX_IN_TRAINING,
         )
 
     def contradictions(self) -> None:
