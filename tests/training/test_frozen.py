@@ -316,7 +316,8 @@ def test_a_full_disk_costs_time_and_not_the_run(tmp_path, monkeypatch):
 
     def full(store, keys, rows):
         blocks.append(1)
-        if len(blocks) > 3:
+        if len(blocks) == 4:
+            store._own.close()
             store._own = Path("/dev/full").open("wb")
         return add_rows(store, keys, rows)
 
