@@ -292,3 +292,14 @@ def _run(module, words):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def train_arguments(words):
+    """The arguments of `vembed train`, as the command reads these words."""
+    from vembed.cli.arguments import LaunchFlags
+    from vembed.cli.main import load_command
+
+    values = load_command("train").make_context("train", list(words)).params
+    values.pop("json_file")
+    words = values.pop("args")
+    return LaunchFlags(**values).with_words(words)

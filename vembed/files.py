@@ -435,10 +435,12 @@ def existing(name: str | Path) -> Path | None:
 
 
 def similar_path(path: str) -> str:
-    """Return the end of a sentence that names the most similar path beside one that does not exist; empty without
-    one."""
+    """Return the end of a sentence on a path that does not exist, or is a file in place of a folder: the most similar
+    path beside it. Empty without one."""
     place = Path(path).expanduser()
     try:
+        if place.is_file():
+            return f"; {path} is a file"
         names = [sibling.name for sibling in place.parent.iterdir()]
     except (OSError, ValueError, RuntimeError):
         return ""

@@ -36,7 +36,7 @@ from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors, Teachi
 from vembed.losses.similarity import arithmetic_dtype
 from vembed.models.building import load_embedder
 from vembed.models.families.description import describe
-from vembed.models.families.model_files import ModelKind, kind_of, model_folder
+from vembed.models.families.model_files import kind_of, model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.parallel.sharding import shard_for_use
@@ -143,7 +143,7 @@ def teacher_kind(
     files: Path,
     *,
     needs_vectors: bool,
-) -> ModelKind:
+) -> str:
     """Return the kind of a teacher. `needs_vectors`: a loss of the run needs the teacher's vectors."""
     if teacher.kind != "auto":
         return teacher.kind

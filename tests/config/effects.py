@@ -190,7 +190,7 @@ def build(options):
                 session,
                 checkpointer,
                 Interrupts(config.run.max_train_minutes),
-                RunLog(config.logging, Path(config.run.output_dir), rank=1),
+                RunLog(config.logging, Path(config.run.output_dir), rank="1"),
             )
             return Built(
                 run,

@@ -12,9 +12,9 @@ from tests import tiny
 from tests.built import described, model_of
 from tests.harness import run_ranks
 from tests.parallel.steps import listen
+from vembed.cli.arguments import TrainArguments
 from vembed.cli.machine_checks import checklist
 from vembed.cli.run_train import Launch, describe_run, resolve_launch
-from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.devices import bf16_instructions
@@ -194,7 +194,7 @@ def test_all_say_what_the_run_says_and_does(name, monkeypatch):
     done = ran()[name]
     run, launch, placement = said(CASES[name], num_ranks)
     assert done["world"] == launch.world_size == num_ranks
-    text = describe_run(run, launch, TrainArguments(None, is_dry_run=True))
+    text = describe_run(run, launch, TrainArguments(is_dry_run=True))
     dry = text[
         text.index("\n\nnote: " if "\n\nnote: " in text else "\n\nstrategy: ") :
     ].splitlines()

@@ -39,7 +39,7 @@ from vembed.config.options import all_options
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.losses.table import LOSS_OPTIONS
-from vembed.models.precision import compiled_forwards
+from vembed.models.precision import CompiledForward
 from vembed.training.checkpoint.folders import candidates
 
 Seen = Callable[[Built], Any] | str
@@ -63,8 +63,9 @@ def _weights_dtype(value, name):
 
 def recomputes(layer):
     """Return True if a layer, compiled or not, is run again in the backward pass."""
-    compiled = compiled_forwards([layer])
-    return compiled[0].recomputes if compiled else layer.gradient_checkpointing
+    if isinstance(layer.forward, CompiledForward):
+        return layer.forward.recomputes
+    return layer.gradient_checkpointing
 
 
 BUILT = {
@@ -151,7 +152,7 @@ BUILT = {
     ),
     "torch_compile": (
         "many",
-        lambda entry: bool(compiled_forwards(entry.layers())),
+        lambda entry: isinstance(entry.layers()[0].forward, CompiledForward),
         True,
     ),
     "gradient_checkpointing": (
@@ -274,7 +275,7 @@ BUILT = {
     ),
     "cache_frozen_features": (
         "frozen",
-        lambda entry: bool(entry.trainer.components.input_builder.towers.stores),
+        lambda entry: bool(entry.trainer.components.input_builder.frozen_towers.stores),
         True,
         "clip",
     ),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from vembed.config.arguments import parse_train_arguments
+from vembed.cli.arguments import NO_FLAGS
 from vembed.config.loading import load_config, resolve_run, save_config
 from vembed.config.options import all_options
 from vembed.errors import UserError
@@ -177,12 +177,10 @@ def test_launchers_environment(env):
                 [
                     "--set",
                     "--config",
-                    "--dry-run",
                     "--",
                     "-x",
                     "cfg.yaml",
                     "--resume",
-                    "--machine-rank",
                 ]
             ),
         ),
@@ -191,12 +189,12 @@ def test_launchers_environment(env):
 )
 def test_words_of_the_command_line(words):
     try:
-        arguments = parse_train_arguments(words)
+        arguments = NO_FLAGS.with_words(words)
     except UserError as error:
         assert str(error).strip()
         return
     assert (
-        parse_train_arguments(arguments.command_line()).overrides == arguments.overrides
+        NO_FLAGS.with_words(arguments.command_line()).overrides == arguments.overrides
     )
 
 

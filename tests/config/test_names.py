@@ -4,7 +4,7 @@ import pytest
 
 from tests.config.conftest import assert_options
 from tests.guides import STAGE_ONE
-from vembed.config.arguments import parse_train_arguments
+from vembed.cli.arguments import NO_FLAGS
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.options import (
     ALIASES,
@@ -366,5 +366,5 @@ def test_the_table_is_sound():
     ],
 )
 def test_flags_of_translated_names_take_their_values(words, overrides):
-    parsed = parse_train_arguments(words)
+    parsed = NO_FLAGS.with_words(words)
     assert (parsed.config, parsed.overrides) == ("cfg.yaml", overrides)

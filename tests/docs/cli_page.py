@@ -2,8 +2,7 @@
 
 import sys
 
-from vembed.cli.main import COMMANDS, TAKE_CONFIGS, load_command
-from vembed.config.arguments import COMMAND_FLAGS, LAUNCH_FLAGS
+from vembed.cli.main import COMMANDS, DATA_COMMANDS, load_command
 
 HEAD = """\
 # Commands
@@ -21,8 +20,6 @@ checkpoint was saved. A MODEL is a model folder, a name on the Hub, the folder o
 | command | purpose |
 | --- | --- |
 """
-DATA_COMMANDS = frozenset({"mine", "judge", "generate", "audit"})
-"""Commands with options of their own, in a file or as arguments."""
 
 
 def cli_page():
@@ -35,8 +32,8 @@ def cli_page():
         purpose = text.split(". ")[0].rstrip(".").replace("|", "\\|")
         rows.append(f"| [`{name}`](#vembed-{name}) | {purpose}. |")
         lines = plain_command(name, command)
-        if name in TAKE_CONFIGS:
-            lines = config_command(name)
+        if name in DATA_COMMANDS:
+            lines = data_command(name)
         sections.append("\n".join([f"## `vembed {name}`", "", text, "", *lines]) + "\n")
     return HEAD + "\n".join(rows) + "\n\n" + "\n".join(sections)
 
@@ -45,21 +42,10 @@ def usage(text):
     return ["```text", text.rstrip(), "```", ""]
 
 
-def config_command(name):
-    """The lines of a command that takes a config and its options."""
-    config = "[CFG]" if name in DATA_COMMANDS else "CFG"
-    lines = usage(f"vembed {name} {config} [KEY=VALUE | --OPTION VALUE] ...")
-    if name in DATA_COMMANDS:
-        return [*lines, f"`vembed {name} --help` lists the options."]
-    flags = LAUNCH_FLAGS if name == "train" else COMMAND_FLAGS[name]
-    for flag, (value, text) in flags.items():
-        lines.append(f"- `{f'--{flag} {value}'.rstrip()}`: {text}")
-    if name != "train":
-        lines += [
-            "",
-            "The config, its options and the flags are those of `vembed train`.",
-        ]
-    return lines
+def data_command(name):
+    """The lines of a command with options of its own, in a file or as arguments."""
+    lines = usage(f"vembed {name} [CFG] [KEY=VALUE | --OPTION VALUE] ...")
+    return [*lines, f"`vembed {name} --help` lists the options."]
 
 
 def plain_command(name, command):
@@ -73,6 +59,9 @@ def plain_command(name, command):
             argument = parameter.metavar or parameter.name.upper()
             if text:
                 details.append(f"- `{argument}`: {text}")
+            if argument.endswith("..."):  # the words behind a config
+                arguments.append(argument)
+                continue
             if not parameter.required:
                 argument = f"[{argument}]"
             arguments.append(argument + (" ..." if parameter.nargs == -1 else ""))

@@ -13,12 +13,12 @@ from torch.distributed.run import get_args_parser
 
 import vembed
 from tests import tiny
+from tests.commands import train_arguments
 from tests.docs.pages import ROOT, blocks, commands
-from vembed.cli.commands.make_data import audit, generate, judge, mine
-from vembed.cli.main import load_command
+from vembed.cli.arguments import NO_FLAGS
+from vembed.cli.main import DATA_COMMANDS, app, load_command
 from vembed.cli.run_train import run_train
 from vembed.config.accelerate_file import read_accelerate_file
-from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import (
     chosen_pipeline,
     load_config,
@@ -46,13 +46,6 @@ OTHER_PROGRAMS = {
 """Commands of others; of them only the paths of the checkout that they name are looked at."""
 NOT_RUN = ("import mteb", "localhost:8080", "vembed.Reranker")
 """Python that needs a network, a server, or a trained reranker (tests/rerank has one); tests/docs/test_tutorial.py runs the tutorial's."""
-
-DATA_COMMANDS = {
-    "mine": mine,
-    "judge": judge,
-    "audit": audit,
-    "generate": generate,
-}
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +162,7 @@ def check_paths(arguments):
 
 def dry_run(arguments):
     """What `vembed train` would do with these arguments."""
-    parsed = parse_train_arguments([*arguments, "--dry-run"])
+    parsed = train_arguments([*arguments, "--dry-run"])
     pipeline = chosen_pipeline(parsed.source, parsed.overrides, parsed.stage)
     if pipeline is not None:
         assert run_stages(pipeline, parsed, lambda stage: run_train(stage)[0]) == 0
@@ -195,11 +188,11 @@ def check_vembed(arguments):
         dry_run([word for word in others if not word.startswith("--json")])
     elif command in DATA_COMMANDS:
         if others != ["--help"]:
-            DATA_COMMANDS[command]([*others, "--dry-run"])
+            assert not app([command, *others, "--dry-run"], standalone_mode=False)
     elif command in ("config", "plan"):
         values = load_command(command).make_context(command, list(others)).params
         read_hardware(values.get("gpu"), values.get("memory"))
-        parsed = parse_train_arguments(values["args"] or ["cfg.yaml"])
+        parsed = NO_FLAGS.with_words(values["args"] or ["cfg.yaml"])
         if chosen_pipeline(parsed.source, parsed.overrides, parsed.stage) is None:
             resolve_run(parsed.config)
     elif command != "--help":

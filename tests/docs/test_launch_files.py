@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.commands import train_arguments as parsed
 from tests.docs.pages import ROOT
-from vembed.config.arguments import parse_train_arguments
 
 LAUNCH = ROOT / "examples" / "launch"
 
@@ -23,7 +23,7 @@ def train_arguments(text):
         re.sub(r"\$\{?\w+\}?", "2", word)
         for word in shlex.split(line.partition("vembed train")[2])
     ]
-    return parse_train_arguments([word for word in words if word != "$@"])
+    return parsed([word for word in words if word != "$@"])
 
 
 def test_skypilot():
@@ -81,7 +81,7 @@ def test_modal():
         for node in lists
     ]
     (command,) = [argv for argv in words if argv[:2] == ["vembed", "train"]]
-    assert parse_train_arguments(["cfg.yaml", *command[2:]]).overrides
+    assert parsed(["cfg.yaml", *command[2:]]).overrides
 
 
 def test_dockerfile_and_dev_container():

@@ -79,50 +79,42 @@ def test_every_positive_is_the_corpus_and_negatives_are_not(tmp_path):
     assert isinstance(data, RetrievalData)
     assert [item.text for item in data.documents] == ["A", "B", "BB"]
     assert found(data) == {"a": {"A": 1}, "b": {"B": 1, "BB": 1}}
-    assert (
-        data.summary() == f"2 queries over 3 documents, 3 relevant pairs, from {path}"
-    )
-    path = write_lines(tmp_path / "one.jsonl", [{"query": "a", "positive": "A"}])
-    summary = opened(path).summary()
-    assert summary == f"1 query over 1 document, 1 relevant pair, from {path}"
+    summary = f"2 queries over 3 documents, 3 relevant pairs, from {path}"
+    assert data.summary() == summary
+
+
+def graded(*records):
+    """The grades of records: a query, its positives, and their scores or None."""
+    examples = []
+    for query, positives, scores in records:
+        examples.append(example(query, *positives, scores=scores))
+    return from_examples(examples, "test", "retrieval")
+
+
+def test_equal_contents_are_one_document_and_equal_queries_one_query():
+    data = graded(("a", "A", None), ("b", "A", None), ("a", "CA", None))
+    assert found(data) == {"a": {"A": 1, "C": 1}, "b": {"A": 1}}
+    assert [item.text for item in data.documents] == ["A", "C"]
+    again = graded(("a", "AB", (1.0, 1.0)), ("a", "A", (2.0,)))
+    assert found(again) == {"a": {"A": 2, "B": 1}}, "the higher grade counts"
 
 
 @pytest.mark.parametrize(
-    ("examples", "relevant"),
+    ("scores", "grades"),
     [
-        # Equal contents are one document, and equal queries one query.
-        (
-            [("a", "A"), ("b", "A"), ("a", "C"), ("a", "A")],
-            {"a": {"A": 1, "C": 1}, "b": {"A": 1}},
-        ),
-        # Whole scores are grades as they stand. Others, and large ones, keep their proportions.
-        ([("a", "A", "B", "C", (3.0, 1.0, 0.0))], {"a": {"A": 3, "B": 1}}),
-        (
-            [("a", "A", "B", (0.8, 0.2)), ("b", "B", (0.0001,))],
-            {"a": {"A": 1000, "B": 250}, "b": {"B": 1}},
-        ),
-        ([("a", "A", "B", (8e9, 2e9))], {"a": {"A": 1000, "B": 250}}),
-        # The higher grade counts where a pair occurs twice.
-        (
-            [("a", "A", "B", (1.0, 1.0)), ("a", "A", (2.0,))],
-            {"a": {"A": 2, "B": 1}},
-        ),
-        ([("a", "A", "B", (-1.0, 2.0))], {"a": {"B": 2}}),
+        ((3.0, 1.0), {"A": 3, "B": 1}),
+        # Fractions and large scores keep their proportions.
+        ((0.8, 0.2), {"A": 1000, "B": 250}),
+        ((8e9, 2e9), {"A": 1000, "B": 250}),
+        # A positive without a positive score is a document that nobody should find.
+        ((-1.0, 2.0), {"B": 2}),
     ],
 )
-def test_grades_of_pairs(examples, relevant):
-    read = []
-    texts = {}
-    for query, *entry in examples:
-        scores = entry.pop() if isinstance(entry[-1], tuple) else None
-        texts |= dict.fromkeys(entry)
-        read.append(example(query, *entry, scores=scores))
-    data = from_examples(read, "test", "retrieval")
-    assert found(data) == relevant
-    # A positive of score 0 is a document that nobody should find.
-    assert [item.text for item in data.documents] == list(texts)
-    num_irrelevant = sum(score <= 0 for entry in read for score in entry.scores or ())
-    assert bool(data.notes) == bool(num_irrelevant)
+def test_scores_of_positives_are_grades(scores, grades):
+    data = graded(("a", "AB", scores))
+    assert found(data) == {"a": grades}
+    assert [item.text for item in data.documents] == ["A", "B"]
+    assert bool(data.notes) == (min(scores) <= 0)
 
 
 # ---- scored pairs ----------------------------------------------------------------------------------------------
@@ -199,58 +191,50 @@ def test_a_beir_folder_has_no_scored_pairs(tmp_path):
             evaluate("no model", str(path), task="similarity")
 
 
-@pytest.mark.parametrize("is_of_hub", [False, True])
+@pytest.mark.parametrize("is_of_hub", [False, True], ids=["files", "hub"])
 def test_beir_folder_in_parquet(tmp_path, is_of_hub):
-    """Write a data set as single files, or as the Hub has it: shards in folders, the judgements as records."""
+    """Single files, or as the Hub has it: shards in folders, the judgements as records."""
     folder = beir(tmp_path / "lines", ["q1\td1\t2", "q1\td2\t0", "2\td3\t1"])
-    expected = opened(folder)
-    place = tmp_path / "tables"
+    tables = tmp_path / "tables"
+    qrels = tables / "qrels"
+    qrels.mkdir(parents=True)
     for part, records in (("corpus", CORPUS), ("queries", QUERIES)):
-        rows = [
-            {"_id": str(record["_id"]), "title": "", "text": ""}
-            | record
-            | {"_id": str(record["_id"])}
-            for record in records
-        ]
-        for number, entry in enumerate([rows[:2], rows[2:]] if is_of_hub else [rows]):
-            path = (
-                place / part / f"{part}-0000{number}-of-00002.parquet"
-                if is_of_hub
-                else place / f"{part}.parquet"
-            )
-            path.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(pa.Table.from_pylist(entry), path)
-    (place / "qrels").mkdir()
+        rows = []
+        for record in records:
+            row = {"title": "", **record, "_id": str(record["_id"])}
+            rows.append(row)
+        if is_of_hub:
+            write_table(tables / part / "train-00000-of-00002.parquet", rows[:2])
+            write_table(tables / part / "train-00001-of-00002.parquet", rows[2:])
+        else:
+            write_table(tables / f"{part}.parquet", rows)
     if is_of_hub:
-        judged = {
-            "query-id": ["q1", "q1", "2"],
-            "corpus-id": ["d1", "d2", "d3"],
-            "score": [2.0, 0.0, 1.0],
-        }
-        pq.write_table(
-            pa.table(judged), place / "qrels" / "test-00000-of-00001.parquet"
-        )
+        judged = []
+        for query, document, score in (("q1", "d1", 2.0), ("2", "d3", 1.0)):
+            row = {"query-id": query, "corpus-id": document, "score": score}
+            judged.append(row)
+        write_table(qrels / "test-00000-of-00001.parquet", judged)
     else:
-        shutil.copy(folder / "qrels" / "test.tsv", place / "qrels")
-    for data in (
-        opened(place, splits=("test",)),
-        opened(next((place / "qrels").iterdir())),
-    ):
+        shutil.copy(folder / "qrels" / "test.tsv", qrels)
+    expected = opened(folder)
+    for path in (tables, next(qrels.iterdir())):
+        data = opened(path, splits=("test",))
         assert found(data) == found(expected)
         assert data.documents.keys.tolist() == expected.documents.keys.tolist()
-    again = (
-        place / "corpus" / "corpus-00002.parquet"
-        if is_of_hub
-        else place / "corpus.parquet"
-    )
-    pq.write_table(
-        pa.Table.from_pylist(
-            [{"_id": "d1", "title": "", "text": text} for text in ("x", "y")]
-        ),
-        again,
-    )
-    with pytest.raises(UserError, match=rf"{again.name}:2: _id d1 occurs twice"):
-        opened(place)
+
+
+def write_table(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def test_a_bad_record_of_parquet_is_named_by_its_row(tmp_path):
+    folder = beir(tmp_path, ["q1\td1\t1"])
+    (folder / "corpus.jsonl").unlink()
+    rows = [{"_id": "d1", "title": "", "text": text} for text in ("x", "y")]
+    write_table(folder / "corpus.parquet", rows)
+    with pytest.raises(UserError, match=r"corpus\.parquet:2: _id d1 occurs twice"):
+        opened(folder)
 
 
 @pytest.mark.parametrize(
@@ -272,78 +256,43 @@ def test_forms_of_qrels(tmp_path, lines):
 def test_grades_under_another_name_are_not_taken_for_one(tmp_path):
     folder = beir(tmp_path, [])
     (folder / "qrels" / "test.tsv").unlink()
-    rows = [
-        {"query-id": "q1", "corpus-id": "d1", "label": 0},
-        {"query-id": "q1", "corpus-id": "d2", "label": 1},
-    ]
-    (folder / "qrels" / "test.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
-    with pytest.raises(
-        UserError, match=r"test.jsonl:1: no score, and label is not read: call it score"
-    ):
-        opened(folder)
-    (folder / "qrels" / "test.jsonl").unlink()
-    pq.write_table(pa.Table.from_pylist(rows), folder / "qrels" / "test.parquet")
-    with pytest.raises(UserError, match=":1: no score, and label is not read"):
+    row = {"query-id": "q1", "corpus-id": "d1", "label": 0}
+    write_lines(folder / "qrels" / "test.jsonl", [row])
+    with pytest.raises(UserError, match=r"test\.jsonl:1: no score, and label is not"):
         opened(folder)
 
 
 def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
-    documents = [
-        {"_id": f"d{number}", "text": f"text {number % 60} " + "word " * number}
-        for number in range(100)
-    ]
-    folder = beir(
-        tmp_path, [f"q1\td{number}\t1" for number in (3, 70, 99)], corpus=documents
-    )
+    documents = []
+    for number in range(100):
+        text = f"text {number % 60} " + "word " * number
+        documents.append({"_id": f"d{number}", "text": text})
+    lines = [f"q1\td{number}\t1" for number in (3, 70, 99)]
+    folder = beir(tmp_path, lines, corpus=documents)
     data = opened(folder)
-    assert isinstance(data.documents, Corpus)
+    corpus = data.documents
+    assert isinstance(corpus, Corpus)
     expected = [Item(text=document["text"].strip()) for document in documents]
-    assert list(data.documents) == expected
-    assert list(data.documents)[98:] == expected[98:]
-    assert data.documents.keys.tolist() == [entry.key() for entry in expected]
-    assert data.documents.lengths.tolist() == [len(item.text) for item in expected]
+    assert list(corpus) == expected
+    assert corpus.keys.tolist() == [item.key() for item in expected]
+    assert corpus.lengths.tolist() == [len(item.text) for item in expected]
     assert data.relevance == ({3: 1, 70: 1, 99: 1},)
-    assert data.documents.numbers.nbytes + data.documents.keys.nbytes <= 28 * len(
-        documents
-    )
-    read_as = data.read_as(ReadAs(document_prompt="passage: ", max_length=8))
-    assert read_as.documents[5] == Item(
-        text=expected[5].text, prompt="passage: ", max_length=8
-    )
-    lines = (folder / "corpus.jsonl").read_text()
-    (folder / "corpus.jsonl").write_text(lines.replace("text 5 ", "text 6 "))
-    assert data.documents[4] == expected[4]
-    with pytest.raises(
-        UserError, match=r"corpus\.jsonl has changed since it was opened"
-    ):
-        data.documents[5]
+    assert corpus.numbers.nbytes + corpus.keys.nbytes <= 28 * len(documents)
+    prompted = data.read_as(ReadAs(document_prompt="passage: ", max_length=8))
+    assert prompted.documents[5] == Item(expected[5].text, (), "passage: ", 8)
+    path = folder / "corpus.jsonl"
+    path.write_text(path.read_text().replace("text 5 ", "text 6 "))
+    assert corpus[4] == expected[4]
+    with pytest.raises(UserError, match=r"corpus\.jsonl has changed since"):
+        corpus[5]
 
 
-def test_names_and_contents_that_occur_twice_in_a_corpus(tmp_path):
-    documents = [
-        {"_id": name, "text": text}
-        for name, text in (("a", "1"), ("b", "2"), ("c", "1"), ("b", "3"))
-    ]
-    folder = beir(
-        tmp_path,
-        ["q1\tb\t1", "2\tc\t2", "2\td\t1"],
-        corpus=[*documents, {"_id": "e"}, {"text": "4"}],
-    )
-    with pytest.raises(UserError) as caught:
-        opened(folder)
-    said = [
-        line.rpartition("corpus.jsonl")[2]
-        for line in str(caught.value).splitlines()
-        if "corpus.jsonl:" in line
-    ]
-    assert said == [
-        ":4: _id b occurs twice",
-        ":5: e has no text",
-        ":6: no id (_id, id, doc_id, document_id, docid, pid are read)",
-    ]
-    data = opened(folder, on_bad_record="skip")
+def test_equal_contents_of_a_corpus_are_one_document(tmp_path):
+    documents = []
+    for name, text in (("a", "1"), ("b", "2"), ("c", "1")):
+        documents.append({"_id": name, "text": text})
+    folder = beir(tmp_path, ["q1\tb\t1", "2\tc\t2"], corpus=documents)
+    data = opened(folder)
     assert found(data) == {"first": {"2": 1}, "second": {"1": 2}}
     assert data.notes[-1] == "joined 1 documents with equal content"
 
@@ -351,21 +300,22 @@ def test_names_and_contents_that_occur_twice_in_a_corpus(tmp_path):
 def test_choice_of_qrels(tmp_path):
     folder = beir(tmp_path, ["q1\td1\t1"])
     beir(tmp_path, ["q1\td2\t1"], split="dev")
-    assert found(opened(folder)) == {"first": {"two": 1}}, "in training dev comes first"
-    assert found(opened(folder, splits=("test",))) == {"first": {"Title of one": 1}}
-    assert found(opened(folder / "qrels" / "test.tsv")) == {
-        "first": {"Title of one": 1}
-    }
+    of_dev = {"first": {"two": 1}}
+    of_test = {"first": {"Title of one": 1}}
+    assert found(opened(folder)) == of_dev, "in training dev comes first"
+    assert found(opened(folder, splits=("test",))) == of_test
+    assert found(opened(folder / "qrels" / "test.tsv")) == of_test
     with pytest.raises(UserError, match=r"holds dev, test, and none of train"):
         opened(folder, splits=("train",))
-    pairs = write_lines(tmp_path / "pairs.jsonl", [{"query": "a", "positive": "b"}])
-    with pytest.raises(UserError, match="it has no qrels of a split dev"):
-        evaluate("no model", pairs, split="dev")
     (folder / "qrels" / "dev.tsv").rename(folder / "qrels" / "extra.tsv")
     (folder / "qrels" / "test.tsv").unlink()
-    assert found(opened(folder)) == {"first": {"two": 1}}, (
-        "the only one there is needs no name"
-    )
+    assert found(opened(folder)) == of_dev, "the only one needs no name"
+
+
+def test_pairs_have_no_splits(tmp_path):
+    path = write_lines(tmp_path / "pairs.jsonl", [{"query": "a", "positive": "b"}])
+    with pytest.raises(UserError, match="it has no qrels of a split dev"):
+        evaluate("no model", path, split="dev")
 
 
 def test_missing_files_are_named(tmp_path):
@@ -402,11 +352,8 @@ NO_SCORE = "not query-id, corpus-id and a whole score"
     ("first", "score", "line", "said"),
     [
         ("query-id\tcorpus-id\tscore", "--1", 2, NO_SCORE),
-        ("query-id\tcorpus-id\tscore", "9" * 5000, 2, NO_SCORE),
         ("query-id\tcorpus-id\tscore", "3000000000", 2, "is no grade"),
         ("q1\td1\t0.5", "1", 1, NO_SCORE),
-        ("q1\td1\t1e-1", "1", 1, NO_SCORE),
-        ("q1\td1\t.7", "1", 1, NO_SCORE),
     ],
 )
 def test_scores_that_are_no_grades(tmp_path, first, score, line, said):

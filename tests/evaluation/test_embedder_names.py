@@ -28,13 +28,6 @@ def test_arguments_named_as_in_sentence_transformers(model):
     }
     mine = model.encode(TEXTS, **options)
     np.testing.assert_allclose(mine, theirs.encode(TEXTS, **options), atol=1e-5)
-    for options in (
-        {"normalize_embeddings": False},
-        {"normalize_embeddings": False, "truncate_dim": 8},
-    ):
-        np.testing.assert_allclose(
-            model.encode(TEXTS, **options), theirs.encode(TEXTS, **options), atol=1e-5
-        )
     tensor = model.encode(TEXTS, convert_to_tensor=True)
     assert isinstance(tensor, torch.Tensor)
     np.testing.assert_array_equal(tensor.numpy(), model.encode(TEXTS))

@@ -10,7 +10,6 @@ from vembed.evaluation.report.plots import (
     LEFT,
     PLOT_MARGIN,
     RIGHT,
-    RUN_COLOURS,
     TITLE_HEIGHT,
     TOP,
     Curve,
@@ -18,7 +17,6 @@ from vembed.evaluation.report.plots import (
     Stroke,
     Text,
     plot_curves,
-    plot_stored,
 )
 
 PIXELS = 3
@@ -62,25 +60,6 @@ def test_any_values_can_be_drawn(values):
         svg = svg_of(plot_curves([(ACCENT, curve(values, from_zero=from_zero))]))
         assert svg.count("<text") >= 3
         assert "nan" not in svg and "inf" not in svg
-
-
-def test_a_running_mean():
-    noisy = curve([float(step % 2) for step in range(80)], is_noisy=True)
-    raw, mean = strokes(plot_curves([(ACCENT, noisy)]))
-    heights = [
-        np.ptp([point for _, point in line.points[5:-5]]) for line in (raw, mean)
-    ]
-    assert heights[1] < heights[0] / 3
-
-
-def test_marks_of_evaluations_sizes_forms_and_runs():
-    plot = plot_curves([(ACCENT, curve([0.1, 0.3, 0.2], has_points=True))], 1)
-    rings = [mark for mark in plot.marks if isinstance(mark, Dot) and mark.is_ring]
-    assert [ring.x for ring in rings] == [strokes(plot)[0].points[1][0]]
-    plot = plot_stored({"binary": [(128, 16, 0.5), (256, 32, 0.6)]})
-    assert {"16", "32", "binary"} <= set(texts(plot))
-    plot = plot_curves([(colour, curve([1.0, 2.0])) for colour in RUN_COLOURS])
-    assert [stroke.colour for stroke in strokes(plot)] == list(RUN_COLOURS)
 
 
 def accent(image):

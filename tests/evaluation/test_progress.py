@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from vembed import progress
-from vembed.progress import ProgressReport, duration
+from vembed.progress import ProgressReport
 
 
 def console(terminal):
@@ -60,17 +60,3 @@ def test_nothing_is_shown_where_nobody_asked(terminal, monkeypatch):
     with ProgressReport("encoding", active=False, console=screen) as report:
         report(1, 2)
     assert screen.file.getvalue() == ""
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (59.4, "59 s"),
-        (60, "1 min 00 s"),
-        (3599, "59 min 59 s"),
-        (7505, "2 h 05 min"),
-    ],
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text

@@ -6,10 +6,8 @@ import torch
 
 from vembed.evaluation import top_k
 from vembed.evaluation.top_k import (
-    NO_PAIRS,
     Pairs,
     TopK,
-    as_keys,
     documents_of,
     scores_of,
 )
@@ -73,21 +71,6 @@ def test_equal_to_a_sort(num_queries, num_documents, k, first, in_order, monkeyp
     exact = np.einsum("nd,nd->n", queries[row], documents[actual[known]])
     np.testing.assert_array_equal(scores[known], exact)
     assert np.isneginf(scores[~known]).all()
-
-
-def test_keys_sort_as_scores_and_then_numbers():
-    scores = torch.tensor([-torch.inf, -2.5, -0.0, 0.0, 1e-30, 3.0, 3.0])
-    keys = as_keys(scores, torch.tensor([0, 1, 3, 2, 4, 6, 5]))
-    assert keys.argsort(descending=True).tolist() == [6, 5, 4, 3, 2, 1, 0]
-    np.testing.assert_array_equal(scores_of(keys), scores)
-
-
-def test_nothing_is_lost_where_later_documents_are_better(monkeypatch):
-    """Scores that rise: every block passes the threshold."""
-    set_tiles(monkeypatch, FIRST_TILE_DOCUMENTS=1)
-    documents = torch.linspace(-1, 1, 3000)[:, None]
-    actual, _ = found_in_chunks(torch.ones(3, 1), documents, 20, NO_PAIRS, 512)
-    assert actual.tolist() == [list(range(2999, 2979, -1))] * 3
 
 
 @pytest.mark.parametrize("document_tile", [32, 500])

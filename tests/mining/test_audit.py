@@ -9,6 +9,7 @@ from PIL import Image
 
 from tests.mining.data import documents, model, read_lines, write_lines
 from vembed import UserError, audit
+from vembed.cli.commands.make_data import DataFlags
 from vembed.cli.commands.make_data import audit as run_audit
 
 LONG = "the quick way to sort a list of numbers in place without a copy of the list"
@@ -208,7 +209,7 @@ def test_leakage_counts_rows_and_validation_queries_apart(tmp_path):
 
 def test_the_command(options, tmp_path, capsys):
     words = [f"{name}={value}" for name, value in options.items()]
-    run_audit([*words, "--dry-run"])
+    run_audit(words, DataFlags(is_dry_run=True))
     assert "45 rows" in capsys.readouterr().out
     run_audit(words)
     assert (

@@ -19,6 +19,7 @@ from tests.mining.data import (
 from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
+from vembed.cli.commands.make_data import DataFlags
 from vembed.cli.commands.make_data import generate as run_generate
 from vembed.data_tools.generate import cleaned, crop, docstring_function
 from vembed.errors import RunError
@@ -290,7 +291,7 @@ def test_documents_of_which_nothing_can_be_made(options, tmp_path):
 
 def test_the_command(options, capsys):
     words = [f"{name}={value}" for name, value in options.items()]
-    run_generate([*words, "--dry-run"])
+    run_generate(words, DataFlags(is_dry_run=True))
     assert "would write" in capsys.readouterr().out
     run_generate([*words, "kinds=title_body,first_sentence"])
     assert {

@@ -9,6 +9,7 @@ from tests.harness import run_ranks
 from tests.mining.data import read_lines, training_examples, write_lines
 from tests.mining.test_judges import endpoint, serve  # noqa: F401 - a fixture
 from tests.tiny import tiny_reranker
+from vembed.cli.commands.make_data import DataFlags
 from vembed.cli.commands.make_data import judge as run_judge
 from vembed.errors import UserError
 from vembed.mining.judges import judge
@@ -150,7 +151,7 @@ def judged(options):
 def test_the_command_and_two_ranks(options, tmp_path, capsys):
     judges = [{"model": str(tiny_reranker(tmp_path / "reranker"))}]
     words = [f"{name}={value}" for name, value in options.items()]
-    run_judge([*words, f"judges={json.dumps(judges)}", "--dry-run"])
+    run_judge([*words, f"judges={json.dumps(judges)}"], DataFlags(is_dry_run=True))
     out = capsys.readouterr().out
     assert "5 rows with 8 negatives, 7 distinct pairs" in out and "would write" in out
     assert not Path(options["output_path"]).exists()

@@ -394,13 +394,14 @@ def test_mistakes_name_the_option(options, changes, option):
 
 
 def test_the_command(options, tmp_path, monkeypatch, capsys):
+    from vembed.cli.commands.make_data import DataFlags
     from vembed.cli.commands.make_data import mine as run_mine
 
     monkeypatch.chdir(tmp_path)
     del options["num_negatives"]
     lines = [f"{name}: {json.dumps(value)}" for name, value in options.items()]
     Path("mine.yaml").write_text("\n".join(lines))
-    run_mine(["mine.yaml", "num_negatives=3", "--dry-run"])
+    run_mine(["mine.yaml", "num_negatives=3"], DataFlags(is_dry_run=True))
     assert "300 to search" in capsys.readouterr().out
     assert not Path("mined.jsonl").exists()
     run_mine(["mine.yaml", "--num-negatives", "3"])

@@ -1,6 +1,5 @@
-"""Compiled layers: the loss and gradients of plain ones, on by themselves where they pay, and off where they differ."""
+"""Compiled layers: the loss and gradients of plain ones, and on by themselves where they pay."""
 
-import logging
 import os
 from functools import partial
 
@@ -15,21 +14,15 @@ from tests.harness import run_ranks
 from tests.measure import gradient_errors
 from tests.models.families import config_for, gradients_of, loss_of, parts_for
 from vembed.config.loading import resolve_run
-from vembed.config.schema import TrainConfig
-from vembed.data.features import Featuriser
-from vembed.errors import UserError
 from vembed.models import attention, precision
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.devices import GPUS
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import OPERATIONS_PER_SECOND, place
 from vembed.parallel.session import start_session
-from vembed.training import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 """The compiler looks at attributes of all tensors."""
-
-H100 = next(gpu for gpu in GPUS if gpu.name == "H100-80GB")
 
 
 @pytest.fixture(autouse=True)
@@ -77,190 +70,75 @@ def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend, opti
     assert max(gradient_errors(others, gradients).values()) < 1e-4
 
 
-def on_gpu(**options):
-    config = TrainConfig(
-        model_name=str(tiny.shared(tiny.tiny_bert)), data_path="-", **options
-    )
-    ranks = RankInfo(0, 1, 0, 1)
-    return place(
-        resolve_run(config, env={}), ranks, torch.device("cuda"), H100.memory, gpu=H100
-    )
-
-
 @pytest.mark.parametrize(
-    ("options", "minutes", "is_on", "reason"),
+    ("options", "minutes", "is_on"),
     [
-        (
-            {},
-            30.0,
-            True,
-            "auto: about 30.0 minutes of arithmetic; compiling takes about one",
-        ),
-        ({}, 1.0, False, "auto: about 1.0 minutes of arithmetic, less than 5"),
-        (
-            {"use_lora": True, "quantize_weights": "nf4"},
-            30.0,
-            False,
-            "auto: layers of 4 bits are not compiled",
-        ),
-        ({"torch_compile": False}, 30.0, False, "torch_compile"),
-        ({"torch_compile": True}, 1.0, True, "torch_compile"),
+        ({}, 30.0, True),
+        ({}, 1.0, False),
+        ({"use_lora": True, "quantize_weights": "nf4"}, 30.0, False),
+        ({"torch_compile": False}, 30.0, False),
+        ({"torch_compile": True}, 1.0, True),
     ],
 )
-def test_long_runs_on_gpus_are_compiled(options, minutes, is_on, reason):
-    placement = on_gpu(**options).for_work(minutes * 60 * OPERATIONS_PER_SECOND)
-    assert (placement.compilation.value, placement.compilation.reason) == (
-        is_on,
-        reason,
-    )
+def test_long_runs_on_gpus_are_compiled(options, minutes, is_on):
+    run = resolve_run(config_for(tiny.tiny_bert, **options), env={})
+    ranks = RankInfo(0, 1, 0, 1)
+    gpu = next(gpu for gpu in GPUS if gpu.name == "H100-80GB")
+    placement = place(run, ranks, torch.device("cuda"), gpu.memory, gpu=gpu)
+    placement = placement.for_work(minutes * 60 * OPERATIONS_PER_SECOND)
+    assert placement.compilation.value is is_on
     assert placement.copies_weights is (not is_on and "quantize_weights" not in options)
 
 
 def test_a_dry_run_says_what_is_left_to_a_gpu():
-    folder = str(tiny.shared(tiny.tiny_bert))
-    lines = resolve_run(
-        TrainConfig(model_name=folder, data_path="-", strategy="fsdp"), env={}
-    ).left_to_gpus()
-    assert [line.split(" where ")[0].split(" in runs")[0] for line in lines] == [
-        "on a GPU gradient checkpointing is off",
-        "on a GPU layers are compiled",
-    ]
-    plain = TrainConfig(
-        model_name=folder,
-        data_path="-",
-        torch_compile=False,
-        gradient_checkpointing=True,
-    )
-    assert resolve_run(plain, env={}).left_to_gpus() == []
+    sharded = config_for(tiny.tiny_bert, strategy="fsdp")
+    checkpointing, compiling = resolve_run(sharded, env={}).left_to_gpus()
+    assert "gradient checkpointing is off" in checkpointing
+    assert "layers are compiled" in compiling
+    given = {"torch_compile": False, "gradient_checkpointing": True}
+    run = resolve_run(config_for(tiny.tiny_bert, **given), env={})
+    assert run.left_to_gpus() == []
 
 
-@pytest.mark.parametrize("kind", ["same", "other", "broken", "failing"])
-def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
-    from torch._dynamo.exc import Unsupported
+class CountingBackend:
+    """A compiler that counts the calls of its graphs."""
 
-    config = config_for(tiny.tiny_bert, mixed_precision="no")
-    with start_session(config) as session, caplog.at_level(logging.WARNING, "vembed"):
-        session.placement = on_gpu().for_work(1e30)
-        model = model_of(config)
-        layers = layers_of(model.backbone)
-        changes = {
-            "same": lambda out: out,
-            "other": lambda out: out.flip(-1),
-            "broken": lambda out: out * float("nan"),
-        }
+    def __init__(self):
+        self.num_calls = 0
 
-        def call(layer, *value, **named):
-            if kind == "failing":
-                raise Unsupported("no such operation")
-            return changes[kind](layer(*value, **named))
-
-        precision.compile_layers(layers, "eager")
-        forwards = precision.compiled_forwards(layers)
-        for forward in forwards:
-            forward.compiled = partial(call, forward.plain)
-        inputs = parts_for(model.description)
-        problem = setup.compiled_difference(model, layers, inputs, session)
-        expected = {
-            "same": None,
-            "other": "give other embeddings",
-            "broken": "give other embeddings (1 - cosine is nan)",
-            "failing": "Unsupported: no such operation",
-        }[kind]
-        assert problem is None if expected is None else expected in (problem or "")
-        assert len(forwards) == len(layers)
-        assert all(forward.is_on for forward in forwards)
-        assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_an_fsdp2_that_cannot_go_on_after_a_failed_pass_ends_the_run(monkeypatch):
-    """As that of torch before 2.13."""
-    from torch._dynamo.exc import Unsupported
-
-    monkeypatch.setattr(setup, "CAN_RESET_FSDP2", False)
-    monkeypatch.setattr(setup, "FSDPModule", torch.nn.Module)
-    monkeypatch.setattr(setup, "set_gradient_sync", lambda *_, **__: None)
-
-    def fail(*_, **__):
-        raise Unsupported("no such operation")
-
-    config = config_for(tiny.tiny_bert, mixed_precision="no")
-    with start_session(config) as session:
-        model = model_of(config)
-        layers = layers_of(model.backbone)
-        precision.compile_layers(layers, "eager")
-        for forward in precision.compiled_forwards(layers):
-            forward.compiled = fail
-        inputs = parts_for(model.description)
-        with pytest.raises(UserError, match="torch_compile: false, or install torch"):
-            setup.compiled_difference(model, layers, inputs, session)
-
-
-def test_what_the_run_does_after_the_check(monkeypatch, caplog):
-    config = config_for(tiny.tiny_bert, mixed_precision="no")
-    monkeypatch.setattr(
-        setup, "compiled_difference", lambda *_: "compiled layers give other embeddings"
-    )
-    with start_session(config) as session, caplog.at_level(logging.WARNING, "vembed"):
-        session.placement = on_gpu().for_work(1e30)
-        model = model_of(config, compiles=True)
-        featuriser = Featuriser(model.description)
-        setup.check_compiled(model, model, featuriser, [], session)
-        assert session.placement.compilation.value is False
-        forwards = precision.compiled_forwards(layers_of(model.backbone))
-        assert forwards
-        assert not any(forward.is_on for forward in forwards)
-    assert (
-        "compiled layers: false (auto: compiled layers give other embeddings)"
-        in caplog.text
-    )
-
-
-@pytest.mark.parametrize("options", [{}, {"padding_free": False}], ids=str)
-def test_checkpointed_layers_are_compiled(options, monkeypatch, caplog):
-    """A backend counts the calls of compiled graphs: in the forward pass, and again in the backward pass."""
-    expected, gradients, _ = run_once(tiny.tiny_bert, None, **options)
-    graph_calls = []
-
-    def backend(graph, _):
+    def __call__(self, graph, _):
         def call(*inputs):
-            graph_calls.append(graph)
+            self.num_calls += 1
             return graph(*inputs)
 
         return call
 
+
+@pytest.mark.parametrize("options", [{}, {"padding_free": False}], ids=str)
+def test_checkpointed_layers_are_compiled(options, monkeypatch):
+    """Graphs are called in the forward pass, and again in the backward pass."""
+    expected, gradients, _ = run_once(tiny.tiny_bert, None, **options)
+    backend = CountingBackend()
     compile_layers = partial(precision.compile_layers, backend=backend)
     monkeypatch.setattr(precision, "compile_layers", compile_layers)
-    config = config_for(
-        tiny.tiny_bert, mixed_precision="no", torch_compile=True, **options
-    )
-    with start_session(config) as session, caplog.at_level(logging.INFO, "vembed"):
+    options = {**options, "mixed_precision": "no", "torch_compile": True}
+    config = config_for(tiny.tiny_bert, **options)
+    with start_session(config) as session:
         model = model_of(config, recompute=True).train()
         loss = loss_of(model(parts_for(model.description)))
-        num_forward_calls = len(graph_calls)
+        num_forward_calls = backend.num_calls
         loss.backward()
-        setup.check_compiled(model, model, Featuriser(model.description), [], session)
         assert session.placement.compilation.value is True
-    assert num_forward_calls > 0
-    assert len(graph_calls) > num_forward_calls, "the layers are run again"
-    assert "compiled layers: true" in caplog.text
+    assert 0 < num_forward_calls < backend.num_calls, "the layers are run again"
     assert torch.allclose(loss, expected, rtol=1e-5)
     assert max(gradient_errors(gradients_of(model), gradients).values()) < 1e-4
 
 
 def sharded_gradients(is_compiled):
     """Return the calls of compiled graphs, and the gradients, of checkpointed layers under FSDP2."""
-    model = model_of(
-        config_for(tiny.tiny_qwen3, mixed_precision="no"), recompute=not is_compiled
-    )
-    graph_calls = []
-
-    def backend(graph, _):
-        def call(*inputs):
-            graph_calls.append(graph)
-            return graph(*inputs)
-
-        return call
-
+    config = config_for(tiny.tiny_qwen3, mixed_precision="no")
+    model = model_of(config, recompute=not is_compiled)
+    backend = CountingBackend()
     layers = layers_of(model.backbone)
     if is_compiled:
         attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
@@ -272,7 +150,7 @@ def sharded_gradients(is_compiled):
     gradients = {}
     for name, gradient in gradients_of(model).items():
         gradients[name] = gradient.full_tensor()
-    return len(graph_calls), gradients
+    return backend.num_calls, gradients
 
 
 def test_checkpointed_layers_are_compiled_under_fsdp2():

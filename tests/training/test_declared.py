@@ -13,7 +13,7 @@ from vembed.config.options import all_options
 from vembed.config.schema import option_fields
 from vembed.training.optimizer import build_optimizer
 from vembed.training.optimizer_kinds import OPTIMIZERS
-from vembed.training.trackers import TRACKERS, TrackedRun
+from vembed.training.trackers import TRACKERS
 
 DECLARED = [
     *(("optim", kind) for kind in OPTIMIZERS.values()),
@@ -73,14 +73,3 @@ def test_an_optimizer_descends_and_decays_as_declared(name, tmp_path):
     declared = OPTIMIZERS[name].state_bytes
     # The values of 8-bit kinds come with a code book for each tensor.
     assert state_bytes <= declared * num_large + 8.5 * (num_trained - num_large) + 2**14
-
-
-def test_tensorboard_gets_numbers_and_options(tmp_path):
-    tracker = TRACKERS["tensorboard"]()
-    tracker.start(TrackedRun(tmp_path, None, "p", [], {"seed": 1, "tags": [1]}, 0))
-    tracker.log({"train/loss": 1.0}, 1)
-    tracker.finish()
-    (events,) = (tmp_path / "tensorboard").glob("events*")
-    content = events.read_bytes()
-    for text in (b"train/loss", b"seed"):
-        assert text in content

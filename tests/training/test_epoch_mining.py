@@ -19,15 +19,13 @@ MINE = {"every_epochs": 1, "num_negatives": 3, "top_k": 10, "relative_margin": N
 
 
 def write(path):
-    actual = texts(NUM_ROWS, seed=3, shortest=5, longest=9)
-    rows = [
-        {
-            "query": text.rpartition(" ")[0],
-            "positive": text,
-            "negatives": [actual[number - 1]] if number % 2 else [],
-        }
-        for number, text in enumerate(actual)
-    ]
+    before = None
+    rows = []
+    for number, text in enumerate(texts(NUM_ROWS, seed=3, shortest=5, longest=9)):
+        row = {"query": text.rpartition(" ")[0], "positive": text}
+        row["negatives"] = [before] if number % 2 else []
+        rows.append(row)
+        before = text
     write_jsonl(path, rows)
     return path
 
@@ -60,15 +58,15 @@ class Seen(Hook):
         self.batches = []
 
     def on_start(self, run):
-        self.run = run
-        self.miner = next(hook for hook in run.hooks if isinstance(hook, EpochMiner))
+        miners = [hook for hook in run.hooks if isinstance(hook, EpochMiner)]
+        self.miner = miners[0] if miners else None
 
     def on_step(self, report):
-        self.documents.append(self.miner._numbers.tolist())
+        if self.miner is not None:
+            self.documents.append(self.miner._numbers.tolist())
         self.losses.append(report.outcome.loss)
-        self.batches.append(
-            [len(report.batches[0][0].negative), sorted(report.batches[0][0].where)]
-        )
+        batch = report.batches[0][0]
+        self.batches.append((len(batch.negative), batch.where))
         if report.step == self.fails_after:
             raise RunError("killed")
 
@@ -84,55 +82,28 @@ def train(config, **changes):
 def test_each_epoch_has_negatives_of_its_own(config):
     recorded, result = train(config)
     assert len(recorded.losses) == 9
-    first = recorded.documents[:3]
-    second = recorded.documents[3:6]
-    third = recorded.documents[6:]
-    assert first == [first[0]] * 3
-    assert second == [second[0]] * 3
-    assert first[0] != second[0] != third[0]
-    assert all(sum(number >= 0 for number in row) == 3 for row in first[0])
+    first, second, third = (recorded.documents[step] for step in (0, 3, 6))
+    assert recorded.documents[:6] == [first] * 3 + [second] * 3
+    assert first != second != third
+    for row in first:
+        assert sum(number >= 0 for number in row) == 3
     text = (result.output_dir / "training_log.txt").read_text()
-    lines = [
-        line.partition("mine: ")[2]
-        for line in text.splitlines()
-        if "mine: before" in line
-    ]
-    assert [line.partition(",")[0] for line in lines] == [
-        f"before epoch {epoch}" for epoch in (1, 2, 3)
-    ]
-    assert "72 negatives for 24 examples (mean score 0." in lines[0]
+    assert text.count("72 negatives for 24 examples (mean score 0.") == 3
     assert len(metrics(result.output_dir, "mine/score")) == 3
     assert not (result.output_dir / MINING_FOLDER).exists()
     # The batches get them: the data have a negative for every second row.
-    plain = [
-        sum(int(where.rpartition(":")[2]) % 2 == 0 for where in batch)
-        for _, batch in recorded.batches
-    ]
-    assert [count for count, _ in recorded.batches] == [
-        count + 3 * 8 for count in plain
-    ]
+    for num_negatives, where in recorded.batches:
+        lines = [int(name.rpartition(":")[2]) for name in where]
+        assert num_negatives == 3 * 8 + sum(line % 2 == 0 for line in lines)
 
 
 def test_the_order_of_the_data_is_that_without_mining(config):
-    class Order(Hook):
-        def __init__(self):
-            self.rows = []
-
-        def on_step(self, report):
-            self.rows.append(report.batches[0][0].where)
-
     orders = []
-    for changes in ({}, {"mine": None}):
-        order = Order()
-        vembed.train(
-            {
-                **config,
-                **changes,
-                "output_dir": f"{config['output_dir']}-{len(orders)}",
-            },
-            hooks=[order],
-        )
-        orders.append(order.rows)
+    for name, mine in (("with", MINE), ("without", None)):
+        seen = Seen()
+        output = {"output_dir": f"{config['output_dir']}-{name}"}
+        vembed.train({**config, **output, "mine": mine}, hooks=[seen])
+        orders.append([where for _, where in seen.batches])
     assert orders[0] == orders[1]
 
 
@@ -165,9 +136,9 @@ def test_other_documents_are_refused(config, tmp_path):
 
 def test_a_start_without_mining_and_data_with_labels(config, tmp_path):
     recorded, _ = train(config, mine={**MINE, "every_epochs": 2, "at_start": False})
-    assert all(number == -1 for row in recorded.documents[0] for number in row)
-    assert recorded.documents[3] == recorded.documents[0]
-    assert recorded.documents[6] != recorded.documents[0]
+    first, second, third = (recorded.documents[step] for step in (0, 3, 6))
+    assert {number for row in first for number in row} == {-1}
+    assert first == second != third
     path = tmp_path / "labelled.jsonl"
     write_jsonl(path, [{"text": text, "label": text[0]} for text in texts(12)])
     with pytest.raises(UserError, match="mine needs pairs of queries and documents"):

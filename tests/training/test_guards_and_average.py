@@ -1,6 +1,5 @@
 """`ema` and `guards` in whole runs: the average against float64, the checkpoint that held as final/."""
 
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import vembed
-from tests.data.files import write_jsonl
 from tests.harness import run_ranks
-from tests.tiny import shared, texts, tiny_bert_st
+from tests.tiny import shared, tiny_bert_st
 from tests.training.test_run import metrics
 from tests.weights.variants import pairs
 from vembed.errors import RunError, UserError
@@ -18,38 +16,27 @@ from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.hooks.base import Hook
 from vembed.weights.sources import whole_model
 
-COMMON = {
-    "model_name": "",
-    "batch_size": 4,
-    "max_steps": 4,
-    "report_to": "none",
-    "strategy": "single",
-    "logging_steps": 1,
-    "learning_rate": 1e-2,
-    "warmup_steps": 1,
-}
-
 
 @pytest.fixture
 def config(tmp_path):
-    data = pairs(tmp_path / "train.jsonl", 24)
-    val = pairs(tmp_path / "val.jsonl", 30)
     return {
-        **COMMON,
         "model_name": str(shared(tiny_bert_st)),
-        "data_path": str(data),
-        "val_data_path": str(val),
+        "data_path": str(pairs(tmp_path / "train.jsonl", 24)),
+        "val_data_path": str(pairs(tmp_path / "val.jsonl", 30)),
         "output_dir": str(tmp_path / "run"),
+        "batch_size": 4,
+        "max_steps": 4,
+        "report_to": "none",
+        "strategy": "single",
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "warmup_steps": 1,
     }
 
 
 def weights_of(folder):
-    actual = load_file(Path(folder) / "model.safetensors")
-    return {
-        name: value.astype(np.float64)
-        for name, value in actual.items()
-        if "pooler" not in name
-    }
+    weights = load_file(Path(folder) / "model.safetensors")
+    return {name: weights[name] for name in weights if "pooler" not in name}
 
 
 class Collected(Hook):
@@ -77,27 +64,15 @@ def test_final_holds_the_average_of_the_weights(config):
             name: decay * old + (1 - decay) * weights[name]
             for name, old in expected.items()
         }
-    actual = weights_of(result.model_dir)
-    for name, value in actual.items():
+    last = collected.steps[-1]
+    distances = []
+    for name, value in weights_of(result.model_dir).items():
         np.testing.assert_allclose(value, expected[name], atol=1e-5)
-    assert any(
-        np.abs(actual[name] - collected.steps[-1][name]).max() > 1e-4 for name in actual
-    )
+        distances.append(np.abs(value - last[name]).max())
+    assert max(distances) > 1e-4, "the average is not the last step"
     # The evaluation is that of the average, and training went on from the trained weights.
     scores = vembed.evaluate(result.model_dir, config["val_data_path"])
     assert scores["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"])
-
-
-def test_the_average_is_resumed(config, tmp_path):
-    whole = vembed.train({**config, "ema": 0.5, "save_steps": 2})
-    for name in ("final", "checkpoint-4"):
-        shutil.rmtree(whole.output_dir / name)
-    resumed = vembed.train({**config, "ema": 0.5, "save_steps": 2, "resume": True})
-    again = vembed.train({**config, "ema": 0.5, "output_dir": str(tmp_path / "other")})
-    first = weights_of(resumed.model_dir)
-    other = weights_of(again.model_dir)
-    for name in first:
-        np.testing.assert_allclose(first[name], other[name], atol=1e-7)
 
 
 def test_a_model_made_of_a_checkpoint_has_the_average(config, tmp_path):
@@ -161,27 +136,18 @@ def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(
     }
     result = vembed.train({**config, **options})
     assert 1 < result.steps < 40
-    scores = metrics(result.output_dir, "eval")  # after each step
-    recorded = [score["guard/general/ndcg@10"] for score in scores]
-    last = len(recorded) - 1
-    start = recorded[0]
-    held = last - 1
-    assert recorded[last] < start - 0.1
-    assert all(recorded[step] >= start - 0.1 for step in range(held + 1))
-    assert vembed.evaluate(result.model_dir, guard)["ndcg@10"] == pytest.approx(
-        recorded[held], abs=1e-6
-    )
-    checkpoint = result.output_dir / f"checkpoint-{held}"
-    assert checkpoint.is_dir()
-    first = weights_of(result.model_dir)
-    other = weights_of(whole_model(str(checkpoint), tmp_path / "held"))
-    assert all((first[name] == other[name]).all() for name in first)
-    assert result.metrics["guard/general/ndcg@10"] == pytest.approx(recorded[held])
-    assert result.metrics["before/guard/general/ndcg@10"] == pytest.approx(start)
-    report = (result.output_dir / "report.md").read_text()
-    assert "guard general: nDCG@10" in report
-    assert "by more than 0.1" in report
-    assert "guard/general/ndcg@10" in (result.model_dir / "README.md").read_text()
+    evaluations = metrics(result.output_dir, "eval")  # after each step
+    *scores, last = [scores["guard/general/ndcg@10"] for scores in evaluations]
+    assert last < scores[0] - 0.1 <= min(scores)
+    assert result.metrics["guard/general/ndcg@10"] == pytest.approx(scores[-1])
+    assert result.metrics["before/guard/general/ndcg@10"] == pytest.approx(scores[0])
+    evaluated = vembed.evaluate(result.model_dir, guard)
+    assert evaluated["ndcg@10"] == pytest.approx(scores[-1], abs=1e-6)
+    checkpoint = result.output_dir / f"checkpoint-{len(scores) - 1}"
+    held = weights_of(whole_model(str(checkpoint), tmp_path / "held"))
+    for name, value in weights_of(result.model_dir).items():
+        np.testing.assert_array_equal(value, held[name])
+    assert "guard general: nDCG@10" in (result.output_dir / "report.md").read_text()
 
 
 def test_no_weights_are_saved_where_the_checkpoint_that_held_is_damaged(
@@ -219,21 +185,12 @@ def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(
 
 
 def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
-    inputs = texts(20)
-    scores = vembed.Embedder(config["model_name"], device="cpu").score(
-        [(inputs[0], text) for text in inputs]
-    )
-    guard = tmp_path / "g.jsonl"
-    rows = [
-        {"sentence1": inputs[0], "sentence2": text, "score": float(score)}
-        for text, score in zip(inputs, scores, strict=True)
-    ]
-    write_jsonl(guard, rows)
+    guard = pairs(tmp_path / "general.jsonl", 40)
     options = {
-        "guards": [str(guard)],
+        "guards": [{"path": str(guard), "max_drop": 0.0}],
         "eval_steps": 2,
         "save_steps": 2,
-        "learning_rate": 0.5,
+        "learning_rate": 5.0,
     }
     with pytest.raises(RunError, match="no checkpoint held before"):
         vembed.train({**config, **options})
@@ -249,10 +206,6 @@ def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
         (
             {"guards": ["a/g.jsonl", "b/g.jsonl"], "eval_steps": 2, "save_steps": 2},
             "guards: g is named twice",
-        ),
-        (
-            {"guards": [{"path": "g", "drop": 1}], "eval_steps": 1, "save_steps": 1},
-            "unknown key 'drop'",
         ),
         ({"ema": 1.0}, "ema"),
     ],

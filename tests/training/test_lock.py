@@ -1,7 +1,6 @@
 """The lock on output_dir, and starts that leave the folder as it was."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,27 +17,6 @@ from vembed.training.checkpoint.folders import LOCK, OutputLock
 __all__ = ["command"]
 
 
-def test_one_run_at_a_time(tmp_path):
-    with OutputLock(tmp_path / "run") as first:
-        first.take()
-        with (
-            OutputLock(tmp_path / "run") as second,
-            pytest.raises(UserError) as refused,
-        ):
-            second.take()
-        assert (
-            f"is in use by another run (host {os.uname().nodename}, process {os.getpid()}, "
-            in str(refused.value)
-        )
-        assert "): wait for its end, stop it, or choose another output_dir" in str(
-            refused.value
-        )
-        assert (tmp_path / "run" / LOCK).exists()
-    assert not (tmp_path / "run").exists(), (
-        "a folder that the lock has made, and nobody has filled, goes with it"
-    )
-
-
 def test_the_lock_of_a_killed_run_is_free_at_once(tmp_path):
     code = (
         "import os, sys; from pathlib import Path; from vembed.training.checkpoint.folders import OutputLock\n"
@@ -49,6 +27,12 @@ def test_the_lock_of_a_killed_run_is_free_at_once(tmp_path):
     assert (tmp_path / LOCK).exists()
     with OutputLock(tmp_path) as lock:
         lock.take()
+
+
+def test_a_folder_that_the_lock_has_made_and_nobody_has_filled_goes_with_it(tmp_path):
+    with OutputLock(tmp_path / "run") as lock:
+        lock.take()
+    assert not (tmp_path / "run").exists()
 
 
 # ---- starts that are refused -----------------------------------------------------------------------------------------
@@ -72,15 +56,6 @@ def finished(tmp_path_factory):
     options = settings(folder, save_steps=2, val_data_path=None)
     vembed.train(options)
     return {**options, "folder": folder}
-
-
-def test_a_run_does_not_write_into_the_folder_of_its_model(tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(shared(tiny_bert), model)
-    before = contents(model)
-    with pytest.raises(UserError, match="is in output_dir"):
-        vembed.train(settings(tmp_path, model_name=str(model), output_dir=str(model)))
-    assert contents(model) == before
 
 
 @pytest.mark.parametrize(
@@ -126,8 +101,7 @@ def test_a_run_that_is_going_on_is_named_before_its_checkpoints(finished, comman
         lock.take()
         refused = command("train", config)
     assert refused.code == 2
-    assert f"in use by another run (host {os.uname().nodename}" in refused.err
-    assert f"process {os.getpid()}" in refused.err
+    assert f"host {os.uname().nodename}, process {os.getpid()}, " in refused.err
     refused = command("train", config)
     assert refused.code == 2 and "of an earlier run" in refused.err
 

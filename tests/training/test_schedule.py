@@ -17,17 +17,16 @@ def schedule_of(tmp_path, total_steps=10, examples=32, **options):
     return Schedule(config, total_steps, examples)
 
 
-def test_linear_rises_to_the_peak_and_falls_towards_zero():
-    factors = [lr_factor(step, total=10, warmup=4, kind="linear") for step in range(10)]
-    assert factors[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert factors[4:] == pytest.approx([6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7])
+def factors_of(total, warmup, kind):
+    return [lr_factor(step, total, warmup, kind) for step in range(total)]
 
 
-def test_cosine_is_half_way_down_in_the_middle():
-    assert lr_factor(5, 10, 0, "cosine") == pytest.approx(0.5)
-    assert lr_factor(9, 10, 0, "cosine") == pytest.approx(
-        0.5 * (1 + math.cos(0.9 * math.pi))
-    )
+def test_the_rate_rises_to_the_peak_and_falls_along_a_line_or_a_cosine():
+    rising = [0.25, 0.5, 0.75, 1.0]
+    falling = [6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7]
+    assert factors_of(10, 4, "linear") == pytest.approx(rising + falling)
+    cosine = [0.5 * (1 + math.cos(step / 10 * math.pi)) for step in range(10)]
+    assert factors_of(10, 0, "cosine") == pytest.approx(cosine)
 
 
 @settings(max_examples=200)
@@ -37,7 +36,7 @@ def test_cosine_is_half_way_down_in_the_middle():
     kind=st.sampled_from(["linear", "cosine", "constant"]),
 )
 def test_no_step_is_wasted_and_the_peak_is_reached(total, warmup, kind):
-    factors = [lr_factor(step, total, warmup, kind) for step in range(total)]
+    factors = factors_of(total, warmup, kind)
     assert all(0.0 < factor <= 1.0 for factor in factors)
     if warmup <= total:
         assert max(factors) == 1.0
@@ -47,16 +46,13 @@ def test_no_step_is_wasted_and_the_peak_is_reached(total, warmup, kind):
 
 
 def test_groups_keep_their_ratio_and_tensors_stay_tensors(tmp_path):
+    weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    held = torch.tensor(0.5)
     groups = [
-        {"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.1, "initial_lr": 0.1},
-        {
-            "params": [torch.nn.Parameter(torch.ones(1))],
-            "lr": torch.tensor(0.5),
-            "initial_lr": 0.5,
-        },
+        {"params": weights[:1], "lr": 0.1, "initial_lr": 0.1},
+        {"params": weights[1:], "lr": held, "initial_lr": 0.5},
     ]
     optimizer = torch.optim.AdamW(groups, foreach=False)
-    held = optimizer.param_groups[1]["lr"]
     value = schedule_of(tmp_path, warmup_steps=0).set(optimizer, 5)
     assert value == optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     assert optimizer.param_groups[1]["lr"] is held
@@ -75,15 +71,12 @@ def test_scaling_with_the_batch_is_off_by_default_and_logged(tmp_path, caplog):
     assert "peak 0.0008 (0.0001 * (256 examples per step / 32))" in caplog.text
     sqrt = schedule_of(tmp_path, examples=128, scale_learning_rate="sqrt")
     assert sqrt.peak == pytest.approx(0.2)
-    assert "sqrt(128 examples per step / 32)" in caplog.text
 
 
 def test_warmup_in_steps_or_as_a_ratio(tmp_path, caplog):
     assert schedule_of(tmp_path, total_steps=15, warmup_steps=0.1).warmup_steps == 2
     assert schedule_of(tmp_path, total_steps=15, warmup_steps=7).warmup_steps == 7
     assert schedule_of(tmp_path, total_steps=15, warmup_steps=0.0).warmup_steps == 0
-    assert not [
-        record for record in caplog.records if record.levelno >= logging.WARNING
-    ]
+    assert caplog.messages == []
     schedule_of(tmp_path, total_steps=15, warmup_steps=30)
     assert "warmup_steps: 30 is more than the 15 steps" in caplog.text

@@ -1,7 +1,6 @@
 """Running out of device memory: the step is replayed with a smaller budget, and the result is the same."""
 
 import itertools
-import logging
 import os
 from functools import partial
 from types import SimpleNamespace
@@ -57,36 +56,6 @@ def fail_at(monkeypatch, micro_batches, *, above_rows=0):
 
 
 @pytest.mark.parametrize(
-    ("version", "cache", "is_said"),
-    [(1, False, True), (1, True, False), (2, False, False)],
-)
-def test_fsdp1_says_that_it_cannot_keep_several_graphs(
-    version,
-    cache,
-    is_said,
-    tmp_path,
-    caplog,
-):
-    options = {
-        "use_gradient_cache": cache,
-        "micro_batch_tokens": 100,
-    }
-    session = SimpleNamespace(
-        fsdp=FsdpConfig(version=version), device=torch.device("cpu")
-    )
-    caplog.set_level(logging.INFO, logger="vembed")
-    budget = find_budget(config_for(tmp_path, **options).batch, None, None, session, [])
-    said = "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1"
-    assert (said in caplog.text, "fsdp_version: 2 keeps" in caplog.text) == (
-        is_said,
-        is_said,
-    )
-    num_kept = 2 if version == 2 and not cache else 0
-    assert budget.num_kept_graphs(50, 30, 2, session) == num_kept
-    assert budget.num_kept_graphs(50, 30, 1, session) == int(not cache)
-
-
-@pytest.mark.parametrize(
     ("padded_tokens", "longest", "num_kept"),
     [(500, 90, 7), (501, 90, 5), (501, 130, 3), (2000, 600, 0)],
 )
@@ -97,6 +66,22 @@ def test_graphs_of_as_many_micro_batches_as_fit_are_kept(
     session = SimpleNamespace(fsdp=None)
     budget = Budget(100, 500, use_gradient_cache=None)
     assert budget.num_kept_graphs(padded_tokens, longest, 7, session) == num_kept
+
+
+@pytest.mark.parametrize(
+    ("version", "cache", "num_kept"), [(1, False, 0), (1, True, 0), (2, False, 2)]
+)
+def test_fsdp1_says_that_it_cannot_keep_several_graphs(
+    version, cache, num_kept, tmp_path, caplog
+):
+    options = config_for(tmp_path, use_gradient_cache=cache, micro_batch_tokens=100)
+    fsdp = FsdpConfig(version=version)
+    session = SimpleNamespace(fsdp=fsdp, device=torch.device("cpu"))
+    budget = find_budget(options.batch, None, None, session, [])
+    assert budget.num_kept_graphs(50, 30, 2, session) == num_kept
+    assert budget.num_kept_graphs(50, 30, 1, session) == int(not cache)
+    is_said = "use_gradient_cache: false holds only for" in caplog.text
+    assert is_said == (version == 1 and not cache)
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -250,44 +235,30 @@ def test_no_budget_is_small_enough(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "ranks", "expected", "absent"),
+    ("options", "expected", "absent"),
     [
-        (
-            {"fsdp_version": 1},
-            RankInfo(0, 2, 0, 2),
-            "fsdp_offload_params: true",
-            "adamw_8bit",
-        ),
-        ({}, RankInfo(0, 2, 0, 2), "optim: adamw_8bit", "fsdp_sharding_strategy"),
+        ({"fsdp_version": 1}, "fsdp_offload_params: true", "adamw_8bit"),
+        ({}, "optim: adamw_8bit", "fsdp_sharding_strategy"),
         (
             {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
-            RankInfo(0, 2, 0, 2),
-            "fsdp_sharding_strategy: FULL_SHARD",
-            "use_fsdp",
-        ),
-        (
-            {"fsdp_sharding_strategy": "HYBRID_SHARD"},
-            RankInfo(0, 4, 0, 2),
             "fsdp_sharding_strategy: FULL_SHARD",
             "use_fsdp",
         ),
     ],
-    ids=["FSDP1", "FSDP2", "gathered by FSDP1", "hybrid"],
+    ids=["FSDP1", "FSDP2", "gathered by FSDP1"],
 )
-def test_under_fsdp_the_advice_named_what_does_not_go_there(
-    options, ranks, expected, absent
-):
+def test_under_fsdp_the_advice_named_what_does_not_go_there(options, expected, absent):
     config = TrainConfig(
         model_name=str(shared(tiny_bert)), data_path="-", strategy="fsdp", **options
     )
-    placement = place(
-        resolve_run(config, env={}), ranks, torch.device("cuda"), H100.memory, gpu=H100
-    )
+    ranks = RankInfo(0, 2, 0, 2)
+    run = resolve_run(config, env={})
+    placement = place(run, ranks, torch.device("cuda"), H100.memory, gpu=H100)
     session = SimpleNamespace(
         placement=placement,
         device=torch.device("cpu"),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
+        rank=0,
+        world_size=2,
         strategy="fsdp",
         keeps_gathered=placement.keeps_gathered(1.0),
     )

@@ -332,6 +332,7 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
         ({"weights": [1.0]}, "method: mean has no weights"),
         ({"method": "weighted", "weights": [0, 0, 0]}, "not only zeros"),
         ({"sweep_points": [0, 1], "data": "x"}, "line between two models"),
+        ({"method": "slerp"}, "slerp is between two models, and 3 are given"),
         ({"method": "ties"}, "give it as base"),
         ({"last": 3}, "no run's output folder"),
         ({"method": "average"}, "is not one of mean"),
@@ -369,12 +370,11 @@ def test_too_few_checkpoints_and_a_folder_that_exists(runs, models, tmp_path):
 MEASURE = """
 import resource, sys
 from pathlib import Path
-from vembed.weights.merge import Merge
-from vembed.weights.merge import Recipe
+from vembed.weights.merge import Recipe, write_merge
 from vembed.weights.sources import open_source
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-fitting = Merge([open_source(one) for one in sys.argv[1:3]], None)
-fitting.write(Recipe("slerp", (1.0, 1.0)), Path(sys.argv[3]))
+sources = [open_source(name) for name in sys.argv[1:3]]
+write_merge(sources, None, None, Recipe("slerp", (1.0, 1.0)), Path(sys.argv[3]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, before)
 """
 BYTES = 128 * 2**20

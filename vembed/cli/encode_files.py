@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 
 from vembed.data.example_store import IMAGE_THREADS, NUM_NAMED, image_problem
 from vembed.data.examples import BadRecord, ImageRoot, Item
-from vembed.data.formats.base import Format
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
     CODECS,
@@ -49,8 +48,8 @@ TEXT_COLUMNS = ("text", "query", *TEXT_FIELDS[1:])
 ENCODED_COLUMNS = frozenset({*TEXT_COLUMNS, *IMAGE_FIELDS, "title"})
 """Fields of which a record needs one, unless --column names another."""
 BOM = b"\xef\xbb\xbf"
-RawRow = tuple[int, Any, str | None]
-"""Number of the line, the record and, where it cannot be read, the reason."""
+RawRow = tuple[int, Any]
+"""Number of the line, and the record. A BadRecord where it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,7 @@ class EncodeInput:
     session: Session
     column: str | None
     keep: Sequence[str]
+    """Columns that are written too."""
     image_root: str | None
     skips: bool
     chunk_rows: int
@@ -92,14 +92,8 @@ class EncodeInput:
         self.has_images = is_folder and not is_saved_dataset(self.path)
         folder = self.path if is_folder else self.path.absolute().parent
         self.images = ImageRoot(self.image_root or str(folder), allow_urls=False)
-        try:
-            self.rows = self._open()
-        except OSError as error:
-            raise UserError(
-                f"{self.source} cannot be read: {error.strerror}"
-            ) from error
 
-    def _open(self) -> Iterator[RawRow]:
+    def _rows(self) -> Iterator[RawRow]:
         """Return the rows of the source."""
         if self.has_images:
             return self._image_rows()
@@ -112,11 +106,16 @@ class EncodeInput:
             )
         if self.is_stdin:
             return self._text_rows(sys.stdin.buffer)
-        if self.path.suffix.lower() in CODECS:
-            self.path = unpacked_copy(self.path)
-        with self.path.open("rb") as file:
-            self.total = sum(1 for _ in file)
-        return self._text_rows(self.path.open("rb"))
+        try:
+            if self.path.suffix.lower() in CODECS:
+                self.path = unpacked_copy(self.path)
+            with self.path.open("rb") as file:
+                self.total = sum(1 for _ in file)
+            return self._text_rows(self.path.open("rb"))
+        except OSError as error:
+            raise UserError(
+                f"{self.source} cannot be read: {error.strerror}"
+            ) from error
 
     def _image_rows(self) -> Iterator[RawRow]:
         """Return the images of a folder and its subfolders, in the order of their paths."""
@@ -131,16 +130,14 @@ class EncodeInput:
             )
         self.total = len(images)
         for number, name in enumerate(sorted(images), 1):
-            yield number, {"id": name, "image": name}, None
+            yield number, {"id": name, "image": name}
 
     def _reader_rows(self) -> Iterator[RawRow]:
         """Return the records of a source of data."""
-        if self.path.is_dir():
-            saved = sorted(filter(is_saved_dataset, self.path.iterdir()))
-            if len(saved) > 1:
-                raise UserError(
-                    f"{self.path} holds several data sets: give one of them, as {saved[0]}"
-                )
+        if (self.path / "dataset_dict.json").is_file():
+            raise UserError(
+                f"{self.path} holds several data sets: give the folder of one of them"
+            )
         reader = open_reader(self.path)
         encoded = {self.column} if self.column else ENCODED_COLUMNS
         names = set(reader.columns or ())
@@ -150,77 +147,60 @@ class EncodeInput:
             columns = [name for name in reader.columns or () if name in needed]
             reader.select(columns)
         self.total = reader.num_records()
-        return self._record_rows(reader)
-
-    @staticmethod
-    def _record_rows(reader: Format) -> Iterator[RawRow]:
         for _, line, record in reader.rows():
-            if isinstance(record, BadRecord):
-                yield line, None, str(record)
-            else:
+            if not isinstance(record, BadRecord):
                 # Dates of tables become text.
-                yield line, json.loads(json.dumps(record, default=str)), None
+                record = json.loads(json.dumps(record, default=str))  # noqa: PLW2901
+            yield line, record
 
     def _text_rows(self, file: BinaryIO) -> Iterator[RawRow]:
         """Return the lines of a text file."""
         with file:
             for number, line in enumerate(file, 1):
                 # A byte order mark may stand at the beginning of any line where files were joined.
+                row: str | BadRecord
                 try:
-                    text = line.removeprefix(BOM).decode().rstrip("\r\n")
+                    row = line.removeprefix(BOM).decode().rstrip("\r\n")
                 except UnicodeDecodeError:
-                    yield number, None, "not UTF-8 text; save the file as UTF-8"
-                    continue
-                if self.is_stdin and number == 1 and text.startswith('{"'):
-                    raise UserError(
-                        "give records in a file of their format: standard input is text"
-                    )
-                problem = None
-                if not text.strip():
-                    problem = (
-                        "empty, and every line has to give one embedding; remove it"
-                    )
-                yield number, text, problem
+                    row = BadRecord("not UTF-8 text; save the file as UTF-8")
+                else:
+                    if self.is_stdin and number == 1 and row.startswith('{"'):
+                        raise UserError(
+                            "give records in a file of their format: standard input is text"
+                        )
+                    if not row.strip():
+                        row = BadRecord("empty: each line has to give one embedding")
+                yield number, row
 
     def __iter__(self) -> Iterator[list[EncodeRow]]:
+        rows = self._rows()
         first = 1
-        while True:
-            count = min(FIRST_ROWS, self.chunk_rows) if first == 1 else self.chunk_rows
-            chunk = list(itertools.islice(self.rows, count))
-            if not chunk:
-                return
+        count = min(FIRST_ROWS, self.chunk_rows)
+        while chunk := list(itertools.islice(rows, count)):
             yield self._checked(chunk, first)
             first += len(chunk)
+            count = self.chunk_rows
 
     def _checked(self, chunk: Sequence[RawRow], first: int) -> list[EncodeRow]:
         """Return the inputs of a chunk, of which the first row has this number. Collective."""
         rows = []
         problems = []
-        for number, (line, record, problem) in enumerate(chunk, first):
+        for number, (line, record) in enumerate(chunk, first):
             where = f"{self.name}:{line}"
             value = record
+            fields = record if isinstance(record, dict) else {}
             try:
-                if problem is not None:
-                    raise BadRecord(problem)
-                if self.column is not None and isinstance(record, dict):
-                    value = record.get(self.column)
-                    if self.column not in record:
-                        raise BadRecord(
-                            f"no field {self.column} (it has {listed(record)})"
-                        )
+                if self.column is not None and fields:
+                    value = fields.get(self.column)
                     if value is None:
-                        raise BadRecord(f"{self.column} is empty")
-                elif isinstance(record, dict) and ENCODED_COLUMNS.isdisjoint(record):
-                    raise BadRecord(
-                        f"no text and no image (it has {listed(record) or 'no fields'}); name the column to encode by "
-                        "--column"
-                    )
+                        raise BadRecord(
+                            f"{self.column} is empty or not there (it has {listed(fields)})"
+                        )
                 item = document_item(value, self.images, TEXT_COLUMNS)
                 item = item.read_from("" if self.has_images else where)
             except BadRecord as error:
                 problems.append((number, f"{where}: {error}"))
                 continue
-            fields = record if isinstance(record, dict) else {}
             rows.append(EncodeRow(number, item, document_id(record), fields))
         # With the first rows wrong folders are found before the model is loaded.
         if (first == 1 or self.skips) and any(row.item.images for row in rows):
@@ -239,22 +219,10 @@ class EncodeInput:
             if len(problems) > NUM_NAMED:
                 reasons.append(f"and {len(problems) - NUM_NAMED:,d} more")
             raise UserError(
-                f"{len(problems):,d} input(s) cannot be encoded, fix them, or leave them out by --on-bad-record skip:\n  "
-                + "\n  ".join(reasons)
+                f"{len(problems):,d} input(s) cannot be encoded: fix them, name the column to encode by --column, or leave "
+                "them out by --on-bad-record skip:\n  " + "\n  ".join(reasons)
             )
         self.left_out += problems
-
-    def check_kept(self, rows: Sequence[EncodeRow]) -> None:
-        """Raise UserError if a column to be kept is in none of the first records."""
-        names: dict[str, None] = {}  # as a set that keeps the order
-        for row in rows:
-            names |= dict.fromkeys(row.fields)
-        for column in self.keep:
-            if rows and column not in names:
-                has = f"it has {listed(names)}" if names else "text has no columns"
-                raise UserError(
-                    f"--keep {column}: {self.name} has no such column ({has})"
-                )
 
     def save_left_out(self, path: Path) -> Path | None:
         """Write what was left out beside the vectors, one object per line. Return the file; None for nothing."""

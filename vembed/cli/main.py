@@ -20,7 +20,6 @@ from typer.core import TyperCommand, TyperGroup
 from vembed.cli.support import (
     MODE,
     Command,
-    ModelUse,
     guarded,
     open_closed_streams,
     quieten_libraries,
@@ -66,8 +65,10 @@ HEADINGS = {
 }
 """Headings in `vembed --help`, with their commands."""
 WITHOUT_JSON = ("score", "rerank", "demo", "serve", "init", "schema")
-TAKE_CONFIGS = ["train", "mine", "judge", "audit", "generate", "plan", "data", "config"]
-"""Commands that parse their arguments themselves, because every option of the config is a flag."""
+DATA_COMMANDS = ("mine", "judge", "audit", "generate")
+"""Commands with a config of their own."""
+TAKE_CONFIGS = ("train", "plan", "data", "config", *DATA_COMMANDS)
+"""Commands that parse words themselves, because every option of the config is a flag."""
 
 
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
@@ -95,16 +96,17 @@ def command_of(
     hints = get_type_hints(function, include_extras=True)
     parameters = dict(inspect.signature(function).parameters)
     run = function
-    if parameters.pop("use", None) is not None:
+    use = parameters.pop("use", None)
+    if use is not None:
+        # A dataclass, whose fields are options.
+        kind = type(use.default)
 
         def run(**arguments: Any) -> Any:
-            values = {
-                field.name: arguments.pop(field.name) for field in fields(ModelUse)
-            }
-            return function(use=ModelUse(**values), **arguments)
+            values = {field.name: arguments.pop(field.name) for field in fields(kind)}
+            return function(use=kind(**values), **arguments)
 
-        parameters |= inspect.signature(ModelUse).parameters
-        hints |= get_type_hints(ModelUse, include_extras=True)
+        parameters |= inspect.signature(kind).parameters
+        hints |= get_type_hints(kind, include_extras=True)
     for parameter, text in ARGUMENT.findall(arguments):
         default = parameters[parameter].default
         if not hasattr(hints[parameter], "__metadata__"):
@@ -133,11 +135,11 @@ def load_command(name: str) -> Any:
     function = getattr(module, name.replace("-", "_"))
     settings: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
     if name in TAKE_CONFIGS:
-        settings = {
-            "ignore_unknown_options": True,
-            "allow_extra_args": True,
-            "help_option_names": [],
-        }
+        # Options of the config are flags too, in kebab or snake case.
+        settings["ignore_unknown_options"] = True
+        settings["token_normalize_func"] = lambda flag: flag.replace("_", "-")
+    if name in DATA_COMMANDS:
+        settings["help_option_names"] = []  # theirs lists the options of their config
     command = command_of(name, function, **settings)
     if name not in WITHOUT_JSON:
         command.params += command_of("json", json_option).params

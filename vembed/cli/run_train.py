@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vembed.config.arguments import TrainArguments
+from vembed.cli.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import config_yaml, require_earlier_stage, resolve_run
 from vembed.config.rules import data_paths

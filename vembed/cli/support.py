@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from vembed.config.arguments import TrainArguments
 
 _NO_MEMORY = re.compile(
     "can't allocate memory|Cannot allocate memory|failed to map segment|can't start new thread"
@@ -163,9 +162,7 @@ class Command(TyperCommand):
         target = ctx.params.pop("json_file", None)
         ctx.obj = target
         if target not in (None, STANDARD_OUTPUT) and MODE.get() != "check":
-            folder = Path(target).absolute().parent
-            if not folder.is_dir():
-                raise UserError(f"--json {target}: {folder} is not a folder")
+            require_folder(Path(target))
         try:
             is_alone = target == STANDARD_OUTPUT
             with _output_to_stderr() if is_alone else nullcontext():
@@ -184,6 +181,13 @@ class Command(TyperCommand):
         if target is not None and is_first_rank():
             _write_json(target, result)
         return code
+
+
+def require_folder(path: Path) -> None:
+    """Raise UserError if the folder of a file that is to be written is not there."""
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise UserError(f"{path} cannot be written: {folder} is not a folder")
 
 
 def with_json_target(args: Sequence[str]) -> list[str]:
@@ -395,17 +399,3 @@ def option(name: str, text: str) -> Any:
         return canonical(name, all_options()[name].parse(text))
     except ValueError as error:
         raise UserError(str(error)) from None
-
-
-def read_config_arguments(
-    command_name: str,
-    about: str | None,
-    args: Sequence[str] | None,
-) -> TrainArguments:
-    """Parse the arguments of a command that takes those of train, or print its help and end it."""
-    from vembed.config.arguments import command_help, parse_train_arguments
-
-    if {"-h", "--help"} & set(args or []):
-        sys.stdout.write(command_help(command_name, str(about)))
-        raise typer.Exit
-    return parse_train_arguments(args or [])

@@ -397,7 +397,7 @@ steps, at most to that of MIN_RUN_OF_ADAPTERS steps. B begins at zero, so a shor
 together."""
 
 HEAD_RATE = 1e-3
-"""Peak for a linear layer on frozen features, and for new projections."""
+"""Peak for a linear layer on the outputs of frozen towers, and for new projections."""
 
 INITIAL_WIDTH = 512
 INITIAL_RATE = 5e-4

@@ -346,9 +346,9 @@ class ModelSection(Section, title="model"):
     max_pixels: PositiveInt | None = None
     """Vision-language models: largest image area in pixels. Larger images are reduced. Default: the model's own."""
     torch_compile: Auto | bool = "auto"
-    """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, where
-    compiled and plain layers give the same embeddings at the start. The log says so. On CPUs only if asked for. Has no
-    effect with gradient checkpointing where texts are packed (`padding_free`)."""
+    """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes. The
+    log says so. On CPUs only if asked for. Has no effect with gradient checkpointing where texts are packed
+    (`padding_free`)."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, a third more time. Default: true with `strategy: fsdp`,
     except on GPUs where micro-batches fit without it and Gradient Cache may be used. Otherwise false."""
@@ -531,7 +531,7 @@ class BatchSection(Section, title="batch"):
     micro-batch is enough. `auto`: only for micro-batches whose graphs do not fit in memory. The gradient is the
     same."""
     cache_frozen_features: bool = False
-    """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
+    """Store what frozen towers give in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`)."""
 
     def examples_per_process(self, world_size: int) -> int:

@@ -209,13 +209,13 @@ def _record_of(width: int, itemsize: int) -> np.dtype[np.void]:
     )
 
 
-# ---- features of frozen towers ---------------------------------------------------
+# ---- outputs of frozen towers ---------------------------------------------------
 
 SUFFIX = ".features"
 
 
-class FeatureStore(RowStore):
-    """Store of the feature rows of one tower by input."""
+class TowerStore(RowStore):
+    """Store of the pooled outputs of one frozen tower by input."""
 
     def __init__(self, folder: Path, identity: str) -> None:
         """`identity`: hash of all that the rows depend on besides their inputs; also the name of the subfolder."""

@@ -66,10 +66,10 @@ def train(
         )
 
     # Commands of the steps between, and the arguments of their processes.
-    from vembed.config.arguments import TrainArguments
+    from vembed.cli.arguments import TrainArguments
     from vembed.pipelines.stages import run_stages
 
-    arguments = TrainArguments(None, tuple(overrides))
+    arguments = TrainArguments(overrides=tuple(overrides))
     if isinstance(source, Mapping):
         arguments = replace(arguments, mapping=source)
     else:

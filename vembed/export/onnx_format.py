@@ -82,9 +82,9 @@ class Graph(nn.Module):
         for model in models:
             model.set_attn_implementation("eager")
 
-    def finish(self, features: Tensor) -> Tensor:
-        """Map tower features [n, width] to [n, d] embeddings, as `Embedder.encode` returns them."""
-        vectors: Tensor = self.model.embed(self.modality, features).float()
+    def finish(self, pooled: Tensor) -> Tensor:
+        """Map pooled outputs [n, width] of a tower to [n, d] embeddings, as `Embedder.encode` returns them."""
+        vectors: Tensor = self.model.embed(self.modality, pooled).float()
         # First the length, then the cut: the values of Embedder and Sentence Transformers.
         if self.description.normalize:
             vectors = nn.functional.normalize(vectors, dim=-1)
@@ -98,9 +98,9 @@ class TextGraph(Graph):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Map [n, tokens] ids and mask to [n, d] embeddings."""
-        return self.finish(self._features(input_ids, attention_mask))
+        return self.finish(self._pooled(input_ids, attention_mask))
 
-    def _features(self, input_ids: Tensor, mask: Tensor) -> Tensor:
+    def _pooled(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         traits = self.description.traits
         arguments: dict[str, Any] = {"input_ids": input_ids}
         if traits.forwards["text"] == "pooled_towers":
@@ -131,7 +131,7 @@ class ImageGraph(Graph):
         """Map [n, channels, height, width] pixels, as the image processor gives them, to [n, d] embeddings."""
         inputs = {PIXELS: pixel_values}
         output = self.model.tower_output("image", inputs)
-        return self.finish(output.features)
+        return self.finish(output.pooled)
 
 
 def _text_model(backbone: Any, traits: Any) -> Any:

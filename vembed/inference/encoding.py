@@ -99,7 +99,7 @@ def encode_chunks(
     With a session of several ranks it is collective: all ranks pass the same inputs, and each encodes a part. All ranks
     run equally many micro-batches per modality, as sharded models need (a rank without inputs runs a dummy). At most
     INPUTS_PER_CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any
-    number of ranks. `lengths`: of their texts in characters, if they are known. `frozen_towers` provides cached tower features.
+    number of ranks. `lengths`: of their texts in characters, if they are known. `frozen_towers` provides cached tower outputs.
     """
     rank = session.rank if session else 0
     world_size = session.world_size if session else 1

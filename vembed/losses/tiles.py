@@ -446,6 +446,7 @@ class _ScorePass:
         if tile.target is not None:
             assert self.teacher_table is not None
             self.teacher_table.score(rows, tile.columns, out=tile.target)
+        # A size is masked as soon as it is there. The next one is computed from raw products, which no mask has touched.
         for k in self.table.logits(tile.row_vectors, tile.columns, tile.logits):
             logits = tile.logits[k]
             for mask in excluded:

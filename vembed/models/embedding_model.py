@@ -1,7 +1,7 @@
 """EmbeddingModel: backbone, pooling and head in one forward, with what the step and the saved files need to know. Its
 towers: their parameters, freezing, and two models in one.
 
-Tower and projection are separate steps, so that features of a frozen tower can be cached while its projection is
+Tower and projection are separate steps, so that the pooled output of a frozen tower can be cached while its projection is
 trained.
 """
 
@@ -56,15 +56,15 @@ from vembed.models.vision import (
 
 log = logging.getLogger(__name__)
 
-Output = Literal["images", "features", "embeddings"]
-"""How far a forward pass goes: to the output of the image tower, to the features of the tower, or to the end."""
+Output = Literal["images", "pooled", "embeddings"]
+"""How far a forward pass goes: to the output of the image tower, to the pooled output of the tower, or to the end."""
 Inputs = dict[str, Tensor]
 ModalitySlice = tuple[Modality, Inputs]
 Backbone = Any
 """A Transformers model or TwoTowers. Their attributes are untyped."""
-FEATURES = "features"
-"""Key of inputs that are a tower's features already: the tower is left out."""
-IMAGE_FEATURES = "image_features"
+POOLED = "pooled"
+"""Key of inputs that are a tower's pooled output already: the tower is left out."""
+IMAGE_STATES = "image_states"
 """Input key of the modality vision: precomputed output of the image tower, in place of the pixels."""
 SEGMENTS = "token_type_ids"
 """Input of pairs: 0 for tokens of the query and 1 for those of the document, for models that tell them apart."""
@@ -86,8 +86,8 @@ LOSS_PARAMETERS = ("logit_scale", "logit_bias")
 class TowerOutput:
     """What the tower of a modality gives."""
 
-    features: Tensor
-    """[n, width], pooled."""
+    pooled: Tensor
+    """[n, width]."""
     states: Tensor | None = None
     """[n, tokens, dim], before the pooling."""
     auxiliary: Mapping[str, Any] = field(default_factory=dict)
@@ -102,8 +102,8 @@ class EmbeddingModel(nn.Module):
 
         token ids [n, tokens] or pixels
           -> tower: hidden states [n, tokens, token_dim]
-          -> pooling: features [n, width], which never change while the tower is frozen
-          -> projection of the family (CLIP, two towers): features [n, width]
+          -> pooling: vectors [n, width], which never change while the tower is frozen
+          -> projection of the family (CLIP, two towers): vectors [n, width]
           -> head, Dense modules and this run's MRL projection: embeddings [n, embedding_dim]
     """
 
@@ -146,8 +146,8 @@ class EmbeddingModel(nn.Module):
         """Return for each slice (modality, inputs) the [n, embedding_dim] embeddings, not normalised, in at least
         float32.
 
-        `until`: "features" returns the features [n, width] of the tower. Passed as the inputs {"features": ...} of a
-        later call, they replace the inputs of the tower, which does not run again. "images", for the modality multimodal
+        `until`: "pooled" returns the pooled output [n, width] of the tower. Passed as the inputs {"pooled": ...} of a
+        later call, it replaces the inputs of the tower, which does not run again. "images", for the modality multimodal
         alone, returns the output of the image tower, which can replace the pixels. `with_auxiliary`: return also, for
         each slice, the model's own losses by name, each [2, n] or [2, 1]: sums and counts.
         """
@@ -162,9 +162,9 @@ class EmbeddingModel(nn.Module):
             for modality, inputs in slices:
                 slice_losses: dict[str, Tensor] = {}
                 if until == "images":
-                    vectors = image_features(self.backbone, inputs)
-                elif FEATURES in inputs:
-                    vectors = inputs[FEATURES]
+                    vectors = image_states(self.backbone, inputs)
+                elif POOLED in inputs:
+                    vectors = inputs[POOLED]
                 elif with_auxiliary:
                     language_head = self.language_head if modality == "text" else None
                     seen = inputs
@@ -172,13 +172,13 @@ class EmbeddingModel(nn.Module):
                         # Before the tower runs: an encoder must not see the tokens that it has to predict.
                         seen, targets = language_head.hide(inputs)
                     output = self.tower_output(modality, seen)
-                    vectors = output.features
+                    vectors = output.pooled
                     slice_losses = sums_and_counts(output.auxiliary, len(vectors))
                     if language_head is not None:
                         loss = language_head(output.states, targets, self.backbone)
                         slice_losses[language_head.name] = loss
                 else:
-                    vectors = self.tower_output(modality, inputs).features
+                    vectors = self.tower_output(modality, inputs).pooled
                 if until == "embeddings":
                     vectors = self.embed(modality, vectors)
                 wide = at_least_float32(vectors)
@@ -233,21 +233,21 @@ class EmbeddingModel(nn.Module):
             # Convolutional: [n, channels, height, width] to [n, positions, channels].
             states = states.flatten(2).transpose(1, 2)
         if pooling == MODEL_POOLING:
-            features = output.pooler_output.flatten(1)
+            pooled = output.pooler_output.flatten(1)
         else:
-            features = pool(pooling, states, mask, module=trained_pooling)
-        return TowerOutput(features, states, output.get("auxiliary") or {})
+            pooled = pool(pooling, states, mask, module=trained_pooling)
+        return TowerOutput(pooled, states, output.get("auxiliary") or {})
 
-    def embed(self, modality: Modality, features: Tensor) -> Tensor:
-        """Map tower features [n, width] to embeddings [n, embedding_dim], by the family's projection and the head."""
+    def embed(self, modality: Modality, pooled: Tensor) -> Tensor:
+        """Map pooled outputs [n, width] of a tower to embeddings [n, embedding_dim], by the family's projection and the head."""
         description = self.description
-        vectors = features
+        vectors = pooled
         name = description.traits.projections.get(modality)
         if name is not None:
             projection: Any = self.backbone.get_submodule(name)
             # Outside autocast, in the dtype of its weights, as `Dense` in heads.py.
-            with torch.autocast(features.device.type, enabled=False):
-                vectors = projection(features.to(projection.weight.dtype))
+            with torch.autocast(pooled.device.type, enabled=False):
+                vectors = projection(pooled.to(projection.weight.dtype))
         if self.head is not None:
             vectors = self.head(vectors)
         width = vectors.shape[-1]
@@ -260,7 +260,7 @@ class EmbeddingModel(nn.Module):
         return vectors
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode, except for towers of which nothing is trained: their features stay the same all the time."""
+        """Training mode, except for towers of which nothing is trained: what they give stays the same all the time."""
         super().train(mode)
         family = self.description.traits
         for tower in frozen_towers(self.backbone, family) if mode else ():
@@ -268,13 +268,13 @@ class EmbeddingModel(nn.Module):
         return self
 
     def frozen_modalities(self) -> list[Modality]:
-        """Return the modalities whose features never change: their towers are all frozen, and their pooling has no
+        """Return the modalities whose pooled outputs never change: their towers are all frozen, and their pooling has no
         parameters. One forward pass of each input is enough for them."""
         family = self.description.traits
         frozen = set(frozen_towers(self.backbone, family))
         modalities: list[Modality] = []
         for modality in family.modalities:
-            # A trained pooling stands between the tower and its features.
+            # A trained pooling stands between the tower and the pooled output.
             has_pooling = self.pooling is not None and not (
                 family.has_two_models and modality == "image"
             )
@@ -318,9 +318,7 @@ class EmbeddingModel(nn.Module):
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
         family = self.description.traits
-        if family.has_two_models:
-            return packs(tower_module(self.backbone, family, "text"))
-        return packs(self.backbone)
+        return family.reads_text and packs(tower_module(self.backbone, family, "text"))
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 
@@ -405,8 +403,6 @@ def run_packed(
     shared = None
     if PREFIX in inputs:
         # The row begins with the prefix, and each text continues its positions. Only templates of rerankers have one.
-        assert backbone.config.model_type not in POSITIONS_AFTER_PADDING
-        assert backbone.config.model_type != OwnConfig.model_type
         prefix = inputs[PREFIX]
         num_shared = len(prefix)
         # [all tokens] the text of a token is its place in the padded batch, divided by the longest length.
@@ -483,10 +479,10 @@ def run_chats(
     arguments.pop("attention_mask", None)
     if mask is not None:
         arguments["attention_mask"] = mask
-    features = arguments.pop(IMAGE_FEATURES, None)
-    if features is not None:
-        # [1 + m, tokens, width]: see `image_features`.
-        image = image_tower_output(features[0], features[1:])
+    states = arguments.pop(IMAGE_STATES, None)
+    if states is not None:
+        # [1 + m, tokens, width]: see `image_states`.
+        image = image_tower_output(states[0], states[1:])
         arguments["mm_encoder_outputs"] = {"image": image}
     elif LONGEST_IMAGE in inputs:
         del arguments["pixel_values"]
@@ -507,7 +503,7 @@ def run_images(backbone: Backbone, inputs: Inputs) -> Any:
     return backbone(**arguments)
 
 
-def image_features(backbone: Backbone, inputs: Inputs) -> Tensor:
+def image_states(backbone: Backbone, inputs: Inputs) -> Tensor:
     """Return [1 + m, tokens, width]: the image tower's output for all images, then the outputs of m inner layers.
 
     The inner layers are those of Qwen3-VL's deepstack; m is 0 for other models.
@@ -734,56 +730,36 @@ def names_frozen_by(
                 layers[tower].append(f"{module_name}.")
     frozen: set[str] = set()
     for part in parts:
-        beginnings = tuple(_beginnings(part, every, layers, family))
-        names = {name for name in every if name.startswith(beginnings)}
+        kind, _, count = part.rpartition("=")
+        tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
+        beginnings: list[str] = []
+        if part in family.towers:
+            beginnings = [family.towers[cast(Tower, part)]]
+        elif part == "embeddings":
+            # Embeddings inside of layers (of relative positions) belong to their layer.
+            inside = tuple(chain.from_iterable(layers.values()))
+            for name in every:
+                if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside):
+                    beginnings.append(name)
+        elif kind.endswith("first_n_layers") and count.isdecimal():
+            stacks = [layers[tower] for tower in layers if tower_name in ("", tower)]
+            if int(count) <= max(map(len, stacks), default=0):
+                for stack in stacks:
+                    beginnings += stack[: int(count)]
+        else:
+            beginnings = [part.removeprefix("backbone.")]
+        names = {name for name in every if name.startswith(tuple(beginnings))}
+        if not names:
+            near = difflib.get_close_matches(part, every, n=1, cutoff=0.0)[0]
+            numbers = {tower: len(stack) for tower, stack in layers.items()}
+            raise UserError(
+                f"freeze: {part} selects nothing of this model. Give one of its towers ({', '.join(layers)}), embeddings, "
+                f"first_n_layers=N or TOWER.first_n_layers=N with N up to the number of layers ({numbers}), or the "
+                f"beginning of a parameter's name (the nearest is {near})"
+            )
         log.info("freeze: %s, %d tensors", part, len(names))
         frozen |= names
     return frozen
-
-
-def _beginnings(
-    part: str,
-    every: Sequence[str],
-    layers: Mapping[str, Sequence[str]],
-    family: Family,
-) -> list[str]:
-    """Return what the names of the parameters begin with that an entry of `freeze` selects.
-
-    `every`: the names of all parameters. `layers`: the prefix of each layer, by tower.
-    """
-    for tower, prefix in family.towers.items():
-        if part == tower:
-            return [prefix]
-    if part == "embeddings":
-        # Embeddings inside of layers (of relative positions) belong to their layer.
-        inside = tuple(chain.from_iterable(layers.values()))
-        outside = [name for name in every if not name.startswith(inside)]
-        embeddings = [name for name in outside if _INPUT_EMBEDDINGS.search(name)]
-        if not embeddings:
-            raise UserError(
-                "freeze: embeddings: no parameter of this model is called so; give the beginning of its name"
-            )
-        return embeddings
-    kind, _, count = part.rpartition("=")
-    if kind.endswith("first_n_layers"):
-        chosen = kind.removesuffix("first_n_layers").removesuffix(".")
-        stacks = [stack for name, stack in layers.items() if chosen in ("", name)]
-        deepest = max(map(len, stacks), default=0)
-        if not count.isdecimal() or int(count) > deepest or not stacks:
-            numbers = {name: len(stack) for name, stack in layers.items()}
-            raise UserError(
-                f"freeze: {part} must be first_n_layers=N (of every tower) or TOWER.first_n_layers=N, with N up to the "
-                f"number of layers, {numbers}"
-            )
-        return [name for stack in stacks for name in stack[: int(count)]]
-    beginning = part.removeprefix("backbone.")
-    if not any(name.startswith(beginning) for name in every):
-        near = difflib.get_close_matches(beginning, every, n=1, cutoff=0.0)[0]
-        raise UserError(
-            f"freeze: no parameter's name begins with {part}; the nearest is {near} "
-            f"(or use embeddings, first_n_layers=N, TOWER.first_n_layers=N, or one of the towers: {', '.join(family.towers)})"
-        )
-    return [beginning]
 
 
 # ---- two models in one ----------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -80,7 +80,7 @@ def _recomputed(
 
 
 class CompiledForward:
-    """The compiled forward of a layer, with dynamic numbers of rows and tokens; the plain one where `is_on` is false.
+    """The compiled forward of a layer, with dynamic numbers of rows and tokens.
 
     `recomputes`: it is run again in the backward pass. The checkpoint is around the compiled forward, since the compiler
     gives up on a checkpoint with a call outside of its graphs, such as attention of packed texts.
@@ -94,17 +94,14 @@ class CompiledForward:
         recomputes: bool,
     ) -> None:
         self.layer = layer
-        self.plain = layer.forward
         self.compiled = torch.compile(layer.forward, dynamic=True, backend=backend)
         self.recomputes = recomputes
-        self.is_on = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
-        forward = self.compiled if self.is_on else self.plain
         if self.recomputes:
-            return _recomputed(self.layer, forward, *args, **kwargs)
-        return forward(*args, **kwargs)
+            return _recomputed(self.layer, self.compiled, *args, **kwargs)
+        return self.compiled(*args, **kwargs)
 
 
 def compile_layers(
@@ -116,16 +113,6 @@ def compile_layers(
     """Compile the forward of each layer. `recomputes`: layers are run again in the backward pass."""
     for layer in layers:
         layer.forward = CompiledForward(layer, backend, recomputes=recomputes)
-
-
-def compiled_forwards(layers: Sequence[nn.Module]) -> list[CompiledForward]:
-    """Return the compiled forwards of layers; none where they are not compiled."""
-    forwards = []
-    for layer in layers:
-        forward = vars(layer).get("forward")
-        if isinstance(forward, CompiledForward):
-            forwards.append(forward)
-    return forwards
 
 
 # ---- arithmetic in bfloat16 with float32 weights -------------------------------------

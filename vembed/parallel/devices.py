@@ -303,28 +303,13 @@ def _of_memory(text: str) -> Gpu:
 
 
 def _named(name: str) -> Gpu:
-    plain_name = _plain(name)
-    # By full name, or without the memory: A100 is then two, and the memory is asked for.
-    same = []
+    matching = []
     for gpu in GPUS:
-        without_memory = gpu.name.rpartition("-")[0]
-        if plain_name in (_plain(gpu.name), _plain(without_memory)):
-            same.append(gpu)
-    if len(same) == 1:
-        return same[0]
-    if same:
-        raise UserError(
-            f"--gpu {name}: give its memory too: {' or '.join(gpu.name for gpu in same)}"
-        )
-    known = ", ".join(gpu.name for gpu in GPUS)
-    raise UserError(
-        f"--gpu {name} is not in the table (it has {known}); or give --memory GB"
-    )
-
-
-def _plain(name: str) -> str:
-    """Return a name without its maker, spaces, marks and units: NVIDIA A100 80GB -> a10080."""
-    text = re.sub(
-        r"nvidia|geforce|tesla|quadro|rtx|sxm\d?|(?<=\d)gi?b?\b", "", name.lower()
-    )
-    return re.sub(r"[^a-z0-9]", "", text)
+        full_name = gpu.name.lower()
+        # Without the memory A100 is two.
+        if name.lower() in (full_name, full_name.rpartition("-")[0]):
+            matching.append(gpu)
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(gpu.name for gpu in matching or GPUS)
+    raise UserError(f"--gpu {name}: give one of {names}; or give --memory GB")

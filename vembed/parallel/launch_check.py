@@ -1,8 +1,8 @@
 """Launch check: the processes of a run find each other, and compare how each was started, before anything is built. Heartbeats:
 which rank hangs later, in place of the name of a rank that merely noticed it.
 
-Rank 0 keeps a store. Each rank writes its record there: its machine, and what must be equal. Rank 0 compares them and
-writes the result, which all ranks read: a run id, or one sentence with which each of them ends.
+Rank 0 keeps a store. Each rank writes its record there: its machine, and what must be equal, and compares it with that
+of rank 0. The first that finds a difference writes one sentence, with which all of them end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -48,8 +49,7 @@ LINE_SECONDS = 30.0
 REFUSAL_SECONDS = 5.0
 """Time for which rank 0 keeps the store after a refusal, for ranks that have not read it yet."""
 ATTEMPT_SECONDS = 2.0
-FIRST_POLL_SECONDS = 0.02
-SLOWEST_POLL_SECONDS = 0.5
+POLL_SECONDS = 0.1
 MAX_DIFFERENCES = 3
 MAX_VALUE_CHARACTERS = 100
 
@@ -99,8 +99,7 @@ class LaunchCheck:
                         f"rank {self.ranks.rank} has waited {waited:.0f} s for {waited_for()} "
                         f"(dist_timeout_minutes: {self.minutes:g})",
                     )
-            # Seldom where the wait is long: many ranks ask one store. The answer is late by a tenth of the wait.
-            time.sleep(min(max(FIRST_POLL_SECONDS, 0.1 * waited), SLOWEST_POLL_SECONDS))
+            time.sleep(POLL_SECONDS)
         return True
 
     def connect(self) -> Store:
@@ -191,92 +190,78 @@ class LaunchCheck:
         launch: Mapping[str, Any],
         rank_facts: RankFacts,
     ) -> tuple[str, RankInfo]:
-        """Compare all ranks; return the run's id, and the rank info with the processes of this machine.
+        """Compare this rank with rank 0; return the run's id, and the rank info with the processes of this machine.
 
         Raise the same UserError on every rank if they differ.
         """
         ranks = self.ranks
         _claim_rank(store, self)
-        facts = {**launch, **versions()}
-        # By which the machine of another run is told apart.
-        facts[f"the run id ({RUN_ID})"] = os.environ.get(RUN_ID) or None
+        keys = [f"record-{rank}" for rank in range(ranks.world_size)]
         record: dict[str, Any] = {
-            "machine": machine_name(),
+            "rank": ranks.rank,
             "host": socket.gethostname(),
+            "machine": machine_name(),
+            "run": os.environ.get(RUN_ID) or uuid.uuid4().hex[:12],
+            "facts": {**launch, **versions()},
         }
+        # By which the machine of another run is told apart.
+        record["facts"][f"the run id ({RUN_ID})"] = os.environ.get(RUN_ID) or None
+
+        def refuse(problem: str) -> None:
+            store.compare_set("error", "", problem)  # of several, the first one counts
+
+        def has_first() -> bool:
+            return bool(store.check(["error"]) or store.check(keys[:1]))
+
+        def has_all() -> bool:
+            num_arrived: int = store.add("arrived", 0)
+            return bool(store.check(["error"])) or num_arrived >= ranks.world_size
+
+        def absent_ranks() -> str:
+            absent = [
+                str(rank) for rank, key in enumerate(keys) if not store.check([key])
+            ]
+            return f"rank {', '.join(absent)} of {ranks.world_size}"
+
         try:
-            # On rank 0 it takes the lock on output_dir: another run's folder must not be waited for.
-            record["facts"] = facts | dict(rank_facts(ranks))
-        except UserError as error:
-            record["error"] = str(error)
-        try:
-            store.set(f"record-{ranks.rank}", json.dumps(record))
-            if ranks.rank == 0:
-                self._coordinate(store)
-            else:
-                others = (
-                    f"rank 0 at {self.address}, which waits for the other processes"
-                )
-                if not self.poll(lambda: store.check(["result"]), lambda: others):
-                    raise self.not_found("rank 0 did not answer")
-            result = json.loads(store.get("result"))
+            try:
+                # On rank 0 it takes the lock on output_dir: another run's folder must not be waited for.
+                record["facts"] |= rank_facts(ranks)
+                store.set(keys[ranks.rank], json.dumps(record))
+            except UserError as error:
+                where = f" (rank {ranks.rank}, {record['host']})" if ranks.rank else ""
+                refuse(f"{error}{where}")
+            if not self.poll(has_first, lambda: f"rank 0 at {self.address}"):
+                raise self.not_found("rank 0 did not answer")
+            if not store.check(["error"]):
+                first = json.loads(store.get(keys[0]))
+                own = json.loads(store.get(keys[ranks.rank]))
+                problem = rank_difference(first, own)
+                if problem is not None:
+                    refuse(f"{problem}: {ADVICE}")
+            store.add("arrived", 1)
+            if not self.poll(has_all, absent_ranks):
+                refuse(str(self.not_found(f"{absent_ranks()} did not come")))
+            refusal = None
+            if store.check(["error"]):
+                refusal = store.get("error").decode()
             store.set(f"read-{ranks.rank}", "1")
         except dist.DistNetworkError as error:
             raise UserError(
                 f"Rank {ranks.rank} lost the connection to rank 0, which ended during the launch check: its own "
                 "message says why; start all machines again"
             ) from error
-        if result["error"] is not None:
+        if refusal is not None:
             if ranks.rank == 0:
                 names = [f"read-{rank}" for rank in range(ranks.world_size)]
                 with suppress(dist.DistStoreError):
                     store.wait(names, timedelta(seconds=REFUSAL_SECONDS))
-            raise UserError(result["error"])
+            raise UserError(refusal)
         if not ranks.is_counted:
-            count = result["machines"].count(result["machines"][ranks.rank])
+            machines = [json.loads(value)["machine"] for value in store.multi_get(keys)]
+            count = machines.count(record["machine"])
             ranks = replace(ranks, local_world_size=count, is_counted=True)
-        return result["run"], ranks
-
-    def _coordinate(self, store: Store) -> None:
-        """Collect the records of all ranks, compare, and write the result. On rank 0."""
-        num_ranks = self.ranks.world_size
-        records: dict[int, dict[str, Any]] = {}
-        problem: str | None = None
-
-        def has_all() -> bool:
-            nonlocal problem
-            num_before = len(records)
-            for rank in absent():
-                if not store.check([f"record-{rank}"]):
-                    continue
-                record = json.loads(store.get(f"record-{rank}"))
-                records[rank] = record
-                if problem is None and "error" in record:
-                    where = f" (rank {rank}, {record['host']})" if rank else ""
-                    problem = record["error"] + where
-            if problem is None and len(records) > num_before:
-                facts = {}
-                for rank in sorted(records):
-                    facts[rank] = (records[rank]["facts"], records[rank]["host"])
-                differing = rank_differences(facts)
-                problem = f"{differing}: {ADVICE}" if differing else None
-            return problem is not None or len(records) == num_ranks
-
-        def absent() -> list[int]:
-            return [rank for rank in range(num_ranks) if rank not in records]
-
-        def absent_ranks() -> str:
-            listed = ", ".join(str(rank) for rank in absent())
-            return f"rank {listed} of {num_ranks}"
-
-        if not self.poll(has_all, absent_ranks):
-            problem = str(self.not_found(f"{absent_ranks()} did not come"))
-        result = {
-            "error": problem,
-            "run": os.environ.get(RUN_ID) or uuid.uuid4().hex[:12],
-            "machines": [records[rank]["machine"] for rank in sorted(records)],
-        }
-        store.set("result", json.dumps(result))
+        return first["run"], ranks
 
 
 def versions() -> dict[str, str]:
@@ -300,37 +285,36 @@ def require_equal(
     advice: str,
 ) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
-    fact = {name: value}, socket.gethostname()
-    problem = rank_differences(dict(enumerate(collectives.gather_objects(fact))))
-    if problem is not None:
-        raise UserError(f"{problem}: {advice}")
+    record = {
+        "rank": collectives.rank(),
+        "host": socket.gethostname(),
+        "facts": {name: value},
+    }
+    first, *others = collectives.gather_objects(record)
+    for other in others:
+        problem = rank_difference(first, other)
+        if problem is not None:
+            raise UserError(f"{problem}: {advice}")
 
 
-def rank_differences(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str | None:
-    """Return what differs between ranks, on which rank and machine, with the values. None if nothing does.
+def rank_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return what differs between the records of two ranks, with the values. None if nothing does.
 
-    `facts`: values by name, and the machine, of each rank. A name is compared among the ranks that have it.
+    A record: "rank", "host", and values by name under "facts". Names that one of them lacks are not compared.
     """
-    ranks_by_value: dict[str, dict[str, list[int]]] = {}  # of each name
-    for rank, (values, _) in facts.items():
-        for name, value in values.items():
-            compared = json.dumps(value, sort_keys=True)
-            by_value = ranks_by_value.setdefault(name, {})
-            by_value.setdefault(compared, []).append(rank)
-    differing = [name for name, by_value in ranks_by_value.items() if len(by_value) > 1]
-    if not differing:
-        return None
     sentences = []
-    for name in differing[:MAX_DIFFERENCES]:
-        parts = []
-        for ranks in list(ranks_by_value[name].values())[:MAX_DIFFERENCES]:
-            values, host = facts[ranks[0]]
-            others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-            parts.append(f"{_shown(values[name])} on rank {ranks[0]} ({host}){others}")
-        sentences.append(f"{name} is {' but '.join(parts)}")
-    num_more = len(differing) - len(sentences)
-    more = f"; and {num_more} more differ" if num_more else ""
-    return f"the processes of this run were not started alike: {'; '.join(sentences)}{more}"
+    for name, value in first["facts"].items():
+        other_value = other["facts"].get(name, value)
+        if other_value != value:
+            sentences.append(
+                f"{name} is {_shown(value)} on rank {first['rank']} ({first['host']}) but {_shown(other_value)} on rank "
+                f"{other['rank']} ({other['host']})"
+            )
+    if not sentences:
+        return None
+    num_more = len(sentences) - MAX_DIFFERENCES
+    more = f"; and {num_more} more differ" if num_more > 0 else ""
+    return f"the processes of this run were not started alike: {'; '.join(sentences[:MAX_DIFFERENCES])}{more}"
 
 
 def _shown(value: Any) -> str:
@@ -366,13 +350,14 @@ def _claim_rank(store: Store, check: LaunchCheck) -> None:
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 15.0
-"""Time without progress from which a rank looks whom it waits for."""
+"""Time inside one collective from which a rank looks whom it waits for."""
 SILENT_SECONDS = 20.0
 """Time without a new record, or without an answer of the store, from which a rank counts as silent."""
-FIRST_LINE_SECONDS = 60.0
-"""Time of waiting before the first line about it; each further line takes twice as long."""
+LOGGED_SECONDS = 60.0
+"""Time of waiting from which the log says for whom."""
 MAX_NAMED_RANKS = 3
-_PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+_TORCH = f"{os.sep}torch{os.sep}"
+_TORCH_DISTRIBUTED = f"{_TORCH}distributed{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -386,42 +371,31 @@ class Beat:
     """True inside a collective."""
     place: str = "its start"
     """Function and line of the thread that runs the run."""
-    host: str = ""
-    pid: int = 0
+    process: str = ""
+    """Machine and number of the process."""
 
     def __str__(self) -> str:
-        step = f"in step {self.step:,d}, " if self.step else ""
-        return f"{step}at {self.place}"
-
-
-@dataclass(frozen=True)
-class HangReport:
-    """The ranks that hang, in one sentence."""
-
-    ranks: tuple[int, ...]
-    text: str
+        return f"in step {self.step:,d}, at {self.place}"
 
 
 class Heartbeats:
     """Heartbeats of this rank, and what it knows of the others.
 
     Every few seconds each rank writes into the store its step, the number of its collectives, and where the thread of its
-    run is. A rank that stands still reads those of all, and names the ranks that it waits for: one that writes nothing
-    any more (halted, or its machine is gone), or one that is outside of all collectives while others wait (in a loop, or
-    slow).
+    run is. A rank that stays inside one collective reads those of all, and names the ranks that it waits for.
     """
 
     def __init__(self, ranks: RankInfo, store: Store) -> None:
         """Begin. All ranks do so."""
         self.step = 0
         """Step of the run, for the records; 0 before the first."""
-        self._ranks = ranks
+        self._rank = ranks.rank
+        self._num_ranks = ranks.world_size
         self._thread_id = threading.get_ident()
         self._beat = Beat()
         self._still_since = time.monotonic()
         self._answered = self._still_since
-        self._report_time = self._still_since
-        self._report: HangReport | None = None
+        self._hanging: dict[int, str] = {}
         self._ended = threading.Event()
         # A connection of its own: a thread that waits for an answer would block the others that use the store.
         own_store = store.clone()  # type: ignore[attr-defined]
@@ -436,148 +410,101 @@ class Heartbeats:
         self._ended.set()
 
     def hang_report(self, error: BaseException) -> str | None:
-        """Return the sentence on the rank that hangs, if this error is a collective in which this rank waited for it.
+        """Return the sentence on the ranks that hang, if this error is a collective in which this rank waited for them.
         None otherwise."""
-        traceback = error.__traceback__
-        while traceback is not None and traceback.tb_next is not None:
-            traceback = traceback.tb_next
-        if traceback is None or not _is_collective(traceback.tb_frame):
+        frames = list(traceback.walk_tb(error.__traceback__))
+        if not frames or not _is_collective(frames[-1][0]):
             return None
-        current_time = time.monotonic()
-        report = self._report
-        silence = current_time - self._answered
-        # An older report was about another wait.
-        if current_time - self._report_time > STILL_SECONDS + BEAT_SECONDS:
-            report = None
-        if report is None and self._ranks.rank and silence > SILENT_SECONDS:
+        hanging = self._hanging
+        silence = time.monotonic() - self._answered
+        if not hanging and self._rank and silence > SILENT_SECONDS:
             # Rank 0 keeps the store, so a halted rank 0 answers nobody, and the thread waits for it.
-            waiting = _waiting(
-                self._ranks.rank, self._beat, current_time - self._still_since
-            )
-            text = (
-                f"{waiting} rank 0, which has given no sign of life for {silence:.0f} s"
-            )
-            report = HangReport((0,), text)
-        return None if report is None else report.text
+            sign = f"has given no sign of life for {silence:.0f} s"
+            hanging = {0: f"rank 0, which {sign}"}
+        return self._sentence(hanging) if hanging else None
+
+    def _sentence(self, hanging: Mapping[int, str]) -> str:
+        waited = time.monotonic() - self._still_since
+        named = list(hanging.values())[:MAX_NAMED_RANKS]
+        return f"rank {self._rank} has waited {waited:.0f} s, {self._beat}, for {'; and for '.join(named)}"
 
     def _watch(self, store: Store) -> None:
         """Write this rank's records, and log what it waits for. Runs in a thread of its own."""
-        rank = self._ranks.rank
-        host = socket.gethostname()
-        keys = [f"heartbeat-{other}" for other in range(self._ranks.world_size)]
+        process = f"{socket.gethostname()}, process {os.getpid()}"
+        keys = [f"heartbeat-{rank}" for rank in range(self._num_ranks)]
         last_changes: dict[int, tuple[bytes, float]] = {}
         number = 0
-        next_line = FIRST_LINE_SECONDS
+        is_logged = False
         while not self._ended.wait(BEAT_SECONDS):
             # From outside, without the run's cooperation: a thread blocked inside a C call is seen too.
-            waits, place = _place(sys._current_frames().get(self._thread_id))
+            waits, place = _place(sys._current_frames()[self._thread_id])
             calls = list(collectives.calls.values())  # a copy: the run counts on
-            beat = Beat(self.step, sum(calls), waits, place, host, os.getpid())
+            beat = Beat(self.step, sum(calls), waits, place, process)
             if beat != self._beat:
                 self._beat = beat
                 self._still_since = time.monotonic()
-                next_line = FIRST_LINE_SECONDS
+                self._hanging = {}
+                is_logged = False
                 last_changes.clear()
             waited = time.monotonic() - self._still_since
             number += 1
             values: list[bytes] = []
             # Of the store: rank 0 has ended, or does not answer in time.
             with suppress(RuntimeError):
-                store.set(f"heartbeat-{rank}", json.dumps([number, asdict(beat)]))
-                # Only those that stand still read: many ranks share one store.
-                if waited >= STILL_SECONDS:
+                store.set(keys[self._rank], json.dumps([number, asdict(beat)]))
+                # Only those that wait read: many ranks share one store.
+                if waits and waited >= STILL_SECONDS:
                     values = store.multi_get(keys)
                 self._answered = time.monotonic()
-            others = {}
-            for other, value in enumerate(values):
-                # By the own clock, and from the first look on: clocks of machines differ.
-                if other not in last_changes or last_changes[other][0] != value:
-                    last_changes[other] = (value, self._answered)
-                if other != rank:
-                    silence = self._answered - last_changes[other][1]
-                    others[other] = (Beat(**json.loads(value)[1]), silence)
-            report = find_hanging_ranks(rank, beat, others, waited)
-            if report is None:
+            if not values:
                 continue
-            self._report = report
-            self._report_time = time.monotonic()
-            if waited >= next_line:
-                next_line *= 2
-                # One line for all: of the first rank that is not waited for.
-                if rank == min(set(range(len(keys))) - set(report.ranks)):
-                    collectives.log_from(rank, report.text)
+            others = {}
+            for rank, value in enumerate(values):
+                # By the own clock, and from the first look on: clocks of machines differ.
+                if rank not in last_changes or last_changes[rank][0] != value:
+                    last_changes[rank] = (value, self._answered)
+                silence = self._answered - last_changes[rank][1]
+                others[rank] = (Beat(**json.loads(value)[1]), silence)
+            hanging = hanging_ranks(others)
+            self._hanging = hanging
+            if not hanging or is_logged or waited < LOGGED_SECONDS:
+                continue
+            # One line for all: of the first rank that is not waited for.
+            if self._rank == min(others.keys() - hanging.keys()):
+                is_logged = True
+                collectives.log_from(self._rank, self._sentence(hanging))
 
 
-def find_hanging_ranks(
-    rank: int,
-    beat: Beat,
-    others: Mapping[int, tuple[Beat, float]],
-    waited: float,
-) -> HangReport | None:
-    """Return which of the other ranks hang while `rank` stands still. None if nothing is known.
+def hanging_ranks(beats: Mapping[int, tuple[Beat, float]]) -> dict[int, str]:
+    """Return the ranks that those inside a collective wait for, each with its place.
 
-    `others`: the last record of each, and the seconds since it came.
+    A rank that writes nothing any more is halted, or its machine is gone. One outside of all collectives is in a loop, or
+    slow. `beats`: the last record of each rank, and the seconds since it came.
     """
-    silent = {
-        other for other, (_, silence) in others.items() if silence > SILENT_SECONDS
-    }
-    # Without GPUs a rank that waits is inside a collective.
-    outside = {
-        other for other, (last, _) in others.items() if beat.waits and not last.waits
-    }
-    # Kernels run on beside Python: on GPUs only the number of collectives tells.
-    behind = {other for other, (last, _) in others.items() if last.calls < beat.calls}
-    hanging = sorted(silent | outside or behind)
-    if not hanging or not (beat.waits or behind):
-        return None
-    sentences = []
-    for other in hanging[:MAX_NAMED_RANKS]:
-        last, silence = others[other]
+    hanging = {}
+    for rank, (beat, silence) in beats.items():
         sign = "is"
-        if other in silent:
+        if silence > SILENT_SECONDS:
             sign = f"has given no sign of life for {silence:.0f} s; it was"
-        sentences.append(
-            f"rank {other} ({last.host}, process {last.pid}), which {sign} {last}"
-        )
-    num_more = len(hanging) - len(sentences)
-    more = f"; and {num_more} more ranks" if num_more else ""
-    text = f"{_waiting(rank, beat, waited)} {'; and for '.join(sentences)}{more}"
-    return HangReport(tuple(hanging), text)
+        elif beat.waits:
+            continue
+        hanging[rank] = f"rank {rank} ({beat.process}), which {sign} {beat}"
+    return hanging
 
 
-def _waiting(
-    rank: int,
-    beat: Beat,
-    waited: float,
-) -> str:
-    return f"rank {rank} has waited {waited:.0f} s, {beat}, for"
-
-
-def _place(innermost: FrameType | None) -> tuple[bool, str]:
-    """Return whether a thread is inside a collective, and the line where it is."""
-    if innermost is None:
-        return False, "its end"
-    if not _is_collective(innermost):
-        return False, _line(innermost)
-    # The line of vembed that waits, or the one that calls torch.
-    caller = innermost
-    frame: FrameType | None = innermost
-    while frame is not None:
-        if not _is_collective(frame):
-            if caller is innermost:
-                caller = frame
-            if frame.f_code.co_filename.startswith(_PACKAGE):
-                return True, _line(frame)
+def _place(innermost: FrameType) -> tuple[bool, str]:
+    """Return whether a thread is inside a collective, and the line that waits for it, or where it is."""
+    waits = _is_collective(innermost)
+    frame = innermost
+    while waits and frame.f_back is not None:
+        name = frame.f_code.co_filename
+        if _TORCH not in name and name != collectives.__file__:
+            break
         frame = frame.f_back
-    return True, _line(caller)
+    file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+    return waits, f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
 
 
 def _is_collective(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    torchs = f"{os.sep}torch{os.sep}distributed{os.sep}"
-    return torchs in name or name == collectives.__file__
-
-
-def _line(frame: FrameType) -> str:
-    file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-    return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
+    return _TORCH_DISTRIBUTED in name or name == collectives.__file__

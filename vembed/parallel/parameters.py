@@ -16,9 +16,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel import collectives
 
-CAN_RESET_FSDP2 = torch.__version__ >= "2.13"
-"""True if FSDP2 can forget an iteration that an exception has ended."""
-
 log = logging.getLogger("vembed")
 
 
@@ -31,38 +28,35 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
     FSDP2 requires one dtype among the trainable parameters. FSDP1 requires one dtype for all parameters of a unit. The
     target is the widest dtype, so float32 master weights are never downcast.
     """
-    floating = {}
-    together = {}  # those that must have one dtype
-    for name, parameter in model.named_parameters():
+    floating = []
+    together = []  # those that must have one dtype
+    for parameter in model.parameters():
         if parameter.is_floating_point():
-            floating[name] = parameter
+            floating.append(parameter)
             if parameter.requires_grad or fsdp_version == 1:
-                together[name] = parameter
-    if len({parameter.dtype for parameter in floating.values()}) <= 1:
-        log.info(
-            f"FSDP dtype check: all parameters already in {_dtypes(floating.values())}"
-        )
+                together.append(parameter)
+    if len({parameter.dtype for parameter in floating}) <= 1:
+        log.info(f"FSDP dtype check: all parameters already in {_dtypes(floating)}")
         return 0
-    dtypes = {parameter.dtype for parameter in together.values()}
+    dtypes = {parameter.dtype for parameter in together}
     # float32 also for bfloat16 beside float16: neither can represent the other's values.
     widest = torch.float64 if torch.float64 in dtypes else torch.float32
-    others = dtypes - {widest} if len(dtypes) > 1 else set()
-    num_converted = 0
-    for dtype in sorted(others, key=str):
-        narrow = [tensor for tensor in together.values() if tensor.dtype == dtype]
+    narrow: list[Tensor] = []
+    if len(dtypes) > 1:
+        narrow += [tensor for tensor in together if tensor.dtype != widest]
         num_values = sum(tensor.numel() for tensor in narrow)
         log.info(
-            f"FSDP dtype check: converted {len(narrow):,d} parameters ({num_values:,d} values) from {dtype} to {widest}"
+            f"FSDP dtype check: converted {len(narrow):,d} parameters ({num_values:,d} values) from {_dtypes(narrow)} to "
+            f"{widest}"
         )
-        for tensor in narrow:
-            tensor.data = tensor.data.to(widest)
-        num_converted += len(narrow)
-    frozen = [tensor for tensor in floating.values() if not tensor.requires_grad]
+    for tensor in narrow:
+        tensor.data = tensor.data.to(widest)
+    frozen = [tensor for tensor in floating if not tensor.requires_grad]
     if frozen:
         log.info(
-            f"FSDP dtype check: trainable parameters in {_dtypes(together.values())}, frozen ones in {_dtypes(frozen)}"
+            f"FSDP dtype check: trainable parameters in {_dtypes(together)}, frozen ones in {_dtypes(frozen)}"
         )
-    return num_converted
+    return len(narrow)
 
 
 def _dtypes(tensors: Iterable[Tensor]) -> str:
@@ -171,43 +165,24 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def forget_forward(model: nn.Module) -> None:
-    """Reset FSDP1's state after a forward pass with grad that gets no backward pass.
-
-    FSDP1 registers its gradient hooks in the first forward pass of an iteration. In 16-bit computation the hooks belong
-    to that forward pass; if it is discarded, the next backward pass would silently leave no gradients.
-    """
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        if unit._flat_param is not None:
-            hook = vars(unit._flat_param).pop("_post_backward_hook_state", None)
-            if hook is not None:
-                hook[-1].remove()
-
-
 def discard_passes(model: nn.Module) -> None:
-    """Drop all gradients, and what an exception in a forward or backward pass leaves behind in FSDP.
+    """Drop all gradients of passes that were not synchronised. Units of FSDP are sharded again.
 
-    Without it FSDP2 would take its final callback for queued, and every later backward pass would leave no gradients;
-    gradients of unsharded parameters would be added to those of the next step. Units are sharded again.
+    FSDP2 would add those of its unsharded parameters to the gradients of the next step.
     """
-    if isinstance(model, FSDPModule):
-        model.set_is_last_backward(True)
-        if CAN_RESET_FSDP2:
-            model.reset_iter_state()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-                state = module._get_fsdp_state()
-                # Several groups since torch 2.13, before one or none.
-                groups = vars(state).get("_fsdp_param_groups")
-                if groups is None:
-                    groups = filter(None, [state._fsdp_param_group])
-                for group in groups:
-                    for param in group.fsdp_params:
-                        param.unsharded_accumulated_grad = None
-                        if "_unsharded_param" in vars(param):
-                            param._unsharded_param.grad = None
-    forget_forward(model)
+    reshard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            # Several groups since torch 2.13, before one or none.
+            groups = vars(state).get("_fsdp_param_groups")
+            if groups is None:
+                groups = filter(None, [state._fsdp_param_group])
+            for group in groups:
+                for param in group.fsdp_params:
+                    param.unsharded_accumulated_grad = None
+                    if "_unsharded_param" in vars(param):
+                        param._unsharded_param.grad = None
     model.zero_grad(set_to_none=True)
 
 
@@ -450,12 +425,9 @@ def share_batch_norms(
         return 0
     if not shared:
         if model.training:
-            way_out = ""
-            if collectives.world_size() > 1:
-                way_out = "; sync_batchnorm: true shares their statistics"
             log.warning(
                 f"batch norms: {len(norms)}, each over the micro-batch of one process, so losses and gradients depend on "
-                f"the number of processes and on micro_batch_tokens{way_out}"
+                "the number of processes and on micro_batch_tokens; sync_batchnorm: true shares their statistics"
             )
         return len(norms)
     if device.type == "cpu":

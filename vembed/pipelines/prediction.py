@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from vembed.cli.arguments import TrainArguments
 from vembed.cli.run_train import resolve_launch
-from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun, decide_epochs, steps_of_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection

@@ -14,10 +14,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vembed.cli.arguments import TrainArguments
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
 from vembed.cli.support import is_first_rank, print_progress
-from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import (
     DATA_FILES,

@@ -1,7 +1,7 @@
-"""Features of frozen towers: computed once per step, or once per run and cached on disk.
+"""Pooled outputs of frozen towers: computed once per step, or once per run and cached on disk.
 
 `FrozenTowers` is for modalities followed only by a head or a projection. In a vision-language model a frozen image tower
-precedes a trained language model: `BatchInputs` keeps its features between the two phases of Gradient Cache, so that
+precedes a trained language model: `BatchInputs` keeps its hidden states between the two phases of Gradient Cache, so that
 images pass it once per step. The step uses both through `InputBuilder`.
 """
 
@@ -28,13 +28,13 @@ from vembed.data.batching.rank_batch import (
     to_device,
 )
 from vembed.data.features import Features
-from vembed.data.row_store import FeatureStore
+from vembed.data.row_store import TowerStore
 from vembed.errors import UserError
 from vembed.files import cache_folder
 from vembed.inference.encoding import InterruptCheck, split_in_step
 from vembed.models.embedding_model import (
-    FEATURES,
-    IMAGE_FEATURES,
+    IMAGE_STATES,
+    POOLED,
     TOWERS_OF_MODALITY,
     EmbeddingModel,
     tower_module,
@@ -47,11 +47,11 @@ from vembed.parallel.session import Session
 
 log = logging.getLogger("vembed")
 
-Stores = Mapping[Modality, FeatureStore]
+Stores = Mapping[Modality, TowerStore]
 CachedRows = dict[int, np.ndarray]
-"""Position of an input in its rank batch -> its features, of one modality."""
+"""Position of an input in its rank batch -> what its frozen tower gave, pooled, of one modality."""
 IMAGES_SHARE = 0.05
-"""Fraction of a process's memory that image features may take between the phases of a step."""
+"""Fraction of a process's memory that hidden states of images may take between the phases of a step."""
 
 
 def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
@@ -75,25 +75,27 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
             )
     identities = collectives.broadcast_object(identities)
     folder = cache_folder() / "features"
-    stores: dict[Modality, FeatureStore] = {}
+    stores: dict[Modality, TowerStore] = {}
     for modality in modalities:
-        store = FeatureStore(folder, identities[modality])
+        store = TowerStore(folder, identities[modality])
         stores[modality] = store
-        log.info(f"frozen features, {modality}: {len(store):,d} kept in {store.folder}")
+        log.info(
+            f"frozen {modality} tower: {len(store):,d} outputs kept in {store.folder}"
+        )
     return stores
 
 
-def log_feature_use(stores: Stores) -> None:
-    """Log how many features were computed and how many read, summed over the ranks. Collective."""
+def log_store_use(stores: Stores) -> None:
+    """Log how many tower outputs were computed and how many read, summed over the ranks. Collective."""
     for modality, store in stores.items():
         computed, read = collectives.sum_ints([store.num_added, store.num_read])
         log.info(
-            f"frozen features, {modality}: {computed:,d} computed, {read:,d} read from {store.folder}"
+            f"frozen {modality} tower: {computed:,d} outputs computed, {read:,d} read from {store.folder}"
         )
 
 
 class InputBuilder:
-    """Builds the model's inputs: collated micro-batches, with features in place of the inputs of frozen towers."""
+    """Builds the model's inputs: collated micro-batches, with pooled outputs in place of the inputs of frozen towers."""
 
     def __init__(
         self,
@@ -106,18 +108,18 @@ class InputBuilder:
         image_bytes: int | None = None,
     ) -> None:
         """Collective. `frozen`: modalities whose towers are not trained. Each of their inputs passes its tower once per
-        step, or never if `stores` holds its features. `image_bytes`: see `EmbeddingModel.frozen_image_token_bytes`."""
+        step, or never if `stores` holds its output. `image_bytes`: see `EmbeddingModel.frozen_image_token_bytes`."""
         self.model = model
         self.feeder = feeder
-        self.towers = FrozenTowers(model, frozen, feeder, stores or {})
+        self.frozen_towers = FrozenTowers(model, frozen, feeder, stores or {})
         self.max_image_tokens = 0
-        """Tokens of a rank's batch up to which image features are kept between the phases of a step."""
+        """Tokens of a rank's batch up to which hidden states of images are kept between the phases of a step."""
         if image_bytes is not None:
             num_tokens = int(IMAGES_SHARE * session.placement.memory) // image_bytes
             # The minimum over the ranks: all must make the same choice, or their FSDP gathers would differ.
             self.max_image_tokens = -collectives.max_ints([-num_tokens])[0]
             log.info(
-                f"frozen image tower: features are kept between the phases of a step for up to "
+                f"frozen image tower: its outputs are kept between the phases of a step for up to "
                 f"{self.max_image_tokens:,d} tokens per rank ({image_bytes:,d} bytes each, {IMAGES_SHARE:.0%} of the "
                 "memory)"
             )
@@ -133,11 +135,11 @@ class BatchInputs:
     def __init__(self, builder: InputBuilder, features: Sequence[Features]) -> None:
         self.builder = builder
         self.features = features
-        self._cached, self.missing = builder.towers.look_up(features)
+        self._cached, self.missing = builder.frozen_towers.look_up(features)
         self._tables: dict[Modality, Tensor] = {}
         self._keeps_images = False
         self._images: list[Any] = []
-        """Features of the images of each micro-batch, from the first feeding on; None for one of texts alone."""
+        """Hidden states of the images of each micro-batch, from the first feeding on; None for one of texts alone."""
         self._tokens: dict[int, ModelInputs] = {}
         """Texts of micro-batches that will be fed again, on the device."""
 
@@ -145,8 +147,10 @@ class BatchInputs:
         self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool
     ) -> None:
         """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_images`: keep
-        the image features of a frozen vision tower for the second feeding."""
-        self._tables = self.builder.towers.features(self.features, self._cached, splits)
+        the hidden states of a frozen vision tower for the second feeding."""
+        self._tables = self.builder.frozen_towers.encode_missing(
+            self.features, self._cached, splits
+        )
         self._keeps_images = keeps_images
 
     def feed(
@@ -157,14 +161,18 @@ class BatchInputs:
     ) -> Iterator[ModelInputs]:
         """Yield the model's input for each forward pass, from the micro-batch `first` on. Those from `first_replayed` on
         will be fed again."""
-        towers = self.builder.towers
+        frozen_towers = self.builder.frozen_towers
         # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
         for micro_index in range(first, len(micro_batches)):
             if micro_index not in self._tokens:
                 micro_batch = micro_batches[micro_index]
                 trained.append(
-                    [part for part in micro_batch if part[0] not in towers.modalities]
+                    [
+                        part
+                        for part in micro_batch
+                        if part[0] not in frozen_towers.modalities
+                    ]
                 )
         fed = self.builder.feeder.feed(trained, self.features)
         for micro_index in range(first, len(micro_batches)):
@@ -179,24 +187,24 @@ class BatchInputs:
                     (modality, dict(tensors)) for modality, tensors in inputs
                 ]
             for part in micro_batches[micro_index]:
-                if part[0] in towers.modalities:
-                    inputs.append(towers.inputs(part, self._tables))
+                if part[0] in frozen_towers.modalities:
+                    inputs.append(frozen_towers.inputs(part, self._tables))
             if self._keeps_images:
-                self._use_features(inputs, micro_index)
+                self._use_image_states(inputs, micro_index)
             yield inputs
 
-    def _use_features(self, inputs: ModelInputs, micro_index: int) -> None:
-        """Put features in the place of the pixels of a micro-batch. The first feeding computes them."""
+    def _use_image_states(self, inputs: ModelInputs, micro_index: int) -> None:
+        """Put hidden states in the place of the pixels of a micro-batch. The first feeding computes them."""
         chats = [part for part in inputs if part[0] == "multimodal"]
         if micro_index == len(self._images):
-            features = None
+            states = None
             if chats:
-                # Without a graph: for the trained language model behind it the features are constants.
+                # Without a graph: for the trained language model behind it they are constants.
                 with torch.no_grad():
-                    (features,) = self.builder.model(chats, until="images")
-            self._images.append(features)
+                    (states,) = self.builder.model(chats, until="images")
+            self._images.append(states)
         for _, tensors in chats:
-            tensors[IMAGE_FEATURES] = self._images[micro_index]
+            tensors[IMAGE_STATES] = self._images[micro_index]
             tensors.pop("pixel_values", None)
 
 
@@ -242,14 +250,14 @@ class FrozenTowers:
         max_inputs: int | None,
         check_interrupt: InterruptCheck | None,
     ) -> dict[Modality, Tensor]:
-        """Return the same as `features`, outside of a training step. Collective: the ranks share their counts first."""
+        """Return the same as `encode_missing`, outside of a training step. Collective: the ranks share their counts first."""
         cached, missing = self.look_up(features)
         splits = split_in_step(
             features, missing, budget, max_inputs, collectives.world_size()
         )
-        return self.features(features, cached, splits, check_interrupt)
+        return self.encode_missing(features, cached, splits, check_interrupt)
 
-    def features(
+    def encode_missing(
         self,
         features: Sequence[Features],
         cached: Mapping[Modality, CachedRows],
@@ -295,13 +303,13 @@ class FrozenTowers:
         """Return a frozen modality's slice of a micro-batch in the form that the model takes."""
         modality, indices = modality_slice
         if not indices:
-            return modality, {FEATURES: self._dummy(modality)}
+            return modality, {POOLED: self._dummy(modality)}
         table = tables[modality]
         # A list of Python numbers as an index would be copied to the device while the host waits.
-        return modality, {FEATURES: table[row_index(indices, table.device)]}
+        return modality, {POOLED: table[row_index(indices, table.device)]}
 
     def _dummy(self, modality: Modality) -> Tensor:
-        """Return a [1, width] feature for ranks without inputs of this modality. Every rank computes it in its first
+        """Return a [1, width] output for ranks without inputs of this modality. Every rank computes it in its first
         step."""
         if modality not in self._dummies:
             (self._dummies[modality],) = self._run([[(modality, [])]], [])
@@ -312,7 +320,7 @@ class FrozenTowers:
     ) -> Iterator[Tensor]:
         for inputs in self.feeder.feed(micro_batches, features):
             with torch.no_grad():
-                (output,) = self.model(inputs, until="features")
+                (output,) = self.model(inputs, until="pooled")
             yield output
 
 
@@ -320,7 +328,7 @@ class FrozenTowers:
 
 
 FINGERPRINT_VERSION = 1
-"""Version of the fingerprint. Increase it when towers give other features for the same inputs and weights."""
+"""Version of the fingerprint. Increase it when towers give other outputs for the same inputs and weights."""
 _FIELDS = (
     "family",
     "pooling",
@@ -331,7 +339,7 @@ _FIELDS = (
     "min_pixels",
     "max_pixels",
 )
-"""Description fields that change tower features. Prompts are part of the inputs."""
+"""Description fields that change what a tower gives. Prompts are part of the inputs."""
 
 
 def tower_identity(

@@ -238,11 +238,11 @@ class RunLog:
         self,
         options: LoggingSection,
         output: Path,
-        rank: int,
+        rank: str,
     ) -> None:
         # Python has no stdout where the caller has closed it.
         self._stream = ResilientStream(sys.stdout or io.StringIO())
-        self.console = Console(file=cast(TextIO, self._stream), quiet=rank != 0)
+        self.console = Console(file=cast(TextIO, self._stream), quiet=rank != "0")
         self._options = options
         self._output = output
         self._rank = rank
@@ -257,7 +257,7 @@ class RunLog:
         log.setLevel(logging.DEBUG if options.debug else logging.INFO)
         log.propagate = False
         log.addHandler(logging.NullHandler())
-        if self._rank == 0:
+        if self._rank == "0":
             mode = "verbose" if options.debug else options.console
             screen = ConsoleHandler(self.console, self._stream, mode)
             screen.setFormatter(SafeFormatter("%(message)s"))
@@ -274,7 +274,7 @@ class RunLog:
 
     def begin(self) -> None:
         """Write the log file from here on, with the lines so far. Raise UserError if it cannot be written to."""
-        if self._rank == 0:
+        if self._rank == "0":
             file = self._file(self._options.log_file)
             self._held.setTarget(file)
             self._held.flush()

@@ -1,25 +1,19 @@
-"""Set-up of a run: its data and their identity, its model, its hooks, and the values in place of `auto`.
-
-Compiled layers are compared with plain ones here, at the start of a run.
-"""
+"""Set-up of a run: its data and their identity, its model, its hooks, and the values in place of `auto`."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import psutil
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional
 
 from vembed.config.decisions import (
     HEAD_RATE,
-    Decision,
     RateFacts,
     RunIntervals,
     RunSize,
@@ -50,8 +44,6 @@ from vembed.config.terms import (
 )
 from vembed.data.batching.rank_batch import (
     Feeder,
-    ModelInputs,
-    indices_by_modality,
 )
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.batching.stream import RankBatchStream
@@ -69,22 +61,18 @@ from vembed.models.building import (
     is_embedding_model,
 )
 from vembed.models.embedding_model import EmbeddingModel, TwoTowers
-from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import (
     ModelDescription,
     describe,
     without_effect,
 )
 from vembed.models.heads import Head, principal_components
-from vembed.models.precision import compiled_forwards, use_row_gradients
+from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.environment import num_cores
 from vembed.parallel.launch_check import require_equal
 from vembed.parallel.parameters import (
-    CAN_RESET_FSDP2,
-    discard_passes,
     num_parameters,
-    set_gradient_sync,
 )
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
@@ -327,10 +315,9 @@ def build_components(
         decoders=max(num_cores() // num_sharing, 1),
     )
     # On CPUs `auto` is false.
-    is_left_to_auto = model_options.torch_compile == "auto"
-    first_features: list[Features] = []
-    if is_left_to_auto and session.device.type == "cuda":
-        first_features = decide_compilation(data, featuriser, session)
+    if model_options.torch_compile == "auto" and session.device.type == "cuda":
+        decide_compilation(data, featuriser, session)
+    log.info(f"compiled layers: {session.placement.compilation}")
     embedder = unsharded_model(
         config.model,
         config.adapters,
@@ -354,8 +341,6 @@ def build_components(
 
     # The loss and the optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
-    if not is_left_to_auto or first_features:
-        check_compiled(model, embedder, featuriser, first_features, session)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,
@@ -633,23 +618,20 @@ def decide_intervals(
 
 FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
 """Forward and backward pass."""
-NUM_COMPARED_EXAMPLES = 8
-"""Examples whose inputs are counted, and compared."""
-MAX_COSINE_DISTANCE_HALF = 1e-2
-"""Largest 1 - cosine of an embedding by compiled and by plain layers, in 16 bits."""
-MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
+NUM_FIRST_EXAMPLES = 8
+"""Examples whose inputs are counted."""
 
 
 def decide_compilation(
     data: RunData,
     featuriser: BaseFeaturiser,
     session: Session,
-) -> list[Features]:
+) -> None:
     """Decide by the operations of the whole run whether layers are compiled, before the model is built.
 
-    Return the inputs of the first examples, on which compiled layers are compared. They are the same on every rank.
+    The first examples, by which they are estimated, are the same on every rank.
     """
-    num_first = min(NUM_COMPARED_EXAMPLES, len(data.examples))
+    num_first = min(NUM_FIRST_EXAMPLES, len(data.examples))
     units: list[Any] = []
     for number in range(num_first):
         units += featuriser.units(data.examples[number])
@@ -661,95 +643,8 @@ def decide_compilation(
     session.placement = session.placement.for_work(
         FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
     )
-    return features
+    if session.placement.compilation.value:
+        import torch._dynamo  # imports the compiler
 
-
-def check_compiled(
-    model: nn.Module,
-    embedder: EmbeddingModel,
-    featuriser: BaseFeaturiser,
-    features: Sequence[Features],
-    session: Session,
-) -> None:
-    """Log whether the layers of the model are compiled. Collective.
-
-    Those that `auto` has compiled are compared with plain ones. Where they differ, or do not compile, plain layers are
-    used, with a warning.
-    """
-    asked = session.placement.run.config.model.torch_compile
-    layers = layers_of(embedder.backbone)
-    log.info(f"compiled layers: {session.placement.compilation}")
-    if asked != "auto" or not session.placement.compilation.value:
-        return
-    indices = indices_by_modality(features, featuriser.modalities)
-    feeder = Feeder(featuriser, session.device)
-    (inputs,) = feeder.feed([list(indices.items())], features)
-    problem = compiled_difference(model, layers, inputs, session)
-    # All processes decide alike: compiled and plain layers round differently.
-    if not collectives.max_ints([int(problem is not None)])[0]:
-        return
-    reason = f"auto: {problem or 'another process could not compile them'}"
-    log.warning(f"compiled layers: false ({reason})")
-    for forward in compiled_forwards(layers):
-        forward.is_on = False
-    session.placement = replace(session.placement, compilation=Decision(False, reason))
-
-
-def compiled_difference(
-    model: nn.Module,
-    layers: Sequence[nn.Module],
-    inputs: ModelInputs,
-    session: Session,
-) -> str | None:
-    """Return what is wrong with the compiled layers. Leaves no gradients. Collective under FSDP.
-
-    None: they give the embeddings of plain layers, and compile in the backward pass too.
-    """
-    from torch._dynamo.exc import TorchDynamoException  # imports the compiler
-
-    was_training = model.training
-    forwards = compiled_forwards(layers)
-    # The pass in training mode moves the running statistics of batch norms.
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    # The gradients of this check are dropped, so FSDP need not sum them over the processes.
-    set_gradient_sync(model, False)
-    try:
-        # Dropout would make the two differ.
-        model.eval()
-        with torch.no_grad():
-            compiled = [output.float() for output in model(inputs)]
-            for forward in forwards:
-                forward.is_on = False
-            plain = [output.float() for output in model(inputs)]
-            for forward in forwards:
-                forward.is_on = True
-        model.train()
-        outputs = [output for output in model(inputs) if output.requires_grad]
-        if outputs:
-            sums = [output.float().sum() for output in outputs]
-            torch.autograd.backward(sums)
-    except TorchDynamoException as error:
-        if isinstance(model, FSDPModule) and not CAN_RESET_FSDP2:
-            raise UserError(
-                "layers cannot be compiled, and this FSDP2 cannot go on after a failed pass: set torch_compile: false, "
-                "or install torch 2.13"
-            ) from error
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
-    finally:
-        for forward in forwards:
-            forward.is_on = True
-        discard_passes(model)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-        model.train(was_training)
-    distances: list[torch.Tensor] = []
-    for left, right in zip(compiled, plain, strict=True):
-        distances.append(1 - functional.cosine_similarity(left, right, dim=1))
-    # The largest of numbers and a NaN is the NaN, which is below no limit.
-    distance = float(torch.cat(distances).max())
-    limit = MAX_COSINE_DISTANCE_FLOAT32
-    if session.placement.computes_in_half:
-        limit = MAX_COSINE_DISTANCE_HALF
-    if distance <= limit:
-        return None
-    return f"compiled layers give other embeddings (1 - cosine is {distance:.1e})"
+        # Nobody has asked for it: a layer that does not compile runs plain.
+        torch._dynamo.config.suppress_errors = True

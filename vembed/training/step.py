@@ -19,7 +19,7 @@ Five stages, five methods:
                the same number of micro-batches, and how many of their graphs are kept.
 2. `encode`    The embeddings [n, D] of this rank, micro-batch by micro-batch. The first micro-batches keep their graphs,
                as many as fit: Gradient Cache replays the others.
-               Features of frozen towers are computed first, or read from the cache; gradients do not reach them.
+               Outputs of frozen towers are computed first, or read from the cache. Gradients do not reach them.
 3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them.
 4. `score`     L is a sum over the rows. This rank computes the part of its rows, and its gradient with respect to all
                of E. Their sum over the ranks is G. Each rank gets its n vectors of it, multiplied by the world size
@@ -300,7 +300,8 @@ class ContrastiveStep:
 
         `is_last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
         """
-        # The weights stay the same until the optimizer step, and so do their copies in bfloat16.
+        scaled_weight = weight * scale
+        # The parameters stay the same until the optimizer step, and so do their copies in bfloat16.
         with self.copies.held():
             with self.timer("data"):
                 inputs = self.input_builder.build(rank_batch.features)
@@ -321,10 +322,10 @@ class ContrastiveStep:
             with self._watching_memory(can_repeat=False, in_loss=True):
                 with self.timer("wait"):
                     loss_batch = self.gather(batch)
-                loss_share, gradient = self.score(loss_batch, batch, weight * scale)
+                loss_share, gradient = self.score(loss_batch, batch, scaled_weight)
             loss_copy = HostCopy(loss_share)
             with self.timer("backward"), self._watching_memory(can_repeat=can_repeat):
-                self.backward(batch, gradient, weight * scale)
+                self.backward(batch, gradient, scaled_weight)
         num_micro_batches = len(batch.micro_batches)
         feeder = self.input_builder.feeder
         padded_tokens = 0
@@ -375,7 +376,7 @@ class ContrastiveStep:
             "failed": self._ran_out_of_memory,  # in the batch before
         }
         # One collective for all numbers: a table [ranks, columns] of the counts above, then this rank's micro-batches of
-        # each modality, then those of the frozen towers for inputs whose features are missing. Before the first forward
+        # each modality, then those of the frozen towers for inputs that are not in the cache. Before the first forward
         # pass, because under FSDP all ranks must run equally many.
         numbers = [int(count) for count in rank_counts.values()]
         table = collectives.all_gather_ints(
@@ -392,7 +393,7 @@ class ContrastiveStep:
         num_groups = len(model_split.counts)
         splits = model_split.agreed(num_micro_batches[:num_groups])
         batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_groups:])
-        frozen = self.input_builder.towers.modalities
+        frozen = self.input_builder.frozen_towers.modalities
         batch.micro_batches = order_micro_batches(splits, frozen)
         # From numbers that are equal on all ranks: a rank with a shorter second phase would leave the others waiting.
         batch.num_kept_graphs = budget.num_kept_graphs(
@@ -406,7 +407,7 @@ class ContrastiveStep:
         """Set this rank's embeddings [n, D] in the order of its inputs, and keep the graphs that fit. Collective."""
         embeddings: Tensor | None = None
         with torch.no_grad():
-            # Where all graphs are kept there is no second phase that could reuse image features.
+            # Where all graphs are kept there is no second phase that could reuse hidden states of images.
             max_tokens = max(batch.counts.padded_tokens)
             images_fit = max_tokens <= self.input_builder.max_image_tokens
             replays = batch.num_kept_graphs < len(batch.micro_batches)
@@ -486,10 +487,10 @@ class ContrastiveStep:
         self,
         loss_batch: LossBatch,
         batch: StepBatch,
-        weight: float,
+        scaled_weight: float,
     ) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of L, and the gradient of `weight` * L for this rank's vectors [n, D], multiplied by the
-        world size. Collective."""
+        """Return this rank's part of L, and the gradient of `scaled_weight` * L for this rank's vectors [n, D], multiplied
+        by the world size. Collective."""
         embeddings = loss_batch.embeddings
         budget = self.budget
         # A smaller budget keeps fewer graphs, and leaves their memory to the loss.
@@ -508,7 +509,7 @@ class ContrastiveStep:
         ):
             loss_share = self.loss(loss_batch)
             # The loss runs in float32. Its gradient carries the float16 scale into the backward of each micro-batch.
-            (loss_share * weight).backward()
+            (loss_share * scaled_weight).backward()
         if loss_share is None:
             # Out of memory: the ranks wait for this one in the collectives that follow.
             loss_share = embeddings.new_zeros(())
@@ -530,9 +531,9 @@ class ContrastiveStep:
         self,
         batch: StepBatch,
         gradient: Tensor,
-        weight: float,
+        scaled_weight: float,
     ) -> None:
-        """Backpropagate `gradient` [n, D], and `weight` times the model's own losses, through every micro-batch.
+        """Backpropagate `gradient` [n, D], and `scaled_weight` times the model's own losses, through every micro-batch.
 
         Micro-batches whose graphs were not kept are run again. Collective.
         """
@@ -567,7 +568,7 @@ class ContrastiveStep:
                 surrogate = batch.auxiliary.surrogate(micro_batch, losses)
                 if surrogate is not None:
                     # The loss is a sum over the ranks, but the gradients of the ranks are averaged (see `score`).
-                    factor = weight * self.session.world_size
+                    factor = scaled_weight * self.session.world_size
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))
             overlaps = not self.session.syncs_batch_norms

@@ -16,6 +16,7 @@ writes a checkpoint and raises `Stopped`; `resume` goes on.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -33,7 +34,7 @@ from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.parallel.devices import fsdp_print_memory_usage
-from vembed.parallel.environment import RankInfo, launched_rank
+from vembed.parallel.environment import RankInfo
 from vembed.parallel.parameters import log_parameter_summary
 from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import OutOfMemory, find_budget, halved
@@ -48,7 +49,7 @@ from vembed.training.checkpoint.folders import (
     require_output_folder,
 )
 from vembed.training.final import ModelWriter, save_final
-from vembed.training.frozen import log_feature_use
+from vembed.training.frozen import log_store_use
 from vembed.training.hooks.base import (
     Evaluation,
     Hook,
@@ -116,6 +117,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
     if config.logging.push_to_hub is not None:
         hub = Hub(config.logging.push_to_hub)
     lock = OutputLock(output)
+    rank = os.environ.get("RANK") or "0"  # as the launcher has set it
 
     def prepare_launch(ranks: RankInfo) -> dict[str, Any]:
         """Check what can be checked before devices are chosen. Return the facts that all ranks compare."""
@@ -131,7 +133,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         # They are left from last to first: the newest checkpoint is on disk before the group of processes ends, and
         # another run may write here only after all of them.
         lock,
-        RunLog(config.logging, output, launched_rank()) as run_log,
+        RunLog(config.logging, output, rank) as run_log,
         Interrupts(config.run.max_train_minutes) as interrupts,
         start_session(resolved, prepare_launch) as session,
         Checkpointer(config.run, session) as checkpointer,
@@ -252,7 +254,9 @@ class Trainer:
 
         `asked` is what the user asks for. `self.config` is the same with the values that the run has decided.
         """
-        self.clock = RunClock()
+        self._began = time.perf_counter()
+        self._earlier_seconds = 0.0
+        """Seconds that earlier parts of a resumed run took."""
         self.session = session
         self.checkpointer = checkpointer
         self.interrupts = interrupts
@@ -381,7 +385,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_start(self)
         log_setup(self)
-        set_up_seconds = self.clock.seconds() - state.seconds
+        set_up_seconds = self.seconds() - state.seconds
         if self.config.evaluation.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
@@ -390,17 +394,11 @@ class Trainer:
         if state.step > 0 and _is_due(state.step, self.intervals.eval_steps):
             self.evaluate()
         fsdp_print_memory_usage("before the first step")
-        if state.step >= total_steps:
-            log.info(
-                f"nothing is left to train: step {state.step:,d} is done, and epochs or max_steps ask for "
-                f"{total_steps:,d}"
-            )
-        else:
-            steps = f"{total_steps:,d} steps"
-            if state.step > 0:
-                steps = f"steps {state.step + 1:,d} to {total_steps:,d}"
-            log.info(f"set-up took {duration(set_up_seconds)}; training {steps}")
-        self.clock.start_loop(state.step)
+        log.info(
+            f"set-up took {duration(set_up_seconds)}; {state.step:,d} of {total_steps:,d} steps are done"
+        )
+        self._first_step = state.step
+        self._loop_began = time.perf_counter()
 
     def fit(self) -> None:
         """Train to the last step, or until a hook ends the run or an interrupt stops it.
@@ -436,7 +434,7 @@ class Trainer:
                 state.num_skipped += 1
                 if not report.outcome.is_overflow:
                     state.skipped_in_a_row += 1
-            state.seconds = self.clock.seconds()
+            state.seconds = self.seconds()
             if self.hooks.on_step(report):
                 interrupts.end_requested = True
             # The ranks decide together, once per step, so that all stop after the same one. After `on_step`, whose wish
@@ -507,7 +505,10 @@ class Trainer:
         for hook in self.hooks:
             hook.on_log(values)
         total_steps = self.data.total_steps
-        seconds_left = self.clock.seconds_left(report.step, total_steps)
+        # At the rate so far, with evaluations and checkpoints.
+        seconds_per_step = time.perf_counter() - self._loop_began
+        seconds_per_step /= report.step - self._first_step
+        seconds_left = seconds_per_step * (total_steps - report.step)
         log.info(log_line(values, total_steps, seconds_left))
 
     def evaluate(self) -> None:
@@ -518,9 +519,9 @@ class Trainer:
         data = self.data.evaluation
         if data is None or state.scored_step == state.step:
             return
-        start = self.clock.seconds()
+        start = self.seconds()
         query_results = QueryResults()
-        towers = components.input_builder.towers
+        towers = components.input_builder.frozen_towers
         is_quantized = config.objective.quantize_embeddings is not None
         with self.hooks.evaluation_weights():
             scores = evaluate_model(
@@ -540,7 +541,7 @@ class Trainer:
         state.scored_step = state.step
         metric = deciding_metric(config.evaluation.eval_metric, data)
         when = f"after step {state.step:,d}" if state.step else "before training"
-        seconds = self.clock.seconds() - start
+        seconds = self.seconds() - start
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
         # The best step must be recoverable: it has a checkpoint, or it is the last one. In a run without checkpoints the
         # best step is reported and not loaded.
@@ -576,7 +577,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_finish(self)
         self.interrupts.ignores_signals = True
-        log_feature_use(components.input_builder.towers.stores)
+        log_store_use(components.input_builder.frozen_towers.stores)
         self.checkpointer.wait()
 
         # The weights that final/ gets.
@@ -622,6 +623,10 @@ class Trainer:
             steps=min(state.step, self.data.total_steps),
         )
 
+    def seconds(self) -> float:
+        """Return the seconds of the whole run so far, with the earlier parts of a resumed run."""
+        return self._earlier_seconds + time.perf_counter() - self._began
+
     def restart_stream(self) -> None:
         """Read the batches from the current step on. Those prepared ahead are dropped."""
         num_batches = self.data.batches_per_step
@@ -646,7 +651,7 @@ class Trainer:
             # The guard that ended the run is no longer asked for.
             state.guard_drop = None
         self.hooks.load_states(state.hooks)
-        self.clock.earlier_seconds = state.seconds
+        self._earlier_seconds = state.seconds
         return state
 
     def _trained(self) -> Trained:
@@ -687,26 +692,3 @@ class Trainer:
 
 def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and interval > 0 and step % interval == 0
-
-
-class RunClock:
-    """Time of a run: the seconds so far, and an estimate of those that are left."""
-
-    def __init__(self) -> None:
-        self.began = time.perf_counter()
-        self.earlier_seconds = 0.0
-        """Seconds that earlier parts of a resumed run took."""
-
-    def start_loop(self, step: int) -> None:
-        """Begin the loop after `step` steps."""
-        self._first_step = step
-        self._loop_began = time.perf_counter()
-
-    def seconds(self) -> float:
-        """Return the seconds of the whole run so far."""
-        return self.earlier_seconds + time.perf_counter() - self.began
-
-    def seconds_left(self, step: int, total_steps: int) -> float:
-        """Return the seconds from `step` to the end, at the rate so far, with evaluations and checkpoints."""
-        seconds = time.perf_counter() - self._loop_began
-        return seconds / (step - self._first_step) * (total_steps - step)

@@ -144,7 +144,6 @@ def edit(
     )
     editor = Editor(embedder, sets, kind, evaluation, keeps_original=trials > 0)
     before = editor.scores()
-    log.info("before: %s", _score_line(before))
     tried = []
     if trials:
         tried = _search(editor, plan, trials, seed)
@@ -152,24 +151,18 @@ def edit(
         metric = editor.metric
         lowest = before[metric] - max_drop
         holding = [trial for trial in tried if trial.scores[metric] >= lowest]
-        if holding:
-            # The lowest probe among those that hold the main score.
-            best = min(
-                holding,
-                key=lambda trial: (trial.scores["probe"], -trial.scores[metric]),
+        if not holding:
+            raise UserError(
+                f"no trial held {metric} within {max_drop:g} of {before[metric]:.4f}: give a larger max_drop, or more trials"
             )
-        else:
-            log.warning(
-                "no trial held %s within %g of %.4f: the best of them is taken",
-                metric,
-                max_drop,
-                before[metric],
-            )
-            best = max(tried, key=lambda trial: trial.scores[metric])
+        # The lowest probe among those that hold the main score.
+        best = min(
+            holding,
+            key=lambda trial: (trial.scores["probe"], -trial.scores[metric]),
+        )
         plan = best.plan
     editor.apply(plan)
     after = editor.scores()
-    log.info("after: %s", _score_line(after))
     editor.save(target)
     result = EditResult(target, plan, before, after, tuple(tried))
     if session is None or session.is_main:
@@ -278,7 +271,7 @@ class Editor:
             self.metric = data.metric
         self._model = embedder.model
         self._map: tuple[Tensor, Tensor] | None = None
-        self._original = copy_local_shards(embedder.model) if keeps_original else None
+        self._original = copy_local_shards(embedder.model) if keeps_original else {}
         self._states: np.ndarray | None = None
         """[texts, layers, width] of the model before any edit, of the texts that estimate directions."""
 
@@ -347,7 +340,6 @@ class Editor:
 
     def undo(self) -> None:
         """Bring the model back to what it was."""
-        assert self._original is not None
         restore_local_shards(self._model, self._original)
         self.embedder.model = self._model
         self._map = None
@@ -532,11 +524,12 @@ def _search(
         tried.append(EditTrial(candidate, scores))
         study.tell(asked, [scores["probe"], scores[metric]])
         log.info(
-            "trial %d of %d: %s; strength %.3f",
+            "trial %d of %d: probe %.4f, %s %.4f",
             number,
             num_trials,
-            _score_line(scores),
-            candidate.strength,
+            scores["probe"],
+            metric,
+            scores[metric],
         )
     return tried
 
@@ -554,11 +547,6 @@ def _write_result(result: EditResult) -> None:
     if result.trials:
         summary["trials"] = [asdict(trial) for trial in result.trials]
     write_json(result.model_dir / EDIT_FILE, summary)
-
-
-def _score_line(scores: dict[str, float]) -> str:
-    keys = ("probe", "across", "ndcg@10", "spearman")
-    return ", ".join(f"{key} {scores[key]:.4f}" for key in keys if key in scores)
 
 
 # ---- directions between two sets of vectors, maps that take them out, and the probe ------------------------------------

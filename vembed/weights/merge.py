@@ -31,8 +31,7 @@ from vembed.weights.sources import (
     ModelFolder,
     Read,
     TensorReader,
-    check_pooling,
-    check_tokenizers,
+    check_fit,
     default_base,
     is_checkpoint,
     last_checkpoints,
@@ -126,18 +125,14 @@ def merge(
         density=density,
         scale=scale,
     )
-    of_differences = False
-    if method == "slerp":
-        of_differences = of == "differences" or (of == "auto" and base is not None)
-        what = "differences from the base" if of_differences else "weights"
-        log.info("slerp: of the %s (--of weights, --of differences)", what)
     recipe = Recipe(
         method="mean" if method == "soup" else method,
         weights=tuple(weights or [1.0] * len(names)),
         density=density,
         scale=scale,
         interpolate=interpolate,
-        of_differences=of_differences,
+        of_differences=method == "slerp"
+        and (of == "differences" or (of == "auto" and base is not None)),
         seed=seed,
     )
     is_main = session is None or session.is_main
@@ -165,7 +160,7 @@ def merge(
         candidate = scratch / "candidate"
         if is_main:
             members = [sources[number] for number in numbers]
-            Merge(members, base_source, stored_dtype).write(recipe, candidate)
+            write_merge(members, base_source, stored_dtype, recipe, candidate)
         collectives.barrier()
         return scores_of(candidate)
 
@@ -195,7 +190,7 @@ def merge(
             log.info("base: %s", base_name)
             base_source = open_source(base_name)
         # What does not fit is said by every rank, before anything is written.
-        Merge(sources, base_source)
+        check_fit(sources, base_source)
         chosen = list(range(len(names)))
         trials = []
         if method == "soup":
@@ -214,7 +209,7 @@ def merge(
             recipe = _at_point(recipe, best.at)
         if is_main:
             members = [sources[number] for number in chosen]
-            Merge(members, base_source, stored_dtype).write(recipe, target)
+            write_merge(members, base_source, stored_dtype, recipe, target)
             if trials:
                 start, end = names if len(names) == 2 else (base_name, names[0])
                 points = [asdict(trial) for trial in trials]
@@ -268,18 +263,19 @@ def _at_point(recipe: Recipe, at: float) -> Recipe:
 
 
 def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
-    """Return the models with each run replaced by its last checkpoints, or by its final model."""
+    """Return the models with each run replaced by its last checkpoints, if these are asked for."""
+    if last is None:
+        return list(names)
     expanded = []
+    has_run = False
     for name in names:
         path = Path(name).expanduser()
-        is_run = (path / "config.yaml").is_file() and not is_checkpoint(path)
-        if is_run and last is not None:
+        if (path / "config.yaml").is_file() and not is_checkpoint(path):
+            has_run = True
             expanded += [str(checkpoint) for checkpoint in last_checkpoints(path, last)]
-        elif is_run and (path / "final").is_dir():
-            expanded.append(str(path / "final"))
         else:
             expanded.append(name)
-    if last is not None and len(expanded) == len(names) and last != 1:
+    if not has_run:
         raise UserError(
             f"last: {last} asks for checkpoints of a run, and {names[0]} is no run's output folder"
         )
@@ -289,110 +285,97 @@ def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
-class Merge:
-    """Models that fit together, and the base that they are compared with; ready to be merged by any recipe."""
+def write_merge(
+    sources: Sequence[ModelFolder],
+    base: ModelFolder | None,
+    dtype: str | None,
+    recipe: Recipe,
+    target: Path,
+) -> None:
+    """Write the merged model: the files of the first one, with the weights of all. The models fit together
+    (`check_fit`). `dtype`: of the stored weights. None: the first model's."""
+    root = sources[0].folder
+    files = set()
+    for tensors in sources[0].files.values():
+        files |= {reader.path for reader in tensors.values()}
 
-    def __init__(
-        self,
-        sources: Sequence[ModelFolder],
-        base: ModelFolder | None = None,
-        dtype: str | None = None,
-    ) -> None:
-        """Raise where the models are not of one architecture, tokenizer and pooling. `dtype`: of the stored weights.
-        None: the first model's."""
-        self.sources = list(sources)
-        self.base = base
-        self.dtype = dtype
-        first = self.sources[0]
-        self._names = [matched(first, source) for source in self.sources]
-        self._base_names = matched(first, base) if base is not None else {}
-        with_base = self.sources if base is None else [*self.sources, base]
-        check_tokenizers(with_base)
-        check_pooling(self.sources)
+    def not_copied(folder: str, names: list[str]) -> set[str]:
+        """Weights are written anew; an adapter, a recipe and a report are of another model."""
+        left = set(names) & NOT_COPIED if Path(folder) == root else set()
+        for name in names:
+            is_other = name.startswith(("checkpoint-", "."))
+            if is_other or name.endswith(".safetensors"):
+                left.add(name)
+        return left
 
-    def write(self, recipe: Recipe, target: Path) -> Path:
-        """Write the merged model: the files of the first one, with the weights of all."""
-        root = self.sources[0].folder
-        files = set()
-        for tensors in self.sources[0].files.values():
-            files |= {reader.path for reader in tensors.values()}
-
-        def not_copied(folder: str, names: list[str]) -> set[str]:
-            """Weights are written anew; an adapter, a recipe and a report are of another model."""
-            left = set(names) & NOT_COPIED if Path(folder) == root else set()
-            for name in names:
-                is_other = name.startswith(("checkpoint-", "."))
-                if is_other or name.endswith(".safetensors"):
-                    left.add(name)
-            return left
-
-        described: dict[str, Any] = {
-            "models": [source.name for source in self.sources],
-            "base": None,
-        }
-        if self.base is not None and recipe.needs_base:
-            described["base"] = self.base.name
-        with replaced_folder(target) as folder:
-            shutil.copytree(root, folder, dirs_exist_ok=True, ignore=not_copied)
-            for path in sorted(files):
-                self._write_file(recipe, path, folder / path.relative_to(root))
-            settings = read_object(folder / "config.json")
-            if self.dtype is not None and settings is not None:
-                # The key's older name would contradict.
-                settings.pop("torch_dtype", None)
-                write_json(folder / "config.json", {**settings, "dtype": self.dtype})
-            write_json(folder / RECIPE_FILE, {**described, **asdict(recipe)})
-            replace_text(folder / "README.md", _card(described, recipe))
-        return target
-
-    def _write_file(
-        self,
-        recipe: Recipe,
-        path: Path,
-        target: Path,
-    ) -> None:
-        relative = path.parent.relative_to(self.sources[0].folder).as_posix()
-        subfolder = "" if relative == "." else relative
-        reader = TensorReader(path)
-        entries = {}
-        for name, entry in reader.entries.items():
-            is_cast = (
-                self.dtype is not None and DTYPE_BY_CODE[entry.dtype].is_floating_point
-            )
-            code = CODES[self.dtype] if self.dtype and is_cast else entry.dtype
-            entries[name] = replace(entry, dtype=code)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("wb") as file:
-            write_header(file, entries, reader.metadata)
-            for name, entry in entries.items():
-                dtype = DTYPE_BY_CODE[entry.dtype]
-                models = []
-                for source, names in zip(self.sources, self._names, strict=True):
-                    if name in names[subfolder]:
-                        models.append(source.reader(subfolder, names[subfolder][name]))
-                base = None
-                if self.base is not None and name in self._base_names[subfolder]:
-                    base_name = self._base_names[subfolder][name]
-                    base = self.base.reader(subfolder, base_name)
-                # Counts and tables of positions have no mean; a pooler that some lack is never used.
-                is_merged = dtype.is_floating_point and len(models) == len(self.sources)
-                if not is_merged or (recipe.needs_base and base is None):
-                    pieces = iter([reader.read(name, 0, entry.size)])
-                else:
-                    pieces = merged_pieces(recipe, name, entry.size, models, base)
-                for piece in pieces:
-                    file.write(piece.to(dtype).view(torch.uint8).numpy().data)
+    described: dict[str, Any] = {
+        "models": [source.name for source in sources],
+        "base": base.name if base is not None and recipe.needs_base else None,
+        **asdict(recipe),
+    }
+    with replaced_folder(target) as folder:
+        shutil.copytree(root, folder, dirs_exist_ok=True, ignore=not_copied)
+        for path in sorted(files):
+            merged_file = folder / path.relative_to(root)
+            _write_file(sources, base, dtype, recipe, path, merged_file)
+        settings = read_object(folder / "config.json")
+        if dtype is not None and settings is not None:
+            # The key's older name would contradict.
+            settings.pop("torch_dtype", None)
+            write_json(folder / "config.json", {**settings, "dtype": dtype})
+        write_json(folder / RECIPE_FILE, described)
+        replace_text(folder / "README.md", _card(described))
 
 
-def _card(described: dict[str, Any], recipe: Recipe) -> str:
+def _write_file(
+    sources: Sequence[ModelFolder],
+    base: ModelFolder | None,
+    dtype: str | None,
+    recipe: Recipe,
+    path: Path,
+    target: Path,
+) -> None:
+    """Write the merged tensors of the first model's file `path`."""
+    first = sources[0]
+    subfolder = path.parent.relative_to(first.folder).as_posix().removeprefix(".")
+    reader = TensorReader(path)
+    entries = {}
+    for name, entry in reader.entries.items():
+        entries[name] = entry
+        if dtype is not None and DTYPE_BY_CODE[entry.dtype].is_floating_point:
+            entries[name] = replace(entry, dtype=CODES[dtype])
+    names_of_sources = [matched(first, source)[subfolder] for source in sources]
+    base_names = {} if base is None else matched(first, base)[subfolder]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with target.open("wb") as file:
+        write_header(file, entries, reader.metadata)
+        for name, entry in entries.items():
+            stored_dtype = DTYPE_BY_CODE[entry.dtype]
+            models = []
+            for source, names in zip(sources, names_of_sources, strict=True):
+                if name in names:
+                    models.append(source.reader(subfolder, names[name]))
+            below = None
+            if base is not None and name in base_names:
+                below = base.reader(subfolder, base_names[name])
+            # Counts and tables of positions have no mean; a pooler that some lack is never used.
+            is_merged = stored_dtype.is_floating_point and len(models) == len(sources)
+            if not is_merged or (recipe.needs_base and below is None):
+                pieces = iter([reader.read(name, 0, entry.size)])
+            else:
+                pieces = merged_pieces(recipe, name, entry.size, models, below)
+            for piece in pieces:
+                file.write(piece.to(stored_dtype).view(torch.uint8).numpy().data)
+
+
+def _card(described: dict[str, Any]) -> str:
     """Return a card with what the model was merged from."""
-    front = "---\nlibrary_name: sentence-transformers\ntags:\n- sentence-transformers\n- feature-extraction\n- merge\n---"
-    models = "\n".join(f"- {_public(name)}" for name in described["models"])
-    blocks = [front, "# Embedding model", "Merged by vembed from:", models]
+    public = {**described, "models": list(map(_public, described["models"]))}
     if described["base"]:
-        blocks.append(f"Base: {_public(described['base'])}")
-    blocks.append(f"```json\n{json.dumps(asdict(recipe), indent=2)}\n```")
-    return "\n\n".join(blocks) + "\n"
+        public["base"] = _public(described["base"])
+    front = "---\nlibrary_name: sentence-transformers\ntags:\n- sentence-transformers\n- feature-extraction\n- merge\n---"
+    settings = f"```json\n{json.dumps(public, indent=2)}\n```"
+    return f"{front}\n\n# Embedding model\n\nMerged by vembed:\n\n{settings}\n"
 
 
 def _public(name: str) -> str:
@@ -453,9 +436,7 @@ def merged_pieces(
     elif recipe.method == "weighted":
         coefficients = [weight / sum(recipe.weights) for weight in recipe.weights]
     elif recipe.method == "slerp":
-        coefficients = slerp_coefficients(
-            _gram(recipe, size, models, base), recipe.weights
-        )
+        coefficients = _slerp_coefficients(recipe, size, models, base)
     elif recipe.method == "ties":
         assert base is not None
         thresholds = [_threshold(read, base, size, recipe.density) for read in models]
@@ -487,56 +468,34 @@ def merged_pieces(
         yield merged
 
 
-def slerp_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float]:
-    """Return the coefficients of spherical interpolation, one model joined after the other.
-
-    `gram` [n, n]: scalar products of the models' tensors. Two models of weights w: the point at w2 / (w1 + w2) of the
-    arc from the first to the second.
-    """
-    coefficients = torch.zeros(len(weights), dtype=torch.float64)
-    coefficients[0] = 1.0
-    # Model k joins the arc of those before it at w_k / (w_1 + ... + w_k), as a mean that grows model by model.
-    total = weights[0]
-    for number in range(1, len(weights)):
-        total += weights[number]
-        # The first models may all have no weight: then the next one stands alone.
-        second = weights[number] / total if total else 1.0
-        first = 1 - second
-        # Lengths of the tensor so far and of the next model's, and the angle between them. With the coefficients c
-        # and the gram matrix G the length is sqrt(c' G c), so no tensor has to be read again.
-        first_norm = math.sqrt(max(float(coefficients @ gram @ coefficients), 0.0))
-        second_norm = math.sqrt(max(float(gram[number, number]), 0.0))
-        if first_norm > 0 and second_norm > 0:
-            product = float(coefficients @ gram[:, number])
-            cosine = product / (first_norm * second_norm)
-            angle = math.acos(min(max(cosine, -1.0), 1.0))
-            # sin(f a) / sin(a) and sin(s a) / sin(a). For a -> 0 they tend to f and s, which stay as they are.
-            if math.sin(angle) > MIN_SINE:
-                first = math.sin(first * angle) / math.sin(angle)
-                second = math.sin(second * angle) / math.sin(angle)
-        coefficients *= first
-        coefficients[number] = second
-    return coefficients.tolist()
-
-
-def _gram(
+def _slerp_coefficients(
     recipe: Recipe,
     size: int,
     models: Sequence[Read],
     base: Read | None,
-) -> Tensor:
-    products = torch.zeros(len(models), len(models), dtype=torch.float64)
+) -> list[float]:
+    """Return the coefficients of the point at w2 / (w1 + w2) of the arc from the first tensor to the second."""
+    # The scalar products of both tensors [2, 2], which add up over the pieces.
+    gram = torch.zeros(2, 2, dtype=torch.float64)
     for start in range(0, size, PIECE):
         stop = min(start + PIECE, size)
-        values = [read(start, stop) for read in models]
+        values = torch.stack([read(start, stop) for read in models])
         if recipe.of_differences:
             assert base is not None
-            below = base(start, stop)
-            values = [value.sub_(below) for value in values]
-        # [n, piece] @ [piece, n]: the scalar products of a piece, which add up over the pieces.
-        stacked = torch.stack(values)
-        products += stacked @ stacked.T
-    return products
+            values -= base(start, stop)
+        gram += values @ values.T
+    second = recipe.weights[1] / sum(recipe.weights)
+    first = 1 - second
+    lengths = float(gram[0, 0] * gram[1, 1]) ** 0.5
+    # Between two directions only: a tensor of zeros has none.
+    if lengths > 0:
+        cosine = float(gram[0, 1]) / lengths
+        angle = math.acos(min(max(cosine, -1.0), 1.0))
+        # For an angle of 0 both tend to the shares themselves.
+        if math.sin(angle) > MIN_SINE:
+            first = math.sin(first * angle) / math.sin(angle)
+            second = math.sin(second * angle) / math.sin(angle)
+    return [first, second]
 
 
 def _threshold(

@@ -69,6 +69,10 @@ def check_merge(
         raise UserError(
             f"weights: {len(weights)} given for {len(names)} models; give one for each"
         )
+    if method == "slerp" and len(names) != 2:
+        raise UserError(
+            f"method: slerp is between two models, and {len(names)} are given; merge two of them first"
+        )
     if sweep_points is not None and len(names) > 2:
         raise UserError(
             f"a sweep is a line between two models, or between a base and one; {len(names)} are given"

@@ -108,10 +108,6 @@ class ModelFolder:
     files: dict[str, dict[str, TensorReader]]
     """Subfolder (empty for the backbone's) -> tensor -> its file."""
 
-    def entry(self, part: str, name: str) -> Stored:
-        """Return dtype and shape of a tensor."""
-        return self.files[part][name].entries[name]
-
     def reader(self, part: str, name: str) -> Read:
         """Return a function that reads ranges of a tensor in float64."""
         file = self.files[part][name]
@@ -137,7 +133,7 @@ def open_source(name: str, folder: Path | None = None) -> ModelFolder:
         tensors |= dict.fromkeys(reader.entries, reader)
     for subfolder in files:
         check_weights(root / subfolder)
-    if "" not in files and not any(files.values()):
+    if not files:
         raise UserError(
             f"{name} has no .safetensors file, and vembed merges no pickled weights"
         )
@@ -177,19 +173,18 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
     names = {}
     for part, tensors in first.files.items():
         names[part] = _matched_names(tensors, other.files.get(part, {}))
-        for name in tensors:
-            if name not in names[part] and not _may_be_missing(name):
-                raise UserError(
-                    f"{other.name} has no {part}/{name}, which {first.name} has: only models of one architecture can be "
-                    "merged"
-                )
-        for name, other_name in names[part].items():
-            shape = first.entry(part, name).shape
-            other_shape = other.entry(part, other_name).shape
+        for name, reader in tensors.items():
+            other_name = names[part].get(name)
+            if other_name is None and _may_be_missing(name):
+                continue
+            shape = reader.entries[name].shape
+            other_shape = None
+            if other_name is not None:
+                other_shape = other.files[part][other_name].entries[other_name].shape
             if shape != other_shape:
                 raise UserError(
-                    f"{name} has the shape {list(shape)} in {first.name} and {list(other_shape)} in {other.name}: "
-                    "only models of one architecture can be merged"
+                    f"{name} has the shape {shape} in {first.name} and {other_shape} in {other.name}: only models of "
+                    "one architecture can be merged"
                 )
     return names
 
@@ -203,56 +198,44 @@ def _may_be_missing(name: str) -> bool:
 def _matched_names(
     names: Iterable[str], held: Mapping[str, TensorReader]
 ) -> dict[str, str]:
-    names = list(names)
-    required = [name for name in names if not _may_be_missing(name)]
-    equal = {name: name for name in names if name in held}
-    if all(name in held for name in required):
-        return equal
     # The probe is the longest name, which is the most specific: it is found under one prefix only.
-    probe = max(required, key=len)
-    for name in sorted(held):
-        matched_names = equal
+    probe = max(names, key=len)
+    adds = ""
+    lacks = ""
+    for name in held:
         if name.endswith(f".{probe}"):
-            prefix = name.removesuffix(probe)
-            matched_names = {
-                short: prefix + short for short in names if prefix + short in held
-            }
+            adds = name.removesuffix(probe)
         elif probe.endswith(f".{name}"):
-            prefix = probe.removesuffix(name)
-            matched_names = {
-                long: long.removeprefix(prefix)
-                for long in names
-                if long.removeprefix(prefix) in held
-            }
-        if probe in matched_names:
-            return matched_names
-    return equal
+            lacks = probe.removesuffix(name)
+    matched_names = {}
+    for name in names:
+        other_name = adds + name.removeprefix(lacks)
+        if other_name in held:
+            matched_names[name] = other_name
+    return matched_names
 
 
-def check_tokenizers(sources: Sequence[ModelFolder]) -> None:
-    """Raise unless all models have one vocabulary: a row of an embedding matrix would be two words' mean."""
+def check_fit(sources: Sequence[ModelFolder], base: ModelFolder | None) -> None:
+    """Raise unless all models are of one architecture, vocabulary and pooling. With another vocabulary a row of an
+    embedding matrix would be two words' mean."""
     first = sources[0]
-    first_vocabulary = _vocabulary(first.folder)
-    for other in sources[1:]:
-        vocabulary = _vocabulary(other.folder)
-        are_known = first_vocabulary is not None and vocabulary is not None
-        if are_known and vocabulary != first_vocabulary:
+    vocabulary = _vocabulary(first.folder)
+    settings = _embedding_settings(first.folder)
+    for other in sources[1:] if base is None else [*sources[1:], base]:
+        matched(first, other)
+        other_vocabulary = _vocabulary(other.folder)
+        are_known = None not in (vocabulary, other_vocabulary)
+        if are_known and vocabulary != other_vocabulary:
             raise UserError(
                 f"{first.name} and {other.name} have different tokenizers: the rows of their embeddings mean different "
                 "tokens, so their weights cannot be merged"
             )
-
-
-def check_pooling(sources: Sequence[ModelFolder]) -> None:
-    """Raise unless all models make one vector of their tokens in the same way."""
-    first = sources[0]
-    first_settings = _embedding_settings(first.folder)
-    for other in sources[1:]:
-        settings = _embedding_settings(other.folder)
-        if settings and first_settings and settings != first_settings:
+        other_settings = _embedding_settings(other.folder)
+        are_known = bool(settings and other_settings) and other is not base
+        if are_known and settings != other_settings:
             raise UserError(
-                f"{first.name} and {other.name} embed in different ways ({first_settings}, {settings}): merge models of one "
-                "pooling and one head"
+                f"{first.name} and {other.name} embed in different ways ({settings}, {other_settings}): merge models of "
+                "one pooling and one head"
             )
 
 

@@ -8,15 +8,16 @@ from typing import Annotated, Any, Literal
 
 from typer import Option
 
-from vembed.cli.support import ConfigArguments, read_config_arguments
+from vembed.cli.arguments import NO_FLAGS, LaunchFlags
+from vembed.cli.support import ConfigArguments
 
 
-def config(args: ConfigArguments = None) -> dict[str, Any]:
+def config(args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS) -> dict[str, Any]:
     """Print the resolved config, with where each value comes from. Fails if a file is missing."""
     from vembed.config.loading import config_yaml, resolve_run
     from vembed.config.rules import require_paths
 
-    arguments = read_config_arguments("config", config.__doc__, args)
+    arguments = use.with_words(args)
     run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
     sys.stdout.write(config_yaml(run.config, run.origins))
     lines = [f"# translated: {line}\n" for line in run.translated]

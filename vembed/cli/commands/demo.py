@@ -114,8 +114,8 @@ def demo(
     """
     # Must be set before anything imports the Hub's client.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from vembed.cli.arguments import TrainArguments
     from vembed.cli.run_train import run_train
-    from vembed.config.arguments import TrainArguments
     from vembed.config.loading import load_config, one_line_yaml
     from vembed.evaluation.report.record import read_run
     from vembed.evaluation.report.report import dims_table, score_table
@@ -150,7 +150,7 @@ def demo(
         f"{len(val):,d} from other modules to measure with: {data}"
     )
     overrides = tuple(options or ())
-    arguments = TrainArguments(str(settings), overrides)
+    arguments = TrainArguments(config=str(settings), overrides=overrides)
     # One process unless more are asked for, so that the figures are the same everywhere.
     code, _ = run_train(arguments, starts_processes=False)
     if code:

@@ -22,8 +22,9 @@ from vembed.cli.support import (
     TruncateDim,
     numbers,
     plain_console,
+    require_folder,
 )
-from vembed.errors import UserError
+from vembed.errors import UserError, listed
 from vembed.models.poolings.table import PoolingName
 
 if TYPE_CHECKING:
@@ -89,24 +90,18 @@ def encode(
     if layers != "all":
         chosen_layers = numbers("--layers", layers.strip("[]")) or None
     target = Path(output)
-    folder = target.absolute().parent
     if target.suffix not in (".npy", ".parquet"):
-        raise UserError(
-            f"{output} ends in {target.suffix or 'nothing'}, and vembed encode writes .npy and .parquet"
-        )
-    if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder, so {target.name} cannot be written")
+        raise UserError(f"{output}: vembed encode writes .npy and .parquet")
+    require_folder(target)
     if input_file == "-" and use.nproc > 1:
         raise UserError(
             f"standard input (-) is read by one process: leave out --nproc {use.nproc}, or give a file"
         )
     kept_fields = [name.strip() for name in keep.split(",") if name.strip()]
-    if len(set(kept_fields)) < len(kept_fields) or "embedding" in kept_fields:
+    if "embedding" in kept_fields or (kept_fields and target.suffix == ".npy"):
         raise UserError(
-            f"--keep {keep}: name each column once, and none embedding, as the vectors are named"
+            f"--keep {keep}: give NAME.parquet, as .npy has no columns. Its column embedding has the vectors"
         )
-    if kept_fields and target.suffix == ".npy":
-        raise UserError(f"--keep {keep}: a .npy file has no columns: give NAME.parquet")
     has_ranges = precision in ("int8", "uint8")
     if ranges is not None and not has_ranges:
         raise UserError(
@@ -150,7 +145,11 @@ def encode(
         chunks = iter(rows)
         # Mistakes in the first rows are found before the model is loaded.
         first_chunk = next(chunks, [])
-        rows.check_kept(first_chunk)
+        for name in kept_fields:
+            if first_chunk and not any(name in row.fields for row in first_chunk):
+                raise UserError(
+                    f"--keep {name}: no such column in {rows.name} (it has {listed(first_chunk[0].fields)})"
+                )
         has_ids = target.suffix == ".parquet" and bool(
             first_chunk and first_chunk[0].identity
         )
@@ -245,11 +244,12 @@ def encode(
     if session.is_main:
         skipped = rows.save_left_out(target.with_suffix(".skipped.jsonl"))
         sizes = " x ".join(f"{size:,d}" for size in (num_done, *shape))
-        left_out = f", {len(rows.left_out):,d} left out ({skipped})" if skipped else ""
         console.print(
-            f"{target}: {sizes} {precision}, computed in {embedder.arithmetic}{left_out}, in {duration(seconds)} "
+            f"{target}: {sizes} {precision}, computed in {embedder.arithmetic}, in {duration(seconds)} "
             f"({num_done / max(seconds, 1e-9):,.0f}/s)"
         )
+        if skipped:
+            console.print(f"{len(rows.left_out):,d} left out ({skipped})")
         if not num_done:
             console.print(f"warning: {rows.name} is empty, and {target} has no rows")
     return EncodeResult(

@@ -9,15 +9,18 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from vembed.cli.support import ConfigArguments, read_config_arguments
+from vembed.cli.arguments import NO_FLAGS, LaunchFlags
+from vembed.cli.support import ConfigArguments
 from vembed.errors import UserError
 
 
-def data(args: ConfigArguments = None) -> dict[str, Any] | None:
+def data(
+    args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS
+) -> dict[str, Any] | None:
     """Look at the data of a config: samples as the model reads them, lengths, repetitions, overlap."""
     from vembed.config.loading import resolve_run
 
-    arguments = read_config_arguments("data", data.__doc__, args)
+    arguments = use.with_words(args)
     config = resolve_run(
         arguments.source, arguments.overrides, stage=arguments.stage
     ).config

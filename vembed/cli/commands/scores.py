@@ -24,6 +24,7 @@ from vembed.cli.support import (
     number_table,
     numbers,
     option,
+    require_folder,
 )
 from vembed.errors import UserError
 
@@ -156,10 +157,8 @@ def score(
         raise UserError(
             f"{output}: vembed score writes .npy, .jsonl, or to standard output (-)"
         )
-    if output != "-" and not target.absolute().parent.is_dir():
-        raise UserError(
-            f"{target.absolute().parent} is not a folder, so {target.name} cannot be written"
-        )
+    if output != "-":
+        require_folder(target)
     use.share()
     import numpy as np
 

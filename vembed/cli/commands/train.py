@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from vembed.cli.arguments import NO_FLAGS, LaunchFlags
 from vembed.cli.support import (
     MODE,
     ConfigArguments,
     number_table,
     plain_console,
     print_lines,
-    read_config_arguments,
 )
 
 if TYPE_CHECKING:
@@ -34,14 +33,18 @@ MEMORY_PART_NAMES = {
 """Parts of the memory whose names say too little."""
 
 
-def train(ctx: typer.Context, args: ConfigArguments = None) -> Any:
-    """Train a model as a config file says, on all local devices."""
-    from vembed.config.arguments import parse_train_arguments, train_help
+def train(
+    ctx: typer.Context, args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS
+) -> Any:
+    """Train a model as a config file (YAML, TOML or JSON) says, on all local devices.
 
-    if {"-h", "--help"} & set(args or []):
-        sys.stdout.write(train_help())
-        return 0
-    arguments = parse_train_arguments(args or [])
+    Every option of the config is a word here too, as batch_size=16 or --batch-size 16. `vembed schema --format markdown` lists
+    them. Often used: --nproc N (processes on this machine, by default one per GPU), --num-machines N, --accelerate-config
+    FILE|PRESET, --resume [PATH], --overwrite, --verbose, --quiet, --debug. The command line wins over the file.
+
+    Exit codes: 0 done, 1 failed, 2 bad usage, config or data, 130 or 143 stopped by a signal, and saved.
+    """
+    arguments = use.with_words(args)
     from vembed.cli.run_train import run_train
     from vembed.config.loading import chosen_pipeline
     from vembed.pipelines.stages import results_of, run_stages
@@ -90,11 +93,16 @@ def plan(
     args: ConfigArguments = None,
     gpu: str | None = None,
     memory: str | None = None,
+    use: LaunchFlags = NO_FLAGS,
 ) -> tuple[Any, int]:
-    """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
+    """Predict the memory of each process for a config, and the settings that fit, without loading the model.
+
+    Args:
+        gpu: Plan for other GPUs, as 2xA100-80GB, with an estimate of the hours.
+        memory: Plan for GPUs of this memory each, in GB.
+    """
     # A dry run needs no machine rank, and may describe GPUs of other machines.
-    words = [*(args or []), "--dry-run"]
-    arguments = read_config_arguments("plan", plan.__doc__, words)
+    arguments = replace(use, is_dry_run=True).with_words(args)
     from vembed.config.loading import chosen_pipeline
     from vembed.parallel.devices import read_hardware
     from vembed.pipelines.prediction import predict

@@ -353,16 +353,8 @@ def describe(
     if for_inference and of_files in get_args(SimilarityName):
         reasons["similarity"] = "from the model's files"
         similarity = cast(SimilarityName, of_files)
-    elif for_inference and of_files is not None:
-        log.warning(
-            "%s: its files name the similarity %s, which vembed does not have: cosine is used",
-            model.model_name,
-            of_files,
-        )
     elif of_files not in (None, similarity):
-        reasons["similarity"] = (
-            f"similarity in the config, although the model's files say {of_files}"
-        )
+        reasons["similarity"] = f"although the model's files say {of_files}"
     normalize = similarity == "cosine"
     if saved:
         normalize = saved["normalize"]
@@ -517,30 +509,21 @@ def _family(reading: _Reading) -> Family:
         detected = FAMILIES["text_decoder"]
     else:
         detected = FAMILIES["text_encoder"]
-    family = FAMILIES.get(options.model_family, detected)
-    is_in_config = options.model_family != "auto"
-    if options.image_model_name is not None:
-        takes_tower = detected.reads_only_text or detected.has_two_models
-        if not takes_tower or (is_in_config and not family.has_two_models):
-            raise UserError(
-                f"image_model_name adds an image tower to a text model, but {options.model_name} is of the family "
-                f"{family.name}; leave image_model_name out"
-            )
+    has_tower = options.image_model_name is not None
+    if has_tower and detected.reads_only_text:
+        detected = FAMILIES["composed"]
         reason = f"image_model_name: {options.image_model_name} is its second tower"
-        family = FAMILIES["composed"]
-    elif family.has_two_models and not detected.has_two_models:
-        raise UserError(
-            f"model_family: {family.name} needs image_model_name, the tower for images"
-        )
+    family = FAMILIES.get(options.model_family, detected)
     # Between encoder and decoder of texts the user may decide: a decoder may have been trained to see both sides.
-    elif family != detected and not (
-        family.reads_only_text and detected.reads_only_text
+    are_texts = family.reads_only_text and detected.reads_only_text
+    if not (family == detected or are_texts) or (
+        has_tower and not family.has_two_models
     ):
         raise UserError(
-            f"model_family: {family.name} does not fit {options.model_name}, whose config.json makes it "
-            f"{detected.name} ({reason}); leave model_family out"
+            f"model_family: {family.name} does not fit {options.model_name}, which is {detected.name} ({reason}): leave "
+            "model_family out, and give image_model_name with a text model alone (it makes it composed)"
         )
-    elif is_in_config:
+    if options.model_family != "auto":
         reason = "model_family in the config"
     reading.reasons["family"] = reason
     return family
@@ -591,7 +574,8 @@ def _pooling(
         if not files.include_prompt:
             problem = "leaves the prompt out of the pooling, which is not supported"
     elif not family.reads_text:
-        pooling, reason = _image_pooling(reading.config, shape)
+        pooling = _image_pooling(reading.config, shape)
+        reason = "the class token of the image encoder, or the mean without one"
     elif is_causal and family.pooling != "last":
         pooling = "last"
         reason = (
@@ -617,19 +601,14 @@ def _pooling(
     return option
 
 
-def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
-    """Return an image encoder's default pooling and the reason.
+def _image_pooling(config: PretrainedConfig, shape: Shape) -> str:
+    """Return an image encoder's default pooling.
 
     Without a class token the first position is a corner of the image (ResNet, Swin), so all positions are averaged.
     """
     if config.model_type in _POOLED_BY_MEAN:
-        return (
-            MODEL_POOLING,
-            "a convolutional network's mean over positions, behind its layer norm",
-        )
-    if not shape.has_class_token:
-        return "mean", "the mean over positions: the network has no class token"
-    return "cls", "the image's class token, by family"
+        return MODEL_POOLING
+    return "cls" if shape.has_class_token else "mean"
 
 
 def _image_tower(
@@ -657,7 +636,6 @@ def _image_tower(
             "give one such as a ViT, DINOv2 or ConvNeXt"
         )
     shape = shape_of(folder, config, chosen, FAMILIES["image_encoder"])
-    pooling, reading.reasons["image_pooling"] = _image_pooling(config, shape)
     shared_dim = min(text_dim, shape.hidden_dim)
     if saved and FAMILIES[saved["family"]].has_two_models:
         shared_dim = saved["hidden_dim"]
@@ -671,7 +649,7 @@ def _image_tower(
         "text_hidden_dim": text_dim,
         "image_source": str(folder),
         "image_hidden_dim": shape.hidden_dim,
-        "image_pooling": pooling,
+        "image_pooling": _image_pooling(config, shape),
     }
     return fields, shape.layer_classes
 
@@ -747,7 +725,6 @@ def _max_length(
     """Return the maximum text length in tokens. `for_inference`: a length that the caller or the model's own files name is
     not limited by the family's default, which bounds the time and memory of training."""
     option = reading.options.max_length
-    name = reading.options.model_name
     text = reading.config.get_text_config()
     positions = text.to_dict().get("max_position_embeddings")
     if positions and reading.config.model_type in POSITIONS_AFTER_PADDING:
@@ -755,19 +732,16 @@ def _max_length(
     longest = family.longest_by_default
     if not family.reads_text:
         return option or longest
-    if family.has_fixed_length:
-        if option not in (None, positions):
+    if option is not None and (family.has_fixed_length or not for_inference):
+        smallest = positions if family.has_fixed_length else 1
+        if not smallest <= option <= (positions or option):
             raise UserError(
-                f"max_length: {option} does not fit {name}: SigLIP pads every text to the {positions} tokens it was "
-                "trained with; leave max_length out"
-            )
-        return int(positions)
-    if option is not None and not for_inference:
-        if positions is not None and option > positions:
-            raise UserError(
-                f"max_length: {option} is more than the {positions} positions of {name}; set it to {positions} or less"
+                f"max_length: {option} does not fit the {positions} positions of {reading.options.model_name}; leave "
+                "it out, or lower it where the model takes texts of any length"
             )
         return option
+    if family.has_fixed_length:
+        return int(positions)
     of_files = reading.files.max_length
     limits = {"positions in config.json": positions, "max_length": option}
     if reading.saved:
@@ -784,5 +758,5 @@ def _max_length(
     for why, limit in limits.items():
         if limit is not None and limit > 0:
             known.append((int(limit), why))
-    smallest, reading.reasons["max_length"] = min(known)
-    return smallest
+    length, reading.reasons["max_length"] = min(known)
+    return length

@@ -45,7 +45,7 @@ WEIGHTS_ENDING = ".safetensors"
 EXPORT_FILE = "export.json"
 """File with the facts of an export: format, precision and the result of the check."""
 INDEX = ".safetensors.index.json"
-PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 METADATA = "__metadata__"
 
 
@@ -333,10 +333,7 @@ def first_problem(error: ValidationError) -> str:
     """Return the first problem that pydantic found: where it is, what is wrong, and the value."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
-    value = first["input"]
-    value_note = f" ({value!r:.60})" if isinstance(value, str | int | float) else ""
-    message = f"{first['msg'][:1].lower()}{first['msg'][1:]}{value_note}"
-    return f"{place}: {message}" if place else message
+    return f"{place}: {first['msg']} ({first['input']!r:.60})"
 
 
 def error_sentence(error: BaseException) -> str:
@@ -358,11 +355,9 @@ CHECKPOINT_STATE = "state.json"
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 _NOT_WANTED = ["onnx/*", "openvino/*", "consolidated*", "original/*", "*.onnx*"]
 _TOKENIZER_SETTINGS = "tokenizer_config.json"
-_VOCABULARIES = frozenset({"tokenizer.json", "vocab.txt", "vocab.json"})
-_VOCABULARY_SUFFIXES = frozenset({".model", ".spm", ".tiktoken", ".vocab"})
-_WITHOUT_VOCABULARY = frozenset(
-    {"ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer"}
-)
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json")
+_VOCABULARY_SUFFIXES = (".model", ".spm", ".tiktoken", ".vocab")
+_WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 """Tokenizers of bytes and characters."""
 POOLING_MODULE = "vembed.models.poolings."
 """Begins the type of a module that is a pooling which Sentence Transformers does not
@@ -381,16 +376,13 @@ def model_folder(
     downloaded into the Hub's cache first."""
     path = Path(name).expanduser()
     if existing(name) and path.is_dir():
-        is_model = any(
-            (path / name).is_file()
-            for name in ("config.json", "modules.json", ADAPTER_CONFIG)
-        )
-        if not is_model and (path / CHECKPOINT_STATE).is_file():
+        has_config = (path / "config.json").is_file()
+        if not has_config and (path / CHECKPOINT_STATE).is_file():
             raise UserError(
                 f"{option}: {path} is a checkpoint, the state of a run and not a model: "
                 f"`vembed export {path} FOLDER` makes a model of it"
             )
-        if not is_model and (path / RUN_CONFIG).is_file():
+        if not has_config and (path / RUN_CONFIG).is_file():
             # Of a run's folder the model is in final/.
             path /= "final"
             if not path.is_dir():
@@ -402,6 +394,7 @@ def model_folder(
         check_weight_files(folder)
         return folder
     similar = similar_path(name)
+    version = f"{name} (revision {revision or 'main'})"
     if not is_hub_model(name):
         raise UserError(
             f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model{similar}"
@@ -425,12 +418,12 @@ def model_folder(
         HFValidationError,
     ) as error:
         raise UserError(
-            f"{option}: {name} (revision {revision or 'main'}) is neither a folder here nor a model on the Hub{similar}"
+            f"{option}: {version} is neither a folder here nor a model on the Hub{similar}"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise UserError(
-            f"{option}: {name} (revision {revision or 'main'}) is not a folder here, is not in the Hub's cache, and the "
-            f"Hub cannot be reached; give a local folder, or fetch it once while online{similar}"
+            f"{option}: {version} is not a folder here, is not in the Hub's cache, and the Hub cannot be reached; give a "
+            f"local folder, or fetch it once while online{similar}"
         ) from error
     check_weight_files(folder)
     return folder
@@ -469,10 +462,7 @@ class ModelFiles:
     """Name -> prompt. `settings.default_prompt_name` is for inputs whose kind has no prompt of its own."""
 
 
-ModelKind = Literal[
-    "embedder", "reranker", "yes_no", "sparse encoder", "late-interaction model"
-]
-_KINDS: dict[str, ModelKind] = {
+_KINDS = {
     "SentenceTransformer": "embedder",
     "CrossEncoder": "reranker",
     "SparseEncoder": "sparse encoder",
@@ -482,26 +472,23 @@ _KINDS: dict[str, ModelKind] = {
 """`model_type` in config_sentence_transformers.json -> what a model gives."""
 
 
-def _stated_class(folder: Path) -> str | None:
-    """Return the class of Sentence Transformers that a folder's files state; None: they state none."""
+def _stated_kind(folder: Path) -> str | None:
+    """Return what a model gives by the class of Sentence Transformers that its files state; None: they state none. An
+    unknown class is a kind of its own."""
     path = folder / "config_sentence_transformers.json"
     stated: str | None = read_settings(path, ModelSettings, is_optional=True).model_type
     config = read_object(folder / "config.json") or {}
     # CrossEncoder writes its settings into config.json, up to version 5 nothing else.
     if stated is None and "sentence_transformers" in config:
-        return "CrossEncoder"
-    if stated is not None and stated not in _KINDS:
-        raise UserError(
-            f"{path}: model_type {stated!r} is unknown; vembed knows {', '.join(_KINDS)}"
-        )
-    return stated
+        return "reranker"
+    return stated and _KINDS.get(stated, stated)
 
 
-def kind_of(folder: Path) -> ModelKind:
-    """Return what the model in a folder gives, by its files."""
-    stated = _stated_class(folder)
+def kind_of(folder: Path) -> str:
+    """Return what the model in a folder gives, by its files: embedder, reranker, yes_no or what vembed cannot use."""
+    stated = _stated_kind(folder)
     if stated is not None:
-        return _KINDS[stated]
+        return stated
     if (folder / "modules.json").is_file():
         return "embedder"
     config = read_object(folder / "config.json") or {}
@@ -527,7 +514,6 @@ def read_sentence_transformers(folder: Path) -> ModelFiles:
     unsupported = None
     modes: tuple[str, ...] = ()
     inner = folder / first.path
-    has_config = (inner / "config.json").is_file()
     first_kind = _kind_of_module(first)
     if first_kind == STATIC:
         modes = ("mean",)
@@ -574,7 +560,7 @@ def read_sentence_transformers(folder: Path) -> ModelFiles:
             f"{path}: unsupported module type {unsupported} in this place (supported: Transformer, CLIPModel or "
             "StaticEmbedding, then Pooling, Dense and Normalize, in this order)"
         )
-    backbone = inner if has_config else folder
+    backbone = inner if (inner / "config.json").is_file() else folder
     path = folder / "config_sentence_transformers.json"
     of_model: ModelSettings = read_settings(path, ModelSettings, is_optional=True)
     prompts = {}
@@ -620,15 +606,10 @@ def read_model(
     `is_reranker`: it is used as a reranker, of which modules after the Transformer do not count.
     """
     folder = model_folder(name, revision)
-    stated = _stated_class(folder)
-    kind = "embedder" if stated is None else _KINDS[stated]
-    if is_reranker and kind == "reranker":
-        kind = "embedder"
-    if kind != "embedder":
+    kind = _stated_kind(folder) or "embedder"
+    if kind != "embedder" and not (is_reranker and kind == "reranker"):
         wanted = "a reranker or an encoder" if is_reranker else "an embedding model"
-        raise UserError(
-            f"{folder} holds a {stated} of Sentence Transformers, a {kind}: give {wanted}"
-        )
+        raise UserError(f"{folder} holds a {kind}: give {wanted}")
     if is_reranker:
         return ModelFiles(folder, folder)
     files = read_sentence_transformers(folder)

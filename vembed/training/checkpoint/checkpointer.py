@@ -93,11 +93,9 @@ from vembed.training.checkpoint.folders import (
 
 log = logging.getLogger("vembed")
 
-NO_CHECKPOINT: dict[str, dict[str, Any]] = {
-    "best_step": {"best": None, "best_step": None, "best_scores": {}},
-    "guarded_step": {"guarded_step": None, "guarded_scores": {}},
-}
-"""Keys of the loop's state that name a checkpoint for `final/`, and what the state is without it."""
+NO_BEST: dict[str, Any] = {"best": None, "best_step": None, "best_scores": {}}
+NO_GUARDED: dict[str, Any] = {"guarded_step": None, "guarded_scores": {}}
+"""State of the loop that names no checkpoint for `final/`."""
 
 
 @dataclass(frozen=True)
@@ -303,14 +301,14 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def load(self, point: ResumePoint, trained: Trained) -> dict[str, Any]:
         """Restore what is trained from a checkpoint; return the `state` that was passed to `save`."""
-        self._read(point, trained)
+        restore(trained, point.path, no_dist=self._is_alone)
         state: dict[str, Any] = dict(point.state["loop"])
         changed = {name for name, *_ in self._differences(point)} & JUDGES
         if changed:
             log.info(
                 "the best score is reset (eval_metric or the evaluation data changed)"
             )
-            state |= NO_CHECKPOINT["best_step"]
+            state |= NO_BEST
             # Patience counts since that score.
             state["hooks"] = dict(state["hooks"])
             state["hooks"].pop("patience", None)
@@ -322,16 +320,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 "guarded_scores": {},
             }
             state |= {**no_scores, "scored_step": None}
-        if self.settings["load_best_model_at_end"] or self.settings["guards"]:
-            missing = []
-            for key in NO_CHECKPOINT:
-                step = state[key]
-                if step is not None and not (self.path_of(step) / MANIFEST).is_file():
-                    missing.append(key)
-            for key in collectives.broadcast_object(missing):
-                name = checkpoint_name(state[key])
-                log.warning(f"{name} is not in {self.output}: final/ gets a later one")
-                state |= NO_CHECKPOINT[key]
+        if point.path.resolve().parent != self.output.resolve():
+            # The checkpoints that it names are in the other folder.
+            log.info(
+                f"the best score is reset (its checkpoint is not in {self.output})"
+            )
+            state |= {**NO_BEST, **NO_GUARDED}
         return state
 
     def load_weights(self, directory: Path, trained: Trained) -> bool:
@@ -346,8 +340,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 f"cannot load the weights of {directory}: {'; '.join(problems)}"
             )
             return False
-        point = ResumePoint(directory, read_state(directory))
-        self._read(point, replace(trained, optimizer=None))
+        restore(replace(trained, optimizer=None), directory, no_dist=self._is_alone)
         return True
 
     def verify(self, directory: Path) -> list[str]:
@@ -394,7 +387,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 self._agree(step, None)
         except (OSError, SafetensorError) as error:
             self._agree(step, error)
-        kept_steps = {state[key] for key in NO_CHECKPOINT} - {None}
+        kept_steps = {state["best_step"], state["guarded_step"]} - {None}
         writer = CheckpointWriter(
             unfinished,
             final,
@@ -467,15 +460,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                     "share, and that every process may write to"
                 )
 
-    def _read(self, point: ResumePoint, trained: Trained) -> None:
-        restore(
-            trained,
-            point.path,
-            no_dist=self._is_alone,
-            # Another strategy may hold the same weights in another type.
-            checks_dtypes=point.state["strategy"] == self.session.strategy,
-        )
-
     def _differences(self, point: ResumePoint) -> list[tuple[str, Any, Any, bool]]:
         precision = self.session.mixed_precision
         return compare_resume(point.state, self.settings, self.identity, precision)
@@ -484,7 +468,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         """Raise RunError on every rank if the disk is full on one of them. Collective."""
         problem = None
         if error is not None:
-            problem = f"rank {self.session.rank}: {_reason(error)}"
+            problem = f"rank {self.session.rank}: {error}"
         for reason in collectives.gather_objects(problem):
             if reason is not None:
                 self._fail(step, str(reason))
@@ -499,7 +483,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             for rank, (cause, _) in error.failures.items():
                 if not isinstance(cause, OSError):
                     raise RuntimeError(f"saving step {step} failed") from error
-                problems.append(f"rank {rank}: {_reason(cause)}")
+                problems.append(f"rank {rank}: {cause}")
             self._fail(step, "; ".join(problems))
 
     def _fail(self, step: int, problem: str) -> NoReturn:
@@ -529,19 +513,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             for path in folders.prune(self.output, limit, kept_steps):
                 log.info(f"removed {path.name} (save_total_limit: {limit})")
         except OSError as error:
-            log.warning(f"an old checkpoint could not be removed: {_reason(error)}")
+            log.warning(f"an old checkpoint could not be removed: {error}")
 
 
 def read_state(directory: Path) -> dict[str, Any]:
     """Return a checkpoint's state.json."""
     return read_json_object(directory / STATE)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        name = f": {error.filename}" if error.filename else ""
-        return f"{error.strerror}{name}"
-    return str(error)
 
 
 # ---- tensors: weights and optimizer state by names that any strategy can read, and their storage --------------------
@@ -693,12 +670,11 @@ def restore(
     checkpoint: Path,
     *,
     no_dist: bool,
-    checks_dtypes: bool = False,
 ) -> None:
     """Restore model, loss and optimizer from a checkpoint, and those tensors of hooks that it holds.
 
     The optimizer's group options (learning rate, weight decay, betas) stay as the config has them. `no_dist`: this
-    process reads alone. `checks_dtypes`: refuse weights that are stored as another type than this run holds.
+    process reads alone.
     """
     _quieten_torch()
     stored = stored_tensors(checkpoint)
@@ -729,7 +705,7 @@ def restore(
             for name, entry in stored.items()
             if not name.startswith(_OPTIMIZER)
         }
-    _check(tensors, stored, checks_dtypes=checks_dtypes)
+    _check(tensors, stored)
     load(
         {name: _movable(value) for name, value in tensors.items()},
         storage_reader=HuggingFaceStorageReader(str(checkpoint)),
@@ -852,48 +828,29 @@ def _movable(value: Any) -> Any:
 
 
 def _check(
-    tensors: Mapping[str, Any],
-    stored: Mapping[str, TensorStorageMetadata],
-    *,
-    checks_dtypes: bool,
+    tensors: Mapping[str, Any], stored: Mapping[str, TensorStorageMetadata]
 ) -> None:
     """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
     missing = sorted(tensors.keys() - stored.keys())
-    pieces = [name for name in stored if _OWN.search(name)]
-    other_pieces = [name for name in missing if _OWN.search(name)]
-    for name in missing:
-        # Shards of another size may not be quantised at all.
-        if any(piece.startswith(f"{name}.") for piece in pieces):
-            other_pieces.append(name)
-    if pieces and other_pieces:
+    if missing and any(_OWN.search(name) for name in stored):
         raise UserError(
             f"the checkpoint's optimizer state cannot be divided among {collectives.world_size()} process(es), since its "
             "8-bit blocks follow the shards: resume on as many processes as wrote it (only optim: adamw moves freely), "
             "or start anew in another output_dir"
         )
-    differences = []
-    for name in missing:
-        differences.append(f"only this run trains {name}")
-    for name in sorted(stored.keys() - tensors.keys()):
-        if not name.startswith(_HOOKS) and not _OWN.search(name):
-            differences.append(f"only the checkpoint has {name}")
-    for name in sorted(stored.keys() & tensors.keys()):
-        saved = stored[name]
-        value = tensors[name]
-        if value.size() != saved.size:
+    differences = [f"only this run trains {name}" for name in missing]
+    for name in sorted(stored):
+        size = stored[name].size
+        if name not in tensors:
+            if not name.startswith(_HOOKS) and not _OWN.search(name):
+                differences.append(f"only the checkpoint has {name}")
+        elif tensors[name].size() != size:
             differences.append(
-                f"{name} has the shape {list(saved.size)} there and {list(value.size())} in this run"
-            )
-        is_weight = not name.startswith((_OPTIMIZER, _HOOKS))
-        if checks_dtypes and is_weight and value.dtype != saved.properties.dtype:
-            differences.append(
-                f"{name} is stored as {saved.properties.dtype} there and is {value.dtype} in this run"
+                f"{name} has the shape {list(size)} there and {list(tensors[name].size())} in this run"
             )
     if differences:
-        num_more = len(differences) - MAX_NAMED
-        more = f"; and {num_more:,d} more differences" if num_more > 0 else ""
         raise UserError(
-            f"the checkpoint is of another model or optimizer: {'; '.join(differences[:MAX_NAMED])}{more}; resume with the "
-            "model, LoRA, freeze, optim, strategy, torch_dtype and mixed_precision that it was trained with, or start anew "
-            "in another output_dir"
+            f"the checkpoint is of another model or optimizer: "
+            f"{'; '.join(differences[:MAX_NAMED])}; resume with the model, LoRA, freeze, optim, strategy, torch_dtype and "
+            "mixed_precision that it was trained with, or start anew in another output_dir"
         )

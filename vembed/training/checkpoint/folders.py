@@ -106,22 +106,14 @@ class OutputLock(AbstractContextManager["OutputLock"]):
         self.folder = folder
         self.path = folder / LOCK
         self._file: IO[bytes] | None = None
-        self._made: list[Path] = []
-        """Folders that did not exist before; removed at the exit if they are empty."""
 
     def take(self) -> None:
         """Take the lock. Raise UserError if another run has it, or if the folder cannot be written to.
 
         Rank 0 does so before anything is read.
         """
-        action = "created"
         try:
-            for folder in reversed((self.folder, *self.folder.parents)):
-                if not folder.exists():
-                    folder.mkdir(exist_ok=True)
-                    self._made.append(folder)
-            self.folder.mkdir(exist_ok=True)  # says so where a file is in the way
-            action = "written to"
+            self.folder.mkdir(parents=True, exist_ok=True)
             file = self.path.open("a+b")
             try:
                 self._lock(file)
@@ -138,7 +130,7 @@ class OutputLock(AbstractContextManager["OutputLock"]):
             file.flush()
         except OSError as error:
             raise UserError(
-                f"output_dir: {self.folder} cannot be {action} ({error.strerror}); give a folder that every process "
+                f"output_dir: {self.folder} cannot be written to ({error.strerror}); give a folder that every process "
                 "may write to, on a disk with room"
             ) from error
 
@@ -146,9 +138,8 @@ class OutputLock(AbstractContextManager["OutputLock"]):
         if self._file is not None:
             self.path.unlink(missing_ok=True)
             self._file.close()
-        for folder in reversed(self._made):
-            with suppress(OSError):  # a run that has begun has filled it
-                folder.rmdir()
+        with suppress(OSError):  # a run that has begun has filled it
+            self.folder.rmdir()
 
     def _lock(self, file: IO[bytes]) -> None:
         is_free = True

@@ -137,7 +137,7 @@ class EpochMiner(Hook):
 
     def _encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
         run = self._run
-        towers = run.components.input_builder.towers
+        towers = run.components.input_builder.frozen_towers
         featuriser = run.components.featuriser
         vectors = encode_features(
             run.components.model,
