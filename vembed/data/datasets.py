@@ -377,7 +377,7 @@ def overlap_warnings(train: Examples, queries: Iterable[Item]) -> list[str]:
     ]
 
 
-def short_item(item: Item) -> str:
+def short_item(item: Item, length: int = SHOWN_CHARACTERS) -> str:
     """Return a short form of an item for messages."""
     parts = []
     if text := " ".join((item.text or "").split()):
@@ -387,6 +387,4 @@ def short_item(item: Item) -> str:
         place = Path(image.path or "an image").parts[-2:]
         parts.append("/".join(place))
     joined = " + ".join(parts)
-    if len(joined) > SHOWN_CHARACTERS:
-        return joined[: SHOWN_CHARACTERS - 3] + "..."
-    return joined
+    return joined if len(joined) <= length else joined[: length - 3] + "..."

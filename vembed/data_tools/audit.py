@@ -15,8 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vembed.data.datasets import short_item
 from vembed.data.example_store import Records
-from vembed.data.examples import ImageRef, Item
+from vembed.data.examples import ImageRef
 from vembed.data.near_duplicates import (
     NearIndex,
     image_digest,
@@ -47,7 +48,8 @@ from vembed.mining.output import check_output, refuse_input, write_rows
 from vembed.progress import duration
 
 Severity = Literal["error", "warning", "note"]
-PREVIEW_CHARACTERS = 300
+preview = functools.partial(short_item, length=300)
+"""An item for the page."""
 LOW_RANK = 10
 """A positive below so many other documents is looked at."""
 FIX_IN_TRAINING = "vembed train cfg.yaml no_duplicates=true"
@@ -570,12 +572,3 @@ class Checks:
                 "median_above": float(np.median(of_source)),
             }
         return by_source
-
-
-def preview(item: Item) -> str:
-    """An item for the page: its text, cut, and the names of its images."""
-    parts = [f"[{image.path or 'image'}]" for image in item.images]
-    text = item.text or ""
-    if len(text) > PREVIEW_CHARACTERS:
-        text = f"{text[:PREVIEW_CHARACTERS]} ..."
-    return " ".join(part for part in [*parts, text] if part)

@@ -5,7 +5,6 @@ Python runs one thread at a time, so a thread that prepares batches keeps the on
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import select
@@ -30,10 +29,8 @@ from vembed.data.child_process import Child, answers, send
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Examples, ImageRef
 from vembed.data.features import BaseFeaturiser, Features
-from vembed.errors import UserError
+from vembed.errors import RunError, UserError
 from vembed.models.families.family import Modality
-
-log = logging.getLogger("vembed")
 
 COLUMNS_OF = attrgetter("modality", "length", "key", "content", "images", "num_vectors")
 """Returns the fields of `Features` before its arrays."""
@@ -151,7 +148,7 @@ class RankBatchStream:
 
 
 class BatchProcess:
-    """Rank batches of a stream, from another process. Until that is ready, and if it ends, from this one."""
+    """Rank batches of a stream, from another process. Until that is ready, from this one."""
 
     def __init__(self, stream: RankBatchStream) -> None:
         self._stream = stream
@@ -164,7 +161,6 @@ class BatchProcess:
         self._child.process.stdin.write(payload)
         self._child.process.stdin.flush()
         self._is_ready = False
-        self._has_ended = False
 
     @property
     def pid(self) -> int:
@@ -184,19 +180,15 @@ class BatchProcess:
 
     def rank_batch(self, batch_number: int) -> RankBatch:
         """Return a rank batch. Called by one thread."""
-        answer: PackedBatch | Exception | None = None
         try:
-            if not self._has_ended and self.is_ready():
-                self._child.send((batch_number, self._stream.micro_batch_tokens))
-                answer = self._child.receive()
-        except (EOFError, BrokenPipeError):
-            self._has_ended = True
-            log.warning(
-                f"the process that prepared batches ended with exit code {self._child.process.wait()}: a thread prepares "
-                "them from here on"
-            )
-        if answer is None:
-            return self._stream.rank_batch(batch_number)
+            if not self.is_ready():
+                return self._stream.rank_batch(batch_number)
+            self._child.send((batch_number, self._stream.micro_batch_tokens))
+            answer: PackedBatch | Exception = self._child.receive()
+        except (EOFError, BrokenPipeError) as error:
+            raise RunError(
+                f"the process that prepares batches ended with exit code {self._child.process.wait()}"
+            ) from error
         if isinstance(answer, Exception):
             raise answer
         return answer.unpacked()
