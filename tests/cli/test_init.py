@@ -220,7 +220,7 @@ def test_columns_can_be_named(vembed, start, faq):
     refused(done, "faq.csv", "'Kundenfrage'", "'Kundenfrage (orig)'")
     mapping = "column_mapping={Kundenfrage: query, Lösung/Text: positive}"
     done = vembed("train", f"model_name={BERT}", f"data_path={faq}", mapping)
-    refused(done, "Kundenfrage", "Kundenfrage (orig)")
+    refused(done, "Kundenfrage", "'Kundenfrage (orig)'")
 
 
 def test_texts_that_are_not_english_get_a_model_of_many_languages(vembed, start, faq):
@@ -269,9 +269,9 @@ def test_a_clip_config_fits_the_model(start):
     write_rows("train.jsonl", [{"query": "a", "positive": {"image": "b.png"}}])
     model = str(shared(tiny_clip))
     config = start("train.jsonl", "--family", "clip", model=model)
-    description = starter.local_description(model)
-    assert description is not None
-    assert (config.model.max_length or 1000) <= description.max_length
+    facts = starter.model_facts(model)
+    assert facts is not None
+    assert (config.model.max_length or 1000) <= facts.max_length
     assert "temperature" not in config.objective.model_fields_set, "the model's"
 
 
@@ -304,7 +304,7 @@ def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
     assert done.code == 0, done.err
     for part in (
         "not used: Kategorie, Ticket Nr.",
-        "queries: 107 different, 0 repeated",
+        "queries: 107 different, 0 repetitions",
         "negatives:\n  none given",
         "(at most 16):",
         "[CLS]",
@@ -322,7 +322,7 @@ def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
     for part in (
         "1 of the 1 queries of the validation data (100.0%) are in the training data",
         "2 examples have one of their positives among their negatives",
-        "pairs: 1 different, 1 repeated",
+        "pairs: 1 different, 1 repetition",
     ):
         assert part in done.out
     assert "other positives in another record" not in done.out

@@ -593,7 +593,7 @@ class Columns:
         layout = self.layout(names)
         if self.missing and not self.may_miss:
             raise UserError(
-                f"column_mapping names {listed(sorted(self.missing))}, but the file has {listed(names)}"
+                f"column_mapping names {listed(sorted(self.missing))}, but the file has {listed(map(repr, names))}"
             )
         if layout.problem:
             raise UserError(layout.problem)

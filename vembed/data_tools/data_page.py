@@ -148,7 +148,10 @@ def _repetitions(
         different = len(set(keys))
         repeated = len(keys) - different
         figures[name] = {"different": different, "repeated": repeated}
-        lines.append(f"{name}: {different:,d} different, {repeated:,d} repeated")
+        plural = "" if repeated == 1 else "s"
+        lines.append(
+            f"{name}: {different:,d} different, {repeated:,d} repetition{plural}"
+        )
     figures["queries_that_are_their_positive"] = {"examples": num_equal}
     if num_equal:
         lines.append(f"{num_equal:,d} examples have their own query as a positive")

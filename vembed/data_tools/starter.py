@@ -325,7 +325,7 @@ def local_model(name: str) -> Path | None:
         return None
 
 
-def local_description(name: str, task: Task = "embed") -> ModelDescription | None:
+def model_facts(name: str, task: Task = "embed") -> ModelDescription | None:
     """Return the description of a model that is on this machine, else None."""
     if local_model(name) is None:
         return None

@@ -33,8 +33,8 @@ from vembed.data_tools.starter import (
     guess,
     header_doubt,
     held_out_share,
-    local_description,
     measure_lengths,
+    model_facts,
     read_sample,
 )
 from vembed.errors import UserError, did_you_mean
@@ -134,7 +134,7 @@ def init(
             f"{output} exists already: give another --output, or --force to overwrite it"
         )
     if family is None and model is not None and model != DEMO:
-        described = local_description(model, task)
+        described = model_facts(model, task)
         family = described.family if described is not None else None
     family = family or "text_encoder"
     if family not in FAMILIES:
@@ -193,7 +193,7 @@ def starter(
     elif model is None and kind.multilingual is not None and is_foreign:
         name = kind.multilingual
         about += " of many languages: the texts are not English"
-    description = local_description(name, task)
+    description = model_facts(name, task)
     num_records = summary.sample.num_records
     # A correlation needs more pairs, and different scores among them.
     is_enough = not summary.is_scored or num_records >= SMALLEST_SCORED
