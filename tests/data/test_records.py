@@ -424,7 +424,7 @@ def test_missing_columns_of_a_table():
         with pytest.raises(UserError, match=advice):
             record_format().columns.check(columns)
     with pytest.raises(
-        UserError, match="column_mapping names c, .*has 'query', 'positive'"
+        UserError, match=r"column_mapping names c, .*has 'query', 'positive'"
     ):
         record_format(mapping={"c": "negatives"}).columns.check(["query", "positive"])
     record_format().columns.check(["query", "positive", "other"])
