@@ -860,13 +860,6 @@ def distances(first_ND: np.ndarray, second_ND: np.ndarray) -> np.ndarray:
     return np.where(is_finite, np.maximum(1 - cosines, 0.0), np.inf)
 
 
-def length_error(model_ND: np.ndarray, export_ND: np.ndarray) -> float:
-    """Return the largest difference between the lengths of two rows, relative to the first."""
-    lengths = np.linalg.norm(model_ND, axis=1)
-    differences = np.abs(np.linalg.norm(export_ND, axis=1) - lengths)
-    return float(np.max(differences / np.maximum(lengths, 1e-12)))
-
-
 def similarity_correlation(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
     """Return Spearman's correlation of the cosine similarities of all pairs of rows."""
     pairs = np.triu_indices(len(first_ND), 1)
@@ -888,7 +881,10 @@ def compare_embeddings(
     largest_length_error = np.inf
     if model_ND.shape == export_ND.shape:
         input_distances = distances(model_ND, export_ND)
-        largest_length_error = length_error(model_ND, export_ND)
+        lengths = np.linalg.norm(model_ND, axis=1)
+        differences = np.abs(np.linalg.norm(export_ND, axis=1) - lengths)
+        relative = differences / np.maximum(lengths, 1e-12)
+        largest_length_error = float(relative.max())
     worst = int(np.argmax(input_distances))
     return Check(
         runtime=runtime,
