@@ -96,8 +96,7 @@ def eval(
         )
         if options["session"].is_main:
             console = Console()
-            for table in score_tables(scores):
-                console.print(table)
+            console.print(main_scores(scores))
             stored = stored_table(scores)
             if compressed is not None and stored is not None:
                 console.print(" ", number_table(stored.header, stored.rows), sep="\n")
@@ -110,8 +109,8 @@ def eval(
     return scores
 
 
-def score_tables(scores: dict[str, float]) -> list[Table]:
-    """The main metrics by size of the embedding, and for retrieval all metrics by cut-off."""
+def main_scores(scores: dict[str, float]) -> Table:
+    """Return a table of the main metrics by size of the embedding. --json has those of all cut-offs."""
     from vembed.evaluation.report.record import metric_name
     from vembed.evaluation.scores import REPORTED_K
 
@@ -123,20 +122,7 @@ def score_tables(scores: dict[str, float]) -> list[Table]:
     for prefix in dict.fromkeys(["", *sizes]):
         size = prefix.removeprefix("dim").removesuffix("/") or "whole"
         rows.append([size, *(f"{scores[prefix + key]:.4f}" for key in columns)])
-    tables = [number_table(("size", *names), rows)]
-    cuts = set()
-    for key in whole:
-        _, has_cut, cut = key.partition("@")
-        if has_cut:
-            cuts.add(int(cut))
-    if len(cuts) > 1:
-        rows = []
-        for cut_off in sorted(cuts):
-            keys = [f"{key.split('@')[0]}@{cut_off}" for key in columns]
-            rows.append([str(cut_off), *(f"{scores[key]:.4f}" for key in keys)])
-        header = ["cut-off", *(name.split("@")[0] for name in names)]
-        tables.append(number_table(header, rows, title=" "))
-    return tables
+    return number_table(("size", *names), rows)
 
 
 def score(
