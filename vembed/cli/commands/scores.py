@@ -74,8 +74,7 @@ def eval(
     from rich.console import Console
 
     from vembed.evaluation.report.page import render_page
-    from vembed.evaluation.report.plots import plot_stored
-    from vembed.evaluation.report.report import stored_points, stored_table
+    from vembed.evaluation.report.report import stored_table, stored_values
     from vembed.evaluation.scores import evaluate
     from vembed.files import replace_text
 
@@ -104,8 +103,7 @@ def eval(
                 page = render_page(
                     "stored.html.j2",
                     title=f"{model} - vembed eval",
-                    stored=stored,
-                    plot=plot_stored(stored_points(scores)),
+                    **stored_values(scores),
                 )
                 replace_text(Path(compressed), page)
     return scores
