@@ -673,13 +673,12 @@ def run_intervals(
     patience = evaluation.patience
     if patience == "auto":
         patience = None
-        if has_validation and eval_steps is not None:
-            reasons["patience"] = "the config says how long the run is"
-            if not size.is_length_given:
-                patience = AUTO_PATIENCE
-                reasons["patience"] = (
-                    "the run ends early where so many evaluations in a row find nothing better"
-                )
+        is_evaluated = has_validation and eval_steps is not None
+        if is_evaluated and not size.is_length_given:
+            patience = AUTO_PATIENCE
+            reasons["patience"] = (
+                "the run ends early where so many evaluations in a row find nothing better"
+            )
     intervals = RunIntervals(
         eval_steps, save_steps, logging_steps, patience, keeps_best
     )
