@@ -225,7 +225,7 @@ def without_normalisation(folder):
     ("kind", "breaks", "said"),
     [
         (OnnxFormat, without_prompt, "its query tokens"),
-        (SafetensorsFormat, with_other_pooling, "its pooling: cls instead of mean"),
+        (SafetensorsFormat, with_other_pooling, "its pooling, arithmetic or weights"),
         (SafetensorsFormat, without_normalisation, "(normalisation)"),
     ],
 )
@@ -277,7 +277,7 @@ def test_what_differs_in_siglip_is_named(monkeypatch):
     write = broken(SafetensorsFormat.write, without_input_names)
     monkeypatch.setattr(SafetensorsFormat, "write", write)
     done = run("export", siglip_folder(), "--check")
-    assert done.exit_code == 2 and "its arithmetic or weights" in done.stderr
+    assert done.exit_code == 2 and "arithmetic or weights" in done.stderr
 
 
 def test_a_check_of_images_alone_says_how_to_copy(tmp_path):
@@ -523,7 +523,7 @@ def test_an_export_is_served_in_its_runtime(exported):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """An embedding server: OpenAI's route or TEI's, with the model or another pooling."""
+    """An embedding server with the model or another pooling."""
 
     embed: Callable[[list[str]], np.ndarray]
     route = "/v1/embeddings"
@@ -537,18 +537,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.path != self.route:
             self.send_error(404)
             return
-        rows = (
-            type(self)
-            .embed(body["input"] if "input" in body else body["inputs"])
-            .tolist()
-        )
-        answer = rows
-        if self.route != "/embed":
-            answer = {
-                "data": [
-                    {"index": index, "embedding": row} for index, row in enumerate(rows)
-                ][::-1]
-            }
+        rows = type(self).embed(body["input"]).tolist()
+        answer = {
+            "data": [
+                {"index": index, "embedding": row} for index, row in enumerate(rows)
+            ][::-1]
+        }
         data = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
@@ -576,22 +570,21 @@ def server():
 
 
 def test_check_server(server, monkeypatch):
-    for route in ("/v1/embeddings", "/embed"):
-        monkeypatch.setattr(Handler, "route", route)
-        done = run("check-server", server, model_folder())
+    for url in (server, server + "/v1", server + "/v1/embeddings"):
+        done = run("check-server", url, model_folder())
         assert done.exit_code == 0, done.output
         assert "16 of 200 texts" in done.output
-        assert f"{server}{route} equals" in done.output
+        assert f"{server}/v1/embeddings equals" in done.output
     right = Handler.embed
     monkeypatch.setattr(
         Handler, "embed", staticmethod(lambda value: right(value)[:, ::-1])
     )
-    done = run("check-server", server + "/embed", model_folder())
+    done = run("check-server", server, model_folder())
     assert done.exit_code == 1 and "largest cosine distance" in done.stderr
     monkeypatch.setattr(
         Handler, "embed", staticmethod(lambda value: right(value)[:, :8])
     )
-    done = run("check-server", server + "/embed", model_folder())
+    done = run("check-server", server, model_folder())
     assert done.exit_code == 1 and "8 dimensions for 24" in done.stderr
     refused = run("check-server", "http://127.0.0.1:9", model_folder())
     assert refused.exit_code == 2 and "does not answer" in refused.stderr

@@ -200,7 +200,6 @@ def test_dropout_goes_to_the_operator(monkeypatch, causal, window, groups):
         return (output,)
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
     torch.manual_seed(0)
     row = [torch.randn(13, heads, 8) for heads in (4, 4 // groups, 4 // groups)]
     packed = attention.Packed(torch.tensor([0, 5, 6, 13], dtype=torch.int32), 7)
@@ -252,20 +251,17 @@ def test_when_texts_are_padded(make, options, named):
 
 
 @pytest.mark.parametrize(
-    ("capability", "flash", "half", "head_size", "named"),
+    ("capability", "half", "head_size", "named"),
     [
-        ((9, 0), False, True, 64, None),
-        ((7, 5), True, True, 64, "older"),
-        ((9, 0), True, False, 64, "float32"),
-        ((9, 0), False, True, 12, "head size of 12"),
-        ((9, 0), True, True, 512, "head size of 512"),
+        ((9, 0), True, 64, None),
+        ((7, 5), True, 64, "older"),
+        ((9, 0), False, 64, "float32"),
+        ((9, 0), True, 12, "head size of 12"),
+        ((9, 0), True, 512, "head size of 512"),
     ],
 )
-def test_when_texts_are_padded_on_gpus(
-    capability, flash, half, head_size, named, monkeypatch
-):
+def test_when_texts_are_padded_on_gpus(capability, half, head_size, named, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash)
     config = config_for(tiny.tiny_bert)
     model = read_config(tiny.shared(tiny.tiny_bert), trust_remote_code=False)
     model.head_dim = head_size

@@ -1,9 +1,7 @@
 """Texts without padding give the numbers and gradients of texts with it, in every model and by every kernel."""
 
 import json
-import sys
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,24 +137,9 @@ def kernel_calls():
     return []
 
 
-@pytest.fixture(params=["flash-attn", "torch", "torch without groups"])
+@pytest.fixture(params=["torch", "torch without groups"])
 def gpu_kernel(request, kernel_calls, monkeypatch):
     """A kernel of GPUs, stood in for by attention text by text, with the signature that it has."""
-
-    def flash(
-        q,
-        k,
-        v,
-        *cuts,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-    ):
-        checked(*cuts)
-        kernel_calls.append(q)
-        sides = (window_size[0], 0) if causal else window_size
-        return text_by_text(q, k, v, cuts[0], softmax_scale, sides)
 
     def varlen(q, k, v, *cuts, scale, window_size, enable_gqa=False):
         checked(*cuts)
@@ -168,11 +151,6 @@ def gpu_kernel(request, kernel_calls, monkeypatch):
         cuts = (cu_q, cu_k, max_q, max_k)
         return varlen(q, k, v, *cuts, scale=scale, window_size=window_size)
 
-    if request.param == "flash-attn":
-        module = SimpleNamespace(flash_attn_varlen_func=flash)
-        monkeypatch.setitem(sys.modules, "flash_attn", module)
-        monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
-        return
     function = varlen if request.param == "torch" else older
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
 

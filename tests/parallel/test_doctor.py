@@ -45,7 +45,7 @@ FACTS = [
     r"Self-test: pass",
     r"1\. GPUs visible: .*: pass",
     r"2\. strategy: fsdp, FSDP2 FULL_SHARD, TRANSFORMER_BASED_WRAP .*: pass",
-    r"3\. batch: 64 per process, in micro-batches .*: pass",
+    r"3\. batch: 64 per process, .*: pass",
     r"4\. gradient checkpointing: on .*: pass",
     r"5\. memory: 34,688 parameters need .*: pass",
     r"6\. dtypes: masters float32, .*: pass",
@@ -102,7 +102,10 @@ def test_one_process_is_enough(monkeypatch, capsys):
     ("options", "named"),
     [
         ("mixed_precision: fp16\n", "1. GPUs visible: none, "),
-        ("strategy: single\n", "2. strategy: strategy: single, but 2 processes "),
+        (
+            "strategy: single\n",
+            "2. strategy, batch, memory: strategy: single, but 2 processes ",
+        ),
         ("batch_size: 64\nuse_gradient_cache: false\n", "3. batch: 64 "),
         (
             "use_fsdp: true\ngradient_checkpointing: false\n",

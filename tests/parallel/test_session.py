@@ -366,7 +366,7 @@ def started_by_hand(folder, per_machine):
 
 def test_processes_started_by_hand_count_those_of_their_machine():
     folder = str(shared(tiny_bert))
-    loopback = interface_to("127.0.0.1", 29500)
+    loopback = interface_to("127.0.0.1")
     for log, timeouts in run_ranks(started_by_hand, 4, folder, 2, process_group=False):
         assert f"network: interface {loopback} (" in log
         assert "processes: 4, 2 of them on this machine" in log
