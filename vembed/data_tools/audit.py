@@ -6,7 +6,6 @@ import functools
 import json
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -17,10 +16,8 @@ import numpy as np
 
 from vembed.data.datasets import short_item
 from vembed.data.example_store import Records
-from vembed.data.examples import ImageRef
 from vembed.data.near_duplicates import (
     NearIndex,
-    image_digest,
     ngrams,
 )
 from vembed.data.records import unread_judgement
@@ -110,7 +107,6 @@ def audit(
         checks.records(rows)
         checks.duplicates()
         checks.contradictions()
-        checks.repeated_images()
         if config.near_duplicate is not None:
             checks.near_duplicates(config.near_duplicate)
         if validation is not None:
@@ -357,37 +353,6 @@ class Checks:
             "The query and the document of both are equal, apart from case and spaces.",
             rows,
             examples,
-        )
-
-    def repeated_images(self) -> None:
-        """Images of positives that occur under several names, by their bytes."""
-        rows = defaultdict(set)
-        names = defaultdict(set)
-        # Each file is read once.
-        digest_of = functools.cache(image_digest)
-        for row, example in enumerate(self.data.examples):
-            images: list[ImageRef] = []
-            for item in example.positives:
-                images += item.images
-            for image in images:
-                digest = digest_of(image)
-                rows[digest].add(row)
-                # An image inside the data has no name.
-                names[digest].add(image.path or "")
-        examples = []
-        for digest, copies in names.items():
-            if len(copies) > 1:
-                image_names = ", ".join(sorted(copies)[:5])
-                num_rows = f"{len(rows[digest]):,d}"
-                examples.append({"image": image_names, "rows": num_rows})
-        self.add(
-            "repeated_images",
-            "warning",
-            "Images that occur under several names",
-            "The same bytes are the positive of different rows. In one batch one is a false negative of the other.",
-            examples,
-            count=len(examples),
-            fix=FIX_IN_TRAINING,
         )
 
     def near_duplicates(self, threshold: float) -> None:
