@@ -488,7 +488,6 @@ class Checks:
 
         passed = np.flatnonzero((above_Q > 0) & np.isfinite(best_Q))
         # Estimated share of relevant documents among the best candidates.
-        is_estimated = True
         try:
             estimate = calibrate(chunks, mining, mining.seed)
             text = (
@@ -497,36 +496,27 @@ class Checks:
                 f"{estimate.threshold} brings the rate to {estimate.rate:.1%}."
             )
         except UserError:
-            is_estimated = False
             text = "Too few queries with known positives for an estimate of the rate."
         lead = scores_QK[passed, 0] - best_Q[passed]
-        examples = []
-        for query in passed[np.argsort(-lead, kind="stable")].tolist():
-            examples.append(
-                {
-                    "query": preview(known.item(query)),
-                    "known positive scores": f"{best_Q[query]:.3f}",
-                    "candidate scores": f"{scores_QK[query, 0]:.3f}",
-                    "candidate": preview(inputs.documents.item(int(first_Q[query]))),
-                }
-            )
-            if len(examples) == self.config.num_examples:
-                break
-        fix = f"vembed mine {self.arguments} output_path=mined.jsonl threshold=auto"
-        if is_estimated or examples:
-            self.findings.append(
-                Finding(
-                    "false_negatives",
-                    "warning",
-                    "Documents above the known positive: candidates for false negatives",
-                    text,
-                    len(passed),
-                    len(passed) / max(known.num_queries, 1),
-                    fix,
-                    examples,
-                )
-            )
 
+        def query_preview(query: int) -> dict[str, str]:
+            candidate = inputs.documents.item(int(first_Q[query]))
+            return {
+                "query": preview(known.item(query)),
+                "known positive scores": f"{best_Q[query]:.3f}",
+                "candidate scores": f"{scores_QK[query, 0]:.3f}",
+                "candidate": preview(candidate),
+            }
+
+        self.add(
+            "false_negatives",
+            "warning",
+            "Documents above the known positive: candidates for false negatives",
+            text,
+            map(query_preview, passed[np.argsort(-lead, kind="stable")].tolist()),
+            count=len(passed),
+            fix=f"vembed mine {self.arguments} output_path=mined.jsonl threshold=auto",
+        )
         by_source = {}
         for number, name in enumerate(data.names):
             of_source = above[data.sources == number]
