@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +33,6 @@ FACTS = [
     r"Testing basic operations\.\.\.",
     r"\* forward: .*: pass",
     r"\* backward: .*: pass",
-    r"\* step: .*: pass",
     r"\* gather: .*: pass",
     r"\* weight edit: .*: pass",
     r"Testing FSDP-aware memory management\.\.\.",
@@ -50,7 +48,6 @@ FACTS = [
     r"5\. memory: 34,688 parameters need .*: pass",
     r"6\. dtypes: masters float32, .*: pass",
     r"7\. (gloo|NCCL): .*: pass",
-    r"8\. weights: .* has its weights, whole: pass",
 ]
 
 
@@ -131,25 +128,16 @@ def test_a_point_that_fails_makes_exit_code_1(
     assert ": FAIL" in line
 
 
-def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
-    tmp_path, monkeypatch, capsys
-):
-    model = tmp_path / "model"
-    without_weights = shutil.ignore_patterns("*.safetensors")
-    shutil.copytree(shared(tiny_bert), model, ignore=without_weights)
+def test_a_model_that_needs_shards_fails(tmp_path, monkeypatch, capsys):
     config = tmp_path / "run.yaml"
-    config.write_text(f"model_name: {model}\ndata_path: train.jsonl\nstrategy: ddp\n")
+    config.write_text(
+        f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nstrategy: ddp\n"
+    )
     monkeypatch.setattr(machine_checks, "run_ranks", lambda *_: 0)
-
-    def failed():
-        assert doctor.doctor(str(config), 2)[1] == 1
-        return capsys.readouterr().out
-
-    assert f"8. weights: {model} has no .safetensors file" in failed()
-    (model / "model.safetensors").touch()
-    assert "is not a safetensors file" in failed()
     monkeypatch.setattr(prediction, "memory_of_a_process", lambda *_: 400_000)
-    assert re.search(r"^2\. .*a whole copy takes.*: FAIL$", failed(), re.MULTILINE)
+    assert doctor.doctor(str(config), 2)[1] == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^2\. .*a whole copy takes.*: FAIL$", printed, re.MULTILINE)
 
 
 def test_a_failed_self_test_makes_exit_code_1(monkeypatch, capsys):
