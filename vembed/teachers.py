@@ -11,7 +11,6 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from vembed.data.examples import Example, Item, Kind
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT, Featuriser, Pair
 from vembed.data.row_store import KEY_BYTES, RowStore, lasting_identity
 from vembed.errors import UserError
-from vembed.files import add_content, cache_folder, read_json_object
+from vembed.files import cache_folder, short_hash
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
 from vembed.inference.reranker import Reranker
@@ -41,6 +40,7 @@ from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.parallel.sharding import shard_for_use
 from vembed.progress import ProgressReport
+from vembed.training.checkpoint.folders import of_model
 
 log = logging.getLogger("vembed")
 
@@ -97,28 +97,13 @@ class Teachers:
         return {name: teacher.dim for name, teacher in self.by_name.items()}
 
     def prepare(self, examples: ExampleStore) -> None:
-        """Compute all answers for the training data that are not on disk. Collective; every rank passes all examples.
-
-        If all of them were computed before, which a note on disk says by the data's fingerprint, no example is read.
-        """
-        fingerprint = examples.fingerprint
-        questions: dict[str, dict[bytes, Any]] = {}
-        for name, teacher in self.by_name.items():
-            if teacher.is_complete(fingerprint):
-                log.info("teacher %s: all answers were computed before", name)
-            else:
-                questions[name] = {}
-        if not questions:
-            return
-        for number in range(len(examples)):
-            example = examples[number]
-            for name, by_key in questions.items():
-                for key, question in self.by_name[name].questions(example):
-                    by_key.setdefault(key, question)
-        for name, by_key in questions.items():
-            self.by_name[name].complete(
-                fingerprint, list(by_key), list(by_key.values())
-            )
+        """Compute all answers for the training data that are not on disk. Collective; every rank passes all examples."""
+        for teacher in self.by_name.values():
+            questions: dict[bytes, Any] = {}
+            for number in range(len(examples)):
+                for key, question in teacher.questions(examples[number]):
+                    questions.setdefault(key, question)
+            teacher.complete(list(questions), list(questions.values()))
 
     def attach(
         self,
@@ -156,10 +141,8 @@ def teacher_kind(
     return "embedder" if kind == "yes_no" and needs_vectors else kind
 
 
-IDENTITY_VERSION = 2
+IDENTITY_VERSION = 3
 """Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
-SAMPLE_BYTES = 2**20
-"""Bytes that are read at the beginning, middle and end of a large file."""
 LARGEST_SHARE = 0.8
 """Share of a process's memory that a copy of a teacher may take."""
 GB = 10**9
@@ -189,7 +172,20 @@ class CachedTeacher(ABC):
         self.folder = folder
         self.session = session
         self.trust_remote_code = trust_remote_code
-        identity = teacher_identity(folder, teacher, kind, arithmetic)
+        self._loaded: Any = None
+        """The model, once something is computed."""
+        settings = [
+            IDENTITY_VERSION,
+            of_model(str(folder)),
+            kind,
+            arithmetic,
+            teacher.query_prompt,
+            teacher.document_prompt,
+            teacher.max_length,
+        ]
+        if kind == "yes_no":
+            settings += [teacher.instruction, ANSWER_PROMPT, ANSWER_END]
+        identity = short_hash(*settings)
         self.store = RowStore(cache / "teachers", identity, "teacher", ".answers")
 
     @abstractmethod
@@ -211,10 +207,6 @@ class CachedTeacher(ABC):
     ) -> Teaching:
         """Return what it says about a global batch. `dtype`: of vectors. Collective: see `Teachers.attach`."""
 
-    @abstractmethod
-    def release(self) -> None:
-        """Give up the weights. They are read again if something is missing later."""
-
     def answers(self, keys: Sequence[bytes], questions: Sequence[Any]) -> np.ndarray:
         """Return [n, dim] float32. Collective: ranks may ask different things, and compute together what is missing."""
         stored = self.store.find_rows(keys)
@@ -231,19 +223,8 @@ class CachedTeacher(ABC):
             rows[list(stored)] = np.stack(list(stored.values()))
         return rows
 
-    def is_complete(self, what: str) -> bool:
-        """Return whether all answers for some data (by their fingerprint) were computed before. Collective."""
-        is_complete = False
-        if self.session.is_main:
-            # Where the note is not there, or damaged, the data are gone through again.
-            with suppress(UserError, KeyError, TypeError):
-                note = read_json_object(self._note(what))
-                is_complete = len(self.store) >= note["num_answers"]
-        return bool(collectives.broadcast_object(is_complete))
-
     def complete(
         self,
-        what: str,
         keys: Sequence[bytes],
         questions: Sequence[Any],
     ) -> None:
@@ -266,24 +247,16 @@ class CachedTeacher(ABC):
                 computed = self.compute([questions[place] for place in share])
                 answers = torch.from_numpy(computed).to(session.device)
                 rows = collectives.all_gather_dealt(answers, len(chunk)).cpu().numpy()
+                # A machine may have a disk of its own, so one process of each machine writes.
                 if session.local_rank == 0:
                     self.store.add_rows([keys[place] for place in chunk], rows)
                 progress(start + len(chunk), len(missing))
-        # A machine may have a disk of its own, so one process of each machine writes.
-        if session.local_rank == 0:
-            note = self._note(what)
-            # A full disk costs the next run a pass over the data.
-            with suppress(OSError):
-                note.parent.mkdir(parents=True, exist_ok=True)
-                note.write_text(json.dumps({"num_answers": len(keys)}))
-        self.release()
+        # Its weights are read again if something is missing later.
+        self._loaded = None
 
     def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
         column = to_device(torch.from_numpy(values), self.session.device)
         return collectives.all_gather_rows(column, counts)
-
-    def _note(self, what: str) -> Path:
-        return self.store.folder / f"complete-{what}.json"
 
 
 class VectorTeacher(CachedTeacher):
@@ -306,7 +279,6 @@ class VectorTeacher(CachedTeacher):
             )
         )
         self.dim = self.description.embedding_dim
-        self._loaded: tuple[nn.Module, Featuriser] | None = None
 
     def compute(self, questions: Sequence[tuple[Item, Kind]]) -> np.ndarray:
         """Return vectors [n, dim] of length 1 of this rank's inputs, each in its role. Collective."""
@@ -380,17 +352,12 @@ class VectorTeacher(CachedTeacher):
             self._gather(negative + offset, by_negative),
         )
 
-    def release(self) -> None:
-        """See CachedTeacher."""
-        self._loaded = None
-
     def _load(self) -> tuple[nn.Module, Featuriser]:
         """Return the model, as a copy or as this rank's shard, and what prepares its inputs."""
         session = self.session
         teacher = self.teacher
-        with_run = session.fsdp is not None and teacher.sharded is not False
         model: nn.Module
-        if not with_run and is_sharded(teacher, self.folder, session):
+        if is_sharded(teacher, self.folder, session):
             # Rank 0 reads the weights into host memory, the others build on the meta device and get their shards
             # from it.
             loaded = load_embedder(
@@ -400,10 +367,8 @@ class VectorTeacher(CachedTeacher):
                 meta=not session.is_main,
                 trust_remote_code=self.trust_remote_code,
             )
-            description = loaded.description
-            model = shard_for_use(
-                loaded, description.layer_classes, session.device, only_rank0_reads=True
-            )
+            layers = loaded.description.layer_classes
+            model = shard_for_use(loaded, layers, session.device, only_rank0_reads=True)
         else:
             # On CPUs as the trained model, on a GPU in the dtype of the teacher's weights.
             on_cpu = session.device.type == "cpu"
@@ -412,41 +377,30 @@ class VectorTeacher(CachedTeacher):
                 teacher.model,
                 device=session.device,
                 mixed_precision="bf16" if in_bf16 else "no",
-                # Without FSDP in the run each rank has a whole copy. An Embedder without a session makes no collectives.
-                session=session if with_run or session.fsdp is None else None,
+                # An Embedder with a session of FSDP would be sharded.
+                session=session if session.fsdp is None else None,
                 trust_remote_code=self.trust_remote_code,
             )
             model = embedder.model
-            description = embedder.description
-        description = replace(
-            description,
-            query_prompt=self.description.query_prompt,
-            document_prompt=self.description.document_prompt,
-            max_length=self.description.max_length,
-        )
-        return model, Featuriser(description)
+        return model, Featuriser(self.description)
 
 
 class PairTeacher(CachedTeacher):
     """A reranker as teacher. Its weights are read when the first score is computed."""
 
-    _reranker: Reranker | None = None
     _world_size = 1
     """Number of ranks that compute together: those of a sharded teacher."""
 
     def compute(self, pairs: Sequence[Pair]) -> np.ndarray:
         """Return scores [n, 1] of this rank's pairs, before `scale`. Collective, where the teacher is sharded."""
-        self._reranker = self._reranker or self._load()
-        return self._reranker.pair_scores(pairs, self._world_size)
+        self._loaded = self._loaded or self._load()
+        scores: np.ndarray = self._loaded.pair_scores(pairs, self._world_size)
+        return scores
 
     def questions(self, example: Example) -> Iterator[tuple[bytes, Pair]]:
         """Yield the pair of each document of an example."""
         for document in (*example.positives, *example.negatives):
-            yield self.question(example.query, document)
-
-    def question(self, query: Item, document: Item) -> tuple[bytes, Pair]:
-        """Return the key of a pair, and the pair."""
-        return pair_key(query, document), (query, document)
+            yield pair_key(example.query, document), (example.query, document)
 
     def teaching(
         self,
@@ -459,10 +413,10 @@ class PairTeacher(CachedTeacher):
         del dtype
         keys = []
         questions = {}
-        for query, document in (*rank_batch.row_items, *rank_batch.negative_items):
-            key, question = self.question(query, document)
+        for pair in (*rank_batch.row_items, *rank_batch.negative_items):
+            key = pair_key(*pair)
             keys.append(key)
-            questions[key] = question
+            questions[key] = pair
         answers = self.answers(list(questions), list(questions.values()))[:, 0]
         by_key = dict(zip(questions, answers.tolist(), strict=True))
         scores = np.array([by_key[key] for key in keys], dtype=np.float64)
@@ -472,10 +426,6 @@ class PairTeacher(CachedTeacher):
             self._gather(scores[:num_rows], by_row),
             self._gather(scores[num_rows:], by_negative),
         )
-
-    def release(self) -> None:
-        """See CachedTeacher."""
-        self._reranker = None
 
     def _load(self) -> Reranker:
         teacher = self.teacher
@@ -513,6 +463,8 @@ def is_sharded(
         return False
     if teacher.sharded != "auto":
         return teacher.sharded
+    if session.fsdp is not None:
+        return True
     # Rank 0 decides for all: the caches of several machines may hold different files.
     files_size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     size = collectives.broadcast_object(files_size)
@@ -526,41 +478,6 @@ def is_sharded(
         memory / GB,
     )
     return True
-
-
-def teacher_identity(
-    folder: Path,
-    teacher: Teacher,
-    kind: str,
-    arithmetic: str,
-) -> str:
-    """Return a hash of a teacher's files and settings; of files above 3 MiB, of the size and three samples of 1 MiB."""
-    digest = hashlib.blake2b(digest_size=16)
-    settings = [
-        IDENTITY_VERSION,
-        kind,
-        arithmetic,
-        teacher.query_prompt,
-        teacher.document_prompt,
-        teacher.max_length,
-    ]
-    if kind == "yes_no":
-        settings += [teacher.instruction, ANSWER_PROMPT, ANSWER_END]
-    digest.update(json.dumps(settings).encode())
-    for path in sorted(folder.rglob("*")):
-        if (
-            path.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja", ".bin")
-            and path.is_file()
-        ):
-            digest.update(f"{path.relative_to(folder)} {path.stat().st_size}".encode())
-            add_content(
-                digest,
-                path,
-                pieces=3,
-                piece_bytes=SAMPLE_BYTES,
-                whole_bytes=3 * SAMPLE_BYTES,
-            )
-    return digest.hexdigest()
 
 
 def item_key(item: Item, kind: Kind | None) -> bytes:

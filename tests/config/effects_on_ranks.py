@@ -1,7 +1,7 @@
 """Options of a sharded run, each seen on what two processes have built with it."""
 
 import os
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -160,7 +160,9 @@ def _facts(session):
             and new
             and any(u._get_fsdp_state()._states_to_forward_prefetch for u in new)
         ),
-        "recomputes": all(layer.gradient_checkpointing for layer in layers_of(model)),
+        "recomputes": all(
+            isinstance(layer.forward, partial) for layer in layers_of(model)
+        ),
         "writes whole models": session.fsdp is not None
         and session.fsdp.state_dict_type == "FULL_STATE_DICT",
         "layer dtype": dtypes[0],

@@ -1,10 +1,12 @@
 """A row for every option: where its effect is seen on what was built or written. An option without one fails."""
 
+import inspect
 import json
 import sys
 import types
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,6 @@ from vembed.config.options import all_options
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.losses.table import LOSS_OPTIONS
-from vembed.models.precision import CompiledForward
 from vembed.training.checkpoint.folders import candidates
 
 Seen = Callable[[Built], Any] | str
@@ -63,9 +64,13 @@ def _weights_dtype(value, name):
 
 def recomputes(layer):
     """Return True if a layer, compiled or not, is run again in the backward pass."""
-    if isinstance(layer.forward, CompiledForward):
-        return layer.forward.recomputes
-    return layer.gradient_checkpointing
+    return isinstance(layer.forward, partial)
+
+
+def is_compiled(layer):
+    """Return True if a layer's forward, perhaps in a checkpoint, is not its class's method."""
+    forward = layer.forward.args[1] if recomputes(layer) else layer.forward
+    return not inspect.ismethod(forward)
 
 
 BUILT = {
@@ -152,7 +157,7 @@ BUILT = {
     ),
     "torch_compile": (
         "many",
-        lambda entry: isinstance(entry.layers()[0].forward, CompiledForward),
+        lambda entry: is_compiled(entry.layers()[0]),
         True,
     ),
     "gradient_checkpointing": (

@@ -1,4 +1,4 @@
-"""Plots: what is drawn where on the page, and the same in the files."""
+"""Plots: what is drawn where on the page."""
 
 import pytest
 

@@ -183,7 +183,7 @@ def without_normalisation(folder):
     ("kind", "breaks", "said"),
     [
         (OnnxFormat, without_prompt, "its query tokens"),
-        (SafetensorsFormat, with_other_pooling, "its pooling: cls instead of mean"),
+        (SafetensorsFormat, with_other_pooling, "its pooling, arithmetic or weights"),
         (SafetensorsFormat, without_normalisation, "(normalisation)"),
     ],
 )
@@ -478,7 +478,7 @@ def test_check_server_names_what_differs(tmp_path, monkeypatch):
         refused = run("check-server", server.address, model)
         assert refused.exit_code == 2 and "401" in refused.stderr
         monkeypatch.setenv("VEMBED_API_KEY", "secret")
-        for route in ("/v1/embeddings", "/embed"):
+        for route in ("", "/v1", "/v1/embeddings"):
             done = run("check-server", server.address + route, model)
             assert done.exit_code == 0, done.output
             done = run("check-server", server.address + route, model_folder())

@@ -196,7 +196,7 @@ def test_the_card_says_what_was_done(tmp_path):
         "- data: pairs.jsonl: 1,024 examples",
         "- https://example.org/a/b.jsonl: 3 examples",
         "| learning_rate | 0.0001 |",
-        "| data_path | pairs.jsonl, more |",
+        "| data_path | [pairs.jsonl, more/] |",
         "| micro_batch_tokens | 512 |",
         "| steps done | 1,200 |",
         "torch 2.13",

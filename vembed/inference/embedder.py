@@ -242,8 +242,6 @@ class Embedder:
             session=self.session,
             normalize=False,
         )
-        if not items:
-            return states.empty()
         return flat.reshape(len(items), len(states.layers), states.width)
 
     def finish(

@@ -145,14 +145,9 @@ def why_no_kernel(
     half: bool,
 ) -> str | None:
     """Return the reason why no variable-length kernel takes heads of this size on a GPU; None: one does."""
-    problem = why_no_flash(device, half=half)
-    if problem is not None:
-        return problem
-    # flash-attn's package pads the heads. The derivative of torch's operator refuses them.
-    is_padded = head_size % 8 and not is_flash_attn_2_available()
-    if head_size > _MAX_HEAD_SIZE or is_padded:
+    if head_size > _MAX_HEAD_SIZE or head_size % 8:
         return f"flash attention does not support a head size of {head_size}"
-    return None
+    return why_no_flash(device, half=half)
 
 
 def register(name: str, *, compiled_layers: bool = False) -> str:
@@ -371,27 +366,12 @@ def by_kernel(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """Run flash-attn's variable-length kernel if it is installed, otherwise torch's. Shapes: [tokens, heads, size]."""
+    """Run torch's variable-length flash attention. Shapes: [tokens, heads, size]."""
+    from torch.nn.attention.varlen import varlen_attn  # a slow import
+
     # A window of w tokens includes the token itself; -1 means unlimited.
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
-    boundaries = (packed.starts, packed.starts, packed.longest, packed.longest)
-    if is_flash_attn_2_available():
-        from flash_attn import flash_attn_varlen_func
-
-        attended: Tensor = flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            *boundaries,
-            dropout_p=dropout,
-            softmax_scale=scaling,
-            causal=causal,
-            window_size=sides,
-        )
-        return attended
-    from torch.nn.attention.varlen import varlen_attn
-
     # Fewer heads of keys than of queries: torch's newer kernel takes them as they are, otherwise keys are repeated.
     grouped: dict[str, Any] = {}
     times = query.shape[1] // key.shape[1]
@@ -401,6 +381,7 @@ def by_kernel(
     elif times > 1:
         key = key.repeat_interleave(times, dim=1)
         value = value.repeat_interleave(times, dim=1)
+    boundaries = (packed.starts, packed.starts, packed.longest, packed.longest)
     row = (query, key, value, *boundaries)
     if dropout > 0.0:
         # varlen_attn has no dropout, but the operator behind it has. Its derivative draws the same mask again, from

@@ -15,8 +15,7 @@ from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
+from transformers import PreTrainedModel
 
 from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
@@ -30,6 +29,7 @@ from vembed.models.adapters import (
 )
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.embedding_model import (
+    LOSS_PARAMETERS,
     EmbeddingModel,
     TwoTowers,
     freeze_unused,
@@ -71,7 +71,6 @@ from vembed.models.heads import (
 )
 from vembed.models.poolings.table import POOLINGS
 from vembed.models.precision import (
-    four_bit,
     keep_trainable_layout,
     round_weights,
     rounded_to_four_bits,
@@ -192,8 +191,8 @@ def build_model(
     if compiles:
         # Packed texts call attention outside of the compiled graph (torch.compiler.disable).
         attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
-        precision.compile_layers(layers, recomputes=recompute)
-    elif recompute:
+        precision.compile_layers(layers)
+    if recompute:
         precision.enable_checkpointing(layers)
     return model if meta else model.to(device)
 
@@ -313,25 +312,16 @@ def build_backbone(
     device: torch.device,
     *,
     meta: bool,
-    compute_dtype: torch.dtype = torch.float32,
     has_head: bool = False,
-    keeps_masters: bool = True,
+    **precisions: Any,
 ) -> nn.Module:
-    """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
-    dtype it will compute. `has_head`: return the model with a head, whose base model is the backbone.
-    `keeps_masters`: trained weights are float32 (master weights), whatever `torch_dtype` says."""
-    load = partial(
-        _load,
-        description,
-        options,
-        adapters,
-        device,
-        meta,
-        compute_dtype,
-        keeps_masters,
-    )
+    """Return the backbone with its weights. `meta`: empty parameters. `has_head`: return the model with a head, whose base
+    model is the backbone. `device`, `precisions`: where and how it will compute (see `_load`)."""
     folder = Path(description.source)
-    whole: nn.Module = load(folder, has_head)
+    load: Any = partial(
+        _load, description, options, adapters, device, meta=meta, **precisions
+    )
+    whole: nn.Module = load(folder=folder, has_head=has_head)
     text: Any = whole.base_model if has_head else whole
     if description.adapter is not None and not meta:
         if description.quantized:
@@ -345,7 +335,7 @@ def build_backbone(
     if not description.traits.has_two_models:
         return whole
     assert description.image_source is not None
-    image_tower = load(Path(description.image_source), False)
+    image_tower = load(folder=Path(description.image_source))
     towers = TwoTowers(text, image_tower, description)
     if (folder / DESCRIPTION_FILE).is_file():
         towers.load_projections(folder)
@@ -364,15 +354,18 @@ def _load(
     options: ModelSection,
     adapters: AdapterSection,
     device: torch.device,
-    meta: bool,
-    compute_dtype: torch.dtype,
-    keeps_masters: bool,
+    *,
     folder: Path,
-    has_head: bool,
+    meta: bool,
+    compute_dtype: torch.dtype = torch.float32,
+    keeps_masters: bool = True,
+    has_head: bool = False,
 ) -> PreTrainedModel:
     """Return the Transformers model of one folder.
 
     Dtype first, then attention, which depends on it, then the weights, which are loaded with both. Log the choices.
+    `compute_dtype`: of the arithmetic. `keeps_masters`: trained weights are float32 (master weights), whatever
+    `torch_dtype` says.
     """
     trust = description.trust_remote_code
     is_source = folder == Path(description.source)
@@ -441,7 +434,9 @@ def _load(
     else:
         quantization = None
         if adapters.use_qlora:
-            quantization = _four_bit(base_class, config, compute_dtype)
+            with torch.device("meta"):
+                empty = base_class(config)
+            quantization = precision.four_bit(empty, compute_dtype)
         check_whole_weights(folder)
         check_weights(folder)
         try:
@@ -496,30 +491,6 @@ def _load(
     return cast(PreTrainedModel, backbone)
 
 
-def _four_bit(
-    base_class: type[PreTrainedModel],
-    config: PretrainedConfig,
-    compute_dtype: torch.dtype,
-) -> BitsAndBytesConfig:
-    """Return the 4-bit config for the linear layers inside the transformer layers. All other layers keep their dtype.
-
-    The 4-bit values are packed into a tensor of the compute dtype. FSDP gathers parameters in the compute dtype, and would
-    convert, and so corrupt, a packed tensor of another one.
-    """
-    with torch.device("meta"):
-        empty: nn.Module = base_class(config)
-    inside = set(linear_names_inside_layers(empty))
-    skip = []
-    for name, module in empty.named_modules():
-        if name in inside and isinstance(module, Conv1D):
-            raise UserError(
-                f"use_qlora: {base_class.__name__} stores its layers transposed, which 4 bits cannot; use use_lora"
-            )
-        if isinstance(module, nn.Linear) and name not in inside:
-            skip.append(name)
-    return four_bit(compute_dtype, skip)
-
-
 def _cast_frozen_towers(
     description: ModelDescription,
     options: ModelSection,
@@ -546,16 +517,13 @@ def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
 
     The model's own parameters may be empty (meta) or sharded.
     """
-    if not description.traits.has_scale_and_bias:
-        return None
-    values = {"logit_bias": 0.0}
-    for path in sorted(Path(description.source).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            stored = set(file.keys())
-            for name in ("logit_scale", "logit_bias"):
-                if name in stored:
+    values: dict[str, float] = {}
+    if description.traits.has_scale_and_bias:
+        for path in Path(description.source).glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                for name in set(file.keys()).intersection(LOSS_PARAMETERS):
                     values[name] = float(file.get_tensor(name))
     if "logit_scale" not in values:
         return None
     # The files hold the logarithm of the scale.
-    return math.exp(values["logit_scale"]), values["logit_bias"]
+    return math.exp(values["logit_scale"]), values.get("logit_bias", 0.0)

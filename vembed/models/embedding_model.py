@@ -19,7 +19,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -389,9 +388,7 @@ def run_packed(
         starts = torch.arange(num_texts + 1, device=device) * longest
     else:
         # Each token's position in its own text, wherever the padding stands.
-        index = inputs.get(TOKEN_INDEX)
-        if index is None:
-            index = real_tokens(mask)
+        index = token_index(inputs, mask)
         tokens = input_ids.flatten()[index]
         positions = (mask.cumsum(dim=1) - 1).flatten()[index]
         # Where each text begins in the row: cumulative lengths with a leading 0.
@@ -448,6 +445,12 @@ def with_prefix(inputs: Inputs) -> Inputs:
     return inputs
 
 
+def token_index(inputs: Inputs, mask: Tensor) -> Tensor:
+    """Return the positions of the real tokens in the flattened mask, from collation where it has made them."""
+    index = inputs.get(TOKEN_INDEX)
+    return real_tokens(mask) if index is None else index
+
+
 def padded_states(
     states: Tensor,
     inputs: Inputs,
@@ -456,9 +459,7 @@ def padded_states(
     """Map the states [all tokens, dim] of packed texts to [n, tokens, dim], with zeros as padding."""
     num_texts, longest = inputs["input_ids"].shape
     if mask is not None:
-        index = inputs.get(TOKEN_INDEX)
-        if index is None:
-            index = real_tokens(mask)
+        index = token_index(inputs, mask)
         # `index_copy` and not `index_copy_`: autograd needs a new tensor.
         padded = states.new_zeros(num_texts * longest, states.shape[1])
         states = padded.index_copy(0, index, states)
@@ -660,10 +661,6 @@ class HiddenStates(nn.Module):
                     hook.remove()
             states.append(torch.cat([captured[layer] for layer in self.layers], dim=1))
         return states
-
-    def empty(self) -> np.ndarray:
-        """Return the hidden states of no text."""
-        return np.empty((0, len(self.layers), self.width), np.float32)
 
     def pooled(self, hidden: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """Pool the states of a layer, padded [n, tokens, dim] or packed [1, all tokens, dim], to [n, width]."""

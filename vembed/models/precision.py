@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import BitsAndBytesConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.pytorch_utils import Conv1D
 
 from vembed.errors import UserError
 from vembed.models.families.backbones import linear_names_inside_layers, unwrapped_name
@@ -58,14 +58,8 @@ def dtype_in_files(folder: Path) -> torch.dtype:
 
 def enable_checkpointing(layers: list[nn.Module]) -> None:
     """Recompute each layer in the backward pass of training mode, also layers without trainable parameters."""
-    # Reentrant checkpointing gives no gradient if no input requires grad, as below frozen embeddings with adapters.
-    recompute = partial(checkpoint, use_reentrant=False)
     for layer in layers:
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = recompute
-        else:
-            layer.forward = partial(_recomputed, layer, layer.forward)
+        layer.forward = partial(_recomputed, layer, layer.forward)
 
 
 def _recomputed(
@@ -76,43 +70,18 @@ def _recomputed(
 ) -> Any:
     if not layer.training:
         return forward(*args, **kwargs)
+    # Reentrant checkpointing gives no gradient if no input requires grad, as below frozen embeddings with adapters.
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-class CompiledForward:
-    """The compiled forward of a layer, with dynamic numbers of rows and tokens.
+def compile_layers(layers: list[nn.Module], backend: Any = "inductor") -> None:
+    """Compile the forward of each layer, with dynamic numbers of rows and tokens.
 
-    `recomputes`: it is run again in the backward pass. The checkpoint is around the compiled forward, since the compiler
-    gives up on a checkpoint with a call outside of its graphs, such as attention of packed texts.
+    Before `enable_checkpointing`: the compiler gives up on a checkpoint with a call outside of its graphs, such as
+    attention of packed texts.
     """
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        backend: Any,
-        *,
-        recomputes: bool,
-    ) -> None:
-        self.layer = layer
-        self.compiled = torch.compile(layer.forward, dynamic=True, backend=backend)
-        self.recomputes = recomputes
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer."""
-        if self.recomputes:
-            return _recomputed(self.layer, self.compiled, *args, **kwargs)
-        return self.compiled(*args, **kwargs)
-
-
-def compile_layers(
-    layers: list[nn.Module],
-    backend: Any = "inductor",
-    *,
-    recomputes: bool = False,
-) -> None:
-    """Compile the forward of each layer. `recomputes`: layers are run again in the backward pass."""
     for layer in layers:
-        layer.forward = CompiledForward(layer, backend, recomputes=recomputes)
+        layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
 
 
 # ---- arithmetic in bfloat16 with float32 weights -------------------------------------
@@ -471,12 +440,26 @@ def _make_dense(weight: torch.Tensor) -> None:
 # ---- 4-bit weights -------------------------------------------------------------------------------------------------
 
 
-def four_bit(dtype: torch.dtype, skip: list[str]) -> BitsAndBytesConfig:
-    """Return the config to load linear layers in 4 bits (nf4, double quantisation), except those in `skip`."""
+def four_bit(backbone: nn.Module, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """Return the config to load the linear layers inside the transformer layers in 4 bits (nf4, double quantisation). All
+    other layers keep their dtype. `backbone`: the model without weights.
+
+    The 4-bit values are packed into a tensor of the compute dtype. FSDP gathers parameters in the compute dtype, and would
+    convert, and so corrupt, a packed tensor of another one.
+    """
     if find_spec("bitsandbytes") is None:
         raise UserError(
             "use_qlora: true needs the package bitsandbytes; install it, or set use_qlora: false"
         )
+    inside = linear_names_inside_layers(backbone)
+    skip = []
+    for name, module in backbone.named_modules():
+        if name in inside and isinstance(module, Conv1D):
+            raise UserError(
+                f"use_qlora: {type(backbone).__name__} stores its layers transposed, which 4 bits cannot; use use_lora"
+            )
+        if isinstance(module, nn.Linear) and name not in inside:
+            skip.append(name)
     quieten_bitsandbytes()
     return BitsAndBytesConfig(
         load_in_4bit=True,

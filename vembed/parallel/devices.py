@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import re
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -166,24 +165,20 @@ def memory_lines() -> list[str]:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     by_rank = collectives.gather_objects(memory_snapshot(device))
-    lines: dict[str, dict[str, Any]] = {}
-    for rank, memory in enumerate(by_rank):
-        kind, _, number = memory["device"].partition(":")
-        name = f"GPU {number or 0}" if kind == "cuda" else "CPU"
-        lines[f"Rank {rank}, {name}"] = memory
     total = {}
     for key in AMOUNTS:
         if key in by_rank[0]:
             total[key] = sum(memory[key] for memory in by_rank)
-    lines[f"Total across {len(by_rank)} processes"] = total
-    texts = []
-    for lead, memory in lines.items():
-        amounts = []
-        for key, name in AMOUNTS.items():
-            if key in memory:
-                amounts.append(f"{name}: {memory[key]:.2f}GB")
-        texts.append(f"{lead}: {', '.join(amounts)}")
-    return texts
+    lines = []
+    for rank, memory in enumerate([*by_rank, total]):
+        lead = f"Total across {rank} processes"
+        if rank < len(by_rank):
+            kind, _, number = memory["device"].partition(":")
+            name = f"GPU {number or 0}" if kind == "cuda" else "CPU"
+            lead = f"Rank {rank}, {name}"
+        amounts = [f"{AMOUNTS[key]}: {memory[key]:.2f}GB" for key in total]
+        lines.append(f"{lead}: {', '.join(amounts)}")
+    return lines
 
 
 def memory_snapshot(device: torch.device) -> dict[str, Any]:
@@ -196,17 +191,17 @@ def memory_snapshot(device: torch.device) -> dict[str, Any]:
             "peak_gb": round(torch.cuda.max_memory_allocated(device) / GIB, 4),
         }
     resident = psutil.Process().memory_info().rss
-    # getrusage gives kilobytes, on macOS bytes. Linux has a peak that can be reset, too.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak *= 1 if sys.platform == "darwin" else 1024
+    peak = resident
+    # Linux has a peak that can be reset.
     status = Path("/proc/self/status")
     if status.exists():
         match = re.search(r"VmHWM:\s+(\d+)", status.read_text())
-        peak = int(match[1]) * 1024 if match else peak
+        if match is not None:
+            peak = max(peak, int(match[1]) * 1024)
     return {
         "device": "cpu",
         "rss_gb": round(resident / GIB, 4),
-        "peak_gb": round(max(peak, resident) / GIB, 4),
+        "peak_gb": round(peak / GIB, 4),
     }
 
 
@@ -303,28 +298,13 @@ def _of_memory(text: str) -> Gpu:
 
 
 def _named(name: str) -> Gpu:
-    plain_name = _plain(name)
-    # By full name, or without the memory: A100 is then two, and the memory is asked for.
-    same = []
+    matching = []
     for gpu in GPUS:
-        without_memory = gpu.name.rpartition("-")[0]
-        if plain_name in (_plain(gpu.name), _plain(without_memory)):
-            same.append(gpu)
-    if len(same) == 1:
-        return same[0]
-    if same:
-        raise UserError(
-            f"--gpu {name}: give its memory too: {' or '.join(gpu.name for gpu in same)}"
-        )
-    known = ", ".join(gpu.name for gpu in GPUS)
-    raise UserError(
-        f"--gpu {name} is not in the table (it has {known}); or give --memory GB"
-    )
-
-
-def _plain(name: str) -> str:
-    """Return a name without its maker, spaces, marks and units: NVIDIA A100 80GB -> a10080."""
-    text = re.sub(
-        r"nvidia|geforce|tesla|quadro|rtx|sxm\d?|(?<=\d)gi?b?\b", "", name.lower()
-    )
-    return re.sub(r"[^a-z0-9]", "", text)
+        full_name = gpu.name.lower()
+        # Without the memory A100 is two.
+        if name.lower() in (full_name, full_name.rpartition("-")[0]):
+            matching.append(gpu)
+    if len(matching) == 1:
+        return matching[0]
+    names = ", ".join(gpu.name for gpu in matching or GPUS)
+    raise UserError(f"--gpu {name}: give one of {names}; or give --memory GB")

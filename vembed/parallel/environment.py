@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import sys
@@ -76,57 +75,22 @@ def _whole_number(env: Mapping[str, str], name: str) -> int:
 
 # ---- network -----------------------------------------------------------------
 
-_ELSEWHERE = ("198.51.100.1", "2001:db8::1")
-"""Addresses reserved for documentation, which no machine has; packets to them take the default route."""
+ELSEWHERE = "198.51.100.1"
+"""An address reserved for documentation, which no machine has; packets to it take the default route."""
 
 
-def interface_to(address: str, port: int) -> str | None:
-    """Return the interface for packets to an address or a host; None without a route. Sends nothing.
-
-    Of a host's addresses, the first one that is not loopback is preferred.
-    """
-    sources: list[str] = []
-    with suppress(OSError):
-        for family, kind, protocol, _, target in socket.getaddrinfo(
-            address, port, type=socket.SOCK_DGRAM
-        ):
-            # An IPv6 address without an IPv6 network, for example, fails.
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)  # UDP: chooses the route, sends nothing
-                sources.append(str(probe.getsockname()[0]))
-    if not sources:
-        return None
-    source = min(sources, key=_is_loopback)
-    # An IPv6 address may carry its interface (fe80::1%eth0), and two interfaces may have the same bare address.
-    interfaces: dict[str, str] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            interfaces.setdefault(entry.address, name)
-            interfaces.setdefault(entry.address.partition("%")[0], name)
-    return interfaces.get(source) or interfaces.get(source.partition("%")[0])
-
-
-def default_interface() -> str | None:
-    """Return the interface of the default route; None without one. Sends nothing."""
-    for address in _ELSEWHERE:
-        interface = interface_to(address, 9)
-        if interface is not None:
-            return interface
+def interface_to(address: str) -> str | None:
+    """Return the interface for packets to an IPv4 address or a host; None without a route. Sends nothing."""
+    with (
+        suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        probe.connect((address, 9))  # UDP: chooses the route, sends nothing
+        source = probe.getsockname()[0]
+        for name, entries in psutil.net_if_addrs().items():
+            if any(entry.address == source for entry in entries):
+                return name
     return None
-
-
-def is_loopback_by_name(host: str) -> bool:
-    """Return True if a host name resolves to loopback only, as Debian's /etc/hosts maps the machine's own name.
-
-    False for localhost and 127.0.0.1, which users give on purpose to run several "machines" on one.
-    """
-    if host == "localhost" or _is_loopback(host):
-        return False
-    try:
-        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    return all(_is_loopback(str(entry[4][0])) for entry in addresses)
 
 
 def machine_name() -> str:
@@ -136,14 +100,6 @@ def machine_name() -> str:
     """
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-
-
-def _is_loopback(text: str) -> bool:
-    """Return True if a text is a loopback address."""
-    try:
-        return ipaddress.ip_address(text.partition("%")[0]).is_loopback
-    except ValueError:
-        return False
 
 
 # ---- cores -------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Launch check: the processes of a run find each other, and compare how each was started, before anything is built. Heartbeats:
 which rank hangs later, in place of the name of a rank that merely noticed it.
 
-Rank 0 keeps a store. Each rank writes its record there: its machine, and what must be equal. Rank 0 compares them and
-writes the result, which all ranks read: a run id, or one sentence with which each of them ends.
+Rank 0 keeps a store. Each rank writes its record there: its machine, and what must be equal, and compares it with that
+of rank 0. The first that finds a difference writes one sentence, with which all of them end.
 """
 
 from __future__ import annotations
@@ -190,92 +190,78 @@ class LaunchCheck:
         launch: Mapping[str, Any],
         rank_facts: RankFacts,
     ) -> tuple[str, RankInfo]:
-        """Compare all ranks; return the run's id, and the rank info with the processes of this machine.
+        """Compare this rank with rank 0; return the run's id, and the rank info with the processes of this machine.
 
         Raise the same UserError on every rank if they differ.
         """
         ranks = self.ranks
         _claim_rank(store, self)
-        facts = {**launch, **versions()}
-        # By which the machine of another run is told apart.
-        facts[f"the run id ({RUN_ID})"] = os.environ.get(RUN_ID) or None
+        keys = [f"record-{rank}" for rank in range(ranks.world_size)]
         record: dict[str, Any] = {
-            "machine": machine_name(),
+            "rank": ranks.rank,
             "host": socket.gethostname(),
+            "machine": machine_name(),
+            "run": os.environ.get(RUN_ID) or uuid.uuid4().hex[:12],
+            "facts": {**launch, **versions()},
         }
+        # By which the machine of another run is told apart.
+        record["facts"][f"the run id ({RUN_ID})"] = os.environ.get(RUN_ID) or None
+
+        def refuse(problem: str) -> None:
+            store.compare_set("error", "", problem)  # of several, the first one counts
+
+        def has_first() -> bool:
+            return bool(store.check(["error"]) or store.check(keys[:1]))
+
+        def has_all() -> bool:
+            num_arrived: int = store.add("arrived", 0)
+            return bool(store.check(["error"])) or num_arrived >= ranks.world_size
+
+        def absent_ranks() -> str:
+            absent = [
+                str(rank) for rank, key in enumerate(keys) if not store.check([key])
+            ]
+            return f"rank {', '.join(absent)} of {ranks.world_size}"
+
         try:
-            # On rank 0 it takes the lock on output_dir: another run's folder must not be waited for.
-            record["facts"] = facts | dict(rank_facts(ranks))
-        except UserError as error:
-            record["error"] = str(error)
-        try:
-            store.set(f"record-{ranks.rank}", json.dumps(record))
-            if ranks.rank == 0:
-                self._coordinate(store)
-            else:
-                others = (
-                    f"rank 0 at {self.address}, which waits for the other processes"
-                )
-                if not self.poll(lambda: store.check(["result"]), lambda: others):
-                    raise self.not_found("rank 0 did not answer")
-            result = json.loads(store.get("result"))
+            try:
+                # On rank 0 it takes the lock on output_dir: another run's folder must not be waited for.
+                record["facts"] |= rank_facts(ranks)
+                store.set(keys[ranks.rank], json.dumps(record))
+            except UserError as error:
+                where = f" (rank {ranks.rank}, {record['host']})" if ranks.rank else ""
+                refuse(f"{error}{where}")
+            if not self.poll(has_first, lambda: f"rank 0 at {self.address}"):
+                raise self.not_found("rank 0 did not answer")
+            if not store.check(["error"]):
+                first = json.loads(store.get(keys[0]))
+                own = json.loads(store.get(keys[ranks.rank]))
+                problem = rank_difference(first, own)
+                if problem is not None:
+                    refuse(f"{problem}: {ADVICE}")
+            store.add("arrived", 1)
+            if not self.poll(has_all, absent_ranks):
+                refuse(str(self.not_found(f"{absent_ranks()} did not come")))
+            refusal = None
+            if store.check(["error"]):
+                refusal = store.get("error").decode()
             store.set(f"read-{ranks.rank}", "1")
         except dist.DistNetworkError as error:
             raise UserError(
                 f"Rank {ranks.rank} lost the connection to rank 0, which ended during the launch check: its own "
                 "message says why; start all machines again"
             ) from error
-        if result["error"] is not None:
+        if refusal is not None:
             if ranks.rank == 0:
                 names = [f"read-{rank}" for rank in range(ranks.world_size)]
                 with suppress(dist.DistStoreError):
                     store.wait(names, timedelta(seconds=REFUSAL_SECONDS))
-            raise UserError(result["error"])
+            raise UserError(refusal)
         if not ranks.is_counted:
-            count = result["machines"].count(result["machines"][ranks.rank])
+            machines = [json.loads(value)["machine"] for value in store.multi_get(keys)]
+            count = machines.count(record["machine"])
             ranks = replace(ranks, local_world_size=count, is_counted=True)
-        return result["run"], ranks
-
-    def _coordinate(self, store: Store) -> None:
-        """Collect the records of all ranks, compare, and write the result. On rank 0."""
-        num_ranks = self.ranks.world_size
-        records: dict[int, dict[str, Any]] = {}
-        problem: str | None = None
-
-        def has_all() -> bool:
-            nonlocal problem
-            num_before = len(records)
-            for rank in absent():
-                if not store.check([f"record-{rank}"]):
-                    continue
-                record = json.loads(store.get(f"record-{rank}"))
-                records[rank] = record
-                if problem is None and "error" in record:
-                    where = f" (rank {rank}, {record['host']})" if rank else ""
-                    problem = record["error"] + where
-            if problem is None and len(records) > num_before:
-                facts = {}
-                for rank in sorted(records):
-                    facts[rank] = (records[rank]["facts"], records[rank]["host"])
-                differing = rank_differences(facts)
-                problem = f"{differing}: {ADVICE}" if differing else None
-            return problem is not None or len(records) == num_ranks
-
-        def absent() -> list[int]:
-            return [rank for rank in range(num_ranks) if rank not in records]
-
-        def absent_ranks() -> str:
-            listed = ", ".join(str(rank) for rank in absent())
-            return f"rank {listed} of {num_ranks}"
-
-        if not self.poll(has_all, absent_ranks):
-            problem = str(self.not_found(f"{absent_ranks()} did not come"))
-        result = {
-            "error": problem,
-            "run": os.environ.get(RUN_ID) or uuid.uuid4().hex[:12],
-            "machines": [records[rank]["machine"] for rank in sorted(records)],
-        }
-        store.set("result", json.dumps(result))
+        return first["run"], ranks
 
 
 def versions() -> dict[str, str]:
@@ -299,37 +285,36 @@ def require_equal(
     advice: str,
 ) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
-    fact = {name: value}, socket.gethostname()
-    problem = rank_differences(dict(enumerate(collectives.gather_objects(fact))))
-    if problem is not None:
-        raise UserError(f"{problem}: {advice}")
+    record = {
+        "rank": collectives.rank(),
+        "host": socket.gethostname(),
+        "facts": {name: value},
+    }
+    first, *others = collectives.gather_objects(record)
+    for other in others:
+        problem = rank_difference(first, other)
+        if problem is not None:
+            raise UserError(f"{problem}: {advice}")
 
 
-def rank_differences(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str | None:
-    """Return what differs between ranks, on which rank and machine, with the values. None if nothing does.
+def rank_difference(first: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return what differs between the records of two ranks, with the values. None if nothing does.
 
-    `facts`: values by name, and the machine, of each rank. A name is compared among the ranks that have it.
+    A record: "rank", "host", and values by name under "facts". Names that one of them lacks are not compared.
     """
-    ranks_by_value: dict[str, dict[str, list[int]]] = {}  # of each name
-    for rank, (values, _) in facts.items():
-        for name, value in values.items():
-            compared = json.dumps(value, sort_keys=True)
-            by_value = ranks_by_value.setdefault(name, {})
-            by_value.setdefault(compared, []).append(rank)
-    differing = [name for name, by_value in ranks_by_value.items() if len(by_value) > 1]
-    if not differing:
-        return None
     sentences = []
-    for name in differing[:MAX_DIFFERENCES]:
-        parts = []
-        for ranks in list(ranks_by_value[name].values())[:MAX_DIFFERENCES]:
-            values, host = facts[ranks[0]]
-            others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
-            parts.append(f"{_shown(values[name])} on rank {ranks[0]} ({host}){others}")
-        sentences.append(f"{name} is {' but '.join(parts)}")
-    num_more = len(differing) - len(sentences)
-    more = f"; and {num_more} more differ" if num_more else ""
-    return f"the processes of this run were not started alike: {'; '.join(sentences)}{more}"
+    for name, value in first["facts"].items():
+        other_value = other["facts"].get(name, value)
+        if other_value != value:
+            sentences.append(
+                f"{name} is {_shown(value)} on rank {first['rank']} ({first['host']}) but {_shown(other_value)} on rank "
+                f"{other['rank']} ({other['host']})"
+            )
+    if not sentences:
+        return None
+    num_more = len(sentences) - MAX_DIFFERENCES
+    more = f"; and {num_more} more differ" if num_more > 0 else ""
+    return f"the processes of this run were not started alike: {'; '.join(sentences[:MAX_DIFFERENCES])}{more}"
 
 
 def _shown(value: Any) -> str:

@@ -28,38 +28,35 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
     FSDP2 requires one dtype among the trainable parameters. FSDP1 requires one dtype for all parameters of a unit. The
     target is the widest dtype, so float32 master weights are never downcast.
     """
-    floating = {}
-    together = {}  # those that must have one dtype
-    for name, parameter in model.named_parameters():
+    floating = []
+    together = []  # those that must have one dtype
+    for parameter in model.parameters():
         if parameter.is_floating_point():
-            floating[name] = parameter
+            floating.append(parameter)
             if parameter.requires_grad or fsdp_version == 1:
-                together[name] = parameter
-    if len({parameter.dtype for parameter in floating.values()}) <= 1:
-        log.info(
-            f"FSDP dtype check: all parameters already in {_dtypes(floating.values())}"
-        )
+                together.append(parameter)
+    if len({parameter.dtype for parameter in floating}) <= 1:
+        log.info(f"FSDP dtype check: all parameters already in {_dtypes(floating)}")
         return 0
-    dtypes = {parameter.dtype for parameter in together.values()}
+    dtypes = {parameter.dtype for parameter in together}
     # float32 also for bfloat16 beside float16: neither can represent the other's values.
     widest = torch.float64 if torch.float64 in dtypes else torch.float32
-    others = dtypes - {widest} if len(dtypes) > 1 else set()
-    num_converted = 0
-    for dtype in sorted(others, key=str):
-        narrow = [tensor for tensor in together.values() if tensor.dtype == dtype]
+    narrow: list[Tensor] = []
+    if len(dtypes) > 1:
+        narrow += [tensor for tensor in together if tensor.dtype != widest]
         num_values = sum(tensor.numel() for tensor in narrow)
         log.info(
-            f"FSDP dtype check: converted {len(narrow):,d} parameters ({num_values:,d} values) from {dtype} to {widest}"
+            f"FSDP dtype check: converted {len(narrow):,d} parameters ({num_values:,d} values) from {_dtypes(narrow)} to "
+            f"{widest}"
         )
-        for tensor in narrow:
-            tensor.data = tensor.data.to(widest)
-        num_converted += len(narrow)
-    frozen = [tensor for tensor in floating.values() if not tensor.requires_grad]
+    for tensor in narrow:
+        tensor.data = tensor.data.to(widest)
+    frozen = [tensor for tensor in floating if not tensor.requires_grad]
     if frozen:
         log.info(
-            f"FSDP dtype check: trainable parameters in {_dtypes(together.values())}, frozen ones in {_dtypes(frozen)}"
+            f"FSDP dtype check: trainable parameters in {_dtypes(together)}, frozen ones in {_dtypes(frozen)}"
         )
-    return num_converted
+    return len(narrow)
 
 
 def _dtypes(tensors: Iterable[Tensor]) -> str:
@@ -168,19 +165,6 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def forget_forward(model: nn.Module) -> None:
-    """Reset FSDP1's state after a forward pass with grad that gets no backward pass.
-
-    FSDP1 registers its gradient hooks in the first forward pass of an iteration. In 16-bit computation the hooks belong
-    to that forward pass; if it is discarded, the next backward pass would silently leave no gradients.
-    """
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        if unit._flat_param is not None:
-            hook = vars(unit._flat_param).pop("_post_backward_hook_state", None)
-            if hook is not None:
-                hook[-1].remove()
-
-
 def discard_passes(model: nn.Module) -> None:
     """Drop all gradients of passes that were not synchronised. Units of FSDP are sharded again.
 
@@ -199,7 +183,6 @@ def discard_passes(model: nn.Module) -> None:
                     param.unsharded_accumulated_grad = None
                     if "_unsharded_param" in vars(param):
                         param._unsharded_param.grad = None
-    forget_forward(model)
     model.zero_grad(set_to_none=True)
 
 
@@ -369,63 +352,34 @@ def _whole(parameter: Tensor) -> Tensor:
 _Base = nn.modules.batchnorm._BatchNorm
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over all ranks. Each rank's loss depends on every rank's input, so the gradients are summed too."""
+class _RowsOfAllRanks(torch.autograd.Function):
+    """Gather the rows of all ranks. Each rank's loss depends on them, so the backward pass sums the gradients of all
+    ranks for this rank's rows."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:  # noqa: ARG004 - autograd's signature
-        return collectives.sum_tensor(values.clone())
+    def forward(ctx: Any, values: Tensor, counts: list[int]) -> Tensor:
+        ctx.counts = counts
+        return collectives.all_gather_rows(values, counts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
-        return collectives.sum_tensor(gradients[0].clone())
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return collectives.reduce_scatter_rows(gradients[0], ctx.counts), None
 
 
-class AllReduceBatchStatistics(_Base):
+class GatheredBatchNorm(_Base):
     """Batch norm over the inputs of all ranks, for devices that torch's SyncBatchNorm does not support."""
 
     def forward(self, values_NC: Tensor) -> Tensor:
         """Normalise [n, channels, ...] by the mean and variance over all ranks; in evaluation, by the running ones."""
         if not self.training or collectives.world_size() == 1:
             return super().forward(values_NC)
-        others = [0, *range(2, values_NC.dim())]
-        # One collective for count, sums and sums of squares, in float64: a difference of squares cancels digits.
-        wide = values_NC.double()
-        count = wide.new_tensor([wide.numel() / wide.shape[1]])
-        sums = wide.sum(others)
-        square_sums = wide.square().sum(others)
-        parts = torch.cat((count, sums, square_sums))
-        total: Tensor = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
-        channels = wide.shape[1]
-        count = total[:1].detach()
-        sums = total[1 : 1 + channels]
-        squares = total[1 + channels :]
-        mean = sums / count
-        variance = squares / count - mean.square()
-        if self.track_running_stats:
-            assert self.num_batches_tracked is not None
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            self.num_batches_tracked.add_(1)
-            momentum = self.momentum
-            if momentum is None:
-                momentum = 1 / float(self.num_batches_tracked)
-            # The running variance is the unbiased one, as in torch. Normalisation takes the biased one.
-            unbiased = variance.detach() * count / (count - 1).clamp(min=1)
-            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), momentum)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
-        shape = [1, -1, *(1 for _ in others[1:])]
-        scale = (variance.view(shape) + self.eps).rsqrt()
-        normal: Tensor = ((wide - mean.view(shape)) * scale).to(values_NC.dtype)
-        if self.affine:
-            normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        return normal
+        counts = [row[0] for row in collectives.all_gather_ints([len(values_NC)])]
+        gathered = _RowsOfAllRanks.apply(values_NC, counts)  # type: ignore[no-untyped-call]
+        first = sum(counts[: collectives.rank()])
+        return super().forward(gathered)[first : first + len(values_NC)]
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(
-                f"batch norm needs at least 2 dimensions, not {input.dim()}"
-            )
+        """torch's base class asks for it. Any number of dimensions will do."""
 
 
 def share_batch_norms(
@@ -442,17 +396,14 @@ def share_batch_norms(
         return 0
     if not shared:
         if model.training:
-            way_out = ""
-            if collectives.world_size() > 1:
-                way_out = "; sync_batchnorm: true shares their statistics"
             log.warning(
                 f"batch norms: {len(norms)}, each over the micro-batch of one process, so losses and gradients depend on "
-                f"the number of processes and on micro_batch_tokens{way_out}"
+                "the number of processes and on micro_batch_tokens; sync_batchnorm: true shares their statistics"
             )
         return len(norms)
     if device.type == "cpu":
         for module in norms:
-            module.__class__ = AllReduceBatchStatistics
+            module.__class__ = GatheredBatchNorm
     else:
         nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     log.info(

@@ -36,12 +36,7 @@ from vembed.parallel.devices import (
     enable_expandable_segments,
     keep_freed_memory,
 )
-from vembed.parallel.environment import (
-    default_interface,
-    interface_to,
-    is_loopback_by_name,
-    read_rank_info,
-)
+from vembed.parallel.environment import ELSEWHERE, interface_to, read_rank_info
 from vembed.parallel.launch_check import Heartbeats, LaunchCheck, RankFacts
 from vembed.parallel.parameters import share_batch_norms
 from vembed.parallel.placement import (
@@ -67,20 +62,6 @@ _CHANGED_VARIABLES = (
     "TORCH_DISTRIBUTED_DEBUG",
 )
 """Environment variables that a session or Accelerate sets. They are restored at the end, for the next run of this process."""
-_LOGGED_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "MASTER_",
-    "NCCL_",
-    "GLOO_",
-    "TORCH_",
-    "CUDA_",
-    "OMP_",
-    "ACCELERATE_",
-    "FSDP_",
-)
-"""Prefixes of the environment variables that `debug: true` logs."""
 
 
 class Session(AbstractContextManager["Session"]):
@@ -381,11 +362,6 @@ def start_session(
             session.memory,
             instructions=session.instructions,
         )
-        variables = []
-        for name in sorted(os.environ):
-            if name.startswith(_LOGGED_VARIABLES):
-                variables.append(f"{name}={os.environ[name]}")
-        log.debug(f"rank {session.rank}: {', '.join(variables)}")
         session.placement = placement
         session.lay_out(
             placement,
@@ -458,11 +434,14 @@ def _choose_interface() -> None:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     address = os.environ["MASTER_ADDR"]
-    interface = interface_to(address, int(os.environ["MASTER_PORT"]))
+    interface = interface_to(address)
     why = f"it leads to {address}"
-    if is_loopback_by_name(address):
+    is_loopback_by_name = interface == interface_to("127.0.0.1")
+    if address == "localhost" or address.startswith("127."):
+        is_loopback_by_name = False  # several "machines" on this one
+    if is_loopback_by_name:
         # Debian's /etc/hosts maps a machine's own name to 127.0.1.1; other machines resolve it to the real address.
-        interface = default_interface()
+        interface = interface_to(ELSEWHERE)
         why = f"the default route's, because {address} is loopback on this machine"
     if interface is None:
         log.warning(

@@ -12,7 +12,8 @@ from typing import Any
 import yaml
 from huggingface_hub import metadata_load
 
-from vembed.errors import is_secret, masked
+from vembed.config.loading import one_line_yaml
+from vembed.errors import is_secret, masked, masked_option
 from vembed.evaluation.report.page import render_page
 from vembed.files import short_name
 from vembed.models.custom.own_code import own_class
@@ -33,7 +34,7 @@ _NOT_SHOWN = {
 _MODELS = {"model_name", "image_model_name"}
 # From a leading `/` or `~` to the last slash of the word, which leaves the file's name. The look-behind leaves
 # addresses (`https://host/x`) and relative paths (`data/x`) alone.
-_LOCAL_PATH = re.compile(r"(?<![\w.:/~])[/~][^\s:,;)]*/")
+_LOCAL_PATH = re.compile(r"(?<![\w.:/~])[/~][^\s:,;)]*/(?=[^\s:,;)\]'])")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 FOLDER_IN_CALLS = "path/to/this/folder"
 """Stands for the model's folder in the calls."""
@@ -78,11 +79,11 @@ def render_card(
     for key, value in card.settings.items():
         if key in _NOT_SHOWN or is_secret(key):
             continue
-        text = _option_text(value)
+        text = _without_folders(one_line_yaml(masked_option(key, value)))
         if key in _MODELS and _LOCAL_PATH.match(str(value)):
             # Of a local folder the part that identifies the model.
             text = short_name(str(value))
-        settings.append((key, masked(text)))
+        settings.append((key, text))
     if card.num_steps is not None:
         settings.append(("steps done", f"{card.num_steps:,d}"))
     return render_page(
@@ -198,21 +199,6 @@ def _properties(description: ModelDescription) -> list[tuple[str, str]]:
             text = prompt.replace("\n", "\\n").replace("`", "'")
             rows.append((kind, f"`{text}`"))
     return rows
-
-
-def _option_text(value: Any) -> str:
-    """Return a setting as text. Paths are reduced to their last part."""
-    if isinstance(value, str):
-        return _without_folders(value)
-    if isinstance(value, Mapping):
-        texts = []
-        for key, inner in value.items():
-            if not is_secret(str(key)):
-                texts.append(f"{key}: {_option_text(inner)}")
-        return ", ".join(texts)
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_option_text, value))
-    return str(value)
 
 
 def _without_folders(text: str) -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -38,8 +39,8 @@ class Interrupts:
     Before the first call of `agree_on_stop`, a signal ends the run at once: there is nothing to save, and the launcher stops
     the other ranks. From then on it sets a flag that the ranks share in `agree_on_stop` and, during an evaluation, in `check`,
     so that the run can finish the step and save. Once `ignores_signals` is set, the flag has no effect: only final/ is
-    left to write. A second signal ends the process at once, even while it waits for other ranks, because a separate
-    thread reads the signals. SIGUSR1 never does: it is a warning.
+    left to write. A second signal ends the process at once, or, while it waits for other ranks, as soon as they come (the
+    launcher ends all ranks at once). SIGUSR1 never does: it is a warning.
     """
 
     def __init__(self, max_minutes: float | None = None) -> None:
@@ -59,17 +60,11 @@ class Interrupts:
         self._longest_step = 0.0
         self._is_armed = False
         """True from the first `agree_on_stop` on."""
-        self._is_ending = False
-        """True once a signal has ended the run before its first step."""
         self.ignores_signals = False
         """Set when training is over: signals have no effect any more. A second one still ends the process at once."""
         self._num_checks = 0
         self._save_seconds = 0.0
         self._before: dict[signal.Signals, Any] = {}
-        self._read_end = -1
-        self._write_end = -1
-        self._wakeup_before = -1
-        self._reader: threading.Thread | None = None
 
     def agree_on_stop(self, save_seconds: float = 0.0) -> bool:
         """Return whether any rank was signalled, or the time is up by the clock of rank 0. All ranks call it after
@@ -145,12 +140,6 @@ class Interrupts:
                 "signals are left alone: only the main thread of a program may catch them"
             )
             return self
-        self._read_end, self._write_end = os.pipe()
-        os.set_blocking(self._write_end, False)
-        # Python's C handler writes each caught signal's number there, even while the main thread is blocked.
-        self._wakeup_before = signal.set_wakeup_fd(
-            self._write_end, warn_on_full_buffer=False
-        )
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
@@ -159,63 +148,45 @@ class Interrupts:
             after_in_parent=lambda: self._mask(signal.SIG_UNBLOCK),
             after_in_child=self._forget,
         )
-        self._reader = threading.Thread(
-            target=self._read, name="vembed-signals", daemon=True
-        )
-        self._reader.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._reader is None:
-            return
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
-        signal.set_wakeup_fd(self._wakeup_before)
-        # Signal 0 does not exist: it ends the thread's loop.
-        os.write(self._write_end, b"\0")
-        self._reader.join()
-        self._reader = None
-        os.close(self._read_end)
-        os.close(self._write_end)
 
     def _handle(self, number: int, _: object) -> None:
         """Handle a signal in the main thread, between two instructions."""
-        if self._is_armed or self._is_ending:
-            return
-        self._is_ending = True
-        # It may have reached this rank alone, and no collective tells the others before the first step.
-        if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
-            os.kill(os.getppid(), signal.SIGUSR1)
-            # A rank that waits for this one would see a closed connection before it sees its signal.
-            time.sleep(HEAD_START_SECONDS)
-        name = signal.Signals(number).name
-        raise Stopped(
-            f"{name} before the first step: nothing was trained, so nothing is lost",
-            _counted_as(number),
-        )
-
-    def _read(self) -> None:
-        """Record the first signal and end the process on the second. Runs in a thread of its own."""
-        while number := os.read(self._read_end, 1)[0]:
-            if number not in SIGNALS:
-                continue
-            current_time = time.monotonic()
-            if not self._number:
-                self._number = _counted_as(number)
-                self._first_at = current_time
-                action = "finishing the step and saving"
-                if self.ignores_signals:
-                    action = "training is over, writing final/"
-                if self._is_armed:
-                    name = signal.Signals(number).name
-                    log.info(f"{name}: {action}; once more ends the run at once")
+        current_time = time.monotonic()
+        is_interrupt = number == signal.SIGINT
+        counted_as = int(signal.SIGINT if is_interrupt else signal.SIGTERM)
+        if self._number:
             # A launcher passes on the Ctrl-C that has reached this process too: that is one request.
-            elif (
-                number != signal.SIGUSR1
-                and current_time - self._first_at > REPEATED_SIGNAL_SECONDS
-            ):
-                os._exit(128 + _counted_as(number))
+            is_repeated = current_time - self._first_at > REPEATED_SIGNAL_SECONDS
+            if is_repeated and number != signal.SIGUSR1:
+                os._exit(128 + counted_as)
+            return
+        self._number = counted_as
+        self._first_at = current_time
+        name = signal.Signals(number).name
+        if not self._is_armed:
+            # It may have reached this rank alone, and no collective tells the others before the first step.
+            if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
+                os.kill(os.getppid(), signal.SIGUSR1)
+                # A rank that waits for this one would see a closed connection before it sees its signal.
+                time.sleep(HEAD_START_SECONDS)
+            raise Stopped(
+                f"{name} before the first step: nothing was trained, so nothing is lost",
+                counted_as,
+            )
+        action = "finishing the step and saving"
+        if self.ignores_signals:
+            action = "training is over, writing final/"
+        line = f"vembed: {name}: {action}; once more ends the run at once\n"
+        if collectives.rank() == 0:
+            # Not by the log, which this signal may have interrupted.
+            with suppress(OSError):
+                os.write(2, line.encode())
 
     def _mask(self, how: int) -> None:
         """Block signals around a fork. Until the child has reset its handlers, its signals would count for the
@@ -226,11 +197,6 @@ class Interrupts:
     def _forget(self) -> None:
         """Restore default signal handling in a forked child (a pool worker), so that a signal ends only the child."""
         if self._before:
-            signal.set_wakeup_fd(-1)
             for number in self._before:
                 signal.signal(number, signal.SIG_DFL)
             self._mask(signal.SIG_UNBLOCK)
-
-
-def _counted_as(number: int) -> int:
-    return int(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from vembed.cli.arguments import NO_FLAGS, LaunchFlags
-from vembed.cli.support import ConfigArguments
+from vembed.cli.support import ConfigArguments, print_lines
 
 
 def config(args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS) -> dict[str, Any]:
@@ -20,16 +20,11 @@ def config(args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS) -> dict[st
     arguments = use.with_words(args)
     run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
     sys.stdout.write(config_yaml(run.config, run.origins))
-    lines = [f"# translated: {line}\n" for line in run.translated]
-    lines += [f"# note: {line}\n" for line in run.notes]
-    if lines:
-        sys.stdout.write("\n" + "".join(lines))
-    sys.stdout.flush()
+    print_lines(*(f"# note: {line}" for line in run.notes))
     require_paths(run.config.model, run.config.data, run.origins)
     return {
         "options": run.config.to_dict(),
         "origins": run.origins,
-        "translated": run.translated,
         "notes": run.notes,
     }
 

@@ -33,7 +33,6 @@ from vembed.data_tools.starter import (
     guess,
     header_doubt,
     held_out_share,
-    local_family,
     measure_lengths,
     model_facts,
     read_sample,
@@ -135,7 +134,8 @@ def init(
             f"{output} exists already: give another --output, or --force to overwrite it"
         )
     if family is None and model is not None and model != DEMO:
-        family = local_family(model, task)
+        described = model_facts(model, task)
+        family = described.family if described is not None else None
     family = family or "text_encoder"
     if family not in FAMILIES:
         names = f": give one of {join_words(list(FAMILIES))}"
@@ -193,7 +193,7 @@ def starter(
     elif model is None and kind.multilingual is not None and is_foreign:
         name = kind.multilingual
         about += " of many languages: the texts are not English"
-    facts = model_facts(name, task)
+    description = model_facts(name, task)
     num_records = summary.sample.num_records
     # A correlation needs more pairs, and different scores among them.
     is_enough = not summary.is_scored or num_records >= SMALLEST_SCORED
@@ -205,8 +205,8 @@ def starter(
     if task == "rerank":
         pairs = zip(cycle(summary.queries), summary.documents, strict=False)
         texts = [f"{query} {document}" for query, document in pairs]
-    lengths = measure_lengths(texts, facts)
-    limit = None if facts is None else facts.max_length
+    lengths = measure_lengths(texts, description)
+    limit = None if description is None else description.max_length
     max_length = fitting_length(lengths, limit, kind.max_length or 0)
     batch_size = fitting_batch(num_train, kind.batch_size)
     epochs = fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
@@ -219,7 +219,7 @@ def starter(
         kind=kind,
         name=name,
         about=about,
-        facts=facts,
+        limit=limit,
         data=data,
         val_data=val_data,
         held_out=held_out,

@@ -62,20 +62,22 @@ def eval(
         ks: Cut-offs of the metrics.
         task: auto, retrieval or similarity.
         split: Split of the qrels of a BEIR-style folder. Default: test.
-        compressed: Also score int8 and binary documents, and draw quality against bytes (.png).
+        compressed: Also score int8 and binary documents, and write a page of quality against bytes (.html).
         on_bad_record: stop or skip.
     """
     sizes = numbers("--dims", dims) or None
     cuts = numbers("--ks", ks)
     mapping = option("column_mapping", column_mapping)
-    if compressed is not None and Path(compressed).suffix != ".png":
-        raise UserError(f"--compressed {compressed}: the picture is written as .png")
+    if compressed is not None and Path(compressed).suffix != ".html":
+        raise UserError(f"--compressed {compressed}: the page is written as .html")
     use.share()
     from rich.console import Console
 
+    from vembed.evaluation.report.page import render_page
     from vembed.evaluation.report.plots import plot_stored
     from vembed.evaluation.report.report import stored_points, stored_table
     from vembed.evaluation.scores import evaluate
+    from vembed.files import replace_text
 
     with use.open(model) as (model_path, options):
         scores = evaluate(
@@ -95,18 +97,22 @@ def eval(
         )
         if options["session"].is_main:
             console = Console()
-            for table in score_tables(scores):
-                console.print(table)
+            console.print(main_scores(scores))
             stored = stored_table(scores)
             if compressed is not None and stored is not None:
                 console.print(" ", number_table(stored.header, stored.rows), sep="\n")
-                plot = plot_stored(stored_points(scores))
-                plot.image("nDCG@10").save(compressed)
+                page = render_page(
+                    "stored.html.j2",
+                    title=f"{model} - vembed eval",
+                    stored=stored,
+                    plot=plot_stored(stored_points(scores)),
+                )
+                replace_text(Path(compressed), page)
     return scores
 
 
-def score_tables(scores: dict[str, float]) -> list[Table]:
-    """The main metrics by size of the embedding, and for retrieval all metrics by cut-off."""
+def main_scores(scores: dict[str, float]) -> Table:
+    """Return a table of the main metrics by size of the embedding. --json has those of all cut-offs."""
     from vembed.evaluation.report.record import metric_name
     from vembed.evaluation.scores import REPORTED_K
 
@@ -118,20 +124,7 @@ def score_tables(scores: dict[str, float]) -> list[Table]:
     for prefix in dict.fromkeys(["", *sizes]):
         size = prefix.removeprefix("dim").removesuffix("/") or "whole"
         rows.append([size, *(f"{scores[prefix + key]:.4f}" for key in columns)])
-    tables = [number_table(("size", *names), rows)]
-    cuts = set()
-    for key in whole:
-        _, has_cut, cut = key.partition("@")
-        if has_cut:
-            cuts.add(int(cut))
-    if len(cuts) > 1:
-        rows = []
-        for cut_off in sorted(cuts):
-            keys = [f"{key.split('@')[0]}@{cut_off}" for key in columns]
-            rows.append([str(cut_off), *(f"{scores[key]:.4f}" for key in keys)])
-        header = ["cut-off", *(name.split("@")[0] for name in names)]
-        tables.append(number_table(header, rows, title=" "))
-    return tables
+    return number_table(("size", *names), rows)
 
 
 def score(

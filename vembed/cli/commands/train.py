@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
 """Values of micro_batch_tokens that are tried, the fastest first."""
-MEMORY_PART_NAMES = {
-    "gathered": "gathered parameters",
-    "copies": "weights in bfloat16",
-    "loss": "embeddings and loss",
-}
-"""Parts of the memory whose names say too little."""
 
 
 def train(
@@ -130,10 +124,7 @@ def show(prediction: Prediction) -> dict[str, Any]:
     estimate = MemoryEstimate(placement, size)
     memory = asdict(prediction.memory)
     num_processes = placement.ranks.world_size
-    rows = [
-        (MEMORY_PART_NAMES.get(name, name), f"{memory[name] / GIB:.2f}")
-        for name in memory
-    ]
+    rows = [(name, f"{memory[name] / GIB:.2f}") for name in memory]
     rows += [
         ("", ""),
         ("parameters", f"{size.total:,d}"),

@@ -150,9 +150,9 @@ def edit(
     use.share()
     from vembed.weights.edit import edit as edit_model
 
-    with use.start_session(model) as options:
+    with use.open(model) as (path, options):
         result = edit_model(
-            model,
+            path,
             output,
             first,
             second,

@@ -241,11 +241,6 @@ def _open_folder(folder: Path, role: Role) -> list[Format]:
     if is_saved_dataset(folder):
         return [open_folder(folder, role)]
     files = data_files(folder)
-    if {"corpus", "queries"} <= {file.name.partition(".")[0] for file in files}:
-        raise UserError(
-            f"{folder} has a corpus and queries, as BEIR has them, whose records are no pairs: give it as "
-            "val_data_path, or write pairs of its queries and documents for training"
-        )
     if files:
         return [_open_file(file) for file in files]
     records = class_records(folder)

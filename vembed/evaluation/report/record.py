@@ -169,16 +169,6 @@ class RunRecord:
                 dims.add(int(match[1]))
         return sorted(dims, reverse=True)
 
-    def scores_over_steps(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the steps at which a metric was measured, and its scores."""
-        steps = []
-        scores = []
-        for evaluation in self.evaluations:
-            if key in evaluation.scores:
-                steps.append(evaluation.step)
-                scores.append(evaluation.scores[key])
-        return steps, scores
-
     @property
     def last_step(self) -> int:
         """The last step that was logged or evaluated."""

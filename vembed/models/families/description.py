@@ -203,37 +203,29 @@ SMALLEST_MRL_DIM = 64
 _BGE_ZH = "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
 _WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
 
-PUBLISHED: tuple[tuple[str, str, str, str], ...] = (
-    (
-        "multilingual-e5-large-instruct",
-        _WEB_SEARCH + "Query: ",
-        "",
-        "instruction-tuned E5",
-    ),
-    ("e5-mistral-7b-instruct", _WEB_SEARCH + "Query: ", "", "instruction-tuned E5"),
+PUBLISHED: tuple[tuple[str, str, str], ...] = (
+    ("multilingual-e5-large-instruct", _WEB_SEARCH + "Query: ", ""),
+    ("e5-mistral-7b-instruct", _WEB_SEARCH + "Query: ", ""),
     (
         r"(multilingual-)?e5-(small|base|large)(-v2|-unsupervised)?",
         "query: ",
         "passage: ",
-        "E5",
     ),
     (
         r"bge-(small|base|large)-en(-v1\.5)?",
         "Represent this sentence for searching relevant passages: ",
         "",
-        "BGE",
     ),
-    (r"bge-(small|base|large)-zh(-v1\.5)?", _BGE_ZH, "", "BGE"),
-    (r"nomic-embed-text-v1(\.5)?", "search_query: ", "search_document: ", "Nomic"),
-    (r"qwen3-embedding-(0\.6b|4b|8b)", _WEB_SEARCH + "Query:", "", "Qwen3-Embedding"),
+    (r"bge-(small|base|large)-zh(-v1\.5)?", _BGE_ZH, ""),
+    (r"nomic-embed-text-v1(\.5)?", "search_query: ", "search_document: "),
+    (r"qwen3-embedding-(0\.6b|4b|8b)", _WEB_SEARCH + "Query:", ""),
     (
         r"qwen3-vl-embedding-(2b|8b)",
         "Represent the user's input.",
         "Represent the user's input.",
-        "Qwen3-VL-Embedding",
     ),
 )
-"""Pattern of the name's last part (lower case), query prompt, document prompt, model series."""
+"""Pattern of the name's last part (lower case), query prompt, document prompt."""
 RERANK_INSTRUCTION = (
     "Given a web search query, retrieve relevant passages that answer the query"
 )
@@ -346,7 +338,6 @@ def describe(
     truncate_dim = None
     if (files.settings.truncate_dim or size) < size:
         truncate_dim = files.settings.truncate_dim
-        reasons["truncate_dim"] = "from config_sentence_transformers.json"
 
     # ---- similarity
     of_files = files.settings.similarity_fn_name or saved.get("similarity")
@@ -641,9 +632,6 @@ def _image_tower(
         shared_dim = saved["hidden_dim"]
     elif matryoshka is not None and isinstance(matryoshka.mrl_dims, list):
         shared_dim = max(matryoshka.mrl_dims)
-    reading.reasons["hidden_dim"] = (
-        f"the saved one, max(mrl_dims), or the smaller of {text_dim} for text and {shape.hidden_dim} for images"
-    )
     fields = {
         "hidden_dim": shared_dim,
         "text_hidden_dim": text_dim,
@@ -706,11 +694,9 @@ def _prompt(
         return ""
     _, _, last = reading.options.model_name.rstrip("/").rpartition("/")
     last = last.lower()
-    for pattern, query, document, series in PUBLISHED:
+    for pattern, query, document in PUBLISHED:
         if re.fullmatch(pattern, last):
-            reading.reasons[key] = (
-                f"{series} models were trained with it; recognised by the name {last}"
-            )
+            reading.reasons[key] = f"that of published models with the name {last}"
             return query if kind == "query" else document
     return ""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 Modality = Literal["text", "image", "multimodal"]
 Tower = Literal["text", "vision"]
@@ -86,18 +86,6 @@ class Family:
     starter: Starter
     reranker_starter: Starter | None = None
     """The same for `task: rerank`; None: the family has no rerankers."""
-
-    def __post_init__(self) -> None:
-        types = self.model_types
-        if types is not None and not (types and isinstance(types, frozenset)):
-            raise TypeError(
-                f"model family {self.name}: write its `model_types` as a frozenset with at least one"
-            )
-        unknown = set(self.forwards.values()) - set(get_args(Forward))
-        if unknown:
-            raise TypeError(
-                f"model family {self.name} has {unknown} in its `forwards`: write one of {', '.join(get_args(Forward))}"
-            )
 
     @property
     def modalities(self) -> tuple[Modality, ...]:
