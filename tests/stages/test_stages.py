@@ -85,9 +85,9 @@ def starts(folder, names):
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([{"name": "a"}, {"name": "a"}], "called a"),
+        ([{"name": "a"}, {"name": "a"}], "stage a: give each stage a name"),
         ([{"name": "a", "from": "b"}], "starts from b"),
-        (["a"], "stage 1 must hold options"),
+        (["a"], "must be a list of stages with their options"),
     ],
 )
 def test_mistakes_in_the_list(stages, message):
