@@ -89,7 +89,7 @@ def test_precision_on_the_cpu():
 
     assert chosen() == "no"
     assert chosen(mixed_precision="bf16") == "bf16"
-    with pytest.raises(UserError, match="fp16 .* needs a GPU"):
+    with pytest.raises(UserError, match=r"fp16 .* needs a GPU"):
         chosen(mixed_precision="fp16")
 
 
