@@ -119,10 +119,10 @@ def test_steps_of_a_list_and_where_each_starts():
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([{"name": "a"}, {"name": "a"}], "called a"),
+        ([{"name": "a"}, {"name": "a"}], "stage a: give each stage a name"),
         ([{"name": "a", "from": "b"}], "starts from b"),
         ([{"name": "a/b"}], "stage a/b"),
-        (["a"], "stage 1 must hold options"),
+        (["a"], "must be a list of stages with their options"),
         ([{"evaluate": 3}], "evaluate must hold options"),
         ([], "stages must be a list"),
     ],

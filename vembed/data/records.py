@@ -919,17 +919,6 @@ def negative_columns(names: Iterable[str]) -> list[str]:
     return _named(names, _NEGATIVES, _NO_NEGATIVES)
 
 
-def unread_negatives(unused: Iterable[str]) -> str | None:
-    """Return what is wrong where columns that are not read probably hold negatives; None without one."""
-    names = negative_columns(unused)
-    if not names:
-        return None
-    entries = ", ".join(f"{quoted_column(name)}: negative" for name in names)
-    return (
-        f"not read: {listed(names)}. For negatives, set column_mapping: {{{entries}}}"
-    )
-
-
 def _named(
     names: Iterable[str],
     words: str,
