@@ -224,7 +224,9 @@ class Records:
                     "teacher's, or leave out the pairs that do not match"
                 )
         layouts = self.form.columns.layouts.values()
-        if self.reads_scores and any(layout.score == LABEL for layout in layouts):
+        if reads_scores(self.terms) and any(
+            layout.score == LABEL for layout in layouts
+        ):
             scores: set[float] = set()
             for example in examples:
                 scores.update(example.scores or ())
