@@ -87,7 +87,7 @@ def test_the_page_shows_all_of_it_in_one_file(runs, tmp_path):
         "Won",
     ):
         assert text in page, text
-    loss = page.partition('aria-label="Loss over the steps')[2].partition("</svg>")[0]
+    loss = page.partition('aria-label="Loss by step')[2].partition("</svg>")[0]
     for number in range(3):
         assert f"var(--run-{number})" in loss, "all runs in one chart"
     assert "http" not in page.replace("http://www.w3.org", ""), "needs no network"

@@ -45,7 +45,7 @@ def test_values_rise_upwards_between_the_edges_and_the_axes_have_round_numbers()
         LEFT <= point <= RIGHT and TOP <= y <= BOTTOM for point, y in stroke.points
     )
     assert texts(plot) == ["0.4", "0.6", "0.8", "0", "1", "2", "step"]
-    assert 'aria-label="a &lt; b over the steps"' in svg_of(plot)
+    assert 'aria-label="a &lt; b by step"' in svg_of(plot)
 
 
 @pytest.mark.parametrize("values", [[0.0], [5.0, 5.0], [-1e-12, 1e-12], [1e9, 3e9]])

@@ -7,7 +7,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -78,7 +78,7 @@ class Exported:
     """Result: the folder, and the check if it was made."""
 
     path: Path
-    check: Check | ScoreCheck | None
+    check: Check | None
     description: ModelDescription
     facts: dict[str, Any]
     """Content of export.json."""
@@ -281,11 +281,10 @@ def _write_and_check(
         job.log(f"encoding the same texts with the export in {reader.runtime}")
         export_ND = encode_all(reader.encode, texts)
         check = compare_embeddings(reader.runtime, model_ND, export_ND, tolerance)
-        check = replace(check, num_texts=len(texts))
+        check.num_texts = len(texts)
         if format_name == "static":
             # A student is another model: its similarities should follow the model's.
-            correlation = similarity_correlation(model_ND, export_ND)
-            check = replace(check, rank_correlation=correlation)
+            check.rank_correlation = similarity_correlation(model_ND, export_ND)
         if not check.passes and format_name == "static":
             advice = ""
             if not job.texts:
@@ -306,21 +305,19 @@ def _write_and_check(
         of_images = compare_embeddings(
             image_reader.runtime, image_ND, exported_ND, tolerance
         )
-        of_images = replace(of_images, num_images=len(images))
+        of_images.num_images = len(images)
         if not of_images.passes:
             raise UserError(
                 f"the onnx export of {job.model} differs from the model in its images (image processor, pooling or "
                 f"weights): {of_images.lines()[0]}; {nothing}"
             )
-        check = replace(check, runtime=of_images.runtime, images=of_images)
-    if scored is None:
-        return check
-    return replace(
-        check,
-        ndcg_model=ndcg_model,
-        ndcg_export=ndcg(reader.encode, scored, normalize=normalize),
-        evaluation=scored.summary(),
-    )
+        check.runtime = of_images.runtime
+        check.images = of_images
+    if scored is not None:
+        check.ndcg_model = ndcg_model
+        check.ndcg_export = ndcg(reader.encode, scored, normalize=normalize)
+        check.evaluation = scored.summary()
+    return check
 
 
 def _describe(
@@ -328,7 +325,7 @@ def _describe(
     description: ModelDescription,
     format_name: FormatName,
     precision: WeightPrecision,
-    check: Check | ScoreCheck | None,
+    check: Check | None,
     vectors: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write export.json and the card; return the content of the first. `vectors`: facts about embeddings."""
@@ -362,24 +359,6 @@ SCORE_TOLERANCE: dict[WeightPrecision, float] = {
     "int8": 1e-1,
 }
 """Largest allowed difference of two scores by the precision of the weights, relative to the largest score."""
-
-
-@dataclass(frozen=True)
-class ScoreCheck:
-    """Result of a comparison of scores."""
-
-    runtime: str
-    num_pairs: int
-    largest_difference: float
-    """Between the two scores of a pair, relative to the largest score of the model, which counts as at least 1."""
-    tolerance: float
-
-    def lines(self) -> list[str]:
-        """Return what is printed and written into the card."""
-        return [
-            f"{self.num_pairs:,d} pairs through the model and through {self.runtime}: largest difference of scores "
-            f"{self.largest_difference:.2g} of the largest score (tolerance {self.tolerance:.2g})"
-        ]
 
 
 class PairGraph(nn.Module):
@@ -449,7 +428,7 @@ def export_reranker(
     tolerance: float | None,
     trust_remote_code: bool,
     log: Callable[[str], object],
-) -> tuple[ModelDescription, ScoreCheck | None]:
+) -> tuple[ModelDescription, Check | None]:
     """Write a reranker into a folder. With `check`, raise UserError if its scores differ from the model's."""
     reranker = Reranker(
         model,
@@ -505,14 +484,13 @@ def export_reranker(
     log(f"scoring the same pairs with the export in {exported.graph.runtime}")
     scores = exported.scores_of(features)[:, 0]
     largest = float(np.abs(scores - expected[:, 0]).max())
-    result = ScoreCheck(
+    result = Check(
         runtime=exported.graph.runtime,
         num_pairs=len(features),
         largest_difference=largest / max(float(np.abs(expected).max()), 1.0),
         tolerance=SCORE_TOLERANCE[precision] if tolerance is None else tolerance,
     )
-    # Written so that NaN is refused too.
-    if not result.largest_difference <= result.tolerance:
+    if not result.passes:
         raise UserError(
             f"the onnx export of {model} differs from the model: {result.lines()[0]}; nothing was written "
             "(--tolerance allows more)"
@@ -708,9 +686,10 @@ WORDS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Check:
-    """Result of a comparison of texts or of images. A model of images alone has no texts in it."""
+    """Result of a comparison of texts or of images, or of a reranker's pairs. A model of images alone has no texts in
+    it."""
 
     runtime: str
     num_texts: int = 0
@@ -729,15 +708,22 @@ class Check:
     """Of a student: Spearman's correlation of the similarities of all pairs. It has vectors of its own, so that
     distances to the model's mean nothing."""
     images: Check | None = None
+    num_pairs: int = 0
+    largest_difference: float = 0.0
+    """Between the two scores of a pair, relative to the largest score of the model, which counts as at least 1."""
 
     @property
     def passes(self) -> bool:
         """True if the export may be used in the model's place."""
         if self.rank_correlation is not None:
             return 1 - self.rank_correlation <= self.tolerance
-        max_length_error = LENGTH_TOLERANCE_FACTOR * self.tolerance
-        has_equal_lengths = self.largest_length_error <= max_length_error
-        return self.largest_distance <= self.tolerance and has_equal_lengths
+        errors = (
+            self.largest_distance,
+            self.largest_difference,
+            self.largest_length_error / LENGTH_TOLERANCE_FACTOR,
+        )
+        # Written so that NaN does not pass.
+        return all(error <= self.tolerance for error in errors)
 
     def lines(self) -> list[str]:
         """Return what is printed and written into the card."""
@@ -745,11 +731,18 @@ class Check:
         inputs = f"{self.num_texts:,d} texts"
         if self.num_images:
             inputs = f"{self.num_images:,d} images"
+        elif self.num_pairs:
+            inputs = f"{self.num_pairs:,d} pairs"
         both = f"{inputs} through the model and through {self.runtime}"
         if self.rank_correlation is not None:
             lines.append(
                 f"{both}: Spearman correlation {self.rank_correlation:.3f} of the similarities of all pairs (at least "
                 f"{1 - self.tolerance:.2g})"
+            )
+        elif self.num_pairs:
+            lines.append(
+                f"{both}: largest difference of scores {self.largest_difference:.2g} of the largest score (tolerance "
+                f"{self.tolerance:.2g})"
             )
         elif self.num_texts or self.num_images:
             lines.append(
@@ -860,13 +853,6 @@ def distances(first_ND: np.ndarray, second_ND: np.ndarray) -> np.ndarray:
     return np.where(is_finite, np.maximum(1 - cosines, 0.0), np.inf)
 
 
-def length_error(model_ND: np.ndarray, export_ND: np.ndarray) -> float:
-    """Return the largest difference between the lengths of two rows, relative to the first."""
-    lengths = np.linalg.norm(model_ND, axis=1)
-    differences = np.abs(np.linalg.norm(export_ND, axis=1) - lengths)
-    return float(np.max(differences / np.maximum(lengths, 1e-12)))
-
-
 def similarity_correlation(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
     """Return Spearman's correlation of the cosine similarities of all pairs of rows."""
     pairs = np.triu_indices(len(first_ND), 1)
@@ -888,7 +874,10 @@ def compare_embeddings(
     largest_length_error = np.inf
     if model_ND.shape == export_ND.shape:
         input_distances = distances(model_ND, export_ND)
-        largest_length_error = length_error(model_ND, export_ND)
+        lengths = np.linalg.norm(model_ND, axis=1)
+        differences = np.abs(np.linalg.norm(export_ND, axis=1) - lengths)
+        relative = differences / np.maximum(lengths, 1e-12)
+        largest_length_error = float(relative.max())
     worst = int(np.argmax(input_distances))
     return Check(
         runtime=runtime,

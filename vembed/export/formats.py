@@ -435,12 +435,16 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tenso
     """Return [vocabulary, d] token vectors. Frequencies follow Zipf's law by the order of ids, as vocabularies are
     sorted by frequency; special tokens get zeros."""
     size = len(tokenizer)
-    before, after = _special_tokens_around(tokenizer)
+    # Each token stands between the special tokens that the model was trained to see around a text.
+    whole = tokenizer("a").input_ids
+    inner = tokenizer("a", add_special_tokens=False).input_ids
+    num_before = whole.index(inner[0])
+    before = whole[:num_before]
+    after = whole[num_before + len(inner) :]
     chunks = []
     with torch.no_grad():
         for first in range(0, size, TOKENS_PER_BATCH):
             tokens = range(first, min(first + TOKENS_PER_BATCH, size))
-            # Each token stands between the special tokens that the model was trained to see around a text.
             ids = torch.tensor([[*before, token, *after] for token in tokens])
             (vectors,) = embedder.model([("text", {"input_ids": ids})])
             chunks.append(vectors.float())
@@ -461,18 +465,6 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tenso
     table_VD[is_special] = 0.0
     table: Tensor = table_VD.float().contiguous()
     return table
-
-
-def _special_tokens_around(
-    tokenizer: PreTrainedTokenizerFast,
-) -> tuple[list[int], list[int]]:
-    whole = tokenizer("a").input_ids
-    inner = tokenizer("a", add_special_tokens=False).input_ids
-    for start in range(len(whole)):
-        stop = start + len(inner)
-        if whole[start:stop] == inner:
-            return whole[:start], whole[stop:]
-    return [], whole[len(inner) :]
 
 
 # ---- training of a student -----------------------------------------------------------------------------------------

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 INK = "var(--ink-soft)"
 GRID_COLOUR = "var(--line)"
 ACCENT = "var(--accent)"
-BEFORE = "var(--before)"
 RUN_COLOURS = tuple(f"var(--run-{number})" for number in range(8))
 """Colours of runs that are compared. With more runs they are used again."""
 WIDTH = 317.0
@@ -96,148 +95,42 @@ class Curve:
 def plot_curves(
     curves: Sequence[tuple[str, Curve]],
     ring_at: float | None = None,
+    x_label: str = "step",
 ) -> Plot:
-    """Return a plot of one quantity over the steps, of one run or several, each in its colour. `ring_at`: the step whose
-    value gets a ring."""
-    lines = []
-    for colour, curve in curves:
-        dot = 2.0 if curve.has_points else 0.0
-        lines.append(_Line(curve.steps, curve.values, colour, dot))
-        lines.append(_Line(curve.steps[-1:], curve.values[-1:], colour, dot=2.2))
-        if ring_at is not None and ring_at in curve.steps:
-            place = list(curve.steps).index(ring_at)
-            value = curve.values[place]
-            ring = _Line([ring_at], [value], colour, dot=5.0, is_ring=True)
-            lines.append(ring)
-    title = f"{curve.title} over the steps"
-    return _plot(
-        title,
-        lines,
-        curve.write,
-        y_from_zero=curve.from_zero,
-    )
-
-
-def plot_stored(points: Mapping[str, Sequence[tuple[int, int, float]]]) -> Plot:
-    """Return a plot of nDCG@10 by bytes per document, a line for each stored form of (size, bytes, value). Ticks are
-    powers of two."""
-    colours = {"float32": INK, "int8": BEFORE}
-    lines = []
-    notes = []
-    all_xs = []
-    for form, rows in points.items():
-        if not rows:
-            continue
-        colour = colours.get(form, ACCENT)
-        xs = [math.log2(size) for _, size, _ in rows]
-        values = [value for _, _, value in rows]
-        lines.append(_Line(xs, values, colour, dot=2.0))
-        name = form.replace("_", ", ")
-        notes.append((xs[-1], values[-1], name, colour, form != "binary"))
-        all_xs += xs
-    powers = range(math.ceil(min(all_xs)), math.floor(max(all_xs)) + 1)
-    return _plot(
-        "nDCG@10 by bytes per document",
-        lines,
-        "{:.2f}".format,
-        "bytes per document",
-        ticks_x=[(power, f"{2**power:,d}") for power in powers],
-        notes=notes,
-    )
-
-
-# ---- axes ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Points joined by a line, or marked by dots of a radius, or both."""
-
-    xs: Sequence[float]
-    ys: Sequence[float]
-    colour: str
-    dot: float = 0.0
-    is_ring: bool = False
-
-
-def _plot(
-    description: str,
-    lines: Sequence[_Line],
-    write: Callable[[float], str],
-    x_label: str | None = None,
-    *,
-    y_from_zero: bool = False,
-    ticks_x: Sequence[tuple[float, str]] = (),
-    notes: Sequence[tuple[float, float, str, str, bool]] = (),
-) -> Plot:
-    """Return lines over a grid, with numbers at the axes.
-
-    `write`: format of the numbers at the vertical axis. `x_label`: None for the steps of a run, which are whole numbers
-    from zero. `ticks_x`: places at another horizontal axis and their names. `notes`: x, y, text,
-    colour of texts beside points, and whether they stand above.
-    """
+    """Return a plot of one quantity over the steps or another whole number, of one run or several, each in its colour.
+    `ring_at`: the step whose value gets a ring."""
     xs: list[float] = []
     ys: list[float] = []
-    for line in lines:
-        xs += line.xs
-        ys += line.ys
-    is_over_steps = x_label is None
-    # Texts beside points need space at the edges.
-    margin_x = 0.03 if is_over_steps else 0.1
-    margin_y = 0.15 if is_over_steps else 0.22
-    scale_x = _Scale(
-        xs,
-        margin_x,
-        LEFT,
-        RIGHT,
-        from_zero=is_over_steps,
-    )
-    scale_y = _Scale(
-        ys,
-        margin_y,
-        BOTTOM,
-        TOP,
-        from_zero=y_from_zero,
-    )
+    for _, curve in curves:
+        xs += curve.steps
+        ys += curve.values
+    scale_x = _Scale(xs, 0.03, LEFT, RIGHT, from_zero=True)
+    scale_y = _Scale(ys, 0.15, BOTTOM, TOP, from_zero=curve.from_zero)
     marks: list[Mark] = []
     for value in scale_y.ticks(MAX_TICKS_Y):
         y = scale_y.at(value)
         marks.append(Stroke([(LEFT, y), (RIGHT, y)], GRID_COLOUR, 0.8))
-        marks.append(
-            Text(
-                LEFT - 4,
-                y + 0.35 * FONT_SIZE,
-                write(value),
-                anchor="end",
-            )
-        )
+        label = curve.write(value)
+        marks.append(Text(LEFT - 4, y + 0.35 * FONT_SIZE, label, anchor="end"))
     marks.append(Stroke([(LEFT, BOTTOM), (RIGHT, BOTTOM)], GRID_COLOUR, 0.8))
-    if is_over_steps:
-        steps = scale_x.ticks(MAX_TICKS_X, smallest=1.0)
-        ticks_x = [(step, f"{step:,.0f}") for step in steps]
-    for value, name in ticks_x:
-        marks.append(Text(scale_x.at(value), BOTTOM + 13, name))
-    marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label or "step"))
-    for line in lines:
-        places = []
-        for x, y in zip(line.xs, line.ys, strict=True):
-            places.append((scale_x.at(x), scale_y.at(y)))
-        if len(places) > 1:
-            marks.append(Stroke(places, line.colour))
-        if line.dot:
-            for x, y in places:
-                marks.append(Dot(x, y, line.dot, line.colour, line.is_ring))
-    for x, y, text, colour, is_above in notes:
-        offset = -8.0 if is_above else 8.0 + 0.7 * FONT_SIZE
-        marks.append(
-            Text(
-                scale_x.at(x),
-                scale_y.at(y) + offset,
-                text,
-                colour,
-            )
-        )
-    return Plot(description, marks)
+    for step in scale_x.ticks(MAX_TICKS_X, smallest=1.0):
+        marks.append(Text(scale_x.at(step), BOTTOM + 13, f"{step:,.0f}"))
+    marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label))
+    for colour, curve in curves:
+        points = []
+        for step, value in zip(curve.steps, curve.values, strict=True):
+            points.append((scale_x.at(step), scale_y.at(value)))
+        if len(points) > 1:
+            marks.append(Stroke(points, colour))
+        for x, y in points if curve.has_points else points[-1:]:
+            marks.append(Dot(x, y, 2.2, colour))
+        if ring_at is not None and ring_at in curve.steps:
+            x, y = points[list(curve.steps).index(ring_at)]
+            marks.append(Dot(x, y, 5.0, colour, is_ring=True))
+    return Plot(f"{curve.title} by {x_label}", marks)
+
+
+# ---- axes ----------------------------------------------------------------------------------------------------------
 
 
 class _Scale:

@@ -8,7 +8,7 @@ import platform
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -245,10 +245,7 @@ def read_summary(output_dir: str | Path) -> RunSummary:
     path = Path(output_dir, SUMMARY_FILE)
     if not path.exists():
         return RunSummary()
-    values = read_json_object(path)
-    # A later version of vembed may have written more.
-    known = {field.name for field in fields(RunSummary)}
-    return RunSummary(**{key: value for key, value in values.items() if key in known})
+    return RunSummary(**read_json_object(path))
 
 
 def collect_versions() -> dict[str, str]:

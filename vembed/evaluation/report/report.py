@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +29,6 @@ from vembed.evaluation.report.plots import (
     Curve,
     Plot,
     plot_curves,
-    plot_stored,
 )
 from vembed.evaluation.report.record import (
     FIRST_STAGE,
@@ -50,6 +50,7 @@ FORMS = {
     "binary_rescored": "binary, rescored",
 }
 """Stored forms of documents, and their names on pages."""
+FORM_COLOURS = ("var(--ink-soft)", "var(--before)", "var(--bad)", ACCENT)
 MAX_CURVE_POINTS = 150
 """Of more values neighbours are averaged: a plot is about 300 units wide, and single steps are noisy."""
 
@@ -331,6 +332,24 @@ def stored_table(scores: Mapping[str, float]) -> ReportTable | None:
     return ReportTable(header, tuple(rows)) if rows else None
 
 
+def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
+    """Return what the template of the stored forms shows: a table, which is None without their scores, and nDCG@10 by
+    the bytes of a document, a line for each form."""
+    lines = []
+    points = stored_points(scores)
+    for form, colour in zip(FORMS, FORM_COLOURS, strict=True):
+        if points[form]:
+            powers = [math.log2(num_bytes) for _, num_bytes, _ in points[form]]
+            values = [value for _, _, value in points[form]]
+            write = "{:.2f}".format
+            curve = Curve(FORMS[form], "", powers, values, write, has_points=True)
+            lines.append((colour, curve))
+    plot = None
+    if lines:
+        plot = plot_curves(lines, x_label="bytes per document, as a power of two")
+    return {"stored": stored_table(scores), "stored_lines": lines, "stored_plot": plot}
+
+
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
@@ -361,10 +380,6 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         changes = compare_results(first, last, record.headline)
     intervals = changes.intervals if changes else None
     key = record.headline
-    stored = stored_table(record.after)
-    stored_plot = None
-    if stored:
-        stored_plot = plot_stored(stored_points(record.after))
     changed = {}
     for name, value in record.changed_settings().items():
         changed[name] = masked_option(name, value)
@@ -392,8 +407,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "all_scores": score_table(record, intervals=intervals),
         "scores_plot": scores_plot,
         "dims": dims_table(record),
-        "stored": stored,
-        "stored_plot": stored_plot,
+        **stored_values(record.after),
         "better": changed_table(changes.better) if changes else None,
         "worse": changed_table(changes.worse) if changes else None,
         "figures": figures,
