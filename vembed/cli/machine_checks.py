@@ -20,8 +20,6 @@ from vembed.cli.support import LINE, print_lines
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
-from vembed.models.families.description import describe
-from vembed.models.families.model_files import check_whole_weights, read_tensors
 from vembed.parallel.devices import GIB, bf16_instructions
 from vembed.parallel.launch import num_visible_devices, rank_environments, run_ranks
 from vembed.parallel.placement import Placement
@@ -132,7 +130,7 @@ def checklist(
     *,
     self_test_passed: bool,
 ) -> Iterator[tuple[bool, str]]:
-    """Yield eight checks for before a long run, each as (passed, finding)."""
+    """Yield seven checks for before a long run, each as (passed, finding)."""
     num_devices = torch.cuda.device_count()
     if num_devices:
         num_processes = launch.num_processes
@@ -169,17 +167,6 @@ def checklist(
         )
     backend = "NCCL" if torch.cuda.is_available() else "gloo"
     yield self_test_passed, f"{backend}: the self-test's collectives ran without errors"
-    try:
-        description = describe(run.config.model)
-        folders = {description.source, description.image_source} - {None}
-        for folder in folders:
-            check_whole_weights(Path(str(folder)))
-            read_tensors(Path(str(folder)))
-    except UserError as error:
-        yield False, f"weights: {error}"
-    else:
-        names = " and ".join(sorted(map(str, folders)))
-        yield True, f"weights: {names} has its weights, whole"
 
 
 def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:

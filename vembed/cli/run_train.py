@@ -55,11 +55,6 @@ class Launch:
         return self.num_processes * self.num_machines
 
     @property
-    def first(self) -> int:
-        """Number of the first process of this machine among all."""
-        return self.machine_rank * self.num_processes
-
-    @property
     def first_rank(self) -> RankInfo:
         """Rank 0 of these processes, for what is predicted without starting them."""
         return RankInfo(0, self.world_size, 0, self.num_processes, launched=True)

@@ -88,13 +88,6 @@ def _run(session: Session) -> None:
             rank,
             f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs: pass",
         )
-    with check("step", rank):
-        for module in (model, whole):
-            torch.optim.AdamW(module.parameters(), lr=1e-3).step()
-        _say(
-            rank,
-            "* step: AdamW on shards: pass",
-        )
     with check("gather", rank):
         state = parameters.full_state_dict(model)
         if rank == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from vembed.config.accelerate_file import AccelerateFile
@@ -171,7 +171,7 @@ def decide(
         for text in fsdp_given:
             lines.append(f"{text} has no effect with strategy: {strategy.value}")
 
-    # ---- gradient checkpointing and precision
+    # ---- gradient checkpointing
     recomputation = Decision(False, "default without FSDP")
     if model.gradient_checkpointing is not None:
         recomputation = _asked(
@@ -179,13 +179,6 @@ def decide(
         )
     elif strategy.value == "fsdp":
         recomputation = Decision(True, "default with FSDP")
-    precision = _asked("mixed_precision", model.mixed_precision, values)
-    precision_reason = f"mixed_precision: {precision.value}"
-    if precision.value == "auto":
-        precision_reason = "auto"
-    elif precision.reason != "mixed_precision":
-        precision_reason += f", set by {precision.reason}"
-
     timeout, timeout_notes = _timeout(parallel.dist_timeout_minutes, values, env)
     return ResolvedRun(
         config=config,
@@ -195,7 +188,7 @@ def decide(
         fsdp_notes=tuple(fsdp_notes),
         fsdp_given=tuple(fsdp_given),
         recomputation=recomputation,
-        precision=replace(precision, reason=precision_reason),
+        precision=_asked("mixed_precision", model.mixed_precision, values),
         processes=_asked("num_processes", parallel.num_processes, values),
         machines=_asked("num_machines", parallel.num_machines, values),
         timeout_minutes=timeout,

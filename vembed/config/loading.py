@@ -30,7 +30,6 @@ from vembed.config.options import (
     OptionValue,
     all_options,
     command_line_layer,
-    option_of,
     plain_layer,
 )
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
@@ -516,25 +515,16 @@ def source_layers(
     return [Layer(name).take_all(keys)], presets.value
 
 
-def values_by_option(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the values of `key=value` words by option, whichever of its names is written; of several the last one."""
-    values = {}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        values[option_of(key) or key] = value
-    return values
-
-
 def chosen_pipeline(
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     stage: str | None = None,
 ) -> Pipeline | None:
     """Return the steps to run; None where it is one training: no stages, or one of them by name."""
-    options = values_by_option(overrides)
+    command_line, chosen_stage = command_line_layer(overrides)
     tree, file_name = source_tree(source)
-    pipeline = _pipeline_of(tree.value, file_name, options.get("output_dir"))
-    name = stage or options.get("stage")
+    pipeline = _pipeline_of(tree.value, file_name, command_line.value("output_dir"))
+    name = stage or chosen_stage
     if pipeline is None or name is None:
         return pipeline
     # A name that no step has counts as a training, which refuses it with the names that there are.

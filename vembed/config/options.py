@@ -661,18 +661,6 @@ def target_of(key: str, block: str | None = None) -> str | Translation | None:
     return None
 
 
-def option_of(key: str) -> str | None:
-    """Return the option that a key of a config or of the command line names, also inside a block (`model.name`). None
-    for an unknown key, and for one that stands for several options."""
-    *outer, name = key.split(".")
-    block = outer[0].strip().replace("-", "_") if outer else None
-    if len(outer) > 1 or (block is not None and block not in BLOCKS):
-        return None
-    target = target_of(name, block)
-    is_option = isinstance(target, str) and target in all_options()
-    return str(target) if is_option else None
-
-
 def known_names(block: str | None = None) -> list[str]:
     """Return every key that is valid in a block or at the top, for suggestions after a typing error."""
     names = [*all_options(), *_FLAT, *TRANSLATED, *BLOCKS]

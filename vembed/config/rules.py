@@ -91,12 +91,11 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
     adapters = config.adapters
     batch = config.batch
     second = model.image_model_name
-    if model.model_family == "composed" and second is None:
-        yield "model_family: composed needs a second tower: give image_model_name the model that encodes images"
-    if model.model_family not in ("auto", "composed") and second is not None:
+    is_composed = model.model_family == "composed"
+    if model.model_family != "auto" and is_composed != (second is not None):
         yield (
-            f"image_model_name: {second} makes a composed model, but model_family is {model.model_family}: leave one of "
-            "them out"
+            f"model_family: {model.model_family} and image_model_name: {yaml_word(second)}: a composed model has both, and "
+            "others have no image_model_name"
         )
     quantized = adapters.quantize_weights
     if quantized == "nf4" and not adapters.use_lora:
@@ -278,10 +277,12 @@ def _run_rules(config: TrainConfig) -> Iterator[str]:
             f"resume: {yaml_word(run.resume)} continues the run in output_dir and overwrite: true replaces it: keep one "
             "of them"
         )
-    if not log_file.strip(". ") or PurePath(log_file).name != log_file:
-        yield f"log_file: {log_file!r} must be the name of a file in output_dir, as training_log.txt"
-    if RUN_FILE_PATTERN.fullmatch(log_file):
-        yield f"log_file: {log_file} is a file or folder that the run writes itself: give another name"
+    is_name = log_file.strip(". ") and PurePath(log_file).name == log_file
+    if not is_name or RUN_FILE_PATTERN.fullmatch(log_file):
+        yield (
+            f"log_file: {log_file!r} must be the name of a file in output_dir that the run does not write otherwise, as "
+            "training_log.txt"
+        )
     if data.val_split is not None and data.val_data_path is not None:
         yield (
             f"val_split: {data.val_split:g} and val_data_path: {data.val_data_path} both give validation data: keep one "

@@ -7,7 +7,6 @@ import json
 import operator
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,16 +16,15 @@ from typing import Any
 from vembed.cli.arguments import TrainArguments
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
-from vembed.cli.support import is_first_rank, print_progress
+from vembed.cli.support import is_first_rank, print_lines, print_progress
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import (
     DATA_FILES,
     Pipeline,
     PipelineStep,
     resolve_run,
-    values_by_option,
 )
-from vembed.config.options import BOOLS
+from vembed.config.options import command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.config.terms import needed_teachers
@@ -91,12 +89,12 @@ def run_stages(
                 if is_first_rank() and Path(pipeline.root).is_dir():
                     _write_report(pipeline)
         else:
-            sys.stdout.write(f"==== {step.name} ({step.kind}) in {stage.folder}\n")
+            print_lines(f"==== {step.name} ({step.kind}) in {stage.folder}")
             if step.kind == "train":
                 code = train(stage.arguments)
             else:
                 name, args = stage.command()
-                sys.stdout.write(f"would run: vembed {name} {' '.join(args)}\n")
+                print_lines(f"would run: vembed {name} {' '.join(args)}")
         if code:
             return code
     if not arguments.is_dry_run and is_first_rank():
@@ -161,11 +159,9 @@ class _Stage:
         for key in (*DATA_FILE_OPTIONS, *MODELS):
             if key in self.options:
                 self.options[key] = _with_names(self.options[key], self._located)
-        overwrite = values_by_option(arguments.overrides).get("overwrite")
-        if overwrite is None:
-            overwrite = pipeline.shared.value("overwrite", False)
-        # Any other word is refused where the config of a training is read.
-        self.starts_over = BOOLS.get(str(overwrite).lower(), False)
+        self.command_line, _ = command_line_layer(arguments.overrides)
+        overwrite = pipeline.shared.value("overwrite", False)
+        self.starts_over = bool(self.command_line.value("overwrite", overwrite))
         """The step runs even if it is done, and replaces what is there."""
         self.arguments = replace(
             arguments,
@@ -373,15 +369,13 @@ class _Stage:
         """Return the model of the last step before this one that leaves one, else the config's own."""
         if self.step.model_step is not None:
             return self._model_named(self.step.model_step.name)
-        name = values_by_option(self.all_arguments.overrides).get("model_name")
-        start_model = self.pipeline.shared.values.get("model_name")
-        if name is not None:
-            return name
-        if start_model is None:
+        name = self.pipeline.shared.value("model_name")
+        name = self.command_line.value("model_name", name)
+        if name is None:
             raise UserError(
                 f"{self.where}no step before it leaves a model, and the config has no model_name to begin with"
             )
-        return str(start_model.value)
+        return str(name)
 
     def _model_named(self, name: str) -> str:
         """Return the model of a stage by its name; any other name as it is."""
@@ -399,17 +393,15 @@ class _Stage:
 
     def _overrides(self, overrides: Sequence[str]) -> tuple[str, ...]:
         """Return the overrides of a training: those of the command line that are for it."""
-        left_out = ["stage"]
-        if self.step.model_step is not None:
-            # A model that the command line names is the one that the first stage starts from.
-            left_out.append("model_name")
         kept_overrides = []
         for override in overrides:
-            (option,) = values_by_option([override])
-            if option not in left_out:
+            layer, stage = command_line_layer([override])
+            # A model that the command line names is the one that the first stage starts from.
+            is_model = self.step.model_step is not None and "model_name" in layer.values
+            if stage is None and not is_model:
                 kept_overrides.append(override)
         is_run = not self.all_arguments.is_dry_run and not self.starts_over
-        if is_run and "resume" not in values_by_option(overrides):
+        if is_run and "resume" not in self.command_line.values:
             # A stage that was stopped goes on; its folder is of this very fingerprint.
             kept_overrides.append("resume=auto")
         return tuple(kept_overrides)

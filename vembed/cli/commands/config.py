@@ -42,7 +42,7 @@ def schema(
     if form == "markdown":
         sys.stdout.write(options_page())
     else:
-        sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")
+        print_lines(json.dumps(json_schema(), indent=2))
 
 
 def version() -> dict[str, str]:
@@ -56,7 +56,7 @@ def version() -> dict[str, str]:
     for name in ("torch", "transformers", "accelerate", "peft"):
         versions[name] = version_of(name)
     for name, number in versions.items():
-        sys.stdout.write(f"{name} {number}\n")
+        print_lines(f"{name} {number}")
     return versions
 
 

@@ -96,7 +96,7 @@ def eval(
         )
         if options["session"].is_main:
             console = Console()
-            console.print(main_scores(scores))
+            console.print(metrics_table(scores))
             stored = stored_table(scores)
             if compressed is not None and stored is not None:
                 console.print(" ", number_table(stored.header, stored.rows), sep="\n")
@@ -109,20 +109,20 @@ def eval(
     return scores
 
 
-def main_scores(scores: dict[str, float]) -> Table:
-    """Return a table of the main metrics by size of the embedding. --json has those of all cut-offs."""
+def metrics_table(scores: dict[str, float]) -> Table:
+    """Return a table of all metrics, with a column for each size of the embedding."""
     from vembed.evaluation.report.record import metric_name
-    from vembed.evaluation.scores import REPORTED_K
 
-    whole = [key for key in scores if "/" not in key]
-    columns = [key for key in whole if "@" not in key or key.endswith(f"@{REPORTED_K}")]
-    names = [metric_name(key) for key in columns]
     sizes = [match[0] for key in scores if (match := re.match(r"dim\d+/", key))]
+    prefixes = list(dict.fromkeys(["", *sizes]))
+    header = ["metric", "whole"]
+    header += [prefix.removeprefix("dim").removesuffix("/") for prefix in prefixes[1:]]
     rows = []
-    for prefix in dict.fromkeys(["", *sizes]):
-        size = prefix.removeprefix("dim").removesuffix("/") or "whole"
-        rows.append([size, *(f"{scores[prefix + key]:.4f}" for key in columns)])
-    return number_table(("size", *names), rows)
+    for key in scores:
+        if "/" not in key:
+            values = [f"{scores[prefix + key]:.4f}" for prefix in prefixes]
+            rows.append([metric_name(key), *values])
+    return number_table(header, rows)
 
 
 def score(
