@@ -78,7 +78,7 @@ def test_validation_data_need_not_have_the_columns_of_the_mapping(
     with pytest.raises(UserError, match="column_mapping names subject"):
         open_examples(settings, str(path))
     empty = write_jsonl(tmp_path / "b.jsonl", [{"query": 1}])
-    with pytest.raises(UserError, match="there is nothing to evaluate on"):
+    with pytest.raises(UserError, match="and there is no other"):
         open_examples(config(), str(empty), role="validation")
 
 
@@ -373,7 +373,7 @@ def test_images_start_from_the_folder_of_the_file(tmp_path):
     )
     store = open_path(path)
     assert store[0].positives == (Item(images=(ImageRef(path=str(picture)),)),)
-    assert "text to image" in store.summary()[0]
+    assert "1 documents with images" in store.summary()[0]
     path = write_jsonl(
         tmp_path / "b.jsonl", [{"query": "a cat", "positive": "cat.jpg"}]
     )

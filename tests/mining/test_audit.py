@@ -163,7 +163,6 @@ def test_bad_records_and_images(tmp_path):
         f"{path}:4",
         f"{path}:5",
     }
-    assert actual["repeated_images"].count == 1
 
 
 def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):

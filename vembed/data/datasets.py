@@ -250,8 +250,12 @@ def hold_out(
         largest = max(num_held_out, min(sizes.values()))
     chosen: list[int] = []
     count = 0
+
     # By a hash of seed and content: what is held out does not depend on the order of the records.
-    for group in sorted(sizes, key=lambda group: _draw(seed, group)):
+    def draw(group: int) -> bytes:
+        return hashlib.blake2b(f"{seed}:{group}".encode(), digest_size=8).digest()
+
+    for group in sorted(sizes, key=draw):
         if count < num_held_out and sizes[group] <= largest:
             chosen.append(group)
             count += sizes[group]
@@ -347,10 +351,6 @@ def _near_links(
 def _sizes(groups: np.ndarray) -> dict[int, int]:
     names, counts = np.unique(groups, return_counts=True)
     return dict(zip(names.tolist(), counts.tolist(), strict=True))
-
-
-def _draw(seed: int, group: int) -> bytes:
-    return hashlib.blake2b(f"{seed}:{group}".encode(), digest_size=8).digest()
 
 
 def overlap_warnings(train: Examples, queries: Iterable[Item]) -> list[str]:

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -53,10 +53,13 @@ from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import open_reader
 from vembed.data.images.files import IMAGE_PATH, check_image
 from vembed.data.records import (
+    LABEL,
     Columns,
     RecordFormat,
+    classes_as_scores,
+    negative_columns,
+    quoted_column,
     unread_judgement,
-    unread_negatives,
 )
 from vembed.errors import UserError, joined, listed
 from vembed.files import cache_folder, short_hash, stamp, written_aside
@@ -94,6 +97,9 @@ class Records:
     index: Index
     image_folder: str
     """Folder of relative paths of images."""
+    terms: Sequence[ResolvedTerm] = ()
+    """Terms of the loss of a source to train on."""
+    read_as: ReadAs = field(default_factory=ReadAs)
 
     def __len__(self) -> int:
         return len(self.index.numbers)
@@ -115,7 +121,24 @@ class Records:
         reason = record if isinstance(record, BadRecord) else "no object"
         raise self._changed(number, reason)
 
-    def example(self, number: int) -> Example:
+    @cached_property
+    def mates(self) -> np.ndarray | None:
+        """The next example of the class of each, in labelled data."""
+        labels = self.index.labels
+        # Commands on data, such as `vembed mine`, read a labelled text as its own positive.
+        if labels is None or not self.terms:
+            return None
+        return next_of_class(labels)
+
+    def example(self, number: int, mate: int | None = None) -> Example:
+        """Return an example. That of labelled data has another one of its class as positive: `mate`, or the next."""
+        example = self._read(number)
+        if self.mates is not None:
+            mate = int(self.mates[number]) if mate is None else mate
+            example = replace(example, positives=(self._read(mate).query,))
+        return self.read_as.apply(example)
+
+    def _read(self, number: int) -> Example:
         """Return what a record means. Its images name the record, for messages."""
         where = self.where(number)
         try:
@@ -133,43 +156,17 @@ class Records:
             f"{where} has changed since the run began ({reason}): start again"
         )
 
-
-@dataclass(frozen=True)
-class _Source(Records):
-    reads_scores: bool
-    """True if a loss of the source reads scores of the data."""
-    zero_without_negatives: tuple[str, ...]
-    """Losses that stay 0 if no record of the source has a hard negative."""
-    read_as: ReadAs
-
-    @cached_property
-    def mates(self) -> np.ndarray | None:
-        """The next example of the class of each, in labelled data."""
-        labels = self.index.labels
-        return None if labels is None else next_of_class(labels)
-
-    def example(self, number: int, mate: int | None = None) -> Example:
-        """Return an example. That of labelled data has another one of its class as positive: `mate`, or the next."""
-        example = super().example(number)
-        if self.mates is not None:
-            mate = int(self.mates[number]) if mate is None else mate
-            example = replace(example, positives=(super().example(mate).query,))
-        return self.read_as.apply(example)
-
     def summary(self) -> str:
+        """Return a log line: examples, what they have, and how they are read."""
         counts = self.index.counts
         num_records = counts["records"]
-        kinds = []
-        for side in ("queries", "documents"):
-            side_kinds = []
-            for kind in ("text", "image"):
-                if counts[f"{kind}_{side}"] > 0:
-                    side_kinds.append(kind)
-            kinds.append("+".join(side_kinds))
         num_examples = f"{len(self):,d}"
         if len(self) < num_records:
             num_examples += f" of {num_records:,d}"
-        parts = [f"{self.name}: {num_examples} examples", " to ".join(kinds)]
+        parts = [f"{self.name}: {num_examples} examples"]
+        for side in ("queries", "documents"):
+            if counts[f"image_{side}"]:
+                parts.append(f"{counts[f'image_{side}']:,d} {side} with images")
         if counts["bad"]:
             parts.append(f"{counts['bad']:,d} bad records left out")
         if counts["positives"] > num_records:
@@ -202,21 +199,38 @@ class _Source(Records):
         )
         sentences: list[str | None] = []
         if index.labels is None and losses:
-            sentences.append(unread_negatives(index.unused))
-        if self.zero_without_negatives and not counts["negatives"]:
+            names = negative_columns(index.unused)
+            mapped = ", ".join(f"{quoted_column(name)}: negative" for name in names)
+            if names:
+                sentences.append(
+                    f"not read: {listed(names)}. For negatives, set column_mapping: {{{mapped}}}"
+                )
+        in_need = [
+            term for term in self.terms if term.loss.needed_negatives() == "some"
+        ]
+        has_negatives = counts["negatives"] or self.form.gets_negatives
+        if losses and in_need and not has_negatives:
             sentences.append(
-                f"no record has a hard negative, without which loss: {' and '.join(self.zero_without_negatives)} stays 0: "
+                f"no record has a hard negative, without which loss: {' and '.join(loss_names(in_need))} stays 0: "
                 "`vembed mine` adds some"
             )
         if index.labels is None and takes_matches:
             if not counts["scored"]:
                 sentences.append(unread_judgement(index.unused))
-            elif losses and not self.reads_scores:
+            elif losses and not reads_scores(self.terms):
                 sentences.append(
                     f"its scores are not read by loss: {' and '.join(losses)}, and every pair is taken for a match: set "
                     "loss: cosent if they say how well a pair matches, loss: kl and teacher: scores if they are a "
                     "teacher's, or leave out the pairs that do not match"
                 )
+        layouts = self.form.columns.layouts.values()
+        if reads_scores(self.terms) and any(
+            layout.score == LABEL for layout in layouts
+        ):
+            scores: set[float] = set()
+            for example in examples:
+                scores.update(example.scores or ())
+            sentences.append(classes_as_scores(scores))
         if counts["bad"]:
             sentences.append(
                 f"{counts['bad']:,d} of {counts['records'] + counts['bad']:,d} records cannot be used and are left out "
@@ -253,7 +267,7 @@ def taken_for_texts(examples: Sequence[Example]) -> list[str]:
 class ExampleStore:
     """Examples by number, concatenated over the sources. Thread-safe."""
 
-    def __init__(self, sources: Sequence[_Source], fingerprint: str) -> None:
+    def __init__(self, sources: Sequence[Records], fingerprint: str) -> None:
         self._sources = tuple(sources)
         self._ends = list(itertools.accumulate(map(len, sources)))
         self.fingerprint = fingerprint
@@ -336,7 +350,7 @@ class ExampleStore:
             sentences += [f"{source.name}: {point}" for point in source.weak_points()]
         return sentences
 
-    def _locate(self, index: int) -> tuple[_Source, int]:
+    def _locate(self, index: int) -> tuple[Records, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         number = self.source_of(index)
@@ -366,10 +380,6 @@ def open_examples(
         requirements: dict[str, Any] = {}
         if is_training:
             requirements = _requirements(data, objective, entry, terms)
-        zero_without_negatives: tuple[str, ...] = ()
-        if is_training and data.mine is None and not data.in_batch_negatives:
-            in_need = [term for term in terms if term.loss.needed_negatives() == "some"]
-            zero_without_negatives = loss_names(in_need)
         # Validation data may use vembed's own names.
         records = open_records(
             data,
@@ -378,18 +388,10 @@ def open_examples(
             may_miss=not is_training or len(entries) > 1,
             **requirements,
         )
-        sources.append(
-            _Source(
-                **vars(records),
-                reads_scores=reads_scores(terms),
-                zero_without_negatives=zero_without_negatives,
-                read_as=ReadAs.of(entry),
-            )
-        )
+        sources.append(replace(records, terms=terms, read_as=ReadAs.of(entry)))
     refuse_bad_sources(
         sources,
         on_bad_record=data.on_bad_record,
-        purpose="train" if is_training else "evaluate",
     )
     terms = run_terms(objective, data, model_name)
     needs_negatives = all(
@@ -452,7 +454,7 @@ def _requirements(
     }
 
 
-def _first_examples(sources: Sequence[_Source], limit: int) -> list[_Source]:
+def _first_examples(sources: Sequence[Records], limit: int) -> list[Records]:
     """Return the sources with their first examples, each with its share of the limit.
 
     The ends of the shares are rounded, so that the sizes add up to the limit. Each source keeps one record at least, so
@@ -518,7 +520,6 @@ def refuse_bad_sources(
     sources: Sequence[Records],
     *,
     on_bad_record: str,
-    purpose: str,
 ) -> None:
     """Raise UserError with the first bad records, unless they are left out; and for a source without a good one."""
     problems: list[str] = []
@@ -529,7 +530,6 @@ def refuse_bad_sources(
         num_bad=sum(source.index.counts["bad"] for source in sources),
         num_good=sum(map(len, sources)),
         on_bad_record=on_bad_record,
-        purpose=purpose,
     )
     for source in sources:
         if not len(source):
@@ -545,7 +545,6 @@ def refuse_bad_records(
     num_bad: int,
     num_good: int,
     on_bad_record: str,
-    purpose: str,
 ) -> None:
     """Raise UserError if there are bad records, unless they are left out and others are good. `problems`: of at least
     the first ones."""
@@ -557,7 +556,7 @@ def refuse_bad_records(
         lines.append(f"and {num_bad - len(named):,d} more")
     way_out = "fix them, or set on_bad_record: skip to leave them out"
     if not num_good:
-        way_out = f"there is nothing to {purpose} on"
+        way_out = "and there is no other"
     raise UserError(
         f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
         + "\n  ".join(lines)
@@ -578,9 +577,8 @@ class Index:
     num_keys: np.ndarray
     """Number of keys of each record."""
     counts: Counter[str]
-    """Statistics of the good records: records, positives, negatives, scored (records with scores), text_queries,
-    image_queries, text_documents and image_documents. A query with text and image counts in both. `bad` counts
-    the bad records."""
+    """Statistics of the good records: records, positives, negatives, scored (records with scores), image_queries and
+    image_documents. `bad` counts the bad records."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
     problems: list[str]
@@ -642,9 +640,7 @@ class PartIndex:
             "positives": len(example.positives),
             "negatives": len(example.negatives),
             "scored": example.scores is not None,
-            "text_queries": query.text is not None,
             "image_queries": bool(query.images),
-            "text_documents": sum(item.text is not None for item in documents),
             "image_documents": sum(bool(item.images) for item in documents),
         }
         for name, count in counts.items():

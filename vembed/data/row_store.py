@@ -220,22 +220,21 @@ class TowerStore(RowStore):
     def __init__(self, folder: Path, identity: str) -> None:
         """`identity`: hash of all that the rows depend on besides their inputs; also the name of the subfolder."""
         super().__init__(folder, identity, "cache_frozen_features", SUFFIX)
-        self._keys: dict[int, bytes] = {}
 
     def keys(self, features: Sequence[Features]) -> list[bytes]:
         """Return a key of each input that is valid across runs. For image files it includes size and modification
         time."""
         keys = []
         for feature in features:
-            if feature.key not in self._keys:
-                self._keys[feature.key] = input_digest(
+            keys.append(
+                input_digest(
                     feature.modality,
                     feature.token_ids,
                     feature.images,
                     num_bytes=KEY_BYTES,
                     identity_of=lasting_identity,
                 )
-            keys.append(self._keys[feature.key])
+            )
         return keys
 
 

@@ -6,7 +6,6 @@ import functools
 import json
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -17,10 +16,8 @@ import numpy as np
 
 from vembed.data.datasets import short_item
 from vembed.data.example_store import Records
-from vembed.data.examples import ImageRef
 from vembed.data.near_duplicates import (
     NearIndex,
-    image_digest,
     ngrams,
 )
 from vembed.data.records import unread_judgement
@@ -110,7 +107,6 @@ def audit(
         checks.records(rows)
         checks.duplicates()
         checks.contradictions()
-        checks.repeated_images()
         if config.near_duplicate is not None:
             checks.near_duplicates(config.near_duplicate)
         if validation is not None:
@@ -359,37 +355,6 @@ class Checks:
             examples,
         )
 
-    def repeated_images(self) -> None:
-        """Images of positives that occur under several names, by their bytes."""
-        rows = defaultdict(set)
-        names = defaultdict(set)
-        # Each file is read once.
-        digest_of = functools.cache(image_digest)
-        for row, example in enumerate(self.data.examples):
-            images: list[ImageRef] = []
-            for item in example.positives:
-                images += item.images
-            for image in images:
-                digest = digest_of(image)
-                rows[digest].add(row)
-                # An image inside the data has no name.
-                names[digest].add(image.path or "")
-        examples = []
-        for digest, copies in names.items():
-            if len(copies) > 1:
-                image_names = ", ".join(sorted(copies)[:5])
-                num_rows = f"{len(rows[digest]):,d}"
-                examples.append({"image": image_names, "rows": num_rows})
-        self.add(
-            "repeated_images",
-            "warning",
-            "Images that occur under several names",
-            "The same bytes are the positive of different rows. In one batch one is a false negative of the other.",
-            examples,
-            count=len(examples),
-            fix=FIX_IN_TRAINING,
-        )
-
     def near_duplicates(self, threshold: float) -> None:
         """Rows that, query and positive together, are near-duplicates of an earlier row that stays."""
         data = self.data
@@ -523,7 +488,6 @@ class Checks:
 
         passed = np.flatnonzero((above_Q > 0) & np.isfinite(best_Q))
         # Estimated share of relevant documents among the best candidates.
-        is_estimated = True
         try:
             estimate = calibrate(chunks, mining, mining.seed)
             text = (
@@ -532,36 +496,27 @@ class Checks:
                 f"{estimate.threshold} brings the rate to {estimate.rate:.1%}."
             )
         except UserError:
-            is_estimated = False
             text = "Too few queries with known positives for an estimate of the rate."
         lead = scores_QK[passed, 0] - best_Q[passed]
-        examples = []
-        for query in passed[np.argsort(-lead, kind="stable")].tolist():
-            examples.append(
-                {
-                    "query": preview(known.item(query)),
-                    "known positive scores": f"{best_Q[query]:.3f}",
-                    "candidate scores": f"{scores_QK[query, 0]:.3f}",
-                    "candidate": preview(inputs.documents.item(int(first_Q[query]))),
-                }
-            )
-            if len(examples) == self.config.num_examples:
-                break
-        fix = f"vembed mine {self.arguments} output_path=mined.jsonl threshold=auto"
-        if is_estimated or examples:
-            self.findings.append(
-                Finding(
-                    "false_negatives",
-                    "warning",
-                    "Documents above the known positive: candidates for false negatives",
-                    text,
-                    len(passed),
-                    len(passed) / max(known.num_queries, 1),
-                    fix,
-                    examples,
-                )
-            )
 
+        def query_preview(query: int) -> dict[str, str]:
+            candidate = inputs.documents.item(int(first_Q[query]))
+            return {
+                "query": preview(known.item(query)),
+                "known positive scores": f"{best_Q[query]:.3f}",
+                "candidate scores": f"{scores_QK[query, 0]:.3f}",
+                "candidate": preview(candidate),
+            }
+
+        self.add(
+            "false_negatives",
+            "warning",
+            "Documents above the known positive: candidates for false negatives",
+            text,
+            map(query_preview, passed[np.argsort(-lead, kind="stable")].tolist()),
+            count=len(passed),
+            fix=f"vembed mine {self.arguments} output_path=mined.jsonl threshold=auto",
+        )
         by_source = {}
         for number, name in enumerate(data.names):
             of_source = above[data.sources == number]

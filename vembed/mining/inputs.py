@@ -156,7 +156,6 @@ def open_rows(options: RowOptions) -> Rows:
     refuse_bad_sources(
         [table for table in tables if isinstance(table, Records)],
         on_bad_record=options.on_bad_record,
-        purpose="work",
     )
     return Rows(tables)
 
@@ -234,7 +233,6 @@ def read_corpus(
         num_bad=num_bad,
         num_good=len(table) // NUM_COLUMNS,
         on_bad_record=on_bad_record,
-        purpose="work",
     )
     if not table:
         names = ", ".join(file.reader.name for file in files)

@@ -207,18 +207,16 @@ def prepare_for_parent(payload: bytes) -> None:
         send(out, "ready")
         while True:
             batch_number, stream.micro_batch_tokens = pickle.load(jobs)
-            send(out, _prepared(stream, batch_number))
+            answer: PackedBatch | Exception
+            try:
+                answer = pack(stream.rank_batch(batch_number))
+            except UserError as error:
+                answer = error
+            except Exception:
+                answer = RuntimeError(traceback.format_exc())
+            send(out, answer)
     except (EOFError, BrokenPipeError):  # the parent has ended
         os._exit(0)
-
-
-def _prepared(stream: RankBatchStream, batch_number: int) -> PackedBatch | Exception:
-    try:
-        return pack(stream.rank_batch(batch_number))
-    except UserError as error:
-        return error
-    except Exception:
-        return RuntimeError(traceback.format_exc())
 
 
 @dataclass(frozen=True, slots=True)
