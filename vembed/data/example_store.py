@@ -53,8 +53,10 @@ from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import open_reader
 from vembed.data.images.files import IMAGE_PATH, check_image
 from vembed.data.records import (
+    LABEL,
     Columns,
     RecordFormat,
+    classes_as_scores,
     negative_columns,
     quoted_column,
     unread_judgement,
@@ -221,6 +223,14 @@ class Records:
                     "loss: cosent if they say how well a pair matches, loss: kl and teacher: scores if they are a "
                     "teacher's, or leave out the pairs that do not match"
                 )
+        layouts = self.form.columns.layouts.values()
+        if reads_scores(self.terms) and any(
+            layout.score == LABEL for layout in layouts
+        ):
+            scores: set[float] = set()
+            for example in examples:
+                scores.update(example.scores or ())
+            sentences.append(classes_as_scores(scores))
         if counts["bad"]:
             sentences.append(
                 f"{counts['bad']:,d} of {counts['records'] + counts['bad']:,d} records cannot be used and are left out "
