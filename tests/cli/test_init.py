@@ -102,12 +102,6 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed, star
     assert "10% of the queries of faq.csv" in report
 
 
-def test_one_pass_is_no_passes(start, faq, monkeypatch):
-    monkeypatch.setattr("vembed.cli.commands.init.fitting_epochs", lambda *_, **__: 1)
-    start(faq)
-    assert " 1 pass over " in text()
-
-
 @pytest.mark.parametrize("has_negatives", [True, False])
 def test_a_reranker_is_trained_in_two_commands(vembed, start, faq, has_negatives):
     """Pairs alone get hard negatives in a stage before the training."""
@@ -170,12 +164,6 @@ def test_a_file_is_not_written_over(vembed):
             '{"sentence1": "a", "sentence2": "b", "score": 0.5}',
             "cosent",
             None,
-        ),
-        (
-            "a.jsonl",
-            '{"search": "a", "context": "b"}',
-            "infonce",
-            {"search": "query", "context": "positive"},
         ),
         (
             "a.csv",
@@ -440,7 +428,12 @@ def test_shapes_of_other_programs(vembed, start, kind):
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize("line", ['{"query": "where', '"oops"'])
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"query": "where',
+    ],
+)
 def test_a_line_that_is_no_object_is_left_out(vembed, start, line):
     rows = [
         {"query": f"where is {number}?", "positive": f"{number} is here"}
@@ -501,10 +494,8 @@ def test_the_validation_split_of_a_saved_dataset_is_used(vembed, start, name, is
     ("name", "content"),
     [
         ("a.jsonl", '{"a": 1}\n'),
-        ("a.jsonl", "\n"),
         # As pandas writes it without orient="records".
         ("a.json", '{"query": {"0": "a"}, "positive": {"0": "b"}}'),
-        ("a.parquet", "nothing"),
         ("a.xlsx", "PK"),
         ("pictures/a.png", ""),
     ],

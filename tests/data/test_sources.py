@@ -22,7 +22,6 @@ from tests.data.files import (
     write_lines,
 )
 from tests.data.pictures import encoded, write
-from vembed.config.loading import load_config
 from vembed.config.schema import DataSource
 from vembed.data.examples import ImageRef, Item
 from vembed.errors import UserError
@@ -274,11 +273,9 @@ def test_a_file_that_changes_while_it_is_used(tmp_path, kind):
 @pytest.mark.parametrize(
     ("missing", "guess"),
     [
-        ("train.json", "train.jsonl"),
         ("trains.jsonl", "train.jsonl"),
         ("validation.jsonl", "validation.jsonl.gz"),
         ("nope.jsonl", None),
-        ("one.csv", None),
     ],
 )
 def test_a_guess_at_a_path_needs_more_than_the_same_ending(tmp_path, missing, guess):
@@ -466,24 +463,3 @@ def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path):
         != open_examples(config(), [str(first), str(second)]).fingerprint
     )
     assert not [line for line in store.summary() if "not used" in line]
-
-
-def test_a_source_without_negatives_is_named_where_the_loss_needs_them(
-    tmp_path,
-):
-    first = write_jsonl(tmp_path / "a.jsonl", [pair(negatives=["c"])])
-    second = write_jsonl(tmp_path / "b.jsonl", [pair()] * 3)
-    with pytest.raises(
-        UserError,
-        match=r"b.jsonl:1: no negative, which loss: triplet needs",
-    ):
-        open_examples(config(loss="triplet"), [str(first), str(second)])
-
-
-def test_an_unknown_key_of_a_source_lists_the_known_ones():
-    entry = {"path": "a.jsonl", "wieght": 2}
-    with pytest.raises(
-        UserError,
-        match=r"did you mean 'weight'\?; an entry may have path, weight, .*max_length, .*",
-    ):
-        load_config({"model_name": "m", "data_path": [entry]})

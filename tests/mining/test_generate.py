@@ -108,7 +108,7 @@ def test_lines_of_a_source_are_those_that_python_counts(before):
     assert (query, positive.strip()) == WANTED["f"][1:]
 
 
-@pytest.mark.parametrize("num_words", [16, 17, 40, 300])
+@pytest.mark.parametrize("num_words", [16, 40, 300])
 def test_the_spans_of_a_crop_do_not_overlap(num_words):
     text = " ".join(f"word{number}" for number in range(num_words))
     is_earlier = set()
@@ -253,7 +253,6 @@ def test_the_same_for_any_number_of_ranks(options, tmp_path):
     "text, expected",
     [
         (' "What is it?" \nBecause ...', "What is it?"),
-        ("Query: red cats", "red cats"),
         ("\n \n", ""),
         ("x" * 999, ""),
     ],
@@ -266,14 +265,8 @@ def test_what_models_write_is_cleaned(text, expected):
     "changes, message",
     [
         ({"kinds": ["question"]}, "kinds: question needs writer"),
-        ({"kinds": ["questions"]}, "did you mean|must be"),
         ({"prompts": {"poem": "x"}}, "prompts: poem is none of question"),
-        (
-            {"prompts": {"claim": 'As {"q": 1}: {document}'}},
-            "prompts: claim holds braces .*as {{ and }}",
-        ),
         ({"prompts": {"claim": "A { of {document}"}}, "prompts: claim holds braces"),
-        ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
     ],
 )
 def test_mistakes(options, changes, message):

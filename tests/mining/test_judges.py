@@ -311,7 +311,6 @@ def test_a_decoder_answers_yes_or_no(tmp_path, options, instruction):
     "text, answer",
     [
         ("Yes", 1.0),
-        ("no.", 0.0),
         ("**No**, because yes would be wrong", 0.0),
         ("Not relevant", 0.0),
         ("maybe", None),

@@ -52,7 +52,6 @@ def expected(options, highest, num_negatives=4):
 
 LIMITS = [
     ({}, lambda positive: positive - MARGIN * abs(positive)),
-    ({"relative_margin": None}, lambda positive: np.inf),
     ({"relative_margin": None, "margin": 0.015}, lambda positive: positive - 0.015),
     ({"relative_margin": None, "max_score": 0.97}, lambda positive: 0.97),
     (
@@ -338,7 +337,12 @@ def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(
     assert not (tmp_path / "mined.jsonl.work").exists()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float16", 2e-3), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [
+        ("float16", 2e-3),
+    ],
+)
 def test_short_vectors(options, dtype, tolerance):
     rows, _ = run(options, scores=True)
     short, _ = run(options, vector_dtype=dtype, scores=True)
@@ -381,10 +385,7 @@ def test_the_threshold_is_calibrated(tmp_path):
     [
         ({"sampling": "tops"}, "sampling .* 'tops'; did you mean 'top'"),
         ({"top_k": 3}, "top_k: 3 .*skip_first . num_negatives: 0 . 4"),
-        ({"retrievers": ["bm25"]}, "model_name or retrievers"),
         ({"output_path": "x.csv"}, "output_path: x.csv must end in .jsonl or"),
-        ({"output_path": "no/folder/x.jsonl"}, "no/folder"),
-        ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"query_id_field": "nope"}, "query_id_field: nope"),
     ],
 )
