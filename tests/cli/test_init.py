@@ -102,6 +102,12 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed, star
     assert "10% of the queries of faq.csv" in report
 
 
+def test_one_pass_is_no_passes(start, faq, monkeypatch):
+    monkeypatch.setattr("vembed.cli.commands.init.fitting_epochs", lambda *_, **__: 1)
+    start(faq)
+    assert " 1 pass over " in text()
+
+
 @pytest.mark.parametrize("has_negatives", [True, False])
 def test_a_reranker_is_trained_in_two_commands(vembed, start, faq, has_negatives):
     """Pairs alone get hard negatives in a stage before the training."""

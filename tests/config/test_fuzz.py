@@ -207,7 +207,7 @@ def test_words_of_the_command_line(words):
         b"".join(b"k%d: 1\n" % number for number in range(20_000)),
         b'{"a": ' * 30_000,
     ],
-    ids=range(7),
+    ids=range(5),
 )
 def test_large_nonsense_ends_soon(tmp_path, content):
     for suffix in ("yaml", "toml", "json"):

@@ -65,7 +65,6 @@ def test_texts_that_look_like_lists_are_warned_of(tmp_path):
             {"loss": "kl", "teacher": "scores"},
             None,
         ),
-        ({"relatedness_score": 1}, {}, "relatedness_score is not read"),
         (
             {"negative1": "n", "bm25 negatives": ["m"]},
             {},

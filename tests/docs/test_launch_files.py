@@ -1,5 +1,6 @@
 """The files that start vembed elsewhere: they parse, and the words they give to `vembed train` are understood."""
 
+import ast
 import json
 import os
 import re
@@ -68,6 +69,19 @@ def test_hugging_face_jobs():
     assert "--private" in script.read_text() and not re.search(
         r"hf_\w{10}", script.read_text()
     )
+
+
+def test_modal():
+    tree = ast.parse((LAUNCH / "modal_app.py").read_text())
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    assert functions == {"train", "main"}
+    lists = [node for node in ast.walk(tree) if isinstance(node, ast.List)]
+    words = [
+        [each.value for each in node.elts if isinstance(each, ast.Constant)]
+        for node in lists
+    ]
+    (command,) = [argv for argv in words if argv[:2] == ["vembed", "train"]]
+    assert parsed(["cfg.yaml", *command[2:]]).overrides
 
 
 def test_dockerfile_and_dev_container():

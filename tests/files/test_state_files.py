@@ -86,7 +86,7 @@ def test_a_shortened_metrics_file_is_named_at_resume(tmp_path):
     assert "metrics.jsonl is damaged: it has 40 bytes" in log
 
 
-@pytest.mark.parametrize("name", ["/", "runs\0x", "/dev/run"])
+@pytest.mark.parametrize("name", ["/", "runs\0x", "/proc/self/run", "/dev/run"])
 def test_an_output_dir_that_holds_no_files_is_refused(name, tmp_path):
     options = settings(tmp_path, max_steps=1, val_data_path=None)
     with pytest.raises(UserError, match="output_dir"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.files import open_examples
+from tests.harness import run_ranks
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed import Embedder
 from vembed.config.schema import TrainConfig
@@ -84,6 +85,18 @@ def run(options, **changes):
     return read_lines(
         result.output_path
     ) if result.output_path.suffix == ".jsonl" else [], result
+
+
+def on_ranks(command, options, num_ranks, folder, **changes):
+    """Run a command on ranks, with a work folder and a file of their own, and return each rank's result and the rows."""
+    output = folder / f"{num_ranks}.jsonl"
+    run_options = {
+        **options,
+        "output_path": str(output),
+        "work_dir": str(folder / f"work{num_ranks}"),
+        **changes,
+    }
+    return run_ranks(command, num_ranks, run_options), read_lines(output)
 
 
 def score_matrix(queries, actual):

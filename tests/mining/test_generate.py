@@ -8,10 +8,10 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.harness import run_ranks
 from tests.mining.data import (
     documents,
     model,
+    on_ranks,
     read_lines,
     training_examples,
     write_lines,
@@ -241,12 +241,8 @@ def test_the_same_for_any_number_of_ranks(options, tmp_path):
         "corpus_path": str(write_lines(tmp_path / "c.jsonl", corpus)),
         "model_name": model(),
     }
-    actual = []
-    for world_size in (1, 2):
-        run_options = {**options, "output_path": str(tmp_path / f"{world_size}.jsonl")}
-        assert len(set(map(str, run_ranks(made, world_size, run_options)))) == 1
-        actual.append(read_lines(Path(run_options["output_path"])))
-    assert actual[0] == actual[1]
+    (kept,), rows = on_ranks(made, options, 1, tmp_path)
+    assert on_ranks(made, options, 2, tmp_path) == ([kept, kept], rows)
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,16 @@ def expected(kind="document", make=tiny_bert_st, **options):
     return Embedder(shared(make), device="cpu").encode(TEXTS, kind=kind, **options)
 
 
+def assert_close(vectors, reference=None):
+    """Compare vectors with those of TEXTS, unless others are given."""
+    reference = expected() if reference is None else reference
+    np.testing.assert_allclose(vectors, reference, atol=1e-6)
+
+
+def ids_in(path):
+    return pq.read_table(path).column("id").to_pylist()
+
+
 def rows_in(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -73,7 +83,7 @@ def test_text_to_npy(texts, folder, capsys):
     result = encode.encode(BERT, texts, "out.npy")
     vectors = np.load("out.npy", mmap_mode="r")
     assert vectors.dtype == np.float32
-    np.testing.assert_allclose(vectors, expected(), atol=1e-6)
+    assert_close(vectors)
     assert (result.num_rows, result.num_dims) == vectors.shape
     captured = capsys.readouterr()
     assert "6 x 32 float32" in captured.err.replace("\n", "")
@@ -98,7 +108,7 @@ def test_a_training_config_stands_for_the_model_of_its_run(texts, folder, stages
         vectors_of(texts, model="cfg.yaml")
     shutil.copytree(BERT, run / "final")
     vectors = vectors_of(texts, model="cfg.yaml")
-    np.testing.assert_allclose(vectors, expected(), atol=1e-6)
+    assert_close(vectors)
 
 
 def test_kind_and_cut(texts):
@@ -130,7 +140,7 @@ def test_forms_of_records(folder, records):
     write_rows(folder / "data.jsonl", records)
     column = "body" if "body" in records[0] else None
     vectors = vectors_of("data.jsonl", "out.parquet", column=column)
-    np.testing.assert_allclose(vectors, expected(), atol=1e-6)
+    assert_close(vectors)
     table = pq.read_table("out.parquet")
     kind = "fixed_size_list<element: float>[32]"
     assert str(table.schema.field("embedding").type) == kind
@@ -161,7 +171,7 @@ def test_standard_input(monkeypatch):
         return io.TextIOWrapper(io.BytesIO("\r\n".join(lines).encode()))
 
     monkeypatch.setattr(sys, "stdin", stream(TEXTS))
-    np.testing.assert_allclose(vectors_of("-"), expected(), atol=1e-6)
+    assert_close(vectors_of("-"))
     monkeypatch.setattr(sys, "stdin", stream(['{"text": "red"}']))
     with pytest.raises(UserError, match="standard input is text"):
         vectors_of("-")
@@ -178,8 +188,8 @@ def test_rows_of_a_table(folder, name):
         separator = ";" if name == "a.csv" else "\t"
         frame.to_csv(name, sep=separator, index=False, encoding="utf-8-sig")
     vectors = vectors_of(name, "out.parquet", column="Subject")
-    np.testing.assert_allclose(vectors, expected(), atol=1e-6)
-    assert pq.read_table("out.parquet").column("id").to_pylist() == ids
+    assert_close(vectors)
+    assert ids_in("out.parquet") == ids
     line = 1 if name == "a.parquet" else 2
     with pytest.raises(UserError, match=rf"{name}:{line}: .*it has id"):
         vectors_of(name)
@@ -221,11 +231,9 @@ def test_packed_files_and_saved_data_sets(texts, folder):
     frame = datasets.Dataset.from_list(records)
     frame.save_to_disk("saved")
     (folder / "texts.txt.gz").write_bytes(gzip.compress((folder / texts).read_bytes()))
-    np.testing.assert_allclose(vectors_of("texts.txt.gz"), expected(), atol=1e-6)
-    np.testing.assert_allclose(
-        vectors_of("saved", "out.parquet"), expected(), atol=1e-6
-    )
-    ids = pq.read_table("out.parquet").column("id").to_pylist()
+    assert_close(vectors_of("texts.txt.gz"))
+    assert_close(vectors_of("saved", "out.parquet"))
+    ids = ids_in("out.parquet")
     assert ids == [record["id"] for record in records]
     datasets.DatasetDict(train=frame, test=frame).save_to_disk("both")
     with pytest.raises(UserError, match="both holds several data sets"):
@@ -280,10 +288,8 @@ def test_a_folder_of_images(pictures, folder):
     names = ["a.JPG", "b.png", "more/c.png"]
     images = [{"image": str(pictures / name)} for name in names]
     vectors = Embedder(CLIP, device="cpu").encode(images)
-    np.testing.assert_allclose(
-        vectors_of(pictures, "out.parquet", CLIP), vectors, atol=1e-6
-    )
-    assert pq.read_table("out.parquet").column("id").to_pylist() == names
+    assert_close(vectors_of(pictures, "out.parquet", CLIP), vectors)
+    assert ids_in("out.parquet") == names
     with pytest.raises(UserError, match="give NAME"):
         vectors_of(pictures, "out.npy", CLIP)
     (folder / "empty").mkdir()
@@ -338,7 +344,7 @@ def test_two_processes_write_the_same_file(texts, damaged, pictures, folder):
         vectors = expected()
         if model == CLIP:
             vectors = vectors_of(pictures, "one.parquet", CLIP)
-        np.testing.assert_allclose(column.to_pylist(), vectors, atol=1e-6)
+        assert_close(column.to_pylist(), vectors)
 
 
 def test_kept_columns(folder):
