@@ -539,7 +539,6 @@ def test_checkpoints_and_their_options(tmp_path):
 
 
 @pytest.mark.parametrize("option", SHARDED)
-@pytest.mark.promise("E13", "E33")
 def test_two_processes_show_the_option(option):
     case, what, expected, without = SHARDED[option]
     assert facts()[case][what] == expected
@@ -641,6 +640,15 @@ def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_mea
 # ---- a summary -------------------------------------------------------------------------------------------------------
 
 ELSEWHERE = {
+    "strategy",
+    "accelerate_config",
+    "fsdp_version",
+    "fsdp_sharding_strategy",
+    "fsdp_offload_params",
+    "fsdp_reduce_dtype",
+    "fsdp_state_dict_type",
+    "mixed_precision",
+    "dist_timeout_minutes",
     "save_total_limit",
     "async_save",
     "resume",
@@ -667,10 +675,11 @@ ELSEWHERE = {
     "rerank_top_k",
     "in_batch_negatives",
 }
-"""Options of the tests above that take a preparation of their own, and those of other folders: `ema`, `guards`,
-`mine`, `async_save`, `wandb_project`, `wandb_tags` and `console` in tests/training, `overwrite`, `num_processes` and
-`num_machines` in tests/cli, those of own models in tests/own, `trust_remote_code` and those of language modelling in
-tests/models, of the Hub in tests/publish, of rerankers in tests/rerank."""
+"""Options of the tests above that take a preparation of their own, and those of other files: the strategy and FSDP's
+in test_agreement.py, dtypes and the timeout in tests/parallel, `ema`, `guards`, `mine`, `async_save`, `wandb_project`,
+`wandb_tags`, `fsdp_state_dict_type` and `console` in tests/training, `overwrite`, `num_processes` and `num_machines` in
+tests/cli, those of own models in tests/own, `trust_remote_code` and those of language modelling in tests/models, of the
+Hub in tests/publish, of rerankers in tests/rerank."""
 
 
 def test_every_option_has_a_row():

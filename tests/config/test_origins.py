@@ -174,15 +174,6 @@ def test_the_written_config_repeats_how_negatives_are_chosen(write_config, limit
     assert again.takes_claimed == config.data.mine.takes_claimed == (not limit)
 
 
-def test_what_is_shown_names_the_origin(write_config):
-    resolved = resolve_run(write_config("lr: 1e-4\n"), ["epochs=2"])
-    text = config_yaml(resolved.config, resolved.origins)
-    assert "learning_rate: 0.0001  # cfg.yaml:3\n" in text
-    assert "epochs: 2.0  # command line\n" in text
-    assert "batch_size: 32  # default\n" in text
-    assert "\n# loss\n" in text
-
-
 def test_precision_of_a_file_and_of_the_launcher(write_config):
     write_config()
     for precision, value in (("fp16", "fp16"), ("bf16", "auto"), ("no", "auto")):

@@ -103,15 +103,6 @@ def test_rule(write_config, text, sentence):
     assert "cfg.yaml, line" in str(caught.value), "where it was set"
 
 
-def test_a_good_config_breaks_no_rule(write_config):
-    text = "use_mrl: true\nmrl_dims: [128, 256]\nmrl_weights: [1, 2]\nload_best_model_at_end: true\neval_steps: 5\n"
-    resolved = resolve_run(
-        write_config(text + "save_steps: 10\nval_data_path: v\neval_metric: ndcg@10\n")
-    )
-    assert rules.violations(resolved.config, {}) == []
-    assert resolved.notes == ()
-
-
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 96), (2, 48), (3, 32)])
 def test_global_batch_is_divided_among_processes(world_size, rows):
     assert config(global_batch_size=96).batch.examples_per_process(world_size) == rows

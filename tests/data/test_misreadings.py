@@ -105,7 +105,6 @@ TEACHERS = [{"name": "t", "model": "m"}]
 @pytest.mark.parametrize(
     ("losses", "options", "expected"),
     [
-        (["infonce", "kl"], {}, ["loss: kl stays 0"]),
         (["infonce", "margin_mse", "kl"], {}, ["loss: margin_mse and kl stays 0"]),
         (["infonce", "mse"], {}, []),
         (["infonce", "kl"], {"in_batch_negatives": 2}, []),

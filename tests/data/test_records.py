@@ -300,12 +300,6 @@ def test_a_passage_has_its_title_before_its_text():
     assert shown(read(record)) == "q > Rome A city., B, C | T"
 
 
-def test_mapped_columns_that_never_come():
-    form = record_format(mapping={"q": "query", "gone": "negatives"})
-    form.example({"q": "a", "positive": "b"}, "")
-    assert form.columns.missing == {"gone"}
-
-
 def test_at_most_so_many_negatives_but_all_are_checked():
     record = pair(negatives=["a", "b", "c"])
     assert shown(read(record, max_negatives=2)) == "q > p | a, b"
@@ -353,11 +347,6 @@ def test_missing_columns_of_a_table():
         ),
         ((" Anchor ", "Positive "), "{' Anchor ': query, 'Positive ': positive}$"),
         (("text", "category"), "or, if these are texts and their classes"),
-        (("caption", "file_name"), "{caption: query, file_name: positive_image}$"),
-        (
-            ("image", "answer"),
-            "no query .it has image, answer.: .* {your_query: query}$",
-        ),
         (
             ("messages", "id"),
             "messages without positive_messages .it has messages, id.: ",

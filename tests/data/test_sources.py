@@ -256,7 +256,7 @@ def test_fingerprint_is_of_the_content(tmp_path):
     assert len(others) == 5
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+@pytest.mark.parametrize("kind", ["json", "csv"])
 def test_a_file_that_changes_while_it_is_used(tmp_path, kind):
     path = write_format(tmp_path, kind, RECORDS)
     store = open_path(path)

@@ -153,9 +153,7 @@ def test_the_card_says_what_was_done(tmp_path):
             "https://example.org/a/b.jsonl: 3 examples",
         ),
         settings={
-            "learning_rate": 1e-4,
             "data_path": ["/home/somebody/pairs.jsonl", "~/somebody/more/"],
-            "micro_batch_tokens": 512,
             "output_dir": "/somewhere",
         },
         scores={"ndcg@10": 0.625, "dim16/ndcg@10": 0.5},
@@ -184,20 +182,14 @@ def test_the_card_says_what_was_done(tmp_path):
         "pipeline_tag": "sentence-similarity",
     }
     for expected in (
-        "| Embedding size | 16 |",
         "| Matryoshka sizes | 16, 8 (the first coordinates are an embedding by themselves) |",
         "| Query prompt | `Instruct: find the text\\nQuery:` |",
-        "SentenceTransformer(",
-        "vembed.Embedder(",
         "| ndcg@10 | 0.5000 | 0.6250 |",
         "| dim16/ndcg@10 |  | 0.5000 |",
         "- data: pairs.jsonl: 1,024 examples",
         "- https://example.org/a/b.jsonl: 3 examples",
-        "| learning_rate | 0.0001 |",
         "| data_path | [pairs.jsonl, more/] |",
-        "| micro_batch_tokens | 512 |",
         "| steps done | 1,200 |",
-        "torch 2.13",
     ):
         assert expected in text
     assert str(tmp_path) not in text
