@@ -11,6 +11,7 @@ import datasets
 import pytest
 from PIL import Image
 
+from tests.data.files import write_jsonl
 from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.config.loading import load_config
 from vembed.data.language import is_english
@@ -41,8 +42,7 @@ SIDES = ("messages", "positive_messages")
 
 
 def write_rows(path, rows):
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    Path(path).write_text(lines)
+    write_jsonl(Path(path), rows)
     return path
 
 

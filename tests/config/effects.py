@@ -16,6 +16,7 @@ import yaml
 
 import vembed
 from tests import tiny
+from tests.data.files import write_jsonl
 from tests.losses.batches import SIZES, make_batch
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
@@ -47,14 +48,14 @@ def folder():
         for number in range(40)
     ]
     pairs += pairs[:8]
-    write(path / "pairs.jsonl", pairs)
-    write(path / "more.jsonl", pairs[:16])
-    write(path / "val.jsonl", pairs[:12])
-    write(
+    write_jsonl(path / "pairs.jsonl", pairs)
+    write_jsonl(path / "more.jsonl", pairs[:16])
+    write_jsonl(path / "val.jsonl", pairs[:12])
+    write_jsonl(
         path / "named.jsonl",
         [{"ask": pair["query"], "positive": pair["positive"]} for pair in pairs],
     )
-    write(path / "bad.jsonl", [*pairs[:20], {"query": "", "positive": ""}])
+    write_jsonl(path / "bad.jsonl", [*pairs[:20], {"query": "", "positive": ""}])
     (path / "pictures").mkdir()
     from PIL import Image
 
@@ -68,20 +69,16 @@ def folder():
         {"query": words[number], "positive": {"image": f"pictures/{number}.png"}}
         for number in range(8)
     ]
-    write(path / "images.jsonl", images)
-    write(
+    write_jsonl(path / "images.jsonl", images)
+    write_jsonl(
         path / "plain.jsonl",
         [{"query": words[number], "positive": f"{number}.png"} for number in range(8)],
     )
-    write(
+    write_jsonl(
         path / "addresses.jsonl",
         [{"query": "a", "positive": {"image": "http://127.0.0.1:9/a.png"}}] * 8,
     )
     return path
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def given(options):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests import tiny
+from tests.data.files import pair, write_jsonl
 from tests.docs.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "extending.md"
@@ -98,9 +99,8 @@ def workplace(copy, tmp_path_factory):
         {"query": text, "positive": f"found {text}", "neg_1": "none"}
         for text in tiny.texts(16)
     ]
-    lines = [json.dumps(record) + "\n" for record in records]
-    (folder / "train.jsonl").write_text("".join(lines))
-    (folder / "pairs.jsonl").write_text('{"query": "a", "positive": "b"}\n' * 8)
+    write_jsonl(folder / "train.jsonl", records)
+    write_jsonl(folder / "pairs.jsonl", [pair()] * 8)
     make = (
         "import sys; from pathlib import Path\n"
         "from tests.data.test_ltsv import write\n"

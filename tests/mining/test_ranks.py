@@ -59,6 +59,7 @@ def options(tmp_path):
 
 
 def test_the_same_for_any_number_of_ranks(options, tmp_path):
+    del options["work_dir"]  # each has one beside its file
     ((counts, num_encoded),), rows_alone = on_ranks(mined, options, 1, tmp_path)
     assert num_encoded == 340
     assert sum(len(row["negatives"]) for row in rows_alone) > 100

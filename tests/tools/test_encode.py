@@ -15,6 +15,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.commands import command
+from tests.data.files import write_jsonl
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
@@ -75,10 +76,6 @@ def rows_in(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def test_text_to_npy(texts, folder, capsys):
     result = encode.encode(BERT, texts, "out.npy")
     vectors = np.load("out.npy", mmap_mode="r")
@@ -137,7 +134,7 @@ def test_kind_and_cut(texts):
     ],
 )
 def test_forms_of_records(folder, records):
-    write_rows(folder / "data.jsonl", records)
+    write_jsonl(folder / "data.jsonl", records)
     column = "body" if "body" in records[0] else None
     vectors = vectors_of("data.jsonl", "out.parquet", column=column)
     assert_close(vectors)
@@ -353,7 +350,7 @@ def test_kept_columns(folder):
         title = None if number == 1 else f"t{number}"
         row = {"id": f"d{number}", "title": title, "year": number}
         rows.append({**row, "tags": [number], "body": text})
-    write_rows(folder / "corpus.jsonl", rows)
+    write_jsonl(folder / "corpus.jsonl", rows)
     keep = ["id", "title", "year", "tags"]
     vectors_of("corpus.jsonl", "out.parquet", column="body", keep=",".join(keep))
     table = pq.read_table("out.parquet")
