@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from tests.data.files import open_path, pair, refused, write_jsonl
 from tests.data.pictures import encode, encoded, write
 from vembed.data.examples import BadRecord, ImageRef, ImageRoot
 from vembed.data.images.files import check_image, image_size, load_image
@@ -252,9 +251,3 @@ def test_damage_inside_of_an_image_is_seen_by_the_check(tmp_path):
         load_image(ImageRef(path=str(path)))
     with pytest.raises(BadRecord, match="is broken or cannot be read"):
         check_image(ImageRef(path=str(path)))
-    write(tmp_path / "good.jpg")
-    rows = [
-        pair(positive={"image": name}) for name in ("good.jpg", path.name, "good.jpg")
-    ]
-    assert "a.jsonl:2: image" in refused(write_jsonl(tmp_path / "a.jsonl", rows))
-    assert len(open_path(tmp_path / "a.jsonl", on_bad_record="skip")) == 2

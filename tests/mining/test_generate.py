@@ -1,6 +1,5 @@
 """`vembed generate`: each kind of pair, written queries, the round trip, and the same for any number of ranks."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,6 @@ from tests.mining.data import (
 from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
-from vembed.cli.commands.make_data import DataFlags
-from vembed.cli.commands.make_data import generate as run_generate
 from vembed.data_tools.generate import cleaned, crop, docstring_function
 from vembed.errors import RunError
 
@@ -276,17 +273,3 @@ def test_documents_of_which_nothing_can_be_made(options, tmp_path):
     with pytest.raises(UserError, match="no pair was made of 1 documents"):
         generate({**options, "corpus_path": str(corpus)})
     assert not Path(options["output_path"]).exists()
-
-
-def test_the_command(options, capsys):
-    words = [f"{name}={value}" for name, value in options.items()]
-    run_generate(words, DataFlags(is_dry_run=True))
-    assert "would write" in capsys.readouterr().out
-    run_generate([*words, "kinds=title_body,first_sentence"])
-    assert {
-        json.loads(line)["kind"]
-        for line in Path(options["output_path"]).read_text().splitlines()
-    } == {
-        "title_body",
-        "first_sentence",
-    }

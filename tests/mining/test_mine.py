@@ -1,6 +1,5 @@
 """`vembed mine`: what becomes a negative and what never does, for every kind of input and output."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -392,24 +391,6 @@ def test_the_threshold_is_calibrated(tmp_path):
 def test_mistakes_name_the_option(options, changes, option):
     with pytest.raises(UserError, match=option):
         mine({**options, **changes})
-
-
-def test_the_command(options, tmp_path, monkeypatch, capsys):
-    from vembed.cli.commands.make_data import DataFlags
-    from vembed.cli.commands.make_data import mine as run_mine
-
-    monkeypatch.chdir(tmp_path)
-    del options["num_negatives"]
-    lines = [f"{name}: {json.dumps(value)}" for name, value in options.items()]
-    Path("mine.yaml").write_text("\n".join(lines))
-    run_mine(["mine.yaml", "num_negatives=3"], DataFlags(is_dry_run=True))
-    assert "300 to search" in capsys.readouterr().out
-    assert not Path("mined.jsonl").exists()
-    run_mine(["mine.yaml", "--num-negatives", "3"])
-    assert max(len(row["negatives"]) for row in read_lines(Path("mined.jsonl"))) == 3
-    Path("mine.yaml").write_text("\n".join([*lines, "relative_margn: 0.1"]))
-    with pytest.raises(UserError, match=r"mine.yaml, line 7: .*'relative_margn'"):
-        run_mine(["mine.yaml"])
 
 
 def test_scores_are_read_by_training(tmp_path):
