@@ -98,7 +98,7 @@ def test_the_documents_file(write_config):
 @pytest.mark.promise("C09", "C11", "C13", "E08", "E13")
 def test_what_is_always_so_is_accepted_and_said_once(write_config, line, version):
     text = f"strategy: fsdp\nfsdp_version: {version}\n{line}\n"
-    (said,) = resolve_run(write_config(text), env={}).translated
+    (said,) = resolve_run(write_config(text), env={}).notes
     assert "has no effect: " in said and "cfg.yaml, line" in said
 
 

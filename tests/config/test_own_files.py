@@ -19,7 +19,7 @@ BASE = {"model_name": "m", "data_path": "d.jsonl"}
 def test_the_log_takes_no_name_of_the_runs_own(name):
     with pytest.raises(
         UserError,
-        match=rf"log_file: {name} is a file or folder that the run writes itself",
+        match=rf"log_file: '{name}' must be the name of a file",
     ):
         load_config({**BASE, "log_file": name})
 

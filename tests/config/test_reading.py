@@ -98,7 +98,7 @@ def test_unknown_key_of_toml_and_json(write_config):
     [
         ("epochs: many", "epochs must be auto or a number (above 0), but is 'many'"),
         ("batch_size: 2.5", "batch_size must be a whole number (above 0), but is 2.5"),
-        ("pooling: meen", "but is 'meen'; did you mean 'mean'?"),
+        ("pooling: meen", "but is 'meen', did you mean 'mean'?"),
         (
             "lora_dropout: 1.5",
             "lora_dropout must be a number (0 or above, at most 1), but is 1.5",
@@ -214,7 +214,7 @@ def test_broken_files(write_config):
     )
     message = error_of(write_config("a: [1\n"))
     assert (
-        "cfg.yaml, line 4: not valid YAML" in message and "begun in line 3" in message
+        "cfg.yaml, line 4: not valid YAML" in message and "line 3, column 4" in message
     )
     assert "is empty" in error_of(write_config(needed=""))
     assert "is a list of 2 entries" in error_of(write_config("- a\n- b\n", needed=""))

@@ -90,16 +90,6 @@ def test_long_runs_on_gpus_are_compiled(options, minutes, is_on):
     assert placement.copies_weights is (not is_on and "quantize_weights" not in options)
 
 
-def test_a_dry_run_says_what_is_left_to_a_gpu():
-    sharded = config_for(tiny.tiny_bert, strategy="fsdp")
-    checkpointing, compiling = resolve_run(sharded, env={}).left_to_gpus()
-    assert "gradient checkpointing is off" in checkpointing
-    assert "layers are compiled" in compiling
-    given = {"torch_compile": False, "gradient_checkpointing": True}
-    run = resolve_run(config_for(tiny.tiny_bert, **given), env={})
-    assert run.left_to_gpus() == []
-
-
 class CountingBackend:
     """A compiler that counts the calls of its graphs."""
 

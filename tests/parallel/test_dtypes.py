@@ -269,7 +269,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters(options, reduced_in):
     }
 
 
-def norm_in_bf16(folder, options):
+def norms_in_bf16(folder, options):
     config = config_of(
         folder,
         strategy="fsdp",
@@ -277,19 +277,26 @@ def norm_in_bf16(folder, options):
         gradient_checkpointing=False,
         **options,
     )
+    norms = []
     with start_session(config) as session:
         model, featuriser = build(
             config, dtype=torch.float32, meta=session.builds_empty
         )
         model = session.prepare(model, model.description.layer_classes)
-        for number in range(2):
-            parts = parts_of(featuriser, session.rank, number)
-            parameters.set_gradient_sync(model, number == 1)
-            (share_of_loss(model(parts)) * session.world_size).backward()
-        return float(parameters.global_grad_norm(model))
+        for dropped in (False, True, False):
+            parts = [parts_of(featuriser, session.rank, number) for number in range(2)]
+            if dropped:
+                model(parts[0])
+                parameters.forget_forward(model)
+            for number in range(2):
+                parameters.set_gradient_sync(model, number == 1)
+                (share_of_loss(model(parts[number])) * session.world_size).backward()
+            norms.append(float(parameters.global_grad_norm(model)))
+            model.zero_grad(set_to_none=True)
+    return norms
 
 
-SHARDED = [
+FORGETTING = [
     {},
     {"fsdp_version": 1},
     {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
@@ -301,21 +308,22 @@ def norms_on_ranks():
     """All options in one start of the ranks."""
     folder = str(shared(tiny_bert, layers=3))
     return run_cases(
-        norm_in_bf16,
+        norms_in_bf16,
         2,
-        {str(options): (folder, options) for options in SHARDED},
+        {str(options): (folder, options) for options in FORGETTING},
         process_group=False,
     )
 
 
-@pytest.mark.parametrize("options", SHARDED)
-def test_bf16_gradients_of_two_micro_batches_have_the_norm_of_one_process(options):
+@pytest.mark.parametrize("options", FORGETTING)
+def test_a_forward_without_backward_costs_no_gradient(options):
     folder = str(shared(tiny_bert, layers=3))
     whole = whole_step(
         config_of(folder, gradient_checkpointing=False), 2, dtype=torch.float32
     )
-    for norm in result_of(norms_on_ranks(), str(options)):
-        assert norm == pytest.approx(whole.norm, rel=0.02)
+    for norms in result_of(norms_on_ranks(), str(options)):
+        assert norms == [norms[0]] * 3
+        assert norms[0] == pytest.approx(whole.norm, rel=0.02)
 
 
 # ---- weights that one process reads ----------------------------------------------------------------------------------

@@ -94,8 +94,8 @@ def test_precision_on_the_cpu():
         return built.value, built.reason
 
     assert chosen() == ("no", "auto: the CPU computes in the dtype of the weights")
-    assert chosen(mixed_precision="bf16") == ("bf16", "mixed_precision: bf16")
-    with pytest.raises(UserError, match="fp16 needs a GPU"):
+    assert chosen(mixed_precision="bf16") == ("bf16", "mixed_precision")
+    with pytest.raises(UserError, match=r"fp16 .* needs a GPU"):
         chosen(mixed_precision="fp16")
 
 

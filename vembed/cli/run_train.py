@@ -55,11 +55,6 @@ class Launch:
         return self.num_processes * self.num_machines
 
     @property
-    def first(self) -> int:
-        """Number of the first process of this machine among all."""
-        return self.machine_rank * self.num_processes
-
-    @property
     def first_rank(self) -> RankInfo:
         """Rank 0 of these processes, for what is predicted without starting them."""
         return RankInfo(0, self.world_size, 0, self.num_processes, launched=True)
@@ -226,16 +221,11 @@ def describe_run(
 ) -> str:
     """Return the output of `--dry-run`: the merged config, the decisions, and the processes to launch."""
     strategy = run.strategy.value
-    data = run.config.data
     batch = run.config.batch
-    names = {"data_path": "data", "val_data_path": "validation data"}
     files = []
-    for option, path in data_paths(data):
-        file = existing(path)
-        size = "not here: a name on the Hub, or a path that is missing"
-        if file is not None:
-            size = f"{file.stat().st_size:,d} bytes" if file.is_file() else "a folder"
-        files.append((names[option], path, size))
+    for option, path in data_paths(run.config.data):
+        state = "not here: a name on the Hub, or a path that is missing"
+        files.append((option, path, "here" if existing(path) else state))
     words = ["python", "-m", "vembed.entrypoints.train"]
     command = shlex.join([*words, *arguments.command_line()])
     for name, value in launch.changes.items():

@@ -19,7 +19,7 @@ from vembed.config.options import (
     yaml_word,
 )
 from vembed.config.parsing import read_tree
-from vembed.errors import UserError, nearest
+from vembed.errors import UserError, did_you_mean
 from vembed.files import existing
 
 Distribution = Literal["single", "ddp", "fsdp"]
@@ -96,8 +96,7 @@ def find_accelerate_file(name: str) -> Path:
         path.stem in preset_names() and path.parent.name == "configs"
     ):
         return PRESETS_FOLDER / f"{path.stem}.yaml"
-    near = nearest(path.stem, preset_names())
-    hint = f", did you mean {near!r}?" if near else ""
+    hint = did_you_mean(path.stem, preset_names())
     raise UserError(
         f"accelerate_config: {quoted(name)} is neither a file nor a preset ({join_words(preset_names())}){hint}"
     )
@@ -119,8 +118,7 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
         )
     for key, node in keys.items():
         if key not in TOP_KEYS:
-            near = nearest(key, TOP_KEYS)
-            hint = f", did you mean {near!r}?" if near else ""
+            hint = did_you_mean(key, TOP_KEYS)
             raise UserError(f"{source}, line {node.line}: unknown key {key!r}{hint}")
         if key in IGNORED and node.plain():
             notes.append(f"{key} in {source}{UNUSED}")
@@ -180,10 +178,6 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
             )
         options["num_processes"] = processes // machines
     port = value.get("main_process_port")
-    if port is not None and not str(port).isdecimal():
-        raise UserError(
-            f"{source}: main_process_port must be a whole number, but is {quoted(port)}"
-        )
     address = value.get("main_process_ip")
     gpu_ids = str(value.get("gpu_ids", "all"))
     return AccelerateFile(
@@ -235,7 +229,7 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
             notes.append(_not_counted(f"{name}: false, set by {LAUNCHER},"))
         else:
             layer.take([name], text, LAUNCHER)
-    layer.translated.clear()
+    layer.notes.clear()
     # Accelerate exports a size with every policy; layers are units whatever their size unless somebody asks otherwise.
     if layer.value("fsdp_auto_wrap_policy") != "SIZE_BASED_WRAP":
         layer.values.pop("fsdp_min_num_params", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from vembed.config.accelerate_file import AccelerateFile
@@ -105,8 +105,6 @@ class ResolvedRun:
     config: TrainConfig
     origins: Mapping[str, str]
     """Option -> the source of its value."""
-    translated: tuple[str, ...]
-    """Log lines for options that were given under an alias: the alias, and vembed's own name and value."""
     notes: tuple[str, ...]
     """Lines for the log: values that lost against a stronger source, and options without effect."""
     strategy: Decision[AskedStrategy]
@@ -128,28 +126,12 @@ class ResolvedRun:
     file: AccelerateFile | None
     """The Accelerate file that the config or the command line names."""
 
-    def left_to_gpus(self) -> list[str]:
-        """Return lines for a dry run on the decisions that a run on a GPU makes later."""
-        lines = []
-        recomputes = self.recomputation.origin == DEFAULT and self.recomputation.value
-        if recomputes and self.config.batch.use_gradient_cache is not False:
-            lines.append(
-                "on a GPU gradient checkpointing is off where micro-batches fit without it, since Gradient Cache "
-                "bounds the graphs; `vembed plan` with --gpu says which"
-            )
-        if self.config.model.torch_compile == "auto":
-            lines.append(
-                "on a GPU layers are compiled in runs of more than about five minutes (torch_compile: auto)"
-            )
-        return lines
-
 
 def decide(
     config: TrainConfig,
     values: Mapping[str, OptionValue],
     *,
     origins: Mapping[str, str],
-    translated: tuple[str, ...],
     notes: Sequence[str],
     file: AccelerateFile | None,
     base: str,
@@ -189,7 +171,7 @@ def decide(
         for text in fsdp_given:
             lines.append(f"{text} has no effect with strategy: {strategy.value}")
 
-    # ---- gradient checkpointing and precision
+    # ---- gradient checkpointing
     recomputation = Decision(False, "default without FSDP")
     if model.gradient_checkpointing is not None:
         recomputation = _asked(
@@ -197,24 +179,16 @@ def decide(
         )
     elif strategy.value == "fsdp":
         recomputation = Decision(True, "default with FSDP")
-    precision = _asked("mixed_precision", model.mixed_precision, values)
-    precision_reason = f"mixed_precision: {precision.value}"
-    if precision.value == "auto":
-        precision_reason = "auto"
-    elif precision.reason != "mixed_precision":
-        precision_reason += f", set by {precision.reason}"
-
     timeout, timeout_notes = _timeout(parallel.dist_timeout_minutes, values, env)
     return ResolvedRun(
         config=config,
         origins=origins,
-        translated=translated,
         strategy=strategy,
         fsdp=fsdp,
         fsdp_notes=tuple(fsdp_notes),
         fsdp_given=tuple(fsdp_given),
         recomputation=recomputation,
-        precision=replace(precision, reason=precision_reason),
+        precision=_asked("mixed_precision", model.mixed_precision, values),
         processes=_asked("num_processes", parallel.num_processes, values),
         machines=_asked("num_machines", parallel.num_machines, values),
         timeout_minutes=timeout,
@@ -470,8 +444,6 @@ def peak_rate(
         risen = min(risen, MAX_NARROW_SHARE * initial)
         all_weights = max(rate_without_rise, risen)
     is_risen = all_weights > rate_without_rise
-    if is_risen:
-        reason += f", {all_weights / rate_without_rise:.2g} times that of wider ones"
 
     if trained.what == "weights":
         rate = all_weights
@@ -484,19 +456,16 @@ def peak_rate(
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out.
     # With rslora the factor is alpha / sqrt(r), and the root of the rank is left.
     strength = float(adapters.lora_alpha)
-    details = ""
     if adapters.lora_variant == "rslora":
         strength *= math.sqrt(adapters.lora_r)
-        details = ", rslora"
     alpha_factor = max(ADAPTER_ALPHA / strength, MIN_ALPHA_FACTOR)
     alpha_factor = min(alpha_factor, MAX_ALPHA_FACTOR)
     rate = math.sqrt(rate_without_rise * all_weights) * ADAPTER_RATIO * alpha_factor
     if steps < SHORT_RUN_OF_ADAPTERS:
-        details += f", only {steps:,d} steps"
         rate *= math.sqrt(SHORT_RUN_OF_ADAPTERS / max(steps, MIN_RUN_OF_ADAPTERS))
     return Decision(
         _two_digits(rate),
-        f"LoRA of rank {adapters.lora_r}, alpha {adapters.lora_alpha}{details}: {rate / all_weights:.3g} times "
+        f"LoRA of rank {adapters.lora_r}, alpha {adapters.lora_alpha}, {steps:,d} steps: {rate / all_weights:.3g} times "
         f"the rate of all weights, which is {_two_digits(all_weights):g} ({reason})",
     )
 

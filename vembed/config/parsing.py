@@ -111,16 +111,10 @@ def parse_yaml(text: str, name: str) -> Node:
     try:
         # Composed, not loaded: no tag makes an object, and the nodes know their lines.
         root = yaml.compose(text, Loader=CoreLoader)
-    except yaml.MarkedYAMLError as error:
-        problem = str(error.problem)
-        if error.context_mark is not None:
-            begin = error.context_mark.line + 1
-            problem = f"{error.context} begun in line {begin}, {problem}"
-        mark = error.problem_mark
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{name}{where}: not valid YAML: {problem}.") from None
     except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(f"{name}: not valid YAML: {error}.") from None
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{name}{where}: not valid YAML: {error}.") from None
     tree = Node(None, None)
     if root is not None:
         tree = _tree(root, name, itertools.count(1))

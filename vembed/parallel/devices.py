@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import re
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -166,24 +165,20 @@ def memory_lines() -> list[str]:
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     by_rank = collectives.gather_objects(memory_snapshot(device))
-    lines: dict[str, dict[str, Any]] = {}
-    for rank, memory in enumerate(by_rank):
-        kind, _, number = memory["device"].partition(":")
-        name = f"GPU {number or 0}" if kind == "cuda" else "CPU"
-        lines[f"Rank {rank}, {name}"] = memory
     total = {}
     for key in AMOUNTS:
         if key in by_rank[0]:
             total[key] = sum(memory[key] for memory in by_rank)
-    lines[f"Total across {len(by_rank)} processes"] = total
-    texts = []
-    for lead, memory in lines.items():
-        amounts = []
-        for key, name in AMOUNTS.items():
-            if key in memory:
-                amounts.append(f"{name}: {memory[key]:.2f}GB")
-        texts.append(f"{lead}: {', '.join(amounts)}")
-    return texts
+    lines = []
+    for rank, memory in enumerate([*by_rank, total]):
+        lead = f"Total across {rank} processes"
+        if rank < len(by_rank):
+            kind, _, number = memory["device"].partition(":")
+            name = f"GPU {number or 0}" if kind == "cuda" else "CPU"
+            lead = f"Rank {rank}, {name}"
+        amounts = [f"{AMOUNTS[key]}: {memory[key]:.2f}GB" for key in total]
+        lines.append(f"{lead}: {', '.join(amounts)}")
+    return lines
 
 
 def memory_snapshot(device: torch.device) -> dict[str, Any]:
@@ -196,17 +191,17 @@ def memory_snapshot(device: torch.device) -> dict[str, Any]:
             "peak_gb": round(torch.cuda.max_memory_allocated(device) / GIB, 4),
         }
     resident = psutil.Process().memory_info().rss
-    # getrusage gives kilobytes, on macOS bytes. Linux has a peak that can be reset, too.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak *= 1 if sys.platform == "darwin" else 1024
+    peak = resident
+    # Linux has a peak that can be reset.
     status = Path("/proc/self/status")
     if status.exists():
         match = re.search(r"VmHWM:\s+(\d+)", status.read_text())
-        peak = int(match[1]) * 1024 if match else peak
+        if match is not None:
+            peak = max(peak, int(match[1]) * 1024)
     return {
         "device": "cpu",
         "rss_gb": round(resident / GIB, 4),
-        "peak_gb": round(max(peak, resident) / GIB, 4),
+        "peak_gb": round(peak / GIB, 4),
     }
 
 

@@ -165,6 +165,19 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def forget_forward(model: nn.Module) -> None:
+    """Reset FSDP1's state after a forward pass with grad that gets no backward pass.
+
+    FSDP1 registers its gradient hooks in the first forward pass of an iteration. In 16-bit computation the hooks belong
+    to that forward pass; if it is discarded, the next backward pass would silently leave no gradients.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        if unit._flat_param is not None:
+            hook = vars(unit._flat_param).pop("_post_backward_hook_state", None)
+            if hook is not None:
+                hook[-1].remove()
+
+
 def discard_passes(model: nn.Module) -> None:
     """Drop all gradients of passes that were not synchronised. Units of FSDP are sharded again.
 
@@ -183,6 +196,7 @@ def discard_passes(model: nn.Module) -> None:
                     param.unsharded_accumulated_grad = None
                     if "_unsharded_param" in vars(param):
                         param._unsharded_param.grad = None
+    forget_forward(model)
     model.zero_grad(set_to_none=True)
 
 
@@ -352,63 +366,34 @@ def _whole(parameter: Tensor) -> Tensor:
 _Base = nn.modules.batchnorm._BatchNorm
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sum over all ranks. Each rank's loss depends on every rank's input, so the gradients are summed too."""
+class _RowsOfAllRanks(torch.autograd.Function):
+    """Gather the rows of all ranks. Each rank's loss depends on them, so the backward pass sums the gradients of all
+    ranks for this rank's rows."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:  # noqa: ARG004 - autograd's signature
-        return collectives.sum_tensor(values.clone())
+    def forward(ctx: Any, values: Tensor, counts: list[int]) -> Tensor:
+        ctx.counts = counts
+        return collectives.all_gather_rows(values, counts)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:  # noqa: ARG004
-        return collectives.sum_tensor(gradients[0].clone())
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return collectives.reduce_scatter_rows(gradients[0], ctx.counts), None
 
 
-class AllReduceBatchStatistics(_Base):
+class GatheredBatchNorm(_Base):
     """Batch norm over the inputs of all ranks, for devices that torch's SyncBatchNorm does not support."""
 
     def forward(self, values_NC: Tensor) -> Tensor:
         """Normalise [n, channels, ...] by the mean and variance over all ranks; in evaluation, by the running ones."""
         if not self.training or collectives.world_size() == 1:
             return super().forward(values_NC)
-        others = [0, *range(2, values_NC.dim())]
-        # One collective for count, sums and sums of squares, in float64: a difference of squares cancels digits.
-        wide = values_NC.double()
-        count = wide.new_tensor([wide.numel() / wide.shape[1]])
-        sums = wide.sum(others)
-        square_sums = wide.square().sum(others)
-        parts = torch.cat((count, sums, square_sums))
-        total: Tensor = _SumOverRanks.apply(parts)  # type: ignore[no-untyped-call]
-        channels = wide.shape[1]
-        count = total[:1].detach()
-        sums = total[1 : 1 + channels]
-        squares = total[1 + channels :]
-        mean = sums / count
-        variance = squares / count - mean.square()
-        if self.track_running_stats:
-            assert self.num_batches_tracked is not None
-            assert self.running_mean is not None
-            assert self.running_var is not None
-            self.num_batches_tracked.add_(1)
-            momentum = self.momentum
-            if momentum is None:
-                momentum = 1 / float(self.num_batches_tracked)
-            # The running variance is the unbiased one, as in torch. Normalisation takes the biased one.
-            unbiased = variance.detach() * count / (count - 1).clamp(min=1)
-            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), momentum)
-            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
-        shape = [1, -1, *(1 for _ in others[1:])]
-        scale = (variance.view(shape) + self.eps).rsqrt()
-        normal: Tensor = ((wide - mean.view(shape)) * scale).to(values_NC.dtype)
-        if self.affine:
-            normal = normal * self.weight.view(shape) + self.bias.view(shape)
-        return normal
+        counts = [row[0] for row in collectives.all_gather_ints([len(values_NC)])]
+        gathered = _RowsOfAllRanks.apply(values_NC, counts)  # type: ignore[no-untyped-call]
+        first = sum(counts[: collectives.rank()])
+        return super().forward(gathered)[first : first + len(values_NC)]
 
     def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(
-                f"batch norm needs at least 2 dimensions, not {input.dim()}"
-            )
+        """torch's base class asks for it. Any number of dimensions will do."""
 
 
 def share_batch_norms(
@@ -432,7 +417,7 @@ def share_batch_norms(
         return len(norms)
     if device.type == "cpu":
         for module in norms:
-            module.__class__ = AllReduceBatchStatistics
+            module.__class__ = GatheredBatchNorm
     else:
         nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     log.info(

@@ -274,16 +274,16 @@ def identity_of(
 
 def require_same_data(identity: Mapping[str, Any], data: RunData) -> None:
     """Raise the same UserError on every rank unless all have read the same data, with the same images. Collective."""
-    advice = "give every machine the same data_path"
-    require_equal("the data's content", data.examples.fingerprint, advice)
-    advice = "give every machine the same images"
-    images = identity.get("image_files")
-    require_equal("the content of the data's image files", images, advice)
-    evaluation = data.evaluation
-    images = None
-    if evaluation is not None:
-        images = of_images(*evaluation.collections)
-    require_equal("the content of the validation data's image files", images, advice)
+    evaluation_images = None
+    if data.evaluation is not None:
+        evaluation_images = of_images(*data.evaluation.collections)
+    contents = {
+        "data": data.examples.fingerprint,
+        "images": identity.get("image_files"),
+        "validation images": evaluation_images,
+    }
+    advice = "give every machine the same data_path and images"
+    require_equal("the data's content", contents, advice)
 
 
 def build_components(

@@ -84,7 +84,6 @@ class TensorBoard(Tracker):
     def start(self, run: TrackedRun) -> None:
         """Open an event file, with the options for the page HPARAMS."""
         from accelerate.tracking import TensorBoardTracker
-        from torch.utils.tensorboard.summary import hparams
 
         # TensorBoard names a run by its folder.
         folder = "tensorboard"
@@ -102,8 +101,8 @@ class TensorBoard(Tracker):
         for name, value in run.settings.items():
             is_simple = isinstance(value, bool | int | float | str)
             values[name] = value if is_simple else json.dumps(value)
-        for summary in hparams(values, {}):  # type: ignore[no-untyped-call]
-            self.tracker.writer._get_file_writer().add_summary(summary)
+        # Into the same folder, or they would be a run of their own.
+        self.tracker.writer.add_hparams(values, {}, run_name=".")
 
 
 class Wandb(Tracker):

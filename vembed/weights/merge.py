@@ -155,13 +155,17 @@ def merge(
             )
         return scores
 
-    def scores_of_merge(numbers: Sequence[int], recipe: Recipe) -> dict[str, float]:
-        """Return all metrics of the merge of some of the models. Collective: the first process writes."""
-        candidate = scratch / "candidate"
+    def write(numbers: Sequence[int], recipe: Recipe, folder: Path) -> None:
+        """Write the merge of some of the models. Collective: the first process writes."""
         if is_main:
             members = [sources[number] for number in numbers]
-            write_merge(members, base_source, stored_dtype, recipe, candidate)
+            write_merge(members, base_source, stored_dtype, recipe, folder)
         collectives.barrier()
+
+    def scores_of_merge(numbers: Sequence[int], recipe: Recipe) -> dict[str, float]:
+        """Return all metrics of the merge of some of the models. Collective."""
+        candidate = scratch / "candidate"
+        write(numbers, recipe, candidate)
         return scores_of(candidate)
 
     if is_main:
@@ -207,15 +211,12 @@ def merge(
         if trials:
             best = max(trials, key=lambda trial: trial.score)
             recipe = _at_point(recipe, best.at)
-        if is_main:
-            members = [sources[number] for number in chosen]
-            write_merge(members, base_source, stored_dtype, recipe, target)
-            if trials:
-                start, end = names if len(names) == 2 else (base_name, names[0])
-                points = [asdict(trial) for trial in trials]
-                sweep = {"metric": metric, "from": start, "to": end, "points": points}
-                write_json(target / "sweep.json", sweep)
-        collectives.barrier()
+        write(chosen, recipe, target)
+        if trials and is_main:
+            start, end = names if len(names) == 2 else (base_name, names[0])
+            points = [asdict(trial) for trial in trials]
+            sweep = {"metric": metric, "from": start, "to": end, "points": points}
+            write_json(target / "sweep.json", sweep)
     finally:
         if is_main:
             shutil.rmtree(scratch, ignore_errors=True)

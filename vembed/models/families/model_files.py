@@ -151,20 +151,11 @@ def check_no_pickles(folder: Path) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, Stored]:
-    """Return the tensors that a model is loaded from, by name: of the index, or of the folder's safetensors files."""
-    check_weight_files(folder)
-    index = folder / ("model" + INDEX)
-    if (folder / "model.safetensors").exists():
-        names = {"model.safetensors"}
-    elif index.exists():
-        names = set((read_object(index) or {})["weight_map"].values())
-    else:
-        names = {path.name for path in folder.glob("*" + WEIGHTS_ENDING)} - {
-            ADAPTER_WEIGHTS
-        }
+    """Return the tensors of a model by name, without those of an adapter."""
     tensors: dict[str, Stored] = {}
-    for name in sorted(names):
-        tensors |= read_header(folder / name)[0]
+    for path in sorted(folder.glob("*" + WEIGHTS_ENDING)):
+        if path.name != ADAPTER_WEIGHTS:
+            tensors |= read_header(path)[0]
     return tensors
 
 

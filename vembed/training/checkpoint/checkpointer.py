@@ -56,7 +56,6 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -259,18 +258,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         for path in sorted(output.glob(f"checkpoint-*{PARTIAL}")):
             if path.is_dir():
                 shutil.rmtree(path)
-                log.info(
-                    f"removed {path.name} (incomplete, left by an earlier process)"
-                )
+                log.info(f"removed {path.name} (incomplete)")
         checkpoints = list_checkpoints(output)
         if self.run.overwrite and point is None:
             # `final/` stays until the new model replaces it.
             for _, path in checkpoints:
                 folders.remove(path)
-            if checkpoints or finished_run(output) is not None:
-                log.info(
-                    f"overwrite: the earlier run in {output} is replaced ({len(checkpoints)} checkpoints removed)"
-                )
+            log.info(f"overwrite: removed {len(checkpoints)} checkpoints of {output}")
             # Without summary and report the folder no longer counts as finished.
             for name in (SUMMARY_FILE, "report.html", "report.md"):
                 (output / name).unlink(missing_ok=True)
@@ -278,25 +272,22 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         # Checkpoints later than the chosen one must not be taken for the resumed run's. All steps here are later than a
         # checkpoint of another folder.
         last = -1
-        for step, path in checkpoints:
-            if point is not None and path.resolve() == point.path.resolve():
-                last = step
+        is_scored = True
+        num_bytes = 0
+        if point is not None:
+            loop = point.state["loop"]
+            is_scored = loop["scored_step"] == point.step
+            if self._has(point):
+                last = point.step
+                num_bytes = loop["hooks"].get("metrics", {}).get("bytes", 0)
         for step, path in checkpoints:
             if step > last:
                 renamed = path.with_name(path.name + ABANDONED)
                 shutil.rmtree(renamed, ignore_errors=True)
                 path.rename(renamed)
                 log.info(f"renamed {path} to {renamed.name}")
-        if point is None:
-            trim_metrics(output, -1)
-        else:
-            loop = point.state["loop"]
-            is_scored = loop["scored_step"] == loop["step"]
-            metrics = {}
-            if point.path.resolve().parent == output.resolve():
-                metrics = loop["hooks"].get("metrics", {})
-            num_bytes = metrics.get("bytes", 0)
-            trim_metrics(output, loop["step"], is_scored=is_scored, num_bytes=num_bytes)
+        first_step = -1 if point is None else point.step
+        trim_metrics(output, first_step, is_scored=is_scored, num_bytes=num_bytes)
         collectives.barrier()
 
     def load(self, point: ResumePoint, trained: Trained) -> dict[str, Any]:
@@ -320,7 +311,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 "guarded_scores": {},
             }
             state |= {**no_scores, "scored_step": None}
-        if point.path.resolve().parent != self.output.resolve():
+        if not self._has(point):
             # The checkpoints that it names are in the other folder.
             log.info(
                 f"the best score is reset (its checkpoint is not in {self.output})"
@@ -431,6 +422,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return self.output / checkpoint_name(step)
 
     # ---- parts ---------------------------------------------------------------
+
+    def _has(self, point: ResumePoint) -> bool:
+        """Return whether a checkpoint is in the folder of this run."""
+        return point.path.resolve().parent == self.output.resolve()
 
     def _on_main(self, action: Callable[[], Any]) -> Any:
         """Return what rank 0 gets from an action. Its UserError is raised on every rank. Collective."""
@@ -712,29 +707,21 @@ def restore(
         planner=DefaultLoadPlanner(flatten_state_dict=False),
         no_dist=no_dist,
     )
-    if FullyShardedDataParallel.fsdp_modules(trained.model):
-        # FSDP1 returned copies of its flat parameters' pieces, so they must be loaded back.
-        set_model_state_dict(modules, weights, options=_TRAINED)
-        if optimizer is not None and state:
-            _put_numbers(state, tensors)
-            set_optimizer_state_dict(
-                modules,
-                optimizer,
-                {"state": state, "param_groups": groups},
-                options=_TRAINED,
-            )
-    elif optimizer is not None:
-        # The tensors above were the live ones. Numbers are still to be restored, and state that the checkpoint lacks
-        # (created by the step above) is dropped.
-        for name, parameter in modules.named_parameters():
-            if unwrapped_name(name) in state:
-                _put_numbers(
-                    {unwrapped_name(name): optimizer.state[parameter]}, tensors
-                )
-            else:
-                optimizer.state.pop(parameter, None)
-    if optimizer is not None and not state:
+    # FSDP1 returned copies of its flat parameters' pieces, so they must be loaded back.
+    set_model_state_dict(modules, weights, options=_TRAINED)
+    if optimizer is None:
+        return
+    if not state:
         optimizer.state.clear()
+        return
+    _put_numbers(state, tensors)
+    # Drops state that the checkpoint lacks (created by the step above).
+    set_optimizer_state_dict(
+        modules,
+        optimizer,
+        {"state": state, "param_groups": groups},
+        options=_TRAINED,
+    )
 
 
 def _weights(modules: nn.Module) -> dict[str, Any]:

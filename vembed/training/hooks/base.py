@@ -55,14 +55,14 @@ class StepReport:
     outcome: Outcome = field(init=False)
     """Loss of the step, gradient norm, and whether the weights were updated. The same on every rank."""
     learning_rate: float = field(init=False)
+    embeddings: Tensor = field(init=False)
+    """This rank's embeddings of the last global batch."""
 
     def add(self, rank_batch: RankBatch, result: BatchResult) -> None:
         """Add one global batch. Of the embeddings, only those of the last one are kept in memory."""
-        if self.batches:
-            earlier_batch, earlier = self.batches[-1]
-            no_rows = earlier.embeddings.new_empty(0, earlier.embeddings.shape[1])
-            self.batches[-1] = (earlier_batch, replace(earlier, embeddings=no_rows))
-        self.batches.append((rank_batch, result))
+        self.embeddings = result.embeddings
+        no_rows = result.embeddings.new_empty(0)
+        self.batches.append((rank_batch, replace(result, embeddings=no_rows)))
 
     @property
     def loss_share(self) -> float:
@@ -71,11 +71,6 @@ class StepReport:
         for _, result in self.batches:
             total += float(result.loss_copy.read() / len(self.batches))
         return total
-
-    @property
-    def embeddings(self) -> Tensor:
-        """This rank's embeddings of the last global batch."""
-        return self.batches[-1][1].embeddings
 
 
 @dataclass(frozen=True)

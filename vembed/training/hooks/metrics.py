@@ -53,8 +53,6 @@ class StepMetrics(Hook):
         self._seconds = 0.0
         self._shares: defaultdict[str, list[Tensor]] = defaultdict(list)
         """Name in the log -> this rank's shares of the losses."""
-        self._of_model: defaultdict[str, list[float]] = defaultdict(list)
-        """Name in the log -> losses of the global batches, the same on every rank."""
         self._steps: list[list[float]] = []
 
     @override
@@ -90,7 +88,11 @@ class StepMetrics(Hook):
             for term, share in result.terms.items():
                 self._shares[prefix + term].append(share.detach())
             for name, value in result.auxiliary.items():
-                self._of_model[f"loss/{name}"].append(value)
+                # The same on every rank.
+                part = value / collectives.world_size()
+                self._shares[f"loss/{name}"].append(
+                    torch.tensor(part, dtype=torch.float64)
+                )
         outcome = report.outcome
         self._steps.append(
             [report.step, outcome.loss, report.learning_rate, outcome.grad_norm]
@@ -103,40 +105,43 @@ class StepMetrics(Hook):
         """Return the metrics of all ranks since the last call. Collective; the same on every rank."""
         phases = self._timer.take()
         of_rank = {
-            "counts": dict(self._counts),
+            **self._counts,
             "seconds": {name: round(value, 6) for name, value in phases.items()},
             "memory": memory_snapshot(self._device),
         }
         ranks = collectives.gather_objects(of_rank)
-        total: Counter[str] = Counter()
-        work = []
+
+        def column(name: str) -> list[Any]:
+            return [entry[name] for entry in ranks]
+
+        useful = column("useful")
+        padded = column("padded")
         padding = []
-        memory = []
-        for rank, entry in enumerate(ranks):
-            counts = entry["counts"]
-            total.update(counts)
-            padding.append(1 - counts["useful"] / max(counts["padded"], 1))
-            # Without the time in collectives: it includes waiting for the slowest rank, so it would hide which one that
-            # is.
-            seconds_of_rank = entry["seconds"]
-            work.append(sum(seconds_of_rank.values()) - seconds_of_rank["wait"])
-            memory.append({"rank": rank, **entry["memory"]})
+        for useful_tokens, padded_tokens in zip(useful, padded, strict=True):
+            padding.append(1 - useful_tokens / max(padded_tokens, 1))
+        # Without the time in collectives: it includes waiting for the slowest rank, so it would hide which one that is.
+        work = []
+        for phase_seconds in column("seconds"):
+            work.append(sum(phase_seconds.values()) - phase_seconds["wait"])
         seconds = max(self._seconds, 1e-9)
         # The lower one of an even number: of two ranks, the slower one is compared with the other.
         median_work = sorted(work)[(len(work) - 1) // 2]
         values: dict[str, Any] = {
-            "samples_per_second": total["examples"] / seconds,
-            "tokens_per_second": total["useful"] / seconds,
+            "samples_per_second": sum(column("examples")) / seconds,
+            "tokens_per_second": sum(useful) / seconds,
             "step_seconds": seconds / max(self._counts["steps"], 1),
-            "padding_fraction": 1 - total["useful"] / max(total["padded"], 1),
-            "duplicate_fraction": 1 - total["distinct"] / max(total["inputs"], 1),
-            "seconds": [entry["seconds"] for entry in ranks],
-            "tokens": [entry["counts"]["useful"] for entry in ranks],
+            "padding_fraction": 1 - sum(useful) / max(sum(padded), 1),
+            "duplicate_fraction": 1
+            - sum(column("distinct")) / max(sum(column("inputs")), 1),
+            "seconds": column("seconds"),
+            "tokens": useful,
             "padding": padding,
-            "forwards": [entry["counts"]["forwards"] for entry in ranks],
+            "forwards": column("forwards"),
             "skew": max(work) / max(median_work, 1e-9),
             "slowest_rank": work.index(max(work)),
-            "memory": memory,
+            "memory": [
+                {"rank": rank, **entry["memory"]} for rank, entry in enumerate(ranks)
+            ],
         }
         # All ranks have had the same tasks in the same steps, and so the same names in the same order.
         sums = []
@@ -146,13 +151,10 @@ class StepMetrics(Hook):
         totals = collectives.sum_scalars(sums) if sums else []
         for (name, shares), loss_sum in zip(self._shares.items(), totals, strict=True):
             values[name] = loss_sum / len(shares)
-        for name, losses in self._of_model.items():
-            values[name] = sum(losses) / len(losses)
         values["steps"] = self._steps
         self._counts.clear()
         self._seconds = 0.0
         self._shares.clear()
-        self._of_model.clear()
         self._steps = []
         return values
 
@@ -247,20 +249,21 @@ class MetricsLog(Hook):
     @override
     def on_finish(self, run: Trainer) -> None:
         """Close the file: the report reads it."""
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        self._close_file()
 
     @override
     def close(self) -> None:
         """Close the file and end the trackers."""
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        self._close_file()
         for tracker in self.trackers:
             with suppress(OSError):
                 tracker.finish()
         self.trackers = []
+
+    def _close_file(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     def _write(
         self,
