@@ -190,6 +190,7 @@ def test_the_launchers_values_hold_and_are_said(write_config):
         "FSDP_VERSION": "2",
         "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
         "FSDP_RESHARD_AFTER_FORWARD": "false",
+        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
         "FSDP_MIN_NUM_PARAMS": "100000000",
         "FSDP_USE_ORIG_PARAMS": "true",
     }
