@@ -11,7 +11,6 @@ import datasets
 import pytest
 from PIL import Image
 
-from tests.data.files import write_jsonl
 from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.config.loading import load_config
 from vembed.data.language import is_english
@@ -42,7 +41,8 @@ SIDES = ("messages", "positive_messages")
 
 
 def write_rows(path, rows):
-    write_jsonl(Path(path), rows)
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    Path(path).write_text(lines)
     return path
 
 
@@ -170,6 +170,12 @@ def test_a_file_is_not_written_over(vembed):
             '{"sentence1": "a", "sentence2": "b", "score": 0.5}',
             "cosent",
             None,
+        ),
+        (
+            "a.jsonl",
+            '{"search": "a", "context": "b"}',
+            "infonce",
+            {"search": "query", "context": "positive"},
         ),
         (
             "a.csv",
@@ -434,12 +440,7 @@ def test_shapes_of_other_programs(vembed, start, kind):
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"query": "where',
-    ],
-)
+@pytest.mark.parametrize("line", ['{"query": "where', '"oops"'])
 def test_a_line_that_is_no_object_is_left_out(vembed, start, line):
     rows = [
         {"query": f"where is {number}?", "positive": f"{number} is here"}
@@ -500,8 +501,10 @@ def test_the_validation_split_of_a_saved_dataset_is_used(vembed, start, name, is
     ("name", "content"),
     [
         ("a.jsonl", '{"a": 1}\n'),
+        ("a.jsonl", "\n"),
         # As pandas writes it without orient="records".
         ("a.json", '{"query": {"0": "a"}, "positive": {"0": "b"}}'),
+        ("a.parquet", "nothing"),
         ("a.xlsx", "PK"),
         ("pictures/a.png", ""),
     ],
