@@ -64,12 +64,9 @@ def joined(problems: Sequence[str]) -> list[str]:
 def listed(names: Iterable[str]) -> str:
     """Return names as a comma-separated list, shortened after LONGEST_LIST."""
     all_names = [printable(name) for name in names]
-    more = (
-        f" and {len(all_names) - LONGEST_LIST:,d} more"
-        if len(all_names) > LONGEST_LIST
-        else ""
-    )
-    return ", ".join(all_names[:LONGEST_LIST]) + more
+    text = ", ".join(all_names[:LONGEST_LIST])
+    num_more = len(all_names) - LONGEST_LIST
+    return f"{text} and {num_more:,d} more" if num_more > 0 else text
 
 
 def nearest(

@@ -100,7 +100,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Return the options of a YAML file that vembed has written."""
     text = read_state_text(path)
     try:
-        value = _parse_yaml(text)
+        value = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
@@ -123,15 +123,6 @@ def require_regular(path: str | Path, option: str) -> None:
         raise UserError(
             f"{option}: {path} is not a regular file: remove it, since a file is written there"
         )
-
-
-def _parse_yaml(text: str) -> Any:
-    if yaml.__with_libyaml__:
-        try:
-            return yaml.load(text, Loader=yaml.CSafeLoader)  # ten times as fast
-        except yaml.YAMLError:  # it refuses lone surrogates, which a path may hold
-            pass
-    return yaml.safe_load(text)
 
 
 def _object(path: str | Path, value: Any) -> dict[str, Any]:
@@ -388,21 +379,6 @@ def written_aside(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     with replaced_file(target, waits=True) as partial:
         yield partial
-
-
-def refuse_truncated(files: Mapping[Path, os.stat_result]) -> None:
-    """Raise UserError if a file is shorter than it was when it was mapped into memory: reading a page behind its end
-    would end the process. A file that was deleted or replaced stays mapped as it was."""
-    for path, before in files.items():
-        try:
-            status = path.stat()
-        except OSError:
-            continue
-        if os.path.samestat(status, before) and status.st_size < before.st_size:
-            raise UserError(
-                f"{path} has been truncated from {before.st_size:,d} to {status.st_size:,d} bytes since it was opened: "
-                "restore it, and start again"
-            )
 
 
 ROOM = "free some space, or set XDG_CACHE_HOME to a folder with more"

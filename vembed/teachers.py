@@ -23,7 +23,7 @@ from vembed.config.schema import DataSection, ModelSection, ObjectiveSection, Te
 from vembed.config.terms import needed_teachers, run_terms
 from vembed.data.batching.rank_batch import RankBatch, to_device
 from vembed.data.example_store import ExampleStore
-from vembed.data.examples import Example, Item, Kind
+from vembed.data.examples import Example, Item, Kind, input_digest
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT, Featuriser, Pair
 from vembed.data.row_store import KEY_BYTES, RowStore, lasting_identity
 from vembed.errors import UserError
@@ -482,27 +482,20 @@ def is_sharded(
 
 def item_key(item: Item, kind: Kind | None) -> bytes:
     """Return the key of an input in a role; `None` if the role makes no difference to the teacher."""
-    digest = _content(item, kind)
-    # Its own, in place of the teacher's.
-    if item.prompt is not None or item.max_length is not None:
-        digest.update(b"\0p" + json.dumps([item.prompt, item.max_length]).encode())
-    return digest.digest()
+    settings = json.dumps([kind, item.prompt, item.max_length, item.text is None])
+    text = (item.text or "").encode("utf-8", "surrogatepass")
+    return input_digest(
+        settings,
+        np.frombuffer(text, np.uint8),
+        item.images,
+        num_bytes=KEY_BYTES,
+        identity_of=lasting_identity,
+    )
 
 
 def pair_key(query: Item, document: Item) -> bytes:
     """Return the key of a (query, document) pair. Rerankers know no prompts."""
-    contents = (
-        _content(query, "query").digest() + _content(document, "document").digest()
-    )
-    return hashlib.blake2b(contents, digest_size=KEY_BYTES).digest()
-
-
-def _content(item: Item, kind: Kind | None) -> hashlib.blake2b:
-    digest = hashlib.blake2b((kind or "").encode(), digest_size=KEY_BYTES)
-    if item.text is not None:
-        # The letters tell a text from an image; lengths keep (a, bc) and (ab, c) apart.
-        digest.update(b"t" + item.text.encode("utf-8", "surrogatepass"))
-    for image in item.images:
-        identity = lasting_identity(image)
-        digest.update(b"\0i" + len(identity).to_bytes(8, "little") + identity)
-    return digest
+    keys = b""
+    for item in (query, document):
+        keys += item_key(replace(item, prompt=None, max_length=None), None)
+    return hashlib.blake2b(keys, digest_size=KEY_BYTES).digest()

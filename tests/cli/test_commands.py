@@ -73,13 +73,12 @@ def test_dry_run_resolves_everything_without_torch(process):
         "model_name: Qwen/Qwen3-VL-Embedding-8B  # cfg.yaml:1",
         "learning_rate: 2.0e-05  # cfg.yaml:7",
         "num_processes: 4  # command line",
-        "translated: lr: 2e-05 -> learning_rate: 2e-05 (cfg.yaml, line 7)",
         "strategy: fsdp",
         "fsdp: version 2, FULL_SHARD, TRANSFORMER_BASED_WRAP (configs/accelerate_fsdp.yaml)",
         "gradient checkpointing: true (default with FSDP)",
         "world size: 4 = 4 process(es) (num_processes)",
         "global batch: 64 = 4 x 16 examples",
-        "data: data/train.jsonl (not here: a name on the Hub, or a path that is missing)",
+        "data_path: data/train.jsonl (not here: a name on the Hub, or a path that is missing)",
     ):
         assert line in done.out.splitlines(), line
     assert "fsdp_backward_prefetch: BACKWARD_PRE" in done.out
@@ -265,7 +264,6 @@ def test_config_shows_origins_and_is_a_config_itself(vembed, cfg):
     done = vembed("config", cfg, *options)
     assert done.code == 0
     assert "learning_rate: 1.0e-05  # command line" in done.out
-    assert "# translated: lr: 1e-05 -> learning_rate: 1e-05 (command line)" in done.out
     assert "# note: temperature: 0.1 has no effect with loss: triplet" in done.out
     Path("again.yaml").write_text(done.out)
     again = load_config("again.yaml").to_dict()

@@ -221,12 +221,8 @@ def test_all_say_what_the_run_says_and_does(name, monkeypatch):
         )
         assert f"FSDP{fsdp.version} {fsdp.sharding_strategy}" in points[2]
         assert done["units"] == ([fsdp.sharding_strategy] if fsdp.version == 1 else [])
-        assert (
-            done["offload"]
-            is fsdp.offload
-            is ("offloaded" in one(dry, "fsdp: "))
-            is ("offloaded" in points[2])
-        )
+        is_said = "offloaded" in one(dry, "fsdp: ")
+        assert done["offload"] is fsdp.offload is is_said
 
     # recomputation
     recomputation = one(done["lines"], "gradient checkpointing: ")
@@ -258,10 +254,9 @@ def test_all_say_what_the_run_says_and_does(name, monkeypatch):
     assert need.weights == pytest.approx(held)
     assert f"need {need.total / GIB:.2f}GB" in points[5]
 
-    # options without effect are named by the log and by doctor
+    # options without effect are named by the log
     for note in placement.notes:
-        assert note in done["lines"] and note in points[2]
+        assert note in done["lines"]
     if name in ("auto", "single_though_fsdp"):
-        assert re.search(
-            r"fsdp_\w+: \w+ .* has no effect: the strategy is (ddp|single)", points[2]
-        )
+        without_effect = r"fsdp_\w+: \w+ .* has no effect: the strategy is (ddp|single)"
+        assert any(re.search(without_effect, note) for note in placement.notes)

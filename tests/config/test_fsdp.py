@@ -114,7 +114,7 @@ def test_training_yaml_overrides_the_file(write_config):
 @pytest.mark.promise("C09", "C11", "C13", "E08", "E13")
 def test_what_is_always_so_is_accepted_and_said_once(write_config, line, version):
     text = f"strategy: fsdp\nfsdp_version: {version}\n{line}\n"
-    (said,) = resolve_run(write_config(text), env={}).translated
+    (said,) = resolve_run(write_config(text), env={}).notes
     assert "has no effect: " in said and "cfg.yaml, line" in said
 
 

@@ -209,7 +209,6 @@ def test_document_e(write_config):
             ["BertLayer", "ViTLayer"],
         ),
         ("fsdp_param_dtype: bf16", "mixed_precision", "bf16"),
-        ("fsdp_version: '1'", "fsdp_version", 1),
         ("torch_dtype: torch.bfloat16", "torch_dtype", "bfloat16"),
         ("precision: bf16-mixed", "mixed_precision", "bf16"),
         ("precision: 16-mixed", "mixed_precision", "fp16"),
@@ -272,20 +271,6 @@ def test_names_and_spellings(write_config, line, option, value):
     resolved = resolve_run(write_config(f"{line}\n{more}"))
     assert resolved.config.options()[option] == value
     assert resolved.origins[option] == "cfg.yaml:3"
-
-
-def test_what_was_translated_is_listed(write_config):
-    resolved = resolve_run(
-        write_config(
-            "lr: 1e-4\nfsdp:\n  enabled: true\n  backward_prefetch: none\nbatch_size: 4\n"
-        )
-    )
-    assert resolved.translated == (
-        "lr: 0.0001 -> learning_rate: 0.0001 (cfg.yaml, line 3)",
-        "fsdp.enabled: true -> strategy: fsdp (cfg.yaml, line 5)",
-        "fsdp.backward_prefetch: none has no effect: FSDP2 always works as with BACKWARD_PRE, and FSDP1 does here "
-        "(cfg.yaml, line 6)",
-    )
 
 
 @pytest.mark.promise("E26")

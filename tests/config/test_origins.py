@@ -181,7 +181,7 @@ def test_what_is_shown_names_the_origin(write_config):
     assert "learning_rate: 0.0001  # cfg.yaml:3\n" in text
     assert "epochs: 2.0  # command line\n" in text
     assert "batch_size: 32  # default\n" in text
-    assert "\n# loss\n" in text
+    assert "\n# objective\n" in text
 
 
 STAGES = """

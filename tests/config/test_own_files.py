@@ -24,7 +24,7 @@ BASE = {"model_name": "m", "data_path": "d.jsonl"}
 def test_the_log_takes_no_name_of_the_runs_own(name):
     with pytest.raises(
         UserError,
-        match=rf"log_file: {name} is a file or folder that the run writes itself",
+        match=rf"log_file: '{name}' must be the name of a file",
     ):
         load_config({**BASE, "log_file": name})
 
@@ -66,6 +66,6 @@ def test_the_command_refuses_with_code_2(tmp_path):
     result = CliRunner().invoke(app, ["train", str(cfg), "--dry-run"])
     assert (
         result.exit_code == 2
-        and "log_file: metrics.jsonl is a file or folder"
+        and "log_file: 'metrics.jsonl' must be the name of a file"
         in " ".join(result.output.split())
     )

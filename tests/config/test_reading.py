@@ -87,7 +87,7 @@ def test_unknown_key_is_named_with_nearest_file_and_line(write_config):
 
 
 def test_nearest_name_may_be_an_alias(write_config):
-    assert "did you mean 'num_train_epochs' (epochs)" in error_of(
+    assert "did you mean 'num_train_epochs'" in error_of(
         write_config("num_train_epoch: 1\n")
     )
 
@@ -116,7 +116,7 @@ def test_unknown_key_of_toml_and_json(write_config):
             "learning_rate: .nan",
             "learning_rate must be auto or a number (above 0), but is nan",
         ),
-        ("pooling: meen", "but is 'meen'; did you mean 'mean'?"),
+        ("pooling: meen", "but is 'meen', did you mean 'mean'?"),
         ("report_to: tensorbord", "did you mean 'tensorboard'?"),
         ("report_to: [none, wandbb]", "did you mean 'wandb'?"),
         (
@@ -245,10 +245,10 @@ def test_broken_files(write_config):
     )
     message = error_of(write_config("a: [1\n"))
     assert (
-        "cfg.yaml, line 4: not valid YAML" in message and "begun in line 3" in message
+        "cfg.yaml, line 4: not valid YAML" in message and "line 3, column 4" in message
     )
-    assert "is empty" in error_of(write_config(needed=""))
-    assert "is a list of 2 entries" in error_of(write_config("- a\n- b\n", needed=""))
+    assert "has no options" in error_of(write_config(needed=""))
+    assert "cfg.yaml: has no options" in error_of(write_config("- a\n- b\n", needed=""))
     Path("latin.yaml").write_bytes(b"model_name: m\nrun_name: caf\xe9\n")
     assert "latin.yaml, line 2: not UTF-8 text" in error_of("latin.yaml")
     Path("nul.yaml").write_bytes(b"model_name: m\nrun_name: a\x00b\n")

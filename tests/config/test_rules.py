@@ -54,10 +54,13 @@ def config(**values):
         ("use_mrl: true\nmrl_weights: [1]", "needs mrl_dims"),
         ("use_mrl: true\nmrl_dims: []", "mrl_dims must be auto or a list"),
         ("use_lora: false\nuse_qlora: true", "set use_lora: true"),
-        ("model_family: composed", "composed needs a second tower"),
+        (
+            "model_family: composed",
+            "model_family: composed and image_model_name: null: a composed model has both",
+        ),
         (
             "model_family: clip\nimage_model_name: x",
-            "image_model_name: x makes a composed model, but",
+            "image_model_name: x: a composed model has both",
         ),
         ("loss: triplet\nmax_negatives: 0", "max_negatives: 0 leaves none"),
         (

@@ -55,25 +55,3 @@ def test_records_are_as_they_were_or_refused(tmp_path, name):
             store[8]
     else:
         assert store[8].query.text == "q8"
-
-
-def test_a_truncated_arrow_file_is_a_sentence_and_no_signal(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    built = datasets.Dataset.from_dict(
-        {
-            "query": [f"q{number}" for number in range(20_000)],
-            "positive": ["p" * 50] * 20_000,
-        }
-    )
-    built.save_to_disk(tmp_path / "saved")
-    store = open_path(tmp_path / "saved")
-    (arrow,) = (tmp_path / "saved").glob("*.arrow")
-    assert store[19_999].query.text == "q19999"
-    os.truncate(arrow, 4096)
-    with pytest.raises(
-        UserError,
-        match=r"has been truncated from .* to 4,096 bytes since it was opened",
-    ):
-        store[19_999]
-    with pytest.raises(UserError, match="was saved by `datasets`, and is damaged"):
-        open_path(tmp_path / "saved")

@@ -59,7 +59,7 @@ def test_every_format_that_is_read_is_found_in_folders(pictures, tmp_path, endin
     assert len(open_examples(config(), str(pictures))) == 17
     (tmp_path / "a.csv").write_text(f"query,positive\na text,cat/more.{ending}\n")
     (warning,) = open_examples(config(), str(tmp_path / "a.csv")).warnings()
-    assert "retrieval_mode: t2i" in warning
+    assert "set retrieval_mode" in warning
 
 
 def test_splits_are_no_classes(pictures, tmp_path):

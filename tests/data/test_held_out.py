@@ -73,7 +73,7 @@ def test_a_split_that_leaves_nothing_is_refused(tmp_path):
         hold_out(store, 0.1, seed=1)
 
 
-def test_overlap_counts_queries_positives_and_pairs(tmp_path):
+def test_overlap_counts_queries(tmp_path):
     first = write(tmp_path / "one.png")
     second = tmp_path / "copy.png"
     second.write_bytes(first.read_bytes())
@@ -95,19 +95,13 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path):
         ],
         "b.jsonl",
     )
-    pairs = [
-        (number.query, number.positives[0])
-        for number in (validation[index] for index in range(4))
-    ]
-    queries, positives, both = overlap_warnings(train, pairs)
-    assert queries.startswith("2 of the 4 queries of the validation data (50.0%)")
-    assert positives.startswith("3 of the 4 positives")
-    assert both.startswith("2 of the 4 pairs")
-    assert "'how do i sort' -> 'use SORTED'" in both and "copy.png" in both
-    assert overlap_warnings(train, pairs[1:3]) == [], "a corpus may serve both"
-    other = validation[2]
-    many = [(Item(text=f"new {number}"), other.positives[0]) for number in range(993)]
-    (sentence,) = overlap_warnings(train, [(validation[0].query, other.query), *many])
+    queries = [validation[index].query for index in range(4)]
+    (sentence,) = overlap_warnings(train, queries)
+    assert sentence.startswith("2 of the 4 queries of the validation data (50.0%)")
+    assert "'how do i sort'; 'a picture'" in sentence
+    assert overlap_warnings(train, queries[1:3]) == [], "a corpus may serve both"
+    many = [Item(text=f"new {number}") for number in range(993)]
+    (sentence,) = overlap_warnings(train, [validation[0].query, *many])
     assert sentence.startswith("1 of the 994 queries of the validation data (0.1%)")
 
 
@@ -152,17 +146,6 @@ def test_one_kind_of_query_is_not_all_that_is_held_out(tmp_path, seed):
     held = {example.query.text for _, example in parts.examples}
     assert len(held) == 30
     assert len(held & set(similar)) <= 7
-    assert not any("nearly equal" in note for note in parts.notes())
-
-
-def test_a_single_kind_of_query_is_said_to_be_one(tmp_path):
-    rows = []
-    for text in ("please cancel the order with the number", "where is shop"):
-        for query in of_a_template(text, 30):
-            rows.append({"query": query, "positive": f"{query} yes"})
-    parts = hold_out(store_of(tmp_path, rows), 0.5, seed=0)
-    assert len(parts.examples) == 30
-    assert any("30 held-out queries" in note for note in parts.notes())
 
 
 def shuffled_queries(draw, count):

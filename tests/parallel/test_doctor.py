@@ -3,7 +3,6 @@
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +33,6 @@ FACTS = [
     r"Testing basic operations\.\.\.",
     r"\* forward: .*: pass",
     r"\* backward: .*: pass",
-    r"\* step: .*: pass",
     r"\* gather: .*: pass",
     r"\* weight edit: .*: pass",
     r"Testing FSDP-aware memory management\.\.\.",
@@ -45,12 +43,11 @@ FACTS = [
     r"Self-test: pass",
     r"1\. GPUs visible: .*: pass",
     r"2\. strategy: fsdp, FSDP2 FULL_SHARD, TRANSFORMER_BASED_WRAP .*: pass",
-    r"3\. batch: 64 per process, in micro-batches .*: pass",
+    r"3\. batch: 64 per process, .*: pass",
     r"4\. gradient checkpointing: on .*: pass",
     r"5\. memory: 34,688 parameters need .*: pass",
     r"6\. dtypes: masters float32, .*: pass",
     r"7\. (gloo|NCCL): .*: pass",
-    r"8\. weights: .* has its weights, whole: pass",
 ]
 
 
@@ -99,29 +96,23 @@ def test_one_process_is_enough(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "named"),
     [
-        (
-            "mixed_precision: fp16\n",
-            "1. GPUs visible: none, the run computes on the CPU: FAIL",
-        ),
+        ("mixed_precision: fp16\n", "1. GPUs visible: none, "),
         (
             "strategy: single\n",
-            "2. strategy: strategy: single, but 2 processes were started",
+            "2. strategy, batch, memory: strategy: single, but 2 processes ",
         ),
-        (
-            "batch_size: 64\nuse_gradient_cache: false\n",
-            "3. batch: 64 per process at once",
-        ),
+        ("batch_size: 64\nuse_gradient_cache: false\n", "3. batch: 64 "),
         (
             "use_fsdp: true\ngradient_checkpointing: false\n",
-            "4. gradient checkpointing: off (gradient_checkpointing): FAIL",
+            "4. gradient checkpointing: off ",
         ),
     ],
 )
 @pytest.mark.promise("D45")
 def test_a_point_that_fails_makes_exit_code_1(
-    options, line, tmp_path, monkeypatch, capsys
+    options, named, tmp_path, monkeypatch, capsys
 ):
     config = tmp_path / "run.yaml"
     config.write_text(
@@ -131,38 +122,22 @@ def test_a_point_that_fails_makes_exit_code_1(
     monkeypatch.setattr(machine_checks.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine_checks.torch.cuda, "device_count", lambda: 0)
     assert doctor.doctor(str(config), 2)[1] == 1
-    failed = [
-        line for line in capsys.readouterr().out.splitlines() if line.endswith(": FAIL")
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith(named)
     ]
-    assert any(entry.startswith(line.removesuffix(": FAIL")) for entry in failed)
+    assert ": FAIL" in line
 
 
-def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
-    tmp_path, monkeypatch, capsys
-):
-    model = tmp_path / "model"
-    shutil.copytree(
-        shared(tiny_bert), model, ignore=shutil.ignore_patterns("*.safetensors")
-    )
+def test_a_model_that_needs_shards_fails(tmp_path, monkeypatch, capsys):
     config = tmp_path / "run.yaml"
-    config.write_text(f"model_name: {model}\ndata_path: train.jsonl\nstrategy: ddp\n")
+    config.write_text(
+        f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nstrategy: ddp\n"
+    )
     monkeypatch.setattr(machine_checks, "run_ranks", lambda *_: 0)
-    assert doctor.doctor(str(config), 2)[1] == 1
-    said = capsys.readouterr().out
-    assert f"8. weights: {model} has no .safetensors file" in said
     monkeypatch.setattr(prediction, "memory_of_a_process", lambda *_: 400_000)
     assert doctor.doctor(str(config), 2)[1] == 1
-    (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("2. ")
-    ]
-    assert "a whole copy takes" in line
-    assert line.endswith("on several processes: FAIL")
-    (model / "model.safetensors").touch()
-    assert doctor.doctor(str(config), 2)[1] == 1
-    assert (
-        "8. weights: " in (said := capsys.readouterr().out)
-        and "is not a safetensors file" in said
-    )
+    printed = capsys.readouterr().out
+    assert re.search(r"^2\. .*a whole copy takes.*: FAIL$", printed, re.MULTILINE)
 
 
 def test_a_failed_self_test_makes_exit_code_1(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """`vembed serve`: vectors over HTTP equal the model's; what clients do wrong ends with an answer of 4xx."""
 
+import asyncio
 import base64
 import json
 import os
@@ -26,7 +27,7 @@ from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
 from vembed.cli.main import app
 from vembed.errors import UserError
-from vembed.inference.serve import Batcher, ServedInput, bound_socket, open_encoder
+from vembed.inference.serve import Batcher, ServedInput, open_encoder
 from vembed.models.processors import load_tokenizer
 
 TEXTS = ["red", "a small bird in the garden"]
@@ -294,8 +295,8 @@ def test_cohere_reranks(reranking, route):
 @pytest.mark.parametrize(
     ("route", "values", "words"),
     [
-        ("/rerank", {"texts": DOCUMENTS}, "query is missing"),
-        ("/rerank", {"query": QUERY, "text": DOCUMENTS}, "documents is missing"),
+        ("/rerank", {"texts": DOCUMENTS}, "query must be"),
+        ("/rerank", {"query": QUERY, "text": DOCUMENTS}, "documents must be"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "documents": ["b"]}, "not both"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "truncate": False}, "truncate"),
         ("/rerank", {"query": ["a", "b"], "texts": DOCUMENTS}, "2 queries"),
@@ -329,7 +330,7 @@ def test_an_embedding_model_reranks_nothing(server, route):
         ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "2,048"),
         ("/v1/embeddings", {"input": "a", "dimensions": 99}, 400, "1 to 24"),
         ("/v1/embeddings", {"input": "a", "dimensions": "8"}, 400, "whole number"),
-        ("/v1/embeddings", {"inpt": "a"}, 400, "input is missing"),
+        ("/v1/embeddings", {"inpt": "a"}, 400, "input must be"),
         ("/v1/embeddings", {"input": ["a", ""]}, 400, "input[1]"),
         ("/embed", {"inputs": "a", "normalize": False}, 400, "normalize"),
         ("/embed", {"inputs": "a", "truncate": False}, 400, "truncate"),
@@ -486,26 +487,29 @@ class CountingEncoder:
 
 def test_requests_that_wait_are_encoded_together():
     encoder = CountingEncoder()
-    batcher = Batcher(encoder)
-    first = batcher.submit([ServedInput("first")])
-    while not encoder.batches:
-        time.sleep(0.01)
-    results = {
-        text: batcher.submit([ServedInput(text), ServedInput(text + "+")])
-        for text in ("a", "bad", "ccc", "gone")
-    }
-    assert batcher.num_waiting == 4
-    assert results["gone"].cancel()
-    encoder.may_go.set()
-    assert first.result(60)[0].tolist() == [[5]]
-    assert results["a"].result(60)[0].tolist() == [[1], [2]]
-    assert results["ccc"].result(60)[1] == 7
-    with pytest.raises(UserError):
-        results["bad"].result(60)
+
+    async def submit():
+        batcher = Batcher(encoder)
+        first = batcher.submit([ServedInput("first")])
+        while not encoder.batches:
+            await asyncio.sleep(0.01)
+        jobs = {
+            text: batcher.submit([ServedInput(text), ServedInput(text + "+")])
+            for text in ("a", "bad", "ccc", "gone")
+        }
+        assert len(batcher.waiting) == 4
+        batcher.waiting.remove(jobs["gone"])
+        encoder.may_go.set()
+        assert (await first.result)[0].tolist() == [[5]]
+        assert (await jobs["a"].result)[0].tolist() == [[1], [2]]
+        assert (await jobs["ccc"].result)[1] == 7
+        with pytest.raises(UserError):
+            await jobs["bad"].result
+
+    asyncio.run(submit())
     # Together first; one by one after the failure, so that one bad request does not spoil the others.
     assert encoder.batches[1] == ["a", "a+", "bad", "bad+", "ccc", "ccc+"]
     assert len(encoder.batches) == 5
-    batcher.close()
 
 
 def test_sigterm_answers_what_has_arrived():
@@ -546,8 +550,7 @@ def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(c
 def test_what_cannot_be_served():
     with pytest.raises(UserError, match="images only"):
         open_encoder(str(shared(tiny_vit)))
-    with bound_socket("127.0.0.1", 0) as listener:
-        listener.listen()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(UserError, match=f"--port {port}"):
             # Before a model is loaded, which may take minutes: this one does not exist.

@@ -1,5 +1,6 @@
 """One memory model: what the budget measures and what `vembed plan` estimates lead to micro-batches by one function."""
 
+import gc
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,17 +9,20 @@ import pytest
 import torch
 
 import vembed
-from tests.built import model_of
-from tests.tiny import shared, tiny_qwen3
+from tests.built import described, model_of
+from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
 from tests.training.test_shortage import fail_at
+from tests.training.tiny_run import config_for
 from vembed.config.loading import resolve_run
+from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import step_memory
 from vembed.parallel.devices import Gpu
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
+from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import (
     Demand,
     MemoryEstimate,
@@ -78,6 +82,41 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
     assert need.states + need.copies + need.loss + graphs == pytest.approx(
         0.8 * placement.memory, rel=0.01
     )
+
+
+def test_casts_of_weights_were_counted_as_activations(tmp_path, monkeypatch):
+    config = config_for(
+        tmp_path, model_name=str(shared(tiny_bert)), mixed_precision="bf16"
+    )
+    counted = {}
+    with start_session(resolve_run(config)) as session:
+        model = session.prepare(model_of(config, compute_dtype=torch.bfloat16))
+        featuriser = Featuriser(described(config))
+        sample = featuriser.features([(Item("red green house river " * 3), "document")])
+        for tokens in (
+            1,
+            1024,
+        ):  # 1: a single text is longer than the size that is wanted
+            monkeypatch.setattr(step_memory, "PROBE_TOKENS", tokens)
+            counted[tokens] = step_memory.bytes_per_token(
+                model, featuriser, session, sample
+            )
+    assert counted[1] == pytest.approx(counted[1024], rel=0.1), (
+        "what one token adds, whatever the number of tokens"
+    )
+
+
+def test_the_measured_graph_was_never_freed(tmp_path):
+    config = config_for(tmp_path, model_name=str(shared(tiny_bert)))
+    with start_session(resolve_run(config)) as session:
+        model = session.prepare(model_of(config))
+        remaining = weakref.ref(next(model.parameters()))
+        featuriser = Featuriser(described(config))
+        sample = featuriser.features([(Item("red green house river"), "document")])
+        assert step_memory.bytes_per_token(model, featuriser, session, sample) > 0
+    del model, session
+    gc.collect()
+    assert remaining() is None, "a graph holds the weights"
 
 
 def test_recomputation_is_on_under_fsdp_unless_memory_is_enough():

@@ -56,7 +56,7 @@ def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path):
     assert result.steps == 3
     assert (result.model_dir / "config.json").is_file()
     report = (result.output_dir / "report.md").read_text()
-    assert "8 of the 8 pairs of the validation data (100.0%)" in report
+    assert "8 of the 8 queries of the validation data (100.0%)" in report
     with pytest.raises(vembed.UserError, match="on_step returned 'no': return 'stop'"):
         vembed.train(
             config(tmp_path, data_path=ROWS, output_dir=str(tmp_path / "other")),

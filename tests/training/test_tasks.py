@@ -266,7 +266,7 @@ def test_turns_and_batch_sizes():
             (0, 4),
             (1, 6),
         ] * 11
-    assert "of each source in turn; of 6: source 2" in turns.summary()
+    assert "; of 6: source 2" in turns.summary()
     sized = BatchSchedule([8, 12], 4, 1, homogeneous=True, batch_sizes=[4, 6])
     assert sorted(
         len(sized.batch(0, step)) for step in range(sized.batches_per_epoch)

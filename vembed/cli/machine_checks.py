@@ -20,8 +20,6 @@ from vembed.cli.support import LINE, print_lines
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
-from vembed.models.families.description import describe
-from vembed.models.families.model_files import check_whole_weights, read_tensors
 from vembed.parallel.devices import GIB, bf16_instructions
 from vembed.parallel.launch import num_visible_devices, rank_environments, run_ranks
 from vembed.parallel.placement import Placement
@@ -29,7 +27,6 @@ from vembed.parallel.step_memory import MemoryEstimate, ModelSize, measure
 from vembed.pipelines.prediction import FITS, place_here
 
 LARGEST_SIMPLE_BATCH = 16
-PLACEMENT_CHECKS = ("strategy", "batch", "gradient checkpointing", "memory", "dtypes")
 # Variables of a launcher that has started the doctor would tell the self-test's processes that they are ranks of its
 # run.
 LAUNCHER_VARIABLES = re.compile(r"(ACCELERATE|FSDP|TORCHELASTIC)_|GROUP_|ROLE_")
@@ -124,11 +121,7 @@ def interconnect(num_devices: int) -> str:
     table = subprocess.run(
         [tool, "topo", "-m"], capture_output=True, text=True, check=False, timeout=20
     ).stdout
-    # Cells of the table between two GPUs: NV4 are four NVLinks; PIX, PXB, PHB, NODE and SYS go over PCIe.
-    links = re.findall(r"\bNV\d+\b", table)
-    if links:
-        return f"NVLink between GPUs ({links[0]}); {between_machines}"
-    return f"PCIe between GPUs, on which sharding costs noticeable time (nvidia-smi topo -m); {between_machines}"
+    return f"{between_machines} (NV: NVLink, others: PCIe, on which sharding costs noticeable time)\n{table}"
 
 
 def checklist(
@@ -137,7 +130,7 @@ def checklist(
     *,
     self_test_passed: bool,
 ) -> Iterator[tuple[bool, str]]:
-    """Yield eight checks for before a long run, each as (passed, finding)."""
+    """Yield seven checks for before a long run, each as (passed, finding)."""
     num_devices = torch.cuda.device_count()
     if num_devices:
         num_processes = launch.num_processes
@@ -152,8 +145,7 @@ def checklist(
         placement = place_here(run, launch.first_rank)
         size = placement.size or measure(run.config)
     except UserError as error:
-        for name in PLACEMENT_CHECKS:
-            yield False, f"{name}: {error}"
+        yield False, f"strategy, batch, memory: {error}"
     else:
         yield _check_strategy(placement, size)
         yield _check_batch(placement)
@@ -175,49 +167,30 @@ def checklist(
         )
     backend = "NCCL" if torch.cuda.is_available() else "gloo"
     yield self_test_passed, f"{backend}: the self-test's collectives ran without errors"
-    try:
-        description = describe(run.config.model)
-        folders = {description.source, description.image_source} - {None}
-        for folder in folders:
-            check_whole_weights(Path(str(folder)))
-            read_tensors(Path(str(folder)))
-    except UserError as error:
-        yield False, f"weights: {error}"
-    else:
-        names = " and ".join(sorted(map(str, folders)))
-        yield True, f"weights: {names} has its weights, whole"
 
 
 def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
     fsdp = placement.fsdp
-    strategy = f"strategy: {placement.strategy.value}"
+    line = f"strategy: {placement.strategy.value}"
+    reason = f"({placement.strategy.reason})"
     if fsdp is not None:
-        offload = ", offloaded" if fsdp.offload else ""
-        strategy += f", FSDP{fsdp.version} {fsdp.sharding_strategy}{offload}, {fsdp.wrap_policy}"
-    lines = [f"{strategy} ({placement.strategy.reason})"]
-    if fsdp is not None or placement.run.fsdp is None:
-        lines += placement.run.fsdp_notes
-    lines += placement.notes
+        units = f"FSDP{fsdp.version} {fsdp.sharding_strategy}, {fsdp.wrap_policy}"
+        return True, f"{line}, {units} {reason}"
     # A whole copy of the model on each process.
     share = size.state_bytes / placement.memory
-    passes = fsdp is not None or share <= FITS
-    if not passes:
-        lines.append(
-            f"a whole copy takes {share:.0%} of a process's memory: use_fsdp: true on several processes"
-        )
-    return passes, "; ".join(lines)
+    if share > FITS:
+        reason += f"; a whole copy takes {share:.0%} of a process's memory: use_fsdp: true on several processes"
+    return share <= FITS, f"{line} {reason}"
 
 
 def _check_batch(placement: Placement) -> tuple[bool, str]:
     batch = placement.run.config.batch
     line = f"batch: {placement.num_examples:,d} per process"
-    if placement.num_examples <= LARGEST_SIMPLE_BATCH:
-        return True, line
     # Memory depends on the micro-batch, unless the user disables Gradient Cache.
-    if batch.use_gradient_cache is False:
-        return False, f"{line} at once, as use_gradient_cache: false keeps all graphs"
-    micro_batch = f"micro_batch_tokens: {batch.micro_batch_tokens}"
-    return True, f"{line}, in micro-batches of {micro_batch}"
+    if batch.use_gradient_cache is not False:
+        return True, f"{line}, micro_batch_tokens: {batch.micro_batch_tokens}"
+    line += " at once, as use_gradient_cache: false keeps all graphs"
+    return placement.num_examples <= LARGEST_SIMPLE_BATCH, line
 
 
 def _check_memory(placement: Placement, size: ModelSize) -> tuple[bool, str]:

@@ -34,6 +34,8 @@ from vembed.training.checkpoint.folders import (
 )
 from vembed.training.trackers import require_trackers
 
+DRY_RUN = TrainArguments(is_dry_run=True)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -53,11 +55,6 @@ class Launch:
     def world_size(self) -> int:
         """Number of processes on all machines."""
         return self.num_processes * self.num_machines
-
-    @property
-    def first(self) -> int:
-        """Number of the first process of this machine among all."""
-        return self.machine_rank * self.num_processes
 
     @property
     def first_rank(self) -> RankInfo:
@@ -152,7 +149,7 @@ def result_of(output_dir: str | Path) -> dict[str, Any]:
 
 def resolve_launch(
     run: ResolvedRun,
-    arguments: TrainArguments | None = None,
+    arguments: TrainArguments = DRY_RUN,
     env: Mapping[str, str] = os.environ,
     *,
     starts_processes: bool = True,
@@ -160,11 +157,10 @@ def resolve_launch(
 ) -> Launch:
     """Return the number of processes and machines, and the reason: as asked for, else one process per GPU.
 
-    Without `arguments`, as for a dry run: the number of this machine need not be known. `num_gpus`: of another machine
-    that is planned for.
+    In a dry run the number of this machine need not be known. `num_gpus`: of another machine that is planned for.
     """
     file = run.file
-    is_dry_run = arguments is None or arguments.is_dry_run
+    is_dry_run = arguments.is_dry_run
     changes = {}
     if file is not None and file.use_cpu:
         changes = {"CUDA_VISIBLE_DEVICES": ""}
@@ -200,7 +196,7 @@ def resolve_launch(
             f"strategy: single is one process, but {num_processes * num_machines} were asked for ({reason}): "
             "leave strategy out, or the number"
         )
-    if num_machines == 1 or arguments is None:
+    if num_machines == 1:
         return Launch(num_processes, reason, num_machines, changes=changes)
     ip = arguments.main_process_ip or (file.main_process_ip if file else None)
     port = arguments.main_process_port or (file.main_process_port if file else None)
@@ -225,17 +221,11 @@ def describe_run(
     arguments: TrainArguments,
 ) -> str:
     """Return the output of `--dry-run`: the merged config, the decisions, and the processes to launch."""
-    strategy = run.strategy.value
-    data = run.config.data
     batch = run.config.batch
-    names = {"data_path": "data", "val_data_path": "validation data"}
     files = []
-    for option, path in data_paths(data):
-        file = existing(path)
-        size = "not here: a name on the Hub, or a path that is missing"
-        if file is not None:
-            size = f"{file.stat().st_size:,d} bytes" if file.is_file() else "a folder"
-        files.append((names[option], path, size))
+    for option, path in data_paths(run.config.data):
+        state = "not here: a name on the Hub, or a path that is missing"
+        files.append((option, path, "here" if existing(path) else state))
     words = ["python", "-m", "vembed.entrypoints.train"]
     command = shlex.join([*words, *arguments.command_line()])
     for name, value in launch.changes.items():
@@ -245,9 +235,7 @@ def describe_run(
         "dry_run.txt.j2",
         run=run,
         launch=launch,
-        strategy=strategy,
         config=config.rstrip(),
-        notes=[*run.notes, *(run.fsdp_notes if strategy != "auto" else ())],
         batch=batch.global_batch_size or batch.batch_size * launch.world_size,
         files=files,
         command=command,

@@ -103,25 +103,20 @@ class ModelUse:
         share(self.nproc)
 
     @contextmanager
-    def start_session(self, model: str) -> Iterator[dict[str, Any]]:
-        """Yield the options with which a model is loaded. The session of the processes is one of them."""
+    def open(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the path or Hub name of a model, and the options to load it. The session of the processes is one of them."""
         from vembed.parallel.session import start_command_session
 
+        path = usable_model(name)
         trust = self.trust_remote_code
         with start_command_session(
-            model, self.strategy, trust_remote_code=trust
+            path, self.strategy, trust_remote_code=trust
         ) as session:
-            yield {
+            options = {
                 "torch_dtype": option("torch_dtype", self.torch_dtype),
                 "trust_remote_code": trust,
                 "session": session,
             }
-
-    @contextmanager
-    def open(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the path or Hub name of a model, and the options to load it."""
-        path = usable_model(name)
-        with self.start_session(path) as options:
             yield path, options
 
 
@@ -208,12 +203,7 @@ def _write_json(target: str, result: Any) -> None:
     if target == STANDARD_OUTPUT:
         sys.stdout.write(text)
         return
-    try:
-        Path(target).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            f"--json {target} cannot be written: {error.strerror}"
-        ) from error
+    Path(target).write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from vembed.config.options import (
     yaml_word,
 )
 from vembed.config.parsing import read_tree
-from vembed.errors import UserError, nearest
+from vembed.errors import UserError, did_you_mean
 from vembed.files import existing
 
 Distribution = Literal["single", "ddp", "fsdp"]
@@ -57,6 +57,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 ACCELERATE_MIN_NUM_PARAMS = 100_000_000
 """Size that `accelerate launch` exports if its file gives none."""
 LAUNCHER = "accelerate launch"
+NOT_COUNTED = " is what Accelerate writes where nobody has answered, so it does not count here; the training config can say it"
 UNUSED = " has no effect: vembed does not use it"
 
 
@@ -96,8 +97,7 @@ def find_accelerate_file(name: str) -> Path:
         path.stem in preset_names() and path.parent.name == "configs"
     ):
         return PRESETS_FOLDER / f"{path.stem}.yaml"
-    near = nearest(path.stem, preset_names())
-    hint = f", did you mean {near!r}?" if near else ""
+    hint = did_you_mean(path.stem, preset_names())
     raise UserError(
         f"accelerate_config: {quoted(name)} is neither a file nor a preset ({join_words(preset_names())}){hint}"
     )
@@ -119,8 +119,7 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
         )
     for key, node in keys.items():
         if key not in TOP_KEYS:
-            near = nearest(key, TOP_KEYS)
-            hint = f", did you mean {near!r}?" if near else ""
+            hint = did_you_mean(key, TOP_KEYS)
             raise UserError(f"{source}, line {node.line}: unknown key {key!r}{hint}")
         if key in IGNORED and node.plain():
             notes.append(f"{key} in {source}{UNUSED}")
@@ -167,7 +166,7 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
     # writes where nobody has answered. Neither is a decision.
     precision = options.get("mixed_precision")
     if precision == "no":
-        notes.append(_not_counted(f"mixed_precision: no in {source}"))
+        notes.append(f"mixed_precision: no in {source}{NOT_COUNTED}")
     if precision != "fp16":
         options.pop("mixed_precision", None)
     # Accelerate counts the processes of all machines together.
@@ -180,10 +179,6 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
             )
         options["num_processes"] = processes // machines
     port = value.get("main_process_port")
-    if port is not None and not str(port).isdecimal():
-        raise UserError(
-            f"{source}: main_process_port must be a whole number, but is {quoted(port)}"
-        )
     address = value.get("main_process_ip")
     gpu_ids = str(value.get("gpu_ids", "all"))
     return AccelerateFile(
@@ -210,7 +205,7 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
     if precision == "fp16":
         layer.enter("mixed_precision", "fp16", "mixed_precision", LAUNCHER)
     if precision == "no":
-        notes.append(_not_counted(f"mixed_precision: no, set by {LAUNCHER},"))
+        notes.append(f"mixed_precision: no, set by {LAUNCHER},{NOT_COUNTED}")
     if env.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return layer, notes
     variables = {}
@@ -232,10 +227,10 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
             "fsdp_forward_prefetch",
             "fsdp_activation_checkpointing",
         ):
-            notes.append(_not_counted(f"{name}: false, set by {LAUNCHER},"))
+            notes.append(f"{name}: false, set by {LAUNCHER},{NOT_COUNTED}")
         else:
             layer.take([name], text, LAUNCHER)
-    layer.translated.clear()
+    layer.notes.clear()
     # Accelerate exports a size with every policy; layers are units whatever their size unless somebody asks otherwise.
     if layer.value("fsdp_auto_wrap_policy") != "SIZE_BASED_WRAP":
         layer.values.pop("fsdp_min_num_params", None)
@@ -248,10 +243,3 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
         )
     layer.enter("strategy", "fsdp", "strategy", LAUNCHER)
     return layer, notes
-
-
-def _not_counted(setting: str) -> str:
-    return (
-        f"{setting} is what Accelerate writes where nobody has answered, so it does not count here; the training "
-        "config can say it"
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from vembed.config.accelerate_file import AccelerateFile
@@ -87,7 +87,6 @@ class FsdpConfig:
     min_num_params: int = DEFAULT_MIN_NUM_PARAMS
     min_layer_params: int = 0
     """TRANSFORMER_BASED_WRAP: layers with fewer parameters are no units."""
-    reshard_after_forward: bool = True
     forward_prefetch: bool = False
     state_dict_type: Literal[
         "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
@@ -95,6 +94,11 @@ class FsdpConfig:
     reduce_dtype: str = "float32"
     source: str = "the defaults"
     """The file or launcher that the settings start from."""
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """False: parameters stay gathered between forward and backward pass."""
+        return self.sharding_strategy != "SHARD_GRAD_OP"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,6 @@ class ResolvedRun:
     config: TrainConfig
     origins: Mapping[str, str]
     """Option -> the source of its value."""
-    translated: tuple[str, ...]
-    """Log lines for options that were given under an alias: the alias, and vembed's own name and value."""
     notes: tuple[str, ...]
     """Lines for the log: values that lost against a stronger source, and options without effect."""
     strategy: Decision[AskedStrategy]
@@ -128,28 +130,12 @@ class ResolvedRun:
     file: AccelerateFile | None
     """The Accelerate file that the config or the command line names."""
 
-    def left_to_gpus(self) -> list[str]:
-        """Return lines for a dry run on the decisions that a run on a GPU makes later."""
-        lines = []
-        recomputes = self.recomputation.origin == DEFAULT and self.recomputation.value
-        if recomputes and self.config.batch.use_gradient_cache is not False:
-            lines.append(
-                "on a GPU gradient checkpointing is off where micro-batches fit without it, since Gradient Cache "
-                "bounds the graphs; `vembed plan` with --gpu says which"
-            )
-        if self.config.model.torch_compile == "auto":
-            lines.append(
-                "on a GPU layers are compiled in runs of more than about five minutes (torch_compile: auto)"
-            )
-        return lines
-
 
 def decide(
     config: TrainConfig,
     values: Mapping[str, OptionValue],
     *,
     origins: Mapping[str, str],
-    translated: tuple[str, ...],
     notes: Sequence[str],
     file: AccelerateFile | None,
     base: str,
@@ -189,7 +175,7 @@ def decide(
         for text in fsdp_given:
             lines.append(f"{text} has no effect with strategy: {strategy.value}")
 
-    # ---- gradient checkpointing and precision
+    # ---- gradient checkpointing
     recomputation = Decision(False, "default without FSDP")
     if model.gradient_checkpointing is not None:
         recomputation = _asked(
@@ -197,24 +183,16 @@ def decide(
         )
     elif strategy.value == "fsdp":
         recomputation = Decision(True, "default with FSDP")
-    precision = _asked("mixed_precision", model.mixed_precision, values)
-    precision_reason = f"mixed_precision: {precision.value}"
-    if precision.value == "auto":
-        precision_reason = "auto"
-    elif precision.reason != "mixed_precision":
-        precision_reason += f", set by {precision.reason}"
-
     timeout, timeout_notes = _timeout(parallel.dist_timeout_minutes, values, env)
     return ResolvedRun(
         config=config,
         origins=origins,
-        translated=translated,
         strategy=strategy,
         fsdp=fsdp,
         fsdp_notes=tuple(fsdp_notes),
         fsdp_given=tuple(fsdp_given),
         recomputation=recomputation,
-        precision=replace(precision, reason=precision_reason),
+        precision=_asked("mixed_precision", model.mixed_precision, values),
         processes=_asked("num_processes", parallel.num_processes, values),
         machines=_asked("num_machines", parallel.num_machines, values),
         timeout_minutes=timeout,
@@ -326,8 +304,6 @@ def resolve_fsdp(
             f"fsdp_min_num_params: {size} with SIZE_BASED_WRAP counts as {DEFAULT_MIN_NUM_PARAMS:,d} (without a size "
             "nothing would be wrapped as it should)"
         )
-    sharding = settings.get("sharding_strategy", "FULL_SHARD")
-    settings["reshard_after_forward"] = sharding != "SHARD_GRAD_OP"
     fsdp = FsdpConfig(**settings)
     if fsdp.version == 2 and fsdp.state_dict_type == "LOCAL_STATE_DICT":
         raise UserError(
@@ -470,8 +446,6 @@ def peak_rate(
         risen = min(risen, MAX_NARROW_SHARE * initial)
         all_weights = max(rate_without_rise, risen)
     is_risen = all_weights > rate_without_rise
-    if is_risen:
-        reason += f", {all_weights / rate_without_rise:.2g} times that of wider ones"
 
     if trained.what == "weights":
         rate = all_weights
@@ -484,19 +458,16 @@ def peak_rate(
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out.
     # With rslora the factor is alpha / sqrt(r), and the root of the rank is left.
     strength = float(adapters.lora_alpha)
-    details = ""
     if adapters.lora_variant == "rslora":
         strength *= math.sqrt(adapters.lora_r)
-        details = ", rslora"
     alpha_factor = max(ADAPTER_ALPHA / strength, MIN_ALPHA_FACTOR)
     alpha_factor = min(alpha_factor, MAX_ALPHA_FACTOR)
     rate = math.sqrt(rate_without_rise * all_weights) * ADAPTER_RATIO * alpha_factor
     if steps < SHORT_RUN_OF_ADAPTERS:
-        details += f", only {steps:,d} steps"
         rate *= math.sqrt(SHORT_RUN_OF_ADAPTERS / max(steps, MIN_RUN_OF_ADAPTERS))
     return Decision(
         _two_digits(rate),
-        f"LoRA of rank {adapters.lora_r}, alpha {adapters.lora_alpha}{details}: {rate / all_weights:.3g} times "
+        f"LoRA of rank {adapters.lora_r}, alpha {adapters.lora_alpha}, {steps:,d} steps: {rate / all_weights:.3g} times "
         f"the rate of all weights, which is {_two_digits(all_weights):g} ({reason})",
     )
 
@@ -702,13 +673,12 @@ def run_intervals(
     patience = evaluation.patience
     if patience == "auto":
         patience = None
-        if has_validation and eval_steps is not None:
-            reasons["patience"] = "the config says how long the run is"
-            if not size.is_length_given:
-                patience = AUTO_PATIENCE
-                reasons["patience"] = (
-                    "the run ends early where so many evaluations in a row find nothing better"
-                )
+        is_evaluated = has_validation and eval_steps is not None
+        if is_evaluated and not size.is_length_given:
+            patience = AUTO_PATIENCE
+            reasons["patience"] = (
+                "the run ends early where so many evaluations in a row find nothing better"
+            )
     intervals = RunIntervals(
         eval_steps, save_steps, logging_steps, patience, keeps_best
     )

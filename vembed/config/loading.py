@@ -30,7 +30,6 @@ from vembed.config.options import (
     OptionValue,
     all_options,
     command_line_layer,
-    option_of,
     plain_layer,
 )
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
@@ -132,16 +131,22 @@ def resolve_run(
         files.insert(0, plain_layer(preset.source, Level.PRESET, options))
         base = preset.source
     notes += launcher_notes
-    # More than one config layer: the last one is a stage's block.
-    if naming is command_line and len(configs) > 1:
-        notes += _override_stage(files[-1], configs)
 
     layers = [*files, launcher, *configs, command_line]
+    # More than one config layer: the last one is a stage's block. It holds for any launch, and a file that the command
+    # line names is for this launch.
+    if naming is command_line and len(configs) > 1:
+        chosen = Layer(files[-1].name)
+        place = f"{chosen.name}, named on the command line"
+        for name in sorted(files[-1].values.keys() & configs[-1].values):
+            value = files[-1].values.pop(name)
+            level = Level.COMMAND_LINE
+            chosen.values[name] = replace(value, place=place, level=level)
+        layers.insert(-1, chosen)
     problems: list[str] = []
-    translated: list[str] = []
     for layer in layers:
         problems += layer.problems
-        translated += layer.translated
+        notes += layer.notes
     values, notes_on_overrides = _merge(layers)
     notes += notes_on_overrides
     notes_on_values, problems_of_values = _resolve_values(values, config_file, env)
@@ -173,7 +178,6 @@ def resolve_run(
         config,
         values,
         origins=origins,
-        translated=tuple(translated),
         notes=[*notes, *rules.remarks(config)],
         file=file,
         base=base,
@@ -212,60 +216,34 @@ def _user_preset(
     return []
 
 
-def _override_stage(file: Layer, configs: Sequence[Layer]) -> list[str]:
-    """Remove options from the config layers that both the stage's block and the file set. Return a note for each.
-
-    Otherwise the config would override the file. But the file was named on the command line, for this launch, and the
-    block holds for any launch. `configs`: the last layer is the stage's block.
-    """
-    notes = []
-    in_block = {REPLACES.get(name, name) for name in configs[-1].values}
-    for name, value in file.values.items():
-        meaning = REPLACES.get(name, name)
-        if meaning not in in_block:
-            continue
-        new = replace(value, place=f"{file.name}, named on the command line")
-        for layer in configs:
-            for other in list(layer.values):
-                if REPLACES.get(other, other) == meaning:
-                    notes.append(f"{new} overrides {layer.values.pop(other)}")
-    return notes
-
-
 def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
     """Merge the layers, from the weakest to the strongest. Return the values, and a note for each overridden one.
 
     A new value takes the place of the option itself, and of the option of the same meaning (REPLACES).
     """
-    # Meaning -> the values that hold, by option: one, or both of its two options.
-    merged: dict[str, dict[str, OptionValue]] = {}
+    twins = REPLACES | {twin: name for name, twin in REPLACES.items()}
+    values: dict[str, OptionValue] = {}
     notes = []
     for layer in layers:
-        for new in layer.values.values():
-            meaning = REPLACES.get(new.option, new.option)
-            holding = merged.setdefault(meaning, {})
-            current = holding.get(new.option)
+        for name, new in layer.values.items():
+            old = values.get(name)
             # `auto` in the config keeps the value of the Accelerate file or of the launcher.
-            is_weaker = current is not None and current.level < Level.CONFIG
-            if is_weaker and new.value == "auto":
+            if old is not None and old.level < Level.CONFIG and new.value == "auto":
                 continue
-            for name, old in list(holding.items()):
-                is_other = name != new.option
-                is_auto = "auto" in (new.value, old.value)
-                # Both may stay: `auto` sets nothing, and one source may set both, which the rules check.
-                if is_other and (name in layer.values or is_auto):
-                    continue
+            overridden = [] if old is None else [old]
+            twin = values.get(twins.get(name, ""))
+            # Both may stay: `auto` sets nothing, and one source may set both, which the rules check.
+            if twin is None or twin.option in layer.values:
+                pass
+            elif "auto" not in (new.value, twin.value):
+                overridden.append(values.pop(twin.option))
+            for value in overridden:
                 # No note about the default preset, which the user has not named, nor about a stage's block that
                 # overrides the rest of its own config.
-                is_from_user = old.level > Level.PRESET
-                is_other_source = is_other or old.level != new.level
-                if is_from_user and is_other_source and old.value != new.value:
-                    notes.append(f"{new} overrides {old}")
-                del holding[name]
-            holding[new.option] = new
-    values: dict[str, OptionValue] = {}
-    for holding in merged.values():
-        values |= holding
+                is_other = Level.PRESET < value.level != new.level
+                if is_other and value.value != new.value:
+                    notes.append(f"{new} overrides {value}")
+            values[name] = new
     return values, notes
 
 
@@ -395,10 +373,6 @@ def expand_output_dir(
             raise ValueError(
                 f"{{time}} names a new folder at each start, so resume: {str(resume).lower()} finds no checkpoint "
                 "there; give resume the folder of the earlier run, or leave out {time}"
-            )
-        if options["num_machines"] != 1:
-            raise ValueError(
-                "{time} differs between machines; give all of them one fixed folder"
             )
         seconds = time.time()
         if env.get("LOCAL_RANK") is not None:
@@ -541,25 +515,16 @@ def source_layers(
     return [Layer(name).take_all(keys)], presets.value
 
 
-def values_by_option(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the values of `key=value` words by option, whichever of its names is written; of several the last one."""
-    values = {}
-    for override in overrides:
-        key, _, value = override.partition("=")
-        values[option_of(key) or key] = value
-    return values
-
-
 def chosen_pipeline(
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     stage: str | None = None,
 ) -> Pipeline | None:
     """Return the steps to run; None where it is one training: no stages, or one of them by name."""
-    options = values_by_option(overrides)
+    command_line, chosen_stage = command_line_layer(overrides)
     tree, file_name = source_tree(source)
-    pipeline = _pipeline_of(tree.value, file_name, options.get("output_dir"))
-    name = stage or options.get("stage")
+    pipeline = _pipeline_of(tree.value, file_name, command_line.value("output_dir"))
+    name = stage or chosen_stage
     if pipeline is None or name is None:
         return pipeline
     # A name that no step has counts as a training, which refuses it with the names that there are.
@@ -589,17 +554,12 @@ def _pipeline_of(
         entries += node.value.items()
     elif isinstance(node.value, list):
         entries += [(None, tree_of_mapping(entry)) for entry in node.value]
-    if not entries:
+    if not entries or not all(isinstance(entry.value, dict) for _, entry in entries):
         raise UserError(
-            f"{source}, line {node.line}: {STAGES} must be a list of stages"
+            f"{source}, line {node.line}: {STAGES} must be a list of stages with their options"
         )
     steps: list[PipelineStep] = []
     for name, entry in entries:
-        if not isinstance(entry.value, dict):
-            line = entry.line or node.line
-            where = f"{source}, line {line}" if line else source
-            number = len(steps) + 1
-            raise UserError(f"{where}: stage {name or number} must hold options")
         steps.append(_step(name, dict(entry.value), source, steps, shared))
     if root is None:
         root = str(shared.value("output_dir", "output"))
@@ -621,13 +581,9 @@ def _step(
     if not name:
         name = f"train{number}" if kind == "train" else f"{kind}-{number}"
     by_name = {step.name: step for step in before}
-    if name in by_name:
+    if name in by_name or "/" in name or name.startswith("."):
         raise UserError(
-            f"{source}: two stages are called {name}; give each a name of its own"
-        )
-    if "/" in name or name.startswith("."):
-        raise UserError(
-            f"{source}: stage {name}: a name is that of a folder, without / and not beginning with ."
+            f"{source}: stage {name}: give each stage a name of its own, without / and not beginning with ."
         )
     layer = Layer(source)
     task = str(shared.value("task", "embed"))

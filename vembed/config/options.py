@@ -18,9 +18,9 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vembed.config.parsing import Node, parse_value
-from vembed.config.schema import sections_by_option
+from vembed.config.schema import options_of_sections
 from vembed.config.values import Form
-from vembed.errors import nearest
+from vembed.errors import did_you_mean
 from vembed.losses.table import ENTRY_OPTIONS, with_constraints
 from vembed.models.poolings.table import POOLINGS
 from vembed.training.optimizer_kinds import OPTIMIZERS
@@ -83,8 +83,8 @@ class Layer:
     level: Level = Level.CONFIG
     values: dict[str, OptionValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    translated: list[str] = field(default_factory=list)
-    """Log lines for aliases: the key as written, and the option that it stands for."""
+    notes: list[str] = field(default_factory=list)
+    """Log lines for keys without effect."""
 
     def value(self, option: str, default: Any = None) -> Any:
         """Return the value of an option, or the default if this source does not set it."""
@@ -146,9 +146,7 @@ class Layer:
         if target is None or (inner and target != "column_mapping"):
             self._refuse_key(name, block, place)
         elif isinstance(target, NoEffect):
-            self.translated.append(
-                f"{written}: {word} has no effect: {target} ({place})"
-            )
+            self.notes.append(f"{written}: {word} has no effect: {target} ({place})")
         elif inner:
             # Its keys are the user's column names: `column_mapping.query=title`.
             earlier = self.values.pop(name, None)
@@ -156,12 +154,7 @@ class Layer:
             columns[".".join(inner)] = plain
             self.enter(name, columns, written, place)
         elif not callable(target):
-            final = self.enter(target, plain, written, place)
-            is_respelled = isinstance(plain, str) and str(final) != plain
-            if final is not None and (name != target or is_respelled):
-                self.translated.append(
-                    f"{written}: {word} -> {target}: {yaml_word(final)} ({place})"
-                )
+            self.enter(target, plain, written, place)
         else:
             try:
                 settings = target(plain)
@@ -170,12 +163,8 @@ class Layer:
                     f"{place}: {written} {error}, but is {quoted(plain)}"
                 )
                 return
-            results = []
             for target_name, setting in settings:
-                final = self.enter(target_name, setting, written, place, word)
-                results.append(f"{target_name}: {yaml_word(final)}")
-            result = ", ".join(results) or "nothing to change"
-            self.translated.append(f"{written}: {word} -> {result} ({place})")
+                self.enter(target_name, setting, written, place, word)
 
     def enter(
         self,
@@ -184,8 +173,8 @@ class Layer:
         key: str,
         place: str,
         written: str = "",
-    ) -> Any:
-        """Add an option under its own name. Return its canonical value, or None after recording a problem.
+    ) -> None:
+        """Add an option under its own name, with its canonical value, or record a problem.
 
         `key`, `written`: key and value as written.
         """
@@ -195,14 +184,14 @@ class Layer:
         except ValueError as error:
             alias = "" if key == name else f"{key}: "
             self.problems.append(f"{place}: {alias}{error}")
-            return None
+            return
         # `strategy: auto` beside `fsdp: {enabled: true}` leaves the choice to the switch.
         is_weak = isinstance(option, WeakDefault) or final == "auto"
         new = OptionValue(name, final, key, place, self.level, is_weak, written)
         old = self.values.get(name)
         if old is None:
             self.values[name] = new
-            return final
+            return
         is_conflict = old.value != final and not is_weak and not old.is_weak
         if name == "report_to" and (is_weak or old.is_weak):
             # `use_wandb` asks for one tracker, and agrees with a list of several.
@@ -215,7 +204,6 @@ class Layer:
             )
         elif not is_weak:
             self.values[name] = new
-        return final
 
     def _refuse_key(
         self,
@@ -228,16 +216,11 @@ class Layer:
             if name in names.split():
                 self.problems.append(f"{place}: {name!r} is not used here: {reason}")
                 return
-        near = nearest(name, known_names(block))
-        hint = "; `vembed schema --format markdown` lists all options"
+        hint = did_you_mean(name, known_names(block))
         if name in BLOCKS:
-            inner = next(iter(BLOCKS[name]), "OPTION")
-            hint = f": it is a block of options, as {name}.{inner}=..."
-        elif near:
-            target = target_of(near, block)
-            is_alias = isinstance(target, str) and target != near
-            meaning = f" ({target})" if is_alias else ""
-            hint = f", did you mean {near!r}{meaning}?"
+            hint = f": it is a block of options, as {name}.OPTION=..."
+        elif not hint:
+            hint = "; `vembed schema --format markdown` lists all options"
         inside = f" in {block}" if block else ""
         self.problems.append(f"{place}: unknown option {quoted(name)}{inside}{hint}")
 
@@ -355,8 +338,6 @@ def canonical(name: str, value: Any) -> Any:
     # YAML reads `num_processes: -1` and `mixed_precision: false` as other types than text.
     if isinstance(value, str | int) and _fold(value) in words:
         return option.checked(words[_fold(value)])
-    if name == "fsdp_version" and value in ("1", "2"):
-        return int(value)
     is_single = value is not None and not isinstance(value, list | Mapping)
     if isinstance(value, str) and "bool" in option.kinds and not value.isdigit():
         # "1" stays a number where an option takes both.
@@ -680,18 +661,6 @@ def target_of(key: str, block: str | None = None) -> str | Translation | None:
     return None
 
 
-def option_of(key: str) -> str | None:
-    """Return the option that a key of a config or of the command line names, also inside a block (`model.name`). None
-    for an unknown key, and for one that stands for several options."""
-    *outer, name = key.split(".")
-    block = outer[0].strip().replace("-", "_") if outer else None
-    if len(outer) > 1 or (block is not None and block not in BLOCKS):
-        return None
-    target = target_of(name, block)
-    is_option = isinstance(target, str) and target in all_options()
-    return str(target) if is_option else None
-
-
 def known_names(block: str | None = None) -> list[str]:
     """Return every key that is valid in a block or at the top, for suggestions after a typing error."""
     names = [*all_options(), *_FLAT, *TRANSLATED, *BLOCKS]
@@ -742,8 +711,7 @@ class Option:
     @property
     def is_plain_text(self) -> bool:
         """True if the option accepts any text."""
-        is_text = "text" in self.kinds and not self.choices
-        return is_text and self.kinds <= {"text", "null"}
+        return not self.choices and self.kinds in ({"text"}, {"text", "null"})
 
     def parse(self, text: str) -> Any:
         """Parse a value of the command line: options of plain text take the text itself, others are parsed as YAML."""
@@ -774,21 +742,19 @@ class Option:
                 place += f", entry {part + 1}"
             elif part in keys or problem["type"] == "extra_forbidden":
                 key = part
-        if problem["type"] == "extra_forbidden":
-            near = nearest(key, keys)
-            hint = f", did you mean {near!r}?" if near else ""
-            return f"{place}: unknown key {key!r}{hint}; an entry may have {', '.join(keys)}"
-        if problem["type"] == "value_error" and isinstance(value, Mapping | list):
-            return f"{place}: {problem['msg'].removeprefix('Value error, ')}"
-        if key:
-            message = problem["msg"].replace("Input should be", "must be")
-            return f"{place}: {key} {message}, but is {quoted(problem['input'])}"
-        if problem["type"] in ("too_short", "too_long"):
-            message = problem["msg"].replace("List should", "must")
-            return f"{self.name} {message}"
         entry = problem["input"]  # of a list, the one that is refused
-        near = nearest(entry, self.choices) if isinstance(entry, str) else None
-        hint = f"; did you mean {near!r}?" if near else ""
+        if problem["type"] == "extra_forbidden":
+            hint = did_you_mean(key, keys)
+            return f"{place}: unknown key {key!r}{hint}; an entry may have {', '.join(keys)}"
+        is_value_error = problem["type"] == "value_error"
+        if is_value_error and isinstance(value, Mapping | list):
+            return f"{place}: {problem['msg'].removeprefix('Value error, ')}"
+        if key or problem["type"] in ("too_short", "too_long"):
+            message = problem["msg"].replace("Input should", "must")
+            message = message.replace("List should", "must")
+            where = f"{place}: {key}" if key else place
+            return f"{where} {message}, but is {quoted(entry)}"
+        hint = did_you_mean(entry, self.choices) if isinstance(entry, str) else ""
         return f"{self.name} must be {self.accepts}, but is {quoted(value)}{hint}"
 
 
@@ -796,9 +762,8 @@ class Option:
 def all_options() -> dict[str, Option]:
     """Return every option by name, in the order of the schema."""
     options = {}
-    for name, (_, section, option_field) in sections_by_option().items():
-        title = str(section.model_config["title"])
-        options[name] = field_option(name, option_field, title)
+    for name, (section, option_field) in options_of_sections().items():
+        options[name] = field_option(name, option_field, section)
     return options
 
 

@@ -51,19 +51,11 @@ NEEDED_BY = {
 """Map from an option to the options that have no effect without it."""
 RERANKER_OPTIONS = "reranker_head in_batch_negatives first_stage rerank_top_k"
 """Options that only task: rerank reads."""
-EMBEDDER_OPTIONS = {
-    "mrl_dims": "a score has no smaller sizes",
-    "quantize_embeddings": "no vectors are stored",
-    "similarity": "the model gives the score itself",
-    "pooling": "the layer that gives the score has a token of its own",
-    "image_model_name": "rerankers read texts",
-    "min_pixels": "rerankers read texts",
-    "max_pixels": "rerankers read texts",
-    "model_class": "rerankers are sequence classifiers or language models of Transformers",
-    "auxiliary_losses": "the layer over the tokens is not trained",
-    "mine": "mining compares vectors; a `mine` stage before this one finds the negatives",
-}
-"""Options that do not go with task: rerank -> why."""
+EMBEDDER_OPTIONS = (
+    "mrl_dims quantize_embeddings similarity pooling image_model_name min_pixels max_pixels model_class auxiliary_losses "
+    "mine"
+)
+"""Options that are about vectors, images or classes of the user's, which rerankers do not have."""
 EMBEDDER_LOSS_OPTIONS = (
     "bidirectional hard_negatives_scope same_side_negatives mix_negatives guide hardness_alpha hardness_scope "
     "focal_gamma false_negative_margin distill_candidates"
@@ -99,12 +91,11 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
     adapters = config.adapters
     batch = config.batch
     second = model.image_model_name
-    if model.model_family == "composed" and second is None:
-        yield "model_family: composed needs a second tower: give image_model_name the model that encodes images"
-    if model.model_family not in ("auto", "composed") and second is not None:
+    is_composed = model.model_family == "composed"
+    if model.model_family != "auto" and is_composed != (second is not None):
         yield (
-            f"image_model_name: {second} makes a composed model, but model_family is {model.model_family}: leave one of "
-            "them out"
+            f"model_family: {model.model_family} and image_model_name: {yaml_word(second)}: a composed model has both, and "
+            "others have no image_model_name"
         )
     quantized = adapters.quantize_weights
     if quantized == "nf4" and not adapters.use_lora:
@@ -248,9 +239,9 @@ def _task_rules(
             if name in changed:
                 yield f"{name} is for rerankers: set task: rerank, or leave it out"
         return
-    for name, reason in EMBEDDER_OPTIONS.items():
+    for name in EMBEDDER_OPTIONS.split():
         if name in changed:
-            yield f"{name}: {options[name]} does not work with task: rerank, because {reason}: leave it out"
+            yield f"{name}: {options[name]} is for embedding models and does not work with task: rerank: leave it out"
     known = [name for name, loss in LOSSES.items() if loss.reads_lists]
     for term in terms:
         loss = term.loss
@@ -286,10 +277,12 @@ def _run_rules(config: TrainConfig) -> Iterator[str]:
             f"resume: {yaml_word(run.resume)} continues the run in output_dir and overwrite: true replaces it: keep one "
             "of them"
         )
-    if not log_file.strip(". ") or PurePath(log_file).name != log_file:
-        yield f"log_file: {log_file!r} must be the name of a file in output_dir, as training_log.txt"
-    if RUN_FILE_PATTERN.fullmatch(log_file):
-        yield f"log_file: {log_file} is a file or folder that the run writes itself: give another name"
+    is_name = log_file.strip(". ") and PurePath(log_file).name == log_file
+    if not is_name or RUN_FILE_PATTERN.fullmatch(log_file):
+        yield (
+            f"log_file: {log_file!r} must be the name of a file in output_dir that the run does not write otherwise, as "
+            "training_log.txt"
+        )
     if data.val_split is not None and data.val_data_path is not None:
         yield (
             f"val_split: {data.val_split:g} and val_data_path: {data.val_data_path} both give validation data: keep one "

@@ -287,7 +287,7 @@ class Section(Immutable):
     """Base class of the sections of a TrainConfig."""
 
 
-class ModelSection(Section, title="model"):
+class ModelSection(Section):
     """Weights, dtypes, attention, inputs and pooling of the model."""
 
     model_name: Annotated[str, NamesFiles("model")]
@@ -354,7 +354,7 @@ class ModelSection(Section, title="model"):
     except on GPUs where micro-batches fit without it and Gradient Cache may be used. Otherwise false."""
 
 
-class MatryoshkaSection(Section, title="Matryoshka sizes"):
+class MatryoshkaSection(Section):
     """Matryoshka sizes of the embedding."""
 
     mrl_dims: Auto | Annotated[list[PositiveInt], Field(min_length=1)] | None = None
@@ -367,7 +367,7 @@ class MatryoshkaSection(Section, title="Matryoshka sizes"):
     rows of the identity, with `pca` as the principal components of a sample of the data."""
 
 
-class AdapterSection(Section, title="adapters and frozen parts"):
+class AdapterSection(Section):
     """LoRA, and weights that are not trained."""
 
     use_lora: bool = False
@@ -399,7 +399,7 @@ class AdapterSection(Section, title="adapters and frozen parts"):
         return self.quantize_weights == "nf4"
 
 
-class DataSection(Section, title="data"):
+class DataSection(Section):
     """Training and validation data."""
 
     data_path: Annotated[str | list[str | DataSource], NamesFiles("data")]
@@ -474,7 +474,7 @@ def sources_of(paths: str | Sequence[str | DataSource]) -> list[DataSource]:
     return sources
 
 
-class _Objective(Section, title="loss"):
+class _Objective(Section):
     """The loss, its candidates and its teachers: options of the run, beside those of the losses."""
 
     loss: LossName = "infonce"
@@ -513,7 +513,7 @@ else:
     ObjectiveSection = create_model("ObjectiveSection", __base__=_Objective, **_fields)
 
 
-class BatchSection(Section, title="batch"):
+class BatchSection(Section):
     """Batch and micro-batches."""
 
     batch_size: PositiveInt = 32
@@ -546,7 +546,7 @@ class BatchSection(Section, title="batch"):
         return size // world_size
 
 
-class OptimizerSection(Section, title="optimizer"):
+class OptimizerSection(Section):
     """Optimizer, learning rate and length of the run."""
 
     epochs: Auto | PositiveFloat = "auto"
@@ -591,7 +591,7 @@ class OptimizerSection(Section, title="optimizer"):
         return self.epochs != "auto" or self.max_steps is not None
 
 
-class ParallelSection(Section, title="parallel"):
+class ParallelSection(Section):
     """Processes, devices and sharding."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
@@ -644,7 +644,7 @@ class ParallelSection(Section, title="parallel"):
     variable `NCCL_TIMEOUT` (seconds) sets it."""
 
 
-class EvaluationSection(Section, title="evaluation"):
+class EvaluationSection(Section):
     """Evaluations during a run, and what they decide."""
 
     eval_steps: Auto | PositiveInt | None = "auto"
@@ -684,7 +684,7 @@ class EvaluationSection(Section, title="evaluation"):
         return guards
 
 
-class LoggingSection(Section, title="logging"):
+class LoggingSection(Section):
     """Logs, trackers, reports and publishing."""
 
     logging_steps: Auto | PositiveInt = "auto"
@@ -712,7 +712,7 @@ class LoggingSection(Section, title="logging"):
     """[first, last]: write a profiler trace of these steps per process (trace-rank<r>.json)."""
 
 
-class RunSection(Section, title="run"):
+class RunSection(Section):
     """Folder of the run, checkpoints, resuming and the saved model."""
 
     seed: NonNegativeInt = 42
@@ -764,7 +764,10 @@ class TrainConfig(Immutable):
         """Make a config from options by their flat names."""
         sections: dict[str, Any] = {name: {} for name in type(self).model_fields}
         for name, value in options.items():
-            sections[section_of(name)][name] = value
+            if name not in options_of_sections():
+                raise ValueError(f"there is no option {name!r}")
+            section, _ = options_of_sections()[name]
+            sections[section][name] = value
         super().__init__(**sections)
 
     def given_options(self) -> dict[str, Any]:
@@ -794,41 +797,30 @@ class TrainConfig(Immutable):
         """Return a config with other values of some options, which count as given. They are not validated."""
         sections = dict(self)
         for name, value in options.items():
-            section = section_of(name)
+            section, _ = options_of_sections()[name]
             sections[section] = sections[section].model_copy(update={name: value})
         return self.model_copy(update=sections)
 
 
 @cache
-def sections_by_option() -> dict[str, tuple[str, type[Section], FieldInfo]]:
-    """Return name and class of the section and the field of every option, in the order of the schema."""
-    options: dict[str, tuple[str, type[Section], FieldInfo]] = {}
-    for name, field in TrainConfig.model_fields.items():
-        section: Any = field.annotation
-        for option, option_field in section.model_fields.items():
-            if option in options:
+def options_of_sections() -> dict[str, tuple[str, FieldInfo]]:
+    """Return the section and the field of every option, in the order of the schema."""
+    options: dict[str, tuple[str, FieldInfo]] = {}
+    for section, field in TrainConfig.model_fields.items():
+        kind: Any = field.annotation
+        for name, option_field in kind.model_fields.items():
+            if name in options:
                 raise TypeError(
-                    f"the sections {options[option][0]} and {name} both have the option {option}; if a loss declares it, "
+                    f"the sections {options[name][0]} and {section} both have the option {name}; if a loss declares it, "
                     "give it another name there"
                 )
-            options[option] = (name, section, option_field)
+            options[name] = (section, option_field)
     return options
-
-
-def section_of(option: str) -> str:
-    """Return the name of the section that an option belongs to."""
-    if option not in sections_by_option():
-        raise ValueError(f"there is no option {option!r}")
-    name, _, _ = sections_by_option()[option]
-    return name
 
 
 def option_fields() -> dict[str, FieldInfo]:
     """Return the pydantic field of every option, in the order of the schema."""
-    fields = {}
-    for name, (_, _, field) in sections_by_option().items():
-        fields[name] = field
-    return fields
+    return {name: field for name, (_, field) in options_of_sections().items()}
 
 
 def json_schema() -> dict[str, Any]:

@@ -93,13 +93,12 @@ def open_sets(
         for number, examples in by_source.items():
             if are_scored_pairs(examples):
                 scored.add(number)
-        notes = parts.notes()
         # Correlations with given scores and retrieval have no common scale: the main score is one of them.
         if len(scored) == len(by_source):
             scored.clear()
-        elif scored:
-            left_out = [store.names[number] for number in sorted(scored)]
-            notes.append(f"without the scored pairs of {', '.join(left_out)}")
+        notes = parts.notes()
+        if scored:
+            notes.append("without scored pairs")
         names = []
         for number, source_name in enumerate(store.names):
             if number not in scored:
@@ -109,7 +108,7 @@ def open_sets(
             # Not rounded: a share may be less than a percent.
             f"{100 * options.val_split:g}% of the queries of {', '.join(names)}",
             documents=[
-                item for source, item in parts.documents if source not in scored
+                item for number, item in parts.documents if number not in scored
             ],
             notes=notes,
         )
@@ -129,16 +128,11 @@ def open_sets(
     # On one rank: all would find the same, and it reads all data.
     overlaps = []
     if compares:
-        pairs = []
         if isinstance(evaluation, RetrievalData):
-            # Each query with each of its relevant documents.
-            for query, relevant in zip(
-                evaluation.queries, evaluation.relevance, strict=True
-            ):
-                pairs += [(query, evaluation.documents[number]) for number in relevant]
+            queries = evaluation.queries
         else:
-            pairs = list(zip(evaluation.first, evaluation.second, strict=True))
-        overlaps = overlap_warnings(store, pairs)
+            queries = evaluation.first
+        overlaps = overlap_warnings(store, queries)
     for line in overlaps:
         log.warning(line)
     return Sets(store, evaluation, (*doubts, *overlaps), by_task)
@@ -199,8 +193,6 @@ class HeldOut:
     """Different positives of the examples that are held out; 0 for texts with labels."""
     num_trained_documents: int
     """Those of them that are positives of training examples too."""
-    num_groups: int
-    """Groups of connected examples that are held out."""
 
     @cached_property
     def documents(self) -> Sequence[tuple[int, Item]]:
@@ -231,11 +223,6 @@ class HeldOut:
             notes.append(
                 "queries alone are held out, because most examples are connected by equal or nearly equal texts"
             )
-        if self.num_groups == 1 < len(self.examples):
-            notes.append(
-                f"the {len(self.examples):,d} held-out queries are nearly equal, so the score says little about others "
-                "(val_data_path names other validation data)"
-            )
         return notes
 
 
@@ -263,8 +250,12 @@ def hold_out(
         largest = max(num_held_out, min(sizes.values()))
     chosen: list[int] = []
     count = 0
+
     # By a hash of seed and content: what is held out does not depend on the order of the records.
-    for group in sorted(sizes, key=lambda group: _draw(seed, group)):
+    def draw(group: int) -> bytes:
+        return hashlib.blake2b(f"{seed}:{group}".encode(), digest_size=8).digest()
+
+    for group in sorted(sizes, key=draw):
         if count < num_held_out and sizes[group] <= largest:
             chosen.append(group)
             count += sizes[group]
@@ -281,14 +272,7 @@ def hold_out(
     is_held_pair = is_held[groups.pair_examples]
     documents = np.unique(groups.pair_documents[is_held_pair])
     trained = np.intersect1d(documents, groups.pair_documents[~is_held_pair])
-    return HeldOut(
-        train,
-        held,
-        by_documents,
-        len(documents),
-        len(trained),
-        len(chosen),
-    )
+    return HeldOut(train, held, by_documents, len(documents), len(trained))
 
 
 @dataclass(frozen=True)
@@ -369,64 +353,31 @@ def _sizes(groups: np.ndarray) -> dict[int, int]:
     return dict(zip(names.tolist(), counts.tolist(), strict=True))
 
 
-def _draw(seed: int, group: int) -> bytes:
-    return hashlib.blake2b(f"{seed}:{group}".encode(), digest_size=8).digest()
+def overlap_warnings(train: Examples, queries: Iterable[Item]) -> list[str]:
+    """Return a sentence on the queries of validation data that are queries of the training data too, if there are any.
 
-
-def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> list[str]:
-    """Return sentences on the queries, positives and pairs of validation data that are in the training data too.
-
-    `pairs`: each query with a relevant document. Texts are equal if they differ in case, spaces and punctuation alone,
-    images if their files are equal. Positives that are shared alone are no fault: a corpus serves both.
+    Texts are equal if they differ in case, spaces and punctuation alone, images if their files are equal. Documents that
+    are shared are no fault: a corpus serves both.
     """
-    validation: dict[tuple[str, int], tuple[Item, ...]] = {}
-    for query, positive in pairs:
-        for content, items in _contents(query, positive).items():
-            validation.setdefault(content, items)
-    shared: dict[tuple[str, int], None] = {}
+    validation = {normal_key(query): query for query in queries}
+    shared: dict[int, Item] = {}
     # Every n-th example of a large store, from all of its sources.
     step = max(1, -(-len(train) // MAX_COMPARED_EXAMPLES))  # rounded up
     for index in range(0, len(train), step):
-        example = train[index]
-        for positive in example.positives:
-            for content in _contents(example.query, positive):
-                if content in validation:
-                    shared[content] = None
-    shared_kinds = {kind for kind, _ in shared}
-    if not shared_kinds - {"positives"}:
+        key = normal_key(train[index].query)
+        if key in validation:
+            shared[key] = validation[key]
+    if not shared:
         return []
-    sentences = []
-    for kind in ("queries", "positives", "pairs"):
-        contents = [content for content in shared if content[0] == kind]
-        if not contents:
-            continue
-        samples = []
-        for content in contents[:NUM_PREVIEWS]:
-            samples.append(" -> ".join(map(short_item, validation[content])))
-        total = sum(content[0] == kind for content in validation)
-        share = len(contents) / total
-        sentences.append(
-            f"{len(contents):,d} of the {total:,d} {kind} of the validation data ({share:.1%}) are in the training data "
-            f"too, for example: {'; '.join(samples)}"
-        )
-    sentences[-1] += (
-        "; what was learned says little about new queries (val_split holds out whole queries instead)"
-    )
-    return sentences
+    samples = map(short_item, list(shared.values())[:NUM_PREVIEWS])
+    return [
+        f"{len(shared):,d} of the {len(validation):,d} queries of the validation data ({len(shared) / len(validation):.1%}) "
+        f"are in the training data too, for example: {'; '.join(samples)}; what was learned says little about new queries "
+        "(val_split holds out whole queries instead)"
+    ]
 
 
-def _contents(query: Item, positive: Item) -> dict[tuple[str, int], tuple[Item, ...]]:
-    """Return the contents that are compared, by their kind and a number, and the items that have them."""
-    query_key = normal_key(query)
-    key = normal_key(positive)
-    return {
-        ("queries", query_key): (query,),
-        ("positives", key): (positive,),
-        ("pairs", hash((query_key, key))): (query, positive),
-    }
-
-
-def short_item(item: Item) -> str:
+def short_item(item: Item, length: int = SHOWN_CHARACTERS) -> str:
     """Return a short form of an item for messages."""
     parts = []
     if text := " ".join((item.text or "").split()):
@@ -436,6 +387,4 @@ def short_item(item: Item) -> str:
         place = Path(image.path or "an image").parts[-2:]
         parts.append("/".join(place))
     joined = " + ".join(parts)
-    if len(joined) > SHOWN_CHARACTERS:
-        return joined[: SHOWN_CHARACTERS - 3] + "..."
-    return joined
+    return joined if len(joined) <= length else joined[: length - 3] + "..."

@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,9 @@ from vembed.data.records import (
     Columns,
     RecordFormat,
     classes_as_scores,
+    negative_columns,
+    quoted_column,
     unread_judgement,
-    unread_negatives,
 )
 from vembed.errors import UserError, joined, listed
 from vembed.files import cache_folder, short_hash, stamp, written_aside
@@ -80,8 +81,6 @@ MAX_PROCESSES = 16
 """More processes than these wait for the disk."""
 NUM_INSPECTED = 20
 """Examples of a source that are looked at for what is probably not meant."""
-MODEL_SCORES = ("positive_scores", "pos_scores")
-"""Columns with a model's scores of known positives, such as `vembed mine` writes."""
 _LIST_OR_OBJECT = re.compile(
     r"""\[\s*['"{].*['"}]\s*\]|\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""",
     re.DOTALL,
@@ -98,6 +97,9 @@ class Records:
     index: Index
     image_folder: str
     """Folder of relative paths of images."""
+    terms: Sequence[ResolvedTerm] = ()
+    """Terms of the loss of a source to train on."""
+    read_as: ReadAs = field(default_factory=ReadAs)
 
     def __len__(self) -> int:
         return len(self.index.numbers)
@@ -119,7 +121,24 @@ class Records:
         reason = record if isinstance(record, BadRecord) else "no object"
         raise self._changed(number, reason)
 
-    def example(self, number: int) -> Example:
+    @cached_property
+    def mates(self) -> np.ndarray | None:
+        """The next example of the class of each, in labelled data."""
+        labels = self.index.labels
+        # Commands on data, such as `vembed mine`, read a labelled text as its own positive.
+        if labels is None or not self.terms:
+            return None
+        return next_of_class(labels)
+
+    def example(self, number: int, mate: int | None = None) -> Example:
+        """Return an example. That of labelled data has another one of its class as positive: `mate`, or the next."""
+        example = self._read(number)
+        if self.mates is not None:
+            mate = int(self.mates[number]) if mate is None else mate
+            example = replace(example, positives=(self._read(mate).query,))
+        return self.read_as.apply(example)
+
+    def _read(self, number: int) -> Example:
         """Return what a record means. Its images name the record, for messages."""
         where = self.where(number)
         try:
@@ -137,43 +156,17 @@ class Records:
             f"{where} has changed since the run began ({reason}): start again"
         )
 
-
-@dataclass(frozen=True)
-class _Source(Records):
-    reads_scores: bool
-    """True if a loss of the source reads scores of the data."""
-    zero_without_negatives: tuple[str, ...]
-    """Losses that stay 0 if no record of the source has a hard negative."""
-    read_as: ReadAs
-
-    @cached_property
-    def mates(self) -> np.ndarray | None:
-        """The next example of the class of each, in labelled data."""
-        labels = self.index.labels
-        return None if labels is None else next_of_class(labels)
-
-    def example(self, number: int, mate: int | None = None) -> Example:
-        """Return an example. That of labelled data has another one of its class as positive: `mate`, or the next."""
-        example = super().example(number)
-        if self.mates is not None:
-            mate = int(self.mates[number]) if mate is None else mate
-            example = replace(example, positives=(super().example(mate).query,))
-        return self.read_as.apply(example)
-
     def summary(self) -> str:
+        """Return a log line: examples, what they have, and how they are read."""
         counts = self.index.counts
         num_records = counts["records"]
-        kinds = []
-        for side in ("queries", "documents"):
-            side_kinds = []
-            for kind in ("text", "image"):
-                if counts[f"{kind}_{side}"] > 0:
-                    side_kinds.append(kind)
-            kinds.append("+".join(side_kinds))
         num_examples = f"{len(self):,d}"
         if len(self) < num_records:
             num_examples += f" of {num_records:,d}"
-        parts = [f"{self.name}: {num_examples} examples", " to ".join(kinds)]
+        parts = [f"{self.name}: {num_examples} examples"]
+        for side in ("queries", "documents"):
+            if counts[f"image_{side}"]:
+                parts.append(f"{counts[f'image_{side}']:,d} {side} with images")
         if counts["bad"]:
             parts.append(f"{counts['bad']:,d} bad records left out")
         if counts["positives"] > num_records:
@@ -185,12 +178,8 @@ class _Source(Records):
         if labels is not None:
             num_classes = len(np.unique(labels[labels >= 0]))
             parts.append(f"labelled with {num_classes:,d} classes")
-        if counts["scored"] == num_records:
-            parts.append("scored")
-        elif counts["scored"]:
-            parts.append(f"{counts['scored']:,d} of {num_records:,d} records scored")
-        if self.entry.weight != 1.0:
-            parts.append(f"weight {self.entry.weight:g}")
+        if counts["scored"]:
+            parts.append(f"{counts['scored']:,d} scored")
         for name, value in asdict(self.read_as).items():
             if value is not None:
                 parts.append(f"{name} {value!r}")
@@ -210,34 +199,34 @@ class _Source(Records):
         )
         sentences: list[str | None] = []
         if index.labels is None and losses:
-            sentences.append(unread_negatives(index.unused))
-        if self.zero_without_negatives and not counts["negatives"]:
+            names = negative_columns(index.unused)
+            mapped = ", ".join(f"{quoted_column(name)}: negative" for name in names)
+            if names:
+                sentences.append(
+                    f"not read: {listed(names)}. For negatives, set column_mapping: {{{mapped}}}"
+                )
+        in_need = [
+            term for term in self.terms if term.loss.needed_negatives() == "some"
+        ]
+        has_negatives = counts["negatives"] or self.form.gets_negatives
+        if losses and in_need and not has_negatives:
             sentences.append(
-                f"no record has a hard negative, without which loss: {' and '.join(self.zero_without_negatives)} stays 0: "
+                f"no record has a hard negative, without which loss: {' and '.join(loss_names(in_need))} stays 0: "
                 "`vembed mine` adds some"
             )
-        layouts = self.form.columns.layouts.values()
         if index.labels is None and takes_matches:
-            has_model_scores = any(
-                layout.score in MODEL_SCORES or layout.negative_score
-                for layout in layouts
-            )
             if not counts["scored"]:
                 sentences.append(unread_judgement(index.unused))
-            elif losses and not self.reads_scores and has_model_scores:
-                sentences.append(
-                    f"its scores are not read by loss: {' and '.join(losses)}: a loss with teacher: scores, such as kl, "
-                    "reads them"
-                )
-            elif losses and not self.reads_scores:
-                way_out = "loss: cosent if it says how well a pair matches"
-                if counts["negatives"]:
-                    way_out = "loss: kl and teacher: scores if it is a teacher's"
+            elif losses and not reads_scores(self.terms):
                 sentences.append(
                     f"its scores are not read by loss: {' and '.join(losses)}, and every pair is taken for a match: set "
-                    f"{way_out}, or leave out the pairs that do not match"
+                    "loss: cosent if they say how well a pair matches, loss: kl and teacher: scores if they are a "
+                    "teacher's, or leave out the pairs that do not match"
                 )
-        if self.reads_scores and any(layout.score == LABEL for layout in layouts):
+        layouts = self.form.columns.layouts.values()
+        if reads_scores(self.terms) and any(
+            layout.score == LABEL for layout in layouts
+        ):
             scores: set[float] = set()
             for example in examples:
                 scores.update(example.scores or ())
@@ -259,31 +248,26 @@ def taken_for_texts(examples: Sequence[Example]) -> list[str]:
         items_of["positives"] += example.positives
         items_of["negatives"] += example.negatives
     sentences = []
-    with_paths = []
     for name, items in items_of.items():
         texts = [item.text or "" for item in items]
-        if texts and all(map(IMAGE_PATH.fullmatch, texts)):
-            with_paths.append(name)
         if texts and all(map(_LIST_OR_OBJECT.fullmatch, texts)):
             sentences.append(
                 f"its {name} look like lists or objects ({texts[0]!r:.60}), and each is taken for one text: write JSON "
                 "Lines or Parquet with fields that are lists or objects, not texts, or a column for each"
             )
-    sides = [name for name in ("queries", "positives") if name in with_paths]
-    if sides:
-        query = "i" if "queries" in sides else "t"
-        document = "i" if "positives" in sides else "t"
-        sentences.append(
-            f"its {' and '.join(sides)} look like paths of images ({items_of[sides[-1]][0].text!r:.80}), and are taken "
-            f"for texts: if they are paths, set retrieval_mode: {query}2{document}"
-        )
+        is_main = name != "negatives"
+        if is_main and all(map(IMAGE_PATH.fullmatch, texts)):
+            sentences.append(
+                f"its {name} look like paths of images ({texts[0]!r:.80}), and are taken for texts: if they are paths, "
+                "set retrieval_mode: i2i, t2i or i2t (i: images, t: texts)"
+            )
     return sentences
 
 
 class ExampleStore:
     """Examples by number, concatenated over the sources. Thread-safe."""
 
-    def __init__(self, sources: Sequence[_Source], fingerprint: str) -> None:
+    def __init__(self, sources: Sequence[Records], fingerprint: str) -> None:
         self._sources = tuple(sources)
         self._ends = list(itertools.accumulate(map(len, sources)))
         self.fingerprint = fingerprint
@@ -366,7 +350,7 @@ class ExampleStore:
             sentences += [f"{source.name}: {point}" for point in source.weak_points()]
         return sentences
 
-    def _locate(self, index: int) -> tuple[_Source, int]:
+    def _locate(self, index: int) -> tuple[Records, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         number = self.source_of(index)
@@ -396,10 +380,6 @@ def open_examples(
         requirements: dict[str, Any] = {}
         if is_training:
             requirements = _requirements(data, objective, entry, terms)
-        zero_without_negatives: tuple[str, ...] = ()
-        if is_training and data.mine is None and not data.in_batch_negatives:
-            in_need = [term for term in terms if term.loss.needed_negatives() == "some"]
-            zero_without_negatives = loss_names(in_need)
         # Validation data may use vembed's own names.
         records = open_records(
             data,
@@ -408,18 +388,10 @@ def open_examples(
             may_miss=not is_training or len(entries) > 1,
             **requirements,
         )
-        sources.append(
-            _Source(
-                **vars(records),
-                reads_scores=reads_scores(terms),
-                zero_without_negatives=zero_without_negatives,
-                read_as=ReadAs.of(entry),
-            )
-        )
+        sources.append(replace(records, terms=terms, read_as=ReadAs.of(entry)))
     refuse_bad_sources(
         sources,
         on_bad_record=data.on_bad_record,
-        purpose="train" if is_training else "evaluate",
     )
     terms = run_terms(objective, data, model_name)
     needs_negatives = all(
@@ -435,7 +407,16 @@ def open_examples(
             "with distill_candidates: batch, embedding and relational need none"
         )
     if is_training and len(entries) > 1:
-        _refuse_missing_columns(sources)
+        # The run's column mapping serves all sources: one of them has each of its names.
+        missing = []
+        for source in sources:
+            if source.entry.column_mapping is None:
+                missing.append(set(source.index.missing))
+        unknown = set.intersection(*missing) if missing else None
+        if unknown:
+            raise UserError(
+                f"column_mapping names {listed(sorted(unknown))}, which no record of any source has"
+            )
     run_limit = None
     if is_training:
         run_limit = data.max_negatives
@@ -473,21 +454,7 @@ def _requirements(
     }
 
 
-def _refuse_missing_columns(sources: Sequence[Records]) -> None:
-    """Raise UserError for names of the run's column mapping, which serves all sources, that no source has."""
-    missing = []
-    for source in sources:
-        if source.entry.column_mapping is None:
-            missing.append(set(source.index.missing))
-    names = sorted(set.intersection(*missing)) if missing else []
-    if names:
-        hints = [source.form.columns.nearest() for source in sources]
-        raise UserError(
-            f"column_mapping names {listed(names)}, which no record of any source has{max(hints)}"
-        )
-
-
-def _first_examples(sources: Sequence[_Source], limit: int) -> list[_Source]:
+def _first_examples(sources: Sequence[Records], limit: int) -> list[Records]:
     """Return the sources with their first examples, each with its share of the limit.
 
     The ends of the shares are rounded, so that the sizes add up to the limit. Each source keeps one record at least, so
@@ -543,7 +510,8 @@ def open_records(
     index = cached_index(reader, form, identity)
     if index.missing and not may_miss:
         raise UserError(
-            f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
+            f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has (not read: "
+            f"{listed(index.unused) or 'nothing'})"
         )
     return Records(entry, reader, form, index, images.folder)
 
@@ -552,7 +520,6 @@ def refuse_bad_sources(
     sources: Sequence[Records],
     *,
     on_bad_record: str,
-    purpose: str,
 ) -> None:
     """Raise UserError with the first bad records, unless they are left out; and for a source without a good one."""
     problems: list[str] = []
@@ -563,14 +530,13 @@ def refuse_bad_sources(
         num_bad=sum(source.index.counts["bad"] for source in sources),
         num_good=sum(map(len, sources)),
         on_bad_record=on_bad_record,
-        purpose=purpose,
     )
     for source in sources:
         if not len(source):
-            reason = "no records"
-            if source.index.problems:
-                reason = f"no record that can be used: {source.index.problems[0]}"
-            raise UserError(f"{source.reader.name} holds {reason}")
+            reasons = source.index.problems[:1]
+            raise UserError(
+                ": ".join([f"{source.reader.name} holds no records to use", *reasons])
+            )
 
 
 def refuse_bad_records(
@@ -579,7 +545,6 @@ def refuse_bad_records(
     num_bad: int,
     num_good: int,
     on_bad_record: str,
-    purpose: str,
 ) -> None:
     """Raise UserError if there are bad records, unless they are left out and others are good. `problems`: of at least
     the first ones."""
@@ -591,7 +556,7 @@ def refuse_bad_records(
         lines.append(f"and {num_bad - len(named):,d} more")
     way_out = "fix them, or set on_bad_record: skip to leave them out"
     if not num_good:
-        way_out = f"there is nothing to {purpose} on"
+        way_out = "and there is no other"
     raise UserError(
         f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
         + "\n  ".join(lines)
@@ -612,9 +577,8 @@ class Index:
     num_keys: np.ndarray
     """Number of keys of each record."""
     counts: Counter[str]
-    """Statistics of the good records: records, positives, negatives, scored (records with scores), text_queries,
-    image_queries, text_documents and image_documents. A query with text and image counts in both. `bad` counts
-    the bad records."""
+    """Statistics of the good records: records, positives, negatives, scored (records with scores), image_queries and
+    image_documents. `bad` counts the bad records."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
     problems: list[str]
@@ -676,9 +640,7 @@ class PartIndex:
             "positives": len(example.positives),
             "negatives": len(example.negatives),
             "scored": example.scores is not None,
-            "text_queries": query.text is not None,
             "image_queries": bool(query.images),
-            "text_documents": sum(item.text is not None for item in documents),
             "image_documents": sum(bool(item.images) for item in documents),
         }
         for name, count in counts.items():
@@ -692,6 +654,11 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
     num_done = 0
     num_records = sum(map(len, parts))
     checked = []
+    lines = []
+    problems: list[str] = []
+    counts: Counter[str] = Counter()
+    first_lines: dict[int, int] = defaultdict(int)
+    images: set[str] = set()
     with (
         ThreadPoolExecutor(min(8, num_cores())) as pool,
         ProgressReport(f"{reader.name}: checked", log=log.info) as progress,
@@ -705,24 +672,18 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
             form.columns.merge(result.columns)
+            # The parts of a file follow one another. Lines of a part count from its own first line.
+            file = part.start >> FILE_BITS
+            first_line = first_lines[file]
+            first_lines[file] += result.num_lines
+            lines.append(np.asarray(result.lines) + first_line)
+            for line, reason in result.problems:
+                problems.append(f"{reader.where(line + first_line)}: {reason}")
+            counts.update(result.counts)
+            images.update(result.image_problems)
             num_done += len(part)
             progress(num_done, num_records)
         fingerprint = xxhash.xxh3_128_hexdigest(b"".join(digests))
-    lines = []
-    problems: list[str] = []
-    counts: Counter[str] = Counter()
-    first_lines: dict[int, int] = defaultdict(int)
-    image_problems: dict[str, str | None] = {}
-    for part, result in zip(parts, checked, strict=True):
-        # The parts of a file follow one another. Lines of a part count from its own first line.
-        file = part.start >> FILE_BITS
-        first_line = first_lines[file]
-        first_lines[file] += result.num_lines
-        lines.append(np.asarray(result.lines) + first_line)
-        for line, reason in result.problems:
-            problems.append(f"{reader.where(line + first_line)}: {reason}")
-        counts.update(result.counts)
-        image_problems.update(result.image_problems)
     numbers = np.concatenate([result.numbers for result in checked])
     members = np.concatenate([result.members for result in checked])
     num_labelled = len(members) // 2
@@ -743,7 +704,7 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         problems=problems[:NUM_NAMED],
         unused=sorted(form.columns.unused),
         missing=sorted(form.columns.missing),
-        image_stamps={path: _image_stamp(path) for path in image_problems},
+        image_stamps={path: _image_stamp(path) for path in images},
     )
 
 

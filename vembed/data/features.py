@@ -208,15 +208,10 @@ class Featuriser(BaseFeaturiser):
         is_readable = num_contents == 1 or modality == "multimodal"
         if is_readable and modality in self.modalities:
             return modality
-        contents = []
-        if item.text is not None:
-            contents.append(f"the text {item.text!r:.60}")
-        if item.images:
-            contents.append(f"{len(item.images)} image(s)")
         raise UserError(
             f"{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} at a time, "
-            f"and got {' and '.join(contents) or 'nothing'}: set retrieval_mode where plain strings are paths of images (i2i: all "
-            "are), or take a vision-language model, which reads a text and images together"
+            f"and got the text {item.text!r:.60} and {len(item.images)} image(s): set retrieval_mode where plain strings "
+            "are paths of images (i2i: all are), or take a vision-language model, which reads a text and images together"
         )
 
     def _make(

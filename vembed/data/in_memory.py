@@ -34,10 +34,6 @@ def as_path(name: str, value: Any) -> Any:
         if value and all(map(_is_record, value)):
             return _stored_rows(name, value)
         return [as_path(name, entry) for entry in value]
-    if isinstance(value, Mapping) and name == "val_data_path":
-        raise UserError(
-            f"{name} is one dict: give a list of dicts, one for each record"
-        )
     return value
 
 

@@ -35,42 +35,34 @@ _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 _ITEM_KEYS = frozenset({"text", "title", "image", "images", "bytes", "path"})
 
 
+@dataclass(frozen=True)
 class RecordFormat:
     """Converter from the records of one source to examples."""
 
-    def __init__(
-        self,
-        columns: Columns,
-        images: ImageRoot,
-        *,
-        mode: RetrievalMode = "auto",
-        losses: Collection[str] = (),
-        max_negatives: int | None = None,
-        numbers_in_text: bool = False,
-        bounded_scores: bool = False,
-        gets_negatives: bool = False,
-        keeps_keys: bool = False,
-    ) -> None:
-        """`losses`: refuse records that one of these cannot use. `gets_negatives`: records without a negative get some
-        before they are used (mining). `numbers_in_text`: accept numbers as text (CSV).
-        `bounded_scores`: refuse scores that no cosine can have. `keeps_keys`: the first pass keeps the content keys of
-        all examples, for the detection of duplicates."""
-        self._images = images
-        self._query_is_path = mode in ("i2t", "i2i")
-        self._document_is_path = mode in ("t2i", "i2i", "m2i")
-        self.columns = columns
-        self.losses = tuple(losses)
-        self.max_negatives = max_negatives
-        self._numbers_in_text = numbers_in_text
-        self._gets_negatives = gets_negatives
-        self.keeps_keys = keeps_keys
-        self._null = "empty" if numbers_in_text else "null"  # a cell without a text
-        self._bounded_scores = bounded_scores
+    columns: Columns
+    images: ImageRoot
+    mode: RetrievalMode = "auto"
+    losses: Sequence[str] = ()
+    """Records that one of these cannot use are refused."""
+    max_negatives: int | None = None
+    numbers_in_text: bool = False
+    """Numbers may be text, and a cell without text is empty (CSV)."""
+    bounded_scores: bool = False
+    """Scores that no cosine can have are refused."""
+    gets_negatives: bool = False
+    """Records without a negative get some before they are used (mining)."""
+    keeps_keys: bool = False
+    """The first pass keeps the content keys of all examples, for the detection of duplicates."""
+
+    @property
+    def null(self) -> str:
+        """What messages call a missing value."""
+        return "empty" if self.numbers_in_text else "null"
 
     def example_of_plain_block(self, records: Sequence[Any]) -> Example | None:
         """Return the first record's example, which stands for all: the fast path for pairs of good texts in the same
         columns, of which `example` accepts either all or none. None: check them one by one."""
-        if self._query_is_path or self._document_is_path or self.keeps_keys:
+        if self.mode not in ("auto", "t2t", "m2t") or self.keeps_keys:
             return None
         if set(map(type, records)) != {dict}:
             return None
@@ -117,7 +109,7 @@ class RecordFormat:
             label = record[layout.label]
             is_name = isinstance(label, str | int) and not isinstance(label, bool)
             if not is_name or not str(label).strip():
-                description = self._null if label is None else described(label)
+                description = self.null if label is None else described(label)
                 raise BadRecord(
                     f"{layout.label} is {description}, not the name or number of a class"
                 )
@@ -127,7 +119,7 @@ class RecordFormat:
         if not positives:
             name = layout.positive or layout.positive_image or ""
             raise BadRecord(
-                f"{name} is {self._null if record[name] is None else 'an empty list'}"
+                f"{name} is {self.null if record[name] is None else 'an empty list'}"
             )
         negatives: tuple[Item, ...] = ()
         if layout.negatives or layout.negative_image:
@@ -154,13 +146,13 @@ class RecordFormat:
         if layout.query_image:
             images = self._image_list(record[layout.query_image], layout.query_image)
         if value is None and not images:
-            raise BadRecord(f"{name or layout.query_image} is {self._null}")
-        query = self._item(value, images, self._query_is_path, str(name))
+            raise BadRecord(f"{name or layout.query_image} is {self.null}")
+        query = self._item(value, images, self.mode in ("i2t", "i2i"), str(name))
         if layout.query_prompt is None:
             return query
         # The record's own prompt. An empty cell of a table is none; `""` in JSON is a prompt.
         prompt = record[layout.query_prompt]
-        if prompt is None or (prompt == "" and self._numbers_in_text):
+        if prompt is None or (prompt == "" and self.numbers_in_text):
             return query
         if not isinstance(prompt, str):
             raise BadRecord(f"{layout.query_prompt} is {described(prompt)}, not a text")
@@ -186,14 +178,11 @@ class RecordFormat:
                 raise BadRecord(
                     f"{name} and {image_name} belong together, but they are {len(values):,d} and {len(images):,d}"
                 )
+        is_path = self.mode in ("t2i", "i2i", "m2i")
         items = []
         for number, item_value in enumerate(values):
             item_name = str(name) if len(values) == 1 else f"{name} {number + 1}"
-            items.append(
-                self._item(
-                    item_value, images[number], self._document_is_path, item_name
-                )
-            )
+            items.append(self._item(item_value, images[number], is_path, item_name))
         return tuple(items)
 
     def _item(
@@ -207,7 +196,7 @@ class RecordFormat:
         if isinstance(value, str) and not is_path:
             return Item(_text(value, name), images)
         if isinstance(value, str):
-            return Item(images=(image_ref(value, name, self._images), *images))
+            return Item(images=(image_ref(value, name, self.images), *images))
         if isinstance(value, bytes):
             return Item(images=(ImageRef(data=value), *images))
         if isinstance(value, dict):
@@ -215,7 +204,7 @@ class RecordFormat:
         if value is None and images:
             return Item(images=images)
         if value is None:
-            raise BadRecord(f"{name} is {self._null}")
+            raise BadRecord(f"{name} is {self.null}")
         if isinstance(value, list):
             raise BadRecord(f"{name} is a list inside of a list")
         way_out = "; write it as text, in quotes" if type(value) in (int, float) else ""
@@ -232,7 +221,7 @@ class RecordFormat:
         for key in value.keys() - _ITEM_KEYS:
             self.columns.note_unused(key + INSIDE)
         if value.get("bytes") is not None or value.get("path") is not None:
-            images = (*images, image_ref(value, name, self._images))
+            images = (*images, image_ref(value, name, self.images))
         for key in ("image", "images"):
             images = (*images, *self._image_list(value.get(key), name))
         text = value.get("text")
@@ -253,7 +242,7 @@ class RecordFormat:
     def _image_list(self, value: Any, name: str) -> tuple[ImageRef, ...]:
         if value == []:
             raise BadRecord(f"{name} has an empty list of images")
-        return tuple(image_ref(image, name, self._images) for image in _as_list(value))
+        return tuple(image_ref(image, name, self.images) for image in _as_list(value))
 
     def _all_scores(
         self,
@@ -277,8 +266,10 @@ class RecordFormat:
                 negative_value = value[num_positives:]
             value = value[:num_positives]
         return (
-            self._scores(value, str(name), num_positives, "positive"),
-            self._scores(negative_value, str(negative_name), num_negatives, "negative"),
+            self._scores(value, str(name), num_positives, "positives"),
+            self._scores(
+                negative_value, str(negative_name), num_negatives, "negatives"
+            ),
         )
 
     def _scores(
@@ -286,25 +277,19 @@ class RecordFormat:
         value: Any,
         name: str,
         count: int,
-        what: str,
+        items: str,
     ) -> tuple[float, ...] | None:
         if value is None:
             return None
         values = _as_list(value)
         if len(values) != count:
-            numbers = "number" if len(values) == 1 else "numbers"
-            items = what if count == 1 else f"{what}s"
             raise BadRecord(
-                f"{name} has {len(values):,d} {numbers} for {count:,d} {items}"
+                f"{name} has {len(values):,d} numbers for {count:,d} {items}"
             )
         return tuple(self._score(score, name) for score in values)
 
     def _score(self, value: Any, name: str) -> float:
-        if (
-            self._numbers_in_text
-            and isinstance(value, str)
-            and _NUMBER.fullmatch(value)
-        ):
+        if self.numbers_in_text and isinstance(value, str) and _NUMBER.fullmatch(value):
             value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
             description = described(value)
@@ -341,7 +326,7 @@ class RecordFormat:
             if (
                 declared.negatives == "each"
                 and not negatives
-                and not self._gets_negatives
+                and not self.gets_negatives
             ):
                 missing = "no negative"
                 if self.max_negatives == 0:
@@ -351,7 +336,7 @@ class RecordFormat:
                     "loss: infonce, which takes the others of the batch"
                 )
         for score in scores or ():
-            if self._bounded_scores and abs(score) > 1:
+            if self.bounded_scores and abs(score) > 1:
                 raise BadRecord(
                     f"{layout.score} is {score:g}, and loss: cosine compares it with a cosine, which is in [-1, 1]: "
                     "scale the scores (ratings from 0 to 5 by 1/5), or use loss: cosent"
@@ -401,16 +386,10 @@ def described(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, int | float):
-        is_short = isinstance(value, float) or abs(value) < 10**15
-        return f"a number ({value if is_short else 'a large one'})"
-    names: dict[type, str] = {
-        str: "a text",
-        list: "a list",
-        dict: "an object",
-        bytes: "bytes",
-    }
-    kind: type = type(value)
-    return names.get(kind, f"a {kind.__name__}")
+        return f"a number ({printable(str(value))})"
+    names = {"str": "a text", "list": "a list", "dict": "an object", "bytes": "bytes"}
+    kind = type(value).__name__
+    return names.get(kind, f"a {kind}")
 
 
 ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
@@ -614,21 +593,10 @@ class Columns:
         layout = self.layout(names)
         if self.missing and not self.may_miss:
             raise UserError(
-                f"column_mapping names {listed(sorted(self.missing))}, but the file has {listed(names)}"
-                f"{self.nearest()}"
+                f"column_mapping names {listed(sorted(self.missing))}, but the file has {listed(map(repr, names))}"
             )
         if layout.problem:
             raise UserError(layout.problem)
-
-    def nearest(self) -> str:
-        """Return a hint at the column that the first missing name of column_mapping may mean, or nothing."""
-        # Each name once, in the order of the records.
-        names: dict[str, None] = {}
-        for layout in self.layouts:
-            names |= dict.fromkeys(layout)
-        missing = min(self.missing, default="")
-        near = nearest(missing, names, cutoff=0.4)
-        return f"; for {printable(missing)} did you mean {near!r}?" if near else ""
 
     def needed(self, columns: Iterable[str]) -> list[str]:
         """Return the columns of a table that are read, in the table's order."""
@@ -763,16 +731,9 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
             missing.append(role)
     if not missing:
         return None
-    if QUERY_MESSAGES in columns and "query" in missing:
-        return (
-            f"{QUERY_MESSAGES} without {POSITIVE_MESSAGES} (it has {listed(columns)}): a record of messages needs both, "
-            "or write query and positive"
-        )
     used = set(itertools.chain.from_iterable(names_of.values()))
     free = [name for name in columns if name not in used]
     example = guess_mapping(free, missing)
-    if missing == ["query"] and TEXT in free:
-        example = {TEXT: "query"}
     for role in missing:
         is_guessed = any(target.startswith(role) for target in example.values())
         if not is_guessed:
@@ -782,11 +743,8 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
         f"{quoted_column(name)}: {role}" for name, role in example.items()
     )
     hint = ""
-    may_be_texts = "query" in missing and not names_of["positive_image"]
-    if may_be_texts and len(columns) == 1:
-        hint = ", or make pairs of texts alone with `vembed generate`"
-    elif may_be_texts and {TEXT, LABEL} & {*columns}:
-        hint = ", or, if these are texts and their classes, call the columns text and label"
+    if "query" in missing and {TEXT, LABEL} & {*columns}:
+        hint = "; `vembed generate` makes pairs of texts alone, and texts with classes have the columns text and label"
     return (
         f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "
         f"column_mapping: {{{entries}}}{hint}"
@@ -959,17 +917,6 @@ def classes_as_scores(values: Collection[float]) -> str | None:
 def negative_columns(names: Iterable[str]) -> list[str]:
     """Return the columns that probably hold negatives."""
     return _named(names, _NEGATIVES, _NO_NEGATIVES)
-
-
-def unread_negatives(unused: Iterable[str]) -> str | None:
-    """Return what is wrong where columns that are not read probably hold negatives; None without one."""
-    names = negative_columns(unused)
-    if not names:
-        return None
-    entries = ", ".join(f"{quoted_column(name)}: negative" for name in names)
-    return (
-        f"not read: {listed(names)}. For negatives, set column_mapping: {{{entries}}}"
-    )
 
 
 def _named(

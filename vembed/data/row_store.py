@@ -1,8 +1,7 @@
 """RowStore: rows of numbers by key on disk, shared by processes and runs. For what is expensive to compute.
 
-The folder holds the rows of one producer (`identity`). Each process appends to two files of its own, one of keys and one
-of rows, and reads those of all, so no locks are needed. Each row has a checksum. Rows that were written in part are
-computed again.
+The folder holds the rows of one producer (`identity`). Each process appends to a file of its own, and reads those of all,
+so no locks are needed. Each row has its key and a checksum. Rows that were written in part are computed again.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 import logging
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("vembed")
 
 KEY_BYTES = 16
-KEYS_SUFFIX = ".keys"
-"""Ending of the file of keys, after the name of that of the rows."""
 MAX_ROWS = 2**40
 """Rows of a file at most. A place is the number of the file times this, plus the number of the row."""
 _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
@@ -40,15 +37,12 @@ _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 
 @dataclass
 class _File:
-    """The two files of one process."""
+    """The file of one process."""
 
     path: Path
-    keys: int
-    """Descriptor of the keys."""
-    rows: int
-    """Descriptor of the rows."""
+    descriptor: int
     record: np.dtype[np.void]
-    """A row on disk, with its checksum."""
+    """A row on disk, with its key and checksum."""
     num_read: int = 0
     """Rows whose keys were read."""
 
@@ -76,8 +70,8 @@ class RowStore:
         self._seen: set[Path] = set()
         self._places: dict[bytes, int] = {}
         """Where the row of each key is."""
-        self._own: list[BinaryIO] = []
-        """This process's keys and rows."""
+        self._own: BinaryIO | None = None
+        """The file of this process."""
         self._writes = True
         self._look_around()
         # The folder does not exist yet, or belongs to another user.
@@ -98,17 +92,9 @@ class RowStore:
     def find_rows(self, keys: Sequence[bytes]) -> dict[int, np.ndarray]:
         """Return a map from position in `keys` to the stored row, without the missing ones."""
         rows: dict[int, np.ndarray] = {}
-        places = self._find(keys)
-        start = 0
-        while start < len(places):
-            stop = start + 1
-            # Rows that were written one after the other are read at once.
-            while stop < len(places) and places[stop] == places[stop - 1] + 1:
-                stop += 1
-            if places[start] >= 0:
-                read = self._read(places[start], keys[start:stop])
-                rows |= dict(enumerate(read, start))
-            start = stop
+        for position, place in enumerate(self._find(keys)):
+            if place >= 0:
+                rows[position] = self._read(place, keys[position])
         self.num_read += len(rows)
         return rows
 
@@ -127,19 +113,16 @@ class RowStore:
         width = rows_ND.shape[1]
         values_ND = np.ascontiguousarray(rows_ND).view(_DTYPES[rows_ND.itemsize])
         records = np.empty(len(keys), _record_of(width, rows_ND.itemsize))
+        records["key"] = np.frombuffer(b"".join(keys), f"V{KEY_BYTES}")
         records["row"] = values_ND
         records["checksum"] = list(map(self._checksum, keys, values_ND))
         try:
-            if not self._own:
+            if self._own is None:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 name = f"{uuid4().hex}-{width}x{rows_ND.itemsize}{self._suffix}"
-                # Readers look for the rows, and find their keys.
-                for own_name in (f"{name}{KEYS_SUFFIX}", name):
-                    self._own.append((self.folder / own_name).open("xb"))
-            # The rows first: readers take those whose keys are written.
-            keys_file, rows_file = self._own
-            append(rows_file, records.tobytes())
-            append(keys_file, b"".join(keys))
+                self._own = (self.folder / name).open("xb")
+            self._own.write(records.tobytes())
+            self._own.flush()
         except OSError as error:
             self._writes = False
             log.warning(
@@ -154,14 +137,13 @@ class RowStore:
     def close(self) -> None:
         """Close all files."""
         for file in self._files:
-            os.close(file.keys)
-            os.close(file.rows)
-        for stream in self._own:
+            os.close(file.descriptor)
+        if self._own is not None:
             with suppress(OSError):
-                stream.close()
+                self._own.close()
         self._files = []
         self._places = {}
-        self._own = []
+        self._own = None
 
     def _checksum(self, key: bytes, row: np.ndarray) -> int:
         return zlib.crc32(row.tobytes(), zlib.crc32(key, self._seed))
@@ -173,16 +155,12 @@ class RowStore:
                 self._seen.add(path)
                 self._open(path)
         for number, file in enumerate(self._files):
-            num_keys = os.fstat(file.keys).st_size // KEY_BYTES
-            # Fewer rows than keys: the file was truncated.
-            num_rows = os.fstat(file.rows).st_size // file.record.itemsize
-            num_new = max(min(num_keys, num_rows) - file.num_read, 0)
-            start = file.num_read * KEY_BYTES
-            keys = os.pread(file.keys, num_new * KEY_BYTES, start)
-            first = number * MAX_ROWS + file.num_read
-            for row, begin in enumerate(range(0, len(keys), KEY_BYTES)):
-                self._places[keys[begin : begin + KEY_BYTES]] = first + row
-            file.num_read += num_new
+            size = file.record.itemsize
+            num_rows = os.fstat(file.descriptor).st_size // size
+            for row in range(file.num_read, num_rows):
+                key = os.pread(file.descriptor, KEY_BYTES, row * size)
+                self._places[key] = number * MAX_ROWS + row
+            file.num_read = max(file.num_read, num_rows)
 
     def _open(self, path: Path) -> None:
         try:
@@ -190,8 +168,7 @@ class RowStore:
             _, _, size = path.stem.rpartition("-")
             width, itemsize = map(int, size.split("x"))
             record = _record_of(width, itemsize)
-            keys = open_regular(path.with_name(f"{path.name}{KEYS_SUFFIX}"))
-            self._files.append(_File(path, keys, open_regular(path), record))
+            self._files.append(_File(path, open_regular(path), record))
         except (OSError, UserError, ValueError, KeyError) as error:
             log.warning(
                 "%s: %s cannot be read (%s), and is left out",
@@ -206,33 +183,30 @@ class RowStore:
             self._look_around()
         return [self._places.get(key, -1) for key in keys]
 
-    def _read(self, place: int, keys: Sequence[bytes]) -> Iterator[np.ndarray]:
-        """Yield the rows of some keys, which follow each other from this place on. Raise UserError if one is damaged."""
-        number, first = divmod(place, MAX_ROWS)
+    def _read(self, place: int, key: bytes) -> np.ndarray:
+        """Return the row at a place. Raise UserError if it is damaged."""
+        number, row = divmod(place, MAX_ROWS)
         file = self._files[number]
         size = file.record.itemsize
-        held = bytearray(len(keys) * size)
-        # Bytes behind the end of a file that was truncated stay 0, which no checksum fits.
-        os.preadv(file.rows, [held], first * size)
-        records = np.frombuffer(held, file.record)
-        for key, checksum, row in zip(
-            keys, records["checksum"].tolist(), records["row"], strict=True
-        ):
-            if self._checksum(key, row) != checksum:
-                raise UserError(
-                    f"{self._option}: {file.path} is damaged: delete {self.folder} and run again"
-                )
-            yield row
+        data = os.pread(file.descriptor, size, row * size)
+        if len(data) == size:
+            record = np.frombuffer(data, file.record)[0]
+            values: np.ndarray = record["row"]
+            if self._checksum(key, values) == record["checksum"]:
+                return values
+        raise UserError(
+            f"{self._option}: {file.path} is damaged: delete {self.folder} and run again"
+        )
 
 
 def _record_of(width: int, itemsize: int) -> np.dtype[np.void]:
-    return np.dtype([("checksum", "<u4"), ("row", _DTYPES[itemsize], (width,))])
-
-
-def append(file: BinaryIO, data: bytes) -> None:
-    """Append to a file that other processes read."""
-    file.write(data)
-    file.flush()
+    return np.dtype(
+        [
+            ("key", f"V{KEY_BYTES}"),
+            ("checksum", "<u4"),
+            ("row", _DTYPES[itemsize], (width,)),
+        ]
+    )
 
 
 # ---- outputs of frozen towers ---------------------------------------------------
@@ -246,22 +220,21 @@ class TowerStore(RowStore):
     def __init__(self, folder: Path, identity: str) -> None:
         """`identity`: hash of all that the rows depend on besides their inputs; also the name of the subfolder."""
         super().__init__(folder, identity, "cache_frozen_features", SUFFIX)
-        self._keys: dict[int, bytes] = {}
 
     def keys(self, features: Sequence[Features]) -> list[bytes]:
         """Return a key of each input that is valid across runs. For image files it includes size and modification
         time."""
         keys = []
         for feature in features:
-            if feature.key not in self._keys:
-                self._keys[feature.key] = input_digest(
+            keys.append(
+                input_digest(
                     feature.modality,
                     feature.token_ids,
                     feature.images,
                     num_bytes=KEY_BYTES,
                     identity_of=lasting_identity,
                 )
-            keys.append(self._keys[feature.key])
+            )
         return keys
 
 

@@ -6,7 +6,6 @@ import functools
 import json
 import shutil
 import time
-from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -15,17 +14,14 @@ from typing import Any, Literal
 
 import numpy as np
 
-from vembed.config.schema import ModelSection
+from vembed.data.datasets import short_item
 from vembed.data.example_store import Records
-from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.near_duplicates import (
     NearIndex,
-    image_digest,
     ngrams,
 )
 from vembed.data.records import unread_judgement
-from vembed.data_tools.data_page import PageSection, sections
-from vembed.errors import UserError, joined, listed
+from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, calibrate, open_candidates
@@ -49,16 +45,8 @@ from vembed.mining.output import check_output, refuse_input, write_rows
 from vembed.progress import duration
 
 Severity = Literal["error", "warning", "note"]
-SOURCE_COLUMNS = (
-    "source",
-    "rows",
-    "positive found first",
-    "among the first 10",
-    "documents above it (median)",
-)
-PREVIEW_CHARACTERS = 300
-POPULAR_SHARE_OF_ROWS = 0.01
-"""A document that is the positive of more than this share of the rows is named."""
+preview = functools.partial(short_item, length=300)
+"""An item for the page."""
 LOW_RANK = 10
 """A positive below so many other documents is looked at."""
 FIX_IN_TRAINING = "vembed train cfg.yaml no_duplicates=true"
@@ -118,9 +106,7 @@ def audit(
         checks = Checks(config, data)
         checks.records(rows)
         checks.duplicates()
-        checks.popular_documents()
         checks.contradictions()
-        checks.repeated_images()
         if config.near_duplicate is not None:
             checks.near_duplicates(config.near_duplicate)
         if validation is not None:
@@ -161,8 +147,6 @@ def audit(
             "findings": list(map(asdict, findings)),
         }
         if running.is_main:
-            facts = data_sections(config, inputs, data, validation, report)
-            report["data"] = list(map(asdict, facts))
             title = f"Audit of {name}"
             html = render_page("audit.html.j2", title=title, report=report)
             replace_text(page, html)
@@ -219,9 +203,6 @@ class AuditedRows:
 
     def __len__(self) -> int:
         return len(self.examples)
-
-    def __getitem__(self, index: int, /) -> Example:
-        return self.examples[index]
 
     def preview(self, row: int, **more: str) -> dict[str, str]:
         """A row for the page, with more columns."""
@@ -341,32 +322,6 @@ class Checks:
             ),
         )
 
-    def popular_documents(self) -> None:
-        """Documents that are the positive of very many rows."""
-        num_rows: Counter[int] = Counter()
-        items: dict[int, Item] = {}
-        for keys, example in zip(
-            self.data.positive_keys, self.data.examples, strict=True
-        ):
-            num_rows.update(set(keys))
-            items.update(zip(keys, example.positives, strict=True))
-        # In small data two rows with one positive are nothing to look at.
-        limit = max(POPULAR_SHARE_OF_ROWS * len(self.data), 2)
-        examples = []
-        for key, count in num_rows.most_common():
-            if count > limit:
-                document = preview(items[key])
-                examples.append({"document": document, "rows": f"{count:,d}"})
-        self.add(
-            "popular_documents",
-            "note",
-            "Documents that are the positive of many rows",
-            f"More than {limit:,.0f} rows share one positive. Inside one batch they are no negatives of each other.",
-            examples,
-            count=len(examples),
-            fix=FIX_IN_TRAINING,
-        )
-
     def contradictions(self) -> None:
         """Pairs that one row calls relevant and another one not."""
         data = self.data
@@ -398,37 +353,6 @@ class Checks:
             "The query and the document of both are equal, apart from case and spaces.",
             rows,
             examples,
-        )
-
-    def repeated_images(self) -> None:
-        """Images of positives that occur under several names, by their bytes."""
-        rows = defaultdict(set)
-        names = defaultdict(set)
-        # Each file is read once.
-        digest_of = functools.cache(image_digest)
-        for row, example in enumerate(self.data.examples):
-            images: list[ImageRef] = []
-            for item in example.positives:
-                images += item.images
-            for image in images:
-                digest = digest_of(image)
-                rows[digest].add(row)
-                # An image inside the data has no name.
-                names[digest].add(image.path or "")
-        examples = []
-        for digest, copies in names.items():
-            if len(copies) > 1:
-                image_names = ", ".join(sorted(copies)[:5])
-                num_rows = f"{len(rows[digest]):,d}"
-                examples.append({"image": image_names, "rows": num_rows})
-        self.add(
-            "repeated_images",
-            "warning",
-            "Images that occur under several names",
-            "The same bytes are the positive of different rows. In one batch one is a false negative of the other.",
-            examples,
-            count=len(examples),
-            fix=FIX_IN_TRAINING,
         )
 
     def near_duplicates(self, threshold: float) -> None:
@@ -564,7 +488,6 @@ class Checks:
 
         passed = np.flatnonzero((above_Q > 0) & np.isfinite(best_Q))
         # Estimated share of relevant documents among the best candidates.
-        is_estimated = True
         try:
             estimate = calibrate(chunks, mining, mining.seed)
             text = (
@@ -573,36 +496,27 @@ class Checks:
                 f"{estimate.threshold} brings the rate to {estimate.rate:.1%}."
             )
         except UserError:
-            is_estimated = False
             text = "Too few queries with known positives for an estimate of the rate."
         lead = scores_QK[passed, 0] - best_Q[passed]
-        examples = []
-        for query in passed[np.argsort(-lead, kind="stable")].tolist():
-            examples.append(
-                {
-                    "query": preview(known.item(query)),
-                    "known positive scores": f"{best_Q[query]:.3f}",
-                    "candidate scores": f"{scores_QK[query, 0]:.3f}",
-                    "candidate": preview(inputs.documents.item(int(first_Q[query]))),
-                }
-            )
-            if len(examples) == self.config.num_examples:
-                break
-        fix = f"vembed mine {self.arguments} output_path=mined.jsonl threshold=auto"
-        if is_estimated or examples:
-            self.findings.append(
-                Finding(
-                    "false_negatives",
-                    "warning",
-                    "Documents above the known positive: candidates for false negatives",
-                    text,
-                    len(passed),
-                    len(passed) / max(known.num_queries, 1),
-                    fix,
-                    examples,
-                )
-            )
 
+        def query_preview(query: int) -> dict[str, str]:
+            candidate = inputs.documents.item(int(first_Q[query]))
+            return {
+                "query": preview(known.item(query)),
+                "known positive scores": f"{best_Q[query]:.3f}",
+                "candidate scores": f"{scores_QK[query, 0]:.3f}",
+                "candidate": preview(candidate),
+            }
+
+        self.add(
+            "false_negatives",
+            "warning",
+            "Documents above the known positive: candidates for false negatives",
+            text,
+            map(query_preview, passed[np.argsort(-lead, kind="stable")].tolist()),
+            count=len(passed),
+            fix=f"vembed mine {self.arguments} output_path=mined.jsonl threshold=auto",
+        )
         by_source = {}
         for number, name in enumerate(data.names):
             of_source = above[data.sources == number]
@@ -613,55 +527,3 @@ class Checks:
                 "median_above": float(np.median(of_source)),
             }
         return by_source
-
-
-def preview(item: Item) -> str:
-    """An item for the page: its text, cut, and the names of its images."""
-    parts = [f"[{image.path or 'image'}]" for image in item.images]
-    text = item.text or ""
-    if len(text) > PREVIEW_CHARACTERS:
-        text = f"{text[:PREVIEW_CHARACTERS]} ..."
-    return " ".join(part for part in [*parts, text] if part)
-
-
-def data_sections(
-    config: AuditConfig,
-    inputs: MiningInputs,
-    data: AuditedRows,
-    validation: AuditedRows | None,
-    report: dict[str, Any],
-) -> list[PageSection]:
-    """Return the beginning of the page: the sections that `vembed data` shows, of the rows that the audit has read, and
-    sources of the report.
-
-    Of the model only its tokenizer is read, if it is on this machine.
-    """
-    lines = inputs.summary()
-    for table in inputs.rows.tables:
-        if isinstance(table, Records):
-            lines += [f"left out: {line}" for line in joined(table.index.problems)]
-            if table.index.unused:
-                lines.append(f"{table.name}: not used: {listed(table.index.unused)}")
-    if validation is not None:
-        names = ", ".join(validation.names)
-        lines.append(f"validation: {len(validation):,d} rows of {names}")
-    model = None
-    if config.model_name is not None:
-        shared = {"query_prompt", "document_prompt", "max_length", "trust_remote_code"}
-        options = config.model_dump(include=shared, exclude_none=True)
-        model = ModelSection(model_name=config.model_name, **options)
-    page = sections(data, lines, model)
-    if config.model_name is not None:
-        table = [SOURCE_COLUMNS]
-        for source, values in report["sources"].items():
-            table.append(
-                (
-                    source,
-                    f"{values['rows']:,d}",
-                    f"{values['found_first']:.1%}",
-                    f"{values['found_in_10']:.1%}",
-                    f"{values['median_above']:,.0f}",
-                )
-            )
-        page.append(PageSection("sources and the model", table=table))
-    return page

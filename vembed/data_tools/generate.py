@@ -25,7 +25,7 @@ from vembed.data.near_duplicates import casefolded
 from vembed.data.records import document_id, document_text
 from vembed.errors import UserError
 from vembed.files import short_hash
-from vembed.inference.reranker import add_padding_token, read_weights
+from vembed.inference.reranker import read_weights
 from vembed.mining.candidates import open_candidates
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.inputs import (
@@ -347,7 +347,9 @@ def load_writer(
     trust = config.trust_remote_code
     folder = whole_model_folder(writer.model, option="writer")
     tokenizer = open_tokenizer(folder, padding_side="left", trust_remote_code=trust)
-    add_padding_token(tokenizer)
+    # Padding is masked, so it does not matter which token stands there.
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     dtype = VECTOR_DTYPES.get(config.torch_dtype)
     model = read_weights(AutoModelForCausalLM, folder, dtype, trust).eval().to(device)
     # None: generate() warns of sampling settings that a model brings along.

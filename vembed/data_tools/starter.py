@@ -10,11 +10,11 @@ import logging
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
@@ -28,6 +28,9 @@ from vembed.data.records import (
 )
 from vembed.errors import UserError, printable
 from vembed.files import is_address, is_pattern
+
+if TYPE_CHECKING:
+    from vembed.models.families.description import ModelDescription
 
 NUM_RECORDS = 1000
 """Number of records to look at."""
@@ -293,15 +296,6 @@ CHARACTERS_PER_TOKEN = 3.0
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """Facts from the files of a model, read without its weights."""
-
-    max_length: int
-    tokens: Callable[[Sequence[str]], list[int]] | None
-    """Lengths of texts in tokens, special ones included; None for a model without texts."""
-
-
-@dataclass(frozen=True)
 class TextLengths:
     """Lengths of the texts in tokens."""
 
@@ -331,19 +325,8 @@ def local_model(name: str) -> Path | None:
         return None
 
 
-def local_family(name: str, task: Task) -> str | None:
-    """Return the family of a model that is on this machine, else None."""
-    if local_model(name) is None:
-        return None
-    from vembed.models.families.description import (
-        describe,  # imported late: transformers takes seconds
-    )
-
-    return describe(ModelSection(model_name=name, task=task)).family
-
-
-def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
-    """Return the facts of a model that is on this machine, else None."""
+def model_facts(name: str, task: Task = "embed") -> ModelDescription | None:
+    """Return the description of a model that is on this machine, else None."""
     if local_model(name) is None:
         return None
     from vembed.models.families.description import (
@@ -351,35 +334,28 @@ def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
     )
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    description = describe(ModelSection(model_name=name, task=task))
-    tokens = None
-    if description.modalities != ("image",):
-        from vembed.models.processors import load_tokenizer
-
-        tokenizer = load_tokenizer(description)
-
-        def tokens(texts: Sequence[str]) -> list[int]:
-            encoded = tokenizer(list(texts), truncation=False, verbose=False)
-            return list(map(len, encoded["input_ids"]))
-
-    return ModelFacts(description.max_length, tokens)
+    return describe(ModelSection(model_name=name, task=task))
 
 
 def measure_lengths(
-    texts: Sequence[str], facts: ModelFacts | None
+    texts: Sequence[str], description: ModelDescription | None
 ) -> TextLengths | None:
-    """Return the lengths of texts; None without texts."""
+    """Return the lengths of texts in tokens of a model; None without texts."""
     if not texts:
         return None
-    tokens = None if facts is None else facts.tokens
-    if tokens is not None:
-        lengths = sorted(tokens(texts))
+    is_measured = description is not None and description.modalities != ("image",)
+    if description is not None and is_measured:
+        from vembed.models.processors import load_tokenizer
+
+        tokenizer = load_tokenizer(description)
+        encoded = tokenizer(list(texts), truncation=False, verbose=False)
+        lengths = sorted(map(len, encoded["input_ids"]))
     else:
         sizes = sorted(map(len, texts))
         # And two special tokens.
         lengths = [math.ceil(size / CHARACTERS_PER_TOKEN) + 2 for size in sizes]
     full = lengths[math.ceil(FULL_SHARE * len(lengths)) - 1]
-    return TextLengths(full, lengths[-1], is_measured=tokens is not None)
+    return TextLengths(full, lengths[-1], is_measured)
 
 
 def fitting_length(

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from vembed.config.options import join_words
 from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.data.example_store import open_examples
 from vembed.data.examples import (
@@ -460,13 +459,11 @@ def choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
     # A split that was asked for is never replaced by another.
     if len(files) == 1 and len(splits) > 1:
         return next(iter(files.values()))
-    place = folder / "qrels"
-    if files:
-        raise UserError(
-            f"{place} holds {', '.join(sorted(files))}, and none of {', '.join(splits)}: give the split, or the path of "
-            "the qrels file, that is meant"
-        )
-    raise UserError(f"{place} has no file that ends in {join_words(QRELS_ENDINGS)}")
+    splits_there = ", ".join(sorted(files)) or "no qrels"
+    raise UserError(
+        f"{folder / 'qrels'} holds {splits_there}, and none of {', '.join(splits)}: give the split, or the path of the "
+        "qrels file, that is meant"
+    )
 
 
 def folder_of_qrels(path: Path) -> Path | None:

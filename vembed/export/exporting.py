@@ -7,7 +7,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,6 @@ from vembed.config.schema import DataSection, ObjectiveSection, RunSection
 from vembed.data.datasets import open_sets
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, PairFeaturiser
-from vembed.data.images.files import load_image
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.report.record import run_options
@@ -54,7 +53,7 @@ from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.inference.reranker import Reranker, read_weights
-from vembed.models.embedding_model import SEGMENTS, EmbeddingModel
+from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.backbones import file_dtype, read_config
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import EXPORT_FILE, is_reranker, read_object
@@ -79,7 +78,7 @@ class Exported:
     """Result: the folder, and the check if it was made."""
 
     path: Path
-    check: Check | ScoreCheck | None
+    check: Check | None
     description: ModelDescription
     facts: dict[str, Any]
     """Content of export.json."""
@@ -259,9 +258,9 @@ def _write_and_check(
     has_texts = "text" in description.modalities
     nothing = "nothing was written (--tolerance allows more)"
     # The model's own vectors first: a format may change the attention function of the modules.
-    images = []
+    images: list[Image.Image] = []
     if format_name == "onnx" and "image" in description.modalities:
-        images = images_to_compare(data)
+        images = made_images(NUM_IMAGES)
     image_ND = embedder.encode(images)
     texts = []
     scored = None
@@ -282,11 +281,10 @@ def _write_and_check(
         job.log(f"encoding the same texts with the export in {reader.runtime}")
         export_ND = encode_all(reader.encode, texts)
         check = compare_embeddings(reader.runtime, model_ND, export_ND, tolerance)
-        check = replace(check, num_texts=len(texts))
+        check.num_texts = len(texts)
         if format_name == "static":
             # A student is another model: its similarities should follow the model's.
-            correlation = similarity_correlation(model_ND, export_ND)
-            check = replace(check, rank_correlation=correlation)
+            check.rank_correlation = similarity_correlation(model_ND, export_ND)
         if not check.passes and format_name == "static":
             advice = ""
             if not job.texts:
@@ -307,21 +305,19 @@ def _write_and_check(
         of_images = compare_embeddings(
             image_reader.runtime, image_ND, exported_ND, tolerance
         )
-        of_images = replace(of_images, num_images=len(images))
+        of_images.num_images = len(images)
         if not of_images.passes:
             raise UserError(
                 f"the onnx export of {job.model} differs from the model in its images (image processor, pooling or "
                 f"weights): {of_images.lines()[0]}; {nothing}"
             )
-        check = replace(check, runtime=of_images.runtime, images=of_images)
-    if scored is None:
-        return check
-    return replace(
-        check,
-        ndcg_model=ndcg_model,
-        ndcg_export=ndcg(reader.encode, scored, normalize=normalize),
-        evaluation=scored.summary(),
-    )
+        check.runtime = of_images.runtime
+        check.images = of_images
+    if scored is not None:
+        check.ndcg_model = ndcg_model
+        check.ndcg_export = ndcg(reader.encode, scored, normalize=normalize)
+        check.evaluation = scored.summary()
+    return check
 
 
 def _describe(
@@ -329,7 +325,7 @@ def _describe(
     description: ModelDescription,
     format_name: FormatName,
     precision: WeightPrecision,
-    check: Check | ScoreCheck | None,
+    check: Check | None,
     vectors: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Write export.json and the card; return the content of the first. `vectors`: facts about embeddings."""
@@ -363,24 +359,6 @@ SCORE_TOLERANCE: dict[WeightPrecision, float] = {
     "int8": 1e-1,
 }
 """Largest allowed difference of two scores by the precision of the weights, relative to the largest score."""
-
-
-@dataclass(frozen=True)
-class ScoreCheck:
-    """Result of a comparison of scores."""
-
-    runtime: str
-    num_pairs: int
-    largest_difference: float
-    """Between the two scores of a pair, relative to the largest score of the model, which counts as at least 1."""
-    tolerance: float
-
-    def lines(self) -> list[str]:
-        """Return what is printed and written into the card."""
-        return [
-            f"{self.num_pairs:,d} pairs through the model and through {self.runtime}: largest difference of scores "
-            f"{self.largest_difference:.2g} of the largest score (tolerance {self.tolerance:.2g})"
-        ]
 
 
 class PairGraph(nn.Module):
@@ -450,7 +428,7 @@ def export_reranker(
     tolerance: float | None,
     trust_remote_code: bool,
     log: Callable[[str], object],
-) -> tuple[ModelDescription, ScoreCheck | None]:
+) -> tuple[ModelDescription, Check | None]:
     """Write a reranker into a folder. With `check`, raise UserError if its scores differ from the model's."""
     reranker = Reranker(
         model,
@@ -506,14 +484,13 @@ def export_reranker(
     log(f"scoring the same pairs with the export in {exported.graph.runtime}")
     scores = exported.scores_of(features)[:, 0]
     largest = float(np.abs(scores - expected[:, 0]).max())
-    result = ScoreCheck(
+    result = Check(
         runtime=exported.graph.runtime,
         num_pairs=len(features),
         largest_difference=largest / max(float(np.abs(expected).max()), 1.0),
         tolerance=SCORE_TOLERANCE[precision] if tolerance is None else tolerance,
     )
-    # Written so that NaN is refused too.
-    if not result.largest_difference <= result.tolerance:
+    if not result.passes:
         raise UserError(
             f"the onnx export of {model} differs from the model: {result.lines()[0]}; nothing was written "
             "(--tolerance allows more)"
@@ -601,22 +578,13 @@ def start_of(
 TEXTS_PER_REQUEST = 16
 TIMEOUT_SECONDS = 60
 OPENAI_ROUTE = "/v1/embeddings"
-TEI_ROUTE = "/embed"
+"""vLLM, TEI, llama.cpp and `vembed serve` all have it."""
 
 
 def served_embeddings(url: str, model: str, texts: list[str]) -> np.ndarray:
-    """Return [n, d] embeddings of a running server. `url`: of the route. `model`: the name of the model there."""
-    if not url.endswith("embeddings"):
-        return np.array(post(url, {"inputs": texts}), np.float32)
+    """Return [n, d] embeddings of a running server. Raise UserError with what it answered. `url`: of the route.
+    `model`: the name of the model there."""
     values = {"model": model, "input": texts, "encoding_format": "float"}
-    answer = post(url, values)
-    # OpenAI's format does not promise the order of the inputs.
-    rows = sorted(answer["data"], key=lambda row: int(row["index"]))
-    return np.array([row["embedding"] for row in rows], np.float32)
-
-
-def post(url: str, values: dict[str, Any]) -> Any:
-    """Return the JSON answer of a POST request. Raise UserError with what the server answered."""
     body = json.dumps(values).encode()
     headers = {"Content-Type": "application/json"}
     key = os.environ.get("VEMBED_API_KEY")
@@ -624,32 +592,18 @@ def post(url: str, values: dict[str, Any]) -> Any:
         headers["Authorization"] = f"Bearer {key}"
     try:
         request = urllib.request.Request(url, body, headers)
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-            return json.load(answer)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            answer = json.load(response)
+        # OpenAI's format does not promise the order of the inputs.
+        rows = sorted(answer["data"], key=lambda row: int(row["index"]))
+        return np.array([row["embedding"] for row in rows], np.float32)
     except urllib.error.HTTPError as error:
         content = error.read(300).decode(errors="replace")
         raise UserError(f"{url} answers {error.code}: {content}") from error
-    except (urllib.error.URLError, TimeoutError, ValueError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{url} does not answer as an embedding server: {error}"
         ) from error
-
-
-def find_route(url: str, model: str) -> str:
-    """Return the route of a server: the URL itself if it names one, otherwise the first that answers."""
-    url = url.rstrip("/")
-    if url.endswith(("/embeddings", TEI_ROUTE)):
-        return url
-    # A route that the server lacks answers 404: each is tried with one short text.
-    problems = []
-    for route in (url.removesuffix("/v1") + OPENAI_ROUTE, url + TEI_ROUTE):
-        try:
-            served_embeddings(route, model, ["a"])
-        except UserError as error:
-            problems.append(str(error))
-        else:
-            return route
-    raise UserError("; ".join(problems))
 
 
 def compare_server(
@@ -666,7 +620,10 @@ def compare_server(
     The prompts are sent as a part of each text: servers add none by themselves.
     """
     name = served_name or model
-    route = find_route(url, name)
+    route = url.rstrip("/")
+    if not route.endswith("/embeddings"):
+        route = route.removesuffix("/v1") + OPENAI_ROUTE
+    served_embeddings(route, name, ["a"])  # before the model is loaded
     embedder = Embedder(
         model, device="cpu", torch_dtype="float32", mixed_precision="no"
     )
@@ -729,9 +686,10 @@ WORDS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Check:
-    """Result of a comparison of texts or of images. A model of images alone has no texts in it."""
+    """Result of a comparison of texts or of images, or of a reranker's pairs. A model of images alone has no texts in
+    it."""
 
     runtime: str
     num_texts: int = 0
@@ -750,15 +708,22 @@ class Check:
     """Of a student: Spearman's correlation of the similarities of all pairs. It has vectors of its own, so that
     distances to the model's mean nothing."""
     images: Check | None = None
+    num_pairs: int = 0
+    largest_difference: float = 0.0
+    """Between the two scores of a pair, relative to the largest score of the model, which counts as at least 1."""
 
     @property
     def passes(self) -> bool:
         """True if the export may be used in the model's place."""
         if self.rank_correlation is not None:
             return 1 - self.rank_correlation <= self.tolerance
-        max_length_error = LENGTH_TOLERANCE_FACTOR * self.tolerance
-        has_equal_lengths = self.largest_length_error <= max_length_error
-        return self.largest_distance <= self.tolerance and has_equal_lengths
+        errors = (
+            self.largest_distance,
+            self.largest_difference,
+            self.largest_length_error / LENGTH_TOLERANCE_FACTOR,
+        )
+        # Written so that NaN does not pass.
+        return all(error <= self.tolerance for error in errors)
 
     def lines(self) -> list[str]:
         """Return what is printed and written into the card."""
@@ -766,11 +731,18 @@ class Check:
         inputs = f"{self.num_texts:,d} texts"
         if self.num_images:
             inputs = f"{self.num_images:,d} images"
+        elif self.num_pairs:
+            inputs = f"{self.num_pairs:,d} pairs"
         both = f"{inputs} through the model and through {self.runtime}"
         if self.rank_correlation is not None:
             lines.append(
                 f"{both}: Spearman correlation {self.rank_correlation:.3f} of the similarities of all pairs (at least "
                 f"{1 - self.tolerance:.2g})"
+            )
+        elif self.num_pairs:
+            lines.append(
+                f"{both}: largest difference of scores {self.largest_difference:.2g} of the largest score (tolerance "
+                f"{self.tolerance:.2g})"
             )
         elif self.num_texts or self.num_images:
             lines.append(
@@ -804,8 +776,9 @@ def evaluation_data(model: str, data: str | None) -> EvalData | None:
 
 def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
     """Return NUM_TEXTS texts: half queries and half documents of the evaluation data, filled up with made ones."""
-    texts = []
-    for items, kind in _items_by_kind(data):
+    texts: Texts = []
+    collections = () if data is None else data.collections
+    for items, kind in zip(collections, get_args(Kind), strict=False):
         of_kind: dict[str, None] = {}
         # Only as far as needed: a corpus may have millions.
         for item in items:
@@ -825,25 +798,6 @@ def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
         text = " ".join(draw.choice(WORDS.split(), length))
         texts.append((text, "document" if number % 2 else "query"))
     return texts
-
-
-def images_to_compare(data: EvalData | None) -> list[Image.Image]:
-    """Return NUM_IMAGES images: the first half those of the evaluation data, the others made."""
-    images: list[Image.Image] = []
-    used = set()
-    for items, _ in reversed(_items_by_kind(data)):  # documents first
-        for item in items:
-            for reference in item.images:
-                if len(images) < NUM_IMAGES // 2 and reference not in used:
-                    used.add(reference)
-                    images.append(load_image(reference))
-    return images + made_images(NUM_IMAGES - len(images))
-
-
-def _items_by_kind(data: EvalData | None) -> list[tuple[Sequence[Item], Kind]]:
-    return (
-        [] if data is None else list(zip(data.collections, get_args(Kind), strict=True))
-    )
 
 
 def bounded(data: EvalData | None) -> RetrievalData | None:
@@ -899,13 +853,6 @@ def distances(first_ND: np.ndarray, second_ND: np.ndarray) -> np.ndarray:
     return np.where(is_finite, np.maximum(1 - cosines, 0.0), np.inf)
 
 
-def length_error(model_ND: np.ndarray, export_ND: np.ndarray) -> float:
-    """Return the largest difference between the lengths of two rows, relative to the first."""
-    lengths = np.linalg.norm(model_ND, axis=1)
-    differences = np.abs(np.linalg.norm(export_ND, axis=1) - lengths)
-    return float(np.max(differences / np.maximum(lengths, 1e-12)))
-
-
 def similarity_correlation(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
     """Return Spearman's correlation of the cosine similarities of all pairs of rows."""
     pairs = np.triu_indices(len(first_ND), 1)
@@ -927,7 +874,10 @@ def compare_embeddings(
     largest_length_error = np.inf
     if model_ND.shape == export_ND.shape:
         input_distances = distances(model_ND, export_ND)
-        largest_length_error = length_error(model_ND, export_ND)
+        lengths = np.linalg.norm(model_ND, axis=1)
+        differences = np.abs(np.linalg.norm(export_ND, axis=1) - lengths)
+        relative = differences / np.maximum(lengths, 1e-12)
+        largest_length_error = float(relative.max())
     worst = int(np.argmax(input_distances))
     return Check(
         runtime=runtime,
@@ -946,12 +896,11 @@ def describe_difference(
     export_ND: np.ndarray,
     texts: Texts,
 ) -> str:
-    """Return what differs, found on the text with the largest distance: sizes, token ids, lengths or pooling."""
+    """Return what differs, found on the text with the largest distance: sizes, token ids, lengths or the rest."""
     if model_ND.shape != export_ND.shape:
         return f"embeddings of {export_ND.shape[1]:,d} dimensions instead of {model_ND.shape[1]:,d} (Dense, truncate_dim)"
     text, kind = texts[check.worst]
-    featuriser = embedder.featuriser
-    (features,) = featuriser.features([(Item(text=text), kind)])
+    (features,) = embedder.featuriser.features([(Item(text=text), kind)])
     model_ids = [] if features.token_ids is None else features.token_ids.tolist()
     (export_ids,) = reader.texts.token_ids([text], kind)
     if model_ids != export_ids:
@@ -961,20 +910,4 @@ def describe_difference(
         )
     if check.largest_distance <= check.tolerance:
         return f"the lengths of its embeddings, by up to {check.largest_length_error:.2g} of them (normalisation)"
-    description = embedder.description
-    export_1D = reader.encode([text], kind)
-    model_pooling = POOLINGS.get(description.pooling)
-    for pooling in POOLINGS.values():
-        # Only an untrained one of the same width can stand in the place of the model's.
-        if model_pooling is None or pooling.is_trained:
-            continue
-        if pooling.width(1) != model_pooling.width(1):
-            continue
-        pooled = description.with_(pooling=pooling.name)
-        model = EmbeddingModel(pooled, embedder.backbone, embedder.head).eval()
-        (vectors,) = model([("text", featuriser.collate([features]))])
-        full = vectors.detach().float().numpy()
-        pooled_1D = embedder.finish(full, embedder.truncate_dim, None)
-        if distances(pooled_1D, export_1D)[0] <= check.tolerance:
-            return f"its pooling: {pooling.name} instead of {description.pooling}"
-    return "its arithmetic or weights: tokens, sizes and lengths agree"
+    return "its pooling, arithmetic or weights: tokens, sizes and lengths agree"

@@ -211,31 +211,28 @@ class SafetensorsFormat(ExportFormat):
         return SentenceTransformersReader(folder)
 
 
-def open_in_sentence_transformers(folder: Path) -> Any:
-    """Return a folder as a model of Sentence Transformers."""
-    from sentence_transformers import SentenceTransformer
-
-    # It warns of bfloat16 on a CPU.
-    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
-    try:
-        with quiet_transformers():
-            return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-    except (ImportError, ValueError) as error:
-        if "torchvision" not in str(error):
-            raise
-        raise UserError(
-            "Sentence Transformers reads this model with torchvision, which is not installed: `pip install torchvision`, "
-            "or --no-check"
-        ) from error
-
-
 class SentenceTransformersReader:
     """A folder in Sentence Transformers."""
 
     def __init__(self, folder: Path) -> None:
+        from sentence_transformers import SentenceTransformer
+
         self.runtime = f"sentence-transformers {version('sentence-transformers')}"
         self.texts = FolderTexts(folder)
-        self.model = open_in_sentence_transformers(folder)
+        # It warns of bfloat16 on a CPU.
+        logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
+        try:
+            with quiet_transformers():
+                self.model = SentenceTransformer(
+                    str(folder), device="cpu", local_files_only=True
+                )
+        except (ImportError, ValueError) as error:
+            if "torchvision" not in str(error):
+                raise
+            raise UserError(
+                "Sentence Transformers reads this model with torchvision, which is not installed: `pip install "
+                "torchvision`, or --no-check"
+            ) from error
 
     def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
         """Return [n, d] embeddings."""
@@ -365,7 +362,6 @@ MAX_STEPS = 400
 MAX_DISTILLATION_EPOCHS = 20
 MIN_TRAINING_TEXTS = 32
 LEARNING_RATE = 5e-3
-HELD_OUT_FRACTION = 0.1
 
 
 class StaticFormat(ExportFormat):
@@ -436,12 +432,16 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tenso
     """Return [vocabulary, d] token vectors. Frequencies follow Zipf's law by the order of ids, as vocabularies are
     sorted by frequency; special tokens get zeros."""
     size = len(tokenizer)
-    before, after = _special_tokens_around(tokenizer)
+    # Each token stands between the special tokens that the model was trained to see around a text.
+    whole = tokenizer("a").input_ids
+    inner = tokenizer("a", add_special_tokens=False).input_ids
+    num_before = whole.index(inner[0])
+    before = whole[:num_before]
+    after = whole[num_before + len(inner) :]
     chunks = []
     with torch.no_grad():
         for first in range(0, size, TOKENS_PER_BATCH):
             tokens = range(first, min(first + TOKENS_PER_BATCH, size))
-            # Each token stands between the special tokens that the model was trained to see around a text.
             ids = torch.tensor([[*before, token, *after] for token in tokens])
             (vectors,) = embedder.model([("text", {"input_ids": ids})])
             chunks.append(vectors.float())
@@ -464,18 +464,6 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tenso
     return table
 
 
-def _special_tokens_around(
-    tokenizer: PreTrainedTokenizerFast,
-) -> tuple[list[int], list[int]]:
-    whole = tokenizer("a").input_ids
-    inner = tokenizer("a", add_special_tokens=False).input_ids
-    for start in range(len(whole)):
-        stop = start + len(inner)
-        if whole[start:stop] == inner:
-            return whole[:start], whole[stop:]
-    return [], whole[len(inner) :]
-
-
 # ---- training of a student -----------------------------------------------------------------------------------------
 
 
@@ -488,7 +476,7 @@ def distil(
 
     `token_ids`, `teacher_NE`: of each text, its tokens and the model's vector. Texts without a token are left out. The
     loss is `loss: relational` of training: the squared difference of the student's and the model's similarities over
-    all pairs of a batch. A tenth of the texts is held out; the table with the smallest loss on them is kept.
+    all pairs of a batch.
     """
     used = [number for number, ids in enumerate(token_ids) if len(ids)]
     if len(used) < MIN_TRAINING_TEXTS:
@@ -496,55 +484,27 @@ def distil(
     texts = [torch.tensor(token_ids[number]) for number in used]
     vectors_NE = F.normalize(torch.from_numpy(teacher_NE[used]).float(), dim=1)
     draw = torch.Generator().manual_seed(0)
-    order = torch.randperm(len(texts), generator=draw)
-    num_held_out = max(int(HELD_OUT_FRACTION * len(texts)), 2)
-    held_out = order[:num_held_out][: 2 * BATCH_TEXTS]
-    trained = order[num_held_out:]
-    num_epochs = max(
-        min(MAX_DISTILLATION_EPOCHS, MAX_STEPS * BATCH_TEXTS // len(trained)), 1
-    )
-    num_steps = num_epochs * -(-len(trained) // BATCH_TEXTS)
+    steps_per_epoch = -(-len(texts) // BATCH_TEXTS)
+    num_epochs = max(min(MAX_DISTILLATION_EPOCHS, MAX_STEPS // steps_per_epoch), 1)
+    num_steps = num_epochs * steps_per_epoch
 
     table = table_VD.clone().requires_grad_()
     optimizer = torch.optim.AdamW([table], lr=LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 1 - step / (num_steps + 1)
     )
-    # The untrained table takes part, so that training never makes a student worse on the held-out texts.
-    best_table = table_VD
-    with torch.no_grad():
-        best_loss = float(_relational(table_VD, texts, vectors_NE, held_out))
     for _ in range(num_epochs):
-        shuffled = trained[torch.randperm(len(trained), generator=draw)]
-        for batch in torch.split(shuffled, BATCH_TEXTS):
-            batch_loss = _relational(table, texts, vectors_NE, batch)
-            (table.grad,) = torch.autograd.grad(batch_loss, table)
+        order = torch.randperm(len(texts), generator=draw)
+        for numbers in torch.split(order, BATCH_TEXTS):
+            batch = [texts[number] for number in numbers.tolist()]
+            # embedding_bag takes the offsets at which texts begin: the sums of the lengths before each.
+            lengths = [len(text) for text in batch]
+            offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+            means_BD = F.embedding_bag(torch.cat(batch), table, offsets, mode="mean")
+            student_BD = F.normalize(means_BD, dim=1)
+            teacher_BE = vectors_NE[numbers]
+            loss = F.mse_loss(student_BD @ student_BD.T, teacher_BE @ teacher_BE.T)
+            (table.grad,) = torch.autograd.grad(loss, table)
             optimizer.step()
             schedule.step()
-        with torch.no_grad():
-            held_out_loss = float(_relational(table, texts, vectors_NE, held_out))
-        if held_out_loss < best_loss:
-            best_loss = held_out_loss
-            best_table = table.detach().clone()
-    return best_table
-
-
-def embed(table_VD: Tensor, texts: Sequence[Tensor]) -> Tensor:
-    """Return [n, d] means of the tokens' vectors."""
-    # embedding_bag takes the offsets at which texts begin: the sums of the lengths before each.
-    lengths = [len(text) for text in texts]
-    offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-    return F.embedding_bag(torch.cat(list(texts)), table_VD, offsets, mode="mean")
-
-
-def _relational(
-    table_VD: Tensor,
-    texts: Sequence[Tensor],
-    vectors_NE: Tensor,
-    numbers: Tensor,
-) -> Tensor:
-    """Return the mean squared difference of the student's and the model's similarities, over all pairs of a batch."""
-    batch = [texts[number] for number in numbers.tolist()]
-    student_BD = F.normalize(embed(table_VD, batch), dim=1)
-    teacher_BE = vectors_NE[numbers]
-    return F.mse_loss(student_BD @ student_BD.T, teacher_BE @ teacher_BE.T)
+    return table.detach()

@@ -185,10 +185,3 @@ def read_weights(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
         )
-
-
-def add_padding_token(tokenizer: Any) -> None:
-    """Give a tokenizer without a padding token its end-of-text token for padding."""
-    # Padding is masked, so it does not matter which token stands there.
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token

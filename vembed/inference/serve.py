@@ -13,12 +13,11 @@ import logging
 import reprlib
 import signal
 import socket
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -109,8 +108,6 @@ class Service:
     limits: RequestLimits
     api_key: str | None
     held_bytes: int = 0
-    out_of_time: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set `drain_seconds` after the server was told to stop."""
     num_requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     """Answered requests by route and status."""
     total_seconds: float = 0.0
@@ -242,6 +239,13 @@ class Service:
             if refusal.headers is not None and "Connection" in refusal.headers:
                 await discard_body(request)
             response = refusal_response(refusal)
+        except asyncio.CancelledError:
+            # uvicorn cancels what is not answered in time when it was told to stop.
+            message = (
+                f"the server stops, and this request was not computed within {self.limits.drain_seconds:g} s; send it to "
+                "another one"
+            )
+            response = refusal_response(Refusal(message, 503, CLOSE))
         except ClientDisconnect:
             log.debug("%s has closed the connection", request.client)
             response = Response(status_code=499)
@@ -267,7 +271,7 @@ class Service:
             lines.append(f"# TYPE vembed_{name}_total counter")
             lines.append(f"vembed_{name}_total {self.batcher.counts[name]}")
         lines.append("# TYPE vembed_waiting_requests gauge")
-        lines.append(f"vembed_waiting_requests {self.batcher.num_waiting}")
+        lines.append(f"vembed_waiting_requests {len(self.batcher.waiting)}")
         return "\n".join(lines) + "\n"
 
     def _routes(self) -> str:
@@ -338,41 +342,27 @@ class Service:
 
     async def compute(self, request: Request, inputs: Sequence[ServedInput]) -> Encoded:
         """Return what the model gives for the inputs of a request when its turn has come."""
-        result = self.batcher.submit(inputs)
-        encoded = asyncio.wrap_future(result)
+        job = self.batcher.submit(inputs)
         client_gone = asyncio.create_task(wait_for_disconnect(request))
-        out_of_time = asyncio.create_task(self.out_of_time.wait())
         await asyncio.wait(
-            (encoded, client_gone, out_of_time),
+            (job.result, client_gone),
             timeout=self.limits.wait_seconds,
             return_when=asyncio.FIRST_COMPLETED,
         )
         has_gone = client_gone.done()
         client_gone.cancel()
         # A request whose turn has come is computed to its end, also when it has waited long or its client has gone.
-        was_waiting = not result.done() and result.cancel()
-        if not was_waiting:
-            await asyncio.wait(
-                (encoded, out_of_time), return_when=asyncio.FIRST_COMPLETED
-            )
-        out_of_time.cancel()
-        if has_gone and was_waiting:
-            raise ClientDisconnect
-        if self.out_of_time.is_set() and (was_waiting or not encoded.done()):
-            raise Refusal(
-                f"the server stops, and this request was not computed within {self.limits.drain_seconds:g} s; send it "
-                "to another one",
-                503,
-                CLOSE,
-            )
-        if was_waiting:
+        if job in self.batcher.waiting:
+            self.batcher.waiting.remove(job)
+            if has_gone:
+                raise ClientDisconnect
             raise Refusal(
                 f"the server is busy: this request has waited {self.limits.wait_seconds:g} s",
                 429,
                 BUSY,
             )
         try:
-            return await encoded
+            return await job.result
         except UserError as error:
             raise Refusal(str(error)) from error
 
@@ -384,10 +374,7 @@ async def wait_for_disconnect(request: Request) -> None:
 
 
 async def discard_body(request: Request) -> None:
-    """Read what a client still sends, so that it does not lose the answer. One that waits for a word to begin sends
-    nothing."""
-    if "expect" in request.headers:
-        return
+    """Read what a client still sends, so that it does not lose the answer."""
     # RuntimeError: the body has been read to its end.
     with suppress(TimeoutError, ClientDisconnect, RuntimeError):
         async with asyncio.timeout(DISCARD_SECONDS):
@@ -434,14 +421,6 @@ def json_response(
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
-def sent_value(values: Values, key: str) -> Any:
-    """Return what a request has under `key`."""
-    if key not in values:
-        sent = reprlib.repr(list(values))
-        raise Refusal(f"{key} is missing; the request has {sent}")
-    return values[key]
-
-
 def request_inputs(
     values: Values,
     key: str,
@@ -454,7 +433,7 @@ def request_inputs(
     if kind not in (None, "query", "document"):
         said = reprlib.repr(kind)
         raise Refusal(f"{kind_key} is {said}; give query or document, or leave it out")
-    content: Any = sent_value(values, key)
+    content: Any = values.get(key)
     # A single text, or the token ids of one, need not be in a list.
     is_list = isinstance(content, list) and content and type(content[0]) is not int
     contents = content if is_list else [content]
@@ -478,13 +457,11 @@ def request_inputs(
             )
         if encoder.vocab_size is None:
             raise Refusal(f"{name}: this model takes texts, no token ids")
-        if len(content) > encoder.max_length:
+        are_known = min(content) >= 0 and max(content) < encoder.vocab_size
+        if len(content) > encoder.max_length or not are_known:
             raise Refusal(
-                f"{name} has {len(content):,d} token ids; this model takes 1 to {encoder.max_length:,d}",
-            )
-        if min(content) < 0 or max(content) >= encoder.vocab_size:
-            raise Refusal(
-                f"{name} has token ids from {min(content)} to {max(content)}; this model's own are 0 to {encoder.vocab_size - 1}",
+                f"{name} must be at most {encoder.max_length:,d} token ids from 0 to {encoder.vocab_size - 1}, and is "
+                f"{reprlib.repr(content)}"
             )
     return [ServedInput(content, kind) for content in contents]
 
@@ -495,7 +472,7 @@ def request_texts(
     limits: RequestLimits,
 ) -> list[str]:
     """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
-    content = sent_value(values, key)
+    content = values.get(key)
     entries = content if isinstance(content, list) else [content]
     _check_count(key, entries, limits)
     texts = []
@@ -573,27 +550,10 @@ def openai_answer(
 
 BACKLOG = 512
 MAX_HEAD_BYTES = 65_536
-REFUSE_SECONDS = 5
-"""Time for the answers to requests that were not computed before the server stops."""
 TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
     b"Content-Length: 0\r\n\r\n"
 )
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server. Before it cuts off what is not answered in time, it lets the application refuse it."""
-
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
-        super().__init__(config)
-        self.service = service
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what has arrived, for `drain_seconds`."""
-        loop = asyncio.get_running_loop()
-        drain_seconds = self.service.limits.drain_seconds
-        loop.call_later(drain_seconds, self.service.out_of_time.set)
-        await super().shutdown(sockets)
 
 
 class Connection(H11Protocol):
@@ -679,7 +639,13 @@ def serve(
     free one, and whether the model gives scores, when connections are taken.
     """
     limits = limits or RequestLimits()
-    listener = bound_socket(host, port)
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            f"--host {host} --port {port} cannot be listened on ({error}); give others"
+        ) from error
     try:
         encoder = load()
         batcher = Batcher(encoder)
@@ -699,42 +665,20 @@ def serve(
             backlog=BACKLOG,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=int(limits.head_seconds) + 1,
-            timeout_graceful_shutdown=int(limits.drain_seconds + REFUSE_SECONDS),
+            timeout_graceful_shutdown=int(limits.drain_seconds),
         )
-        listener.listen(BACKLOG)
         on_ready(listener.getsockname()[1], encoder.gives_scores)
         # uvicorn, having answered, raises the signals again that ended it. The process lives on.
         before = {}
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, lambda *_: None)
         try:
-            Server(config, service).run(sockets=[listener])
+            uvicorn.Server(config).run(sockets=[listener])
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        batcher.close()
     finally:
         listener.close()
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that has the address and does not listen yet."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-        except BaseException:
-            listener.close()
-            raise
-    except (OSError, OverflowError) as error:
-        raise UserError(
-            f"--host {host} --port {port} cannot be listened on ({error}); give others"
-        ) from error
-    return listener
 
 
 # ---- what the server asks: an Embedder, a Reranker or an export in its own runtime, and the Batcher that asks it ---
@@ -908,91 +852,70 @@ def open_encoder(
     return ExportEncoder(folder, format_name)
 
 
-@dataclass(frozen=True)
-class _Request:
+@dataclass(frozen=True, eq=False)
+class Job:
+    """The inputs of a request, and what the model gives for them."""
+
     inputs: Sequence[ServedInput]
-    result: Future[Encoded] = field(default_factory=Future)
+    result: asyncio.Future[Encoded]
 
 
 class Batcher:
-    """A thread that encodes requests in the order of their arrival."""
+    """A queue of requests, which one thread encodes in the order of their arrival."""
 
     def __init__(self, encoder: TextEncoder) -> None:
         self.encoder = encoder
         self.counts: Counter[str] = Counter()
         """Batches, inputs and tokens that the model has computed."""
-        self._waiting: deque[_Request] = deque()
-        self._changed = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(
-            target=self._work, name="vembed-serve", daemon=True
-        )
-        self._thread.start()
+        self.waiting: deque[Job] = deque()
+        """Requests whose turn has not come. One that is taken out is not computed."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vembed-serve")
+        self._work: asyncio.Task[None] | None = None
 
-    def submit(self, inputs: Sequence[ServedInput]) -> Future[Encoded]:
-        """Queue a request. A future that is cancelled before its turn is not computed."""
-        request = _Request(inputs)
-        with self._changed:
-            self._waiting.append(request)
-            self._changed.notify()
-        return request.result
+    def submit(self, inputs: Sequence[ServedInput]) -> Job:
+        """Queue a request."""
+        job = Job(inputs, asyncio.get_running_loop().create_future())
+        self.waiting.append(job)
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._encode_waiting())
+        return job
 
-    def close(self) -> None:
-        """Cancel what waits and end the thread."""
-        with self._changed:
-            self._closed = True
-            for request in self._waiting:
-                request.result.cancel()
-            self._changed.notify()
-        self._thread.join()
+    async def _encode_waiting(self) -> None:
+        while self.waiting:
+            batch: list[Job] = []
+            num_inputs = 0
+            while self.waiting:
+                num_inputs += len(self.waiting[0].inputs)
+                if batch and num_inputs > MAX_BATCH_INPUTS:
+                    break
+                batch.append(self.waiting.popleft())
+            await self._encode(batch)
 
-    @property
-    def num_waiting(self) -> int:
-        """Return the number of requests whose turn has not come."""
-        return len(self._waiting)
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
-                batch = self._next_batch()
-            if batch:
-                self._encode(batch)
-
-    def _next_batch(self) -> list[_Request]:
-        batch: list[_Request] = []
-        num_inputs = 0
-        while self._waiting:
-            num_inputs += len(self._waiting[0].inputs)
-            if batch and num_inputs > MAX_BATCH_INPUTS:
-                break
-            request = self._waiting.popleft()
-            if request.result.set_running_or_notify_cancel():
-                batch.append(request)
-        return batch
-
-    def _encode(self, batch: list[_Request]) -> None:
+    async def _encode(self, batch: list[Job]) -> None:
         inputs: list[ServedInput] = []
-        for request in batch:
-            inputs += request.inputs
+        for job in batch:
+            inputs += job.inputs
+        loop = asyncio.get_running_loop()
         try:
-            embeddings, num_tokens = self.encoder.encode(inputs)
+            embeddings, num_tokens = await loop.run_in_executor(
+                self._thread, self.encoder.encode, inputs
+            )
         except Exception as error:
             if len(batch) > 1:
                 # The fault is in one of the requests: the others get their answers.
-                for request in batch:
-                    self._encode([request])
-            else:
+                for job in batch:
+                    await self._encode([job])
+            elif not batch[0].result.done():
                 batch[0].result.set_exception(error)
             return
         self.counts["batches"] += 1
         self.counts["inputs"] += len(inputs)
         self.counts["tokens"] += sum(num_tokens)
         start = 0
-        for request in batch:
-            stop = start + len(request.inputs)
+        for job in batch:
+            stop = start + len(job.inputs)
             answer = embeddings[start:stop], sum(num_tokens[start:stop])
-            request.result.set_result(answer)
+            # The server stops, and has refused the request.
+            if not job.result.done():
+                job.result.set_result(answer)
             start = stop

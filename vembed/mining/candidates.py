@@ -331,15 +331,13 @@ def open_candidates(
         config.takes_claimed,
     )
 
-    def fuse_rankings(rankings: Sequence[Ranking]) -> np.ndarray:
-        return fuse(
-            rankings,
-            weights,
-            config.top_k,
-            config.fusion,
-            config.rrf_k,
-        )
-
+    fuse_rankings = functools.partial(
+        fuse,
+        weights=weights,
+        k=config.top_k,
+        method=config.fusion,
+        rrf_k=config.rrf_k,
+    )
     return CandidateSearch(
         config,
         known,

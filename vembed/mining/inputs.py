@@ -156,21 +156,8 @@ def open_rows(options: RowOptions) -> Rows:
     refuse_bad_sources(
         [table for table in tables if isinstance(table, Records)],
         on_bad_record=options.on_bad_record,
-        purpose="work",
     )
     return Rows(tables)
-
-
-def read_qrels(path: Path) -> dict[str, list[str]]:
-    """Query id -> ids of its relevant documents (grade 1 or more)."""
-    relevant: dict[str, list[str]] = {}
-    for where, judgement in read_judgements(path):
-        if isinstance(judgement, str):
-            raise UserError(f"{where}: {judgement}")
-        query, document, grade = judgement
-        if grade > 0:
-            relevant.setdefault(query, []).append(document)
-    return relevant
 
 
 NUM_COLUMNS = 6
@@ -246,7 +233,6 @@ def read_corpus(
         num_bad=num_bad,
         num_good=len(table) // NUM_COLUMNS,
         on_bad_record=on_bad_record,
-        purpose="work",
     )
     if not table:
         names = ", ".join(file.reader.name for file in files)
@@ -336,7 +322,7 @@ class Documents:
 
     def find_ids(self, identities: Sequence[str]) -> np.ndarray:
         """The numbers of documents with these ids, -1 where there is none."""
-        keys = np.array([id_key(identity) for identity in identities], np.int64)
+        keys = np.array(list(map(id_key, identities)), np.int64)
         places = self._by_id.find(keys)
         is_known = places >= 0
         places[is_known] = self._number_of_id[places[is_known]]
@@ -360,26 +346,29 @@ def items_of(example: Example) -> tuple[Item, ...]:
     return example.positives + example.negatives
 
 
-def row_value(item: Item, image_folder: str) -> Any:
-    """An item as a row of training data holds it; paths of images relative to `image_folder` where they are in it."""
-    images = []
-    for image in item.images:
-        if image.path is None:
-            raise UserError(
-                "images that are held inside a Parquet file cannot be written as negatives: save them as files"
-            )
-        path = Path(image.path)
-        is_inside = path.is_relative_to(image_folder)
-        images.append(str(path.relative_to(image_folder)) if is_inside else image.path)
-    if not images:
-        return item.text
-    value = {} if item.text is None else {"text": item.text}
-    return value | {"image": images[0] if len(images) == 1 else images}
-
-
 def row_values(items: Iterable[Item], image_folder: str) -> list[Any]:
-    """Return several items as a row holds them."""
-    return [row_value(item, image_folder) for item in items]
+    """Return items as a row of training data holds them; paths of images relative to `image_folder` where they are in
+    it."""
+    values: list[Any] = []
+    for item in items:
+        images = []
+        for image in item.images:
+            if image.path is None:
+                raise UserError(
+                    "images that are held inside a Parquet file cannot be written as negatives: save them as files"
+                )
+            path = Path(image.path)
+            name = image.path
+            if path.is_relative_to(image_folder):
+                name = str(path.relative_to(image_folder))
+            images.append(name)
+        if not images:
+            values.append(item.text)
+            continue
+        value: dict[str, Any] = {} if item.text is None else {"text": item.text}
+        value["image"] = images[0] if len(images) == 1 else images
+        values.append(value)
+    return values
 
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")
@@ -450,15 +439,19 @@ class KnownPositives:
         self._first_row = first_row
         self.notes: list[str] = []
         """Lines for the log."""
-        qrels = _qrels(options)
-        if qrels and query_of_id.keys().isdisjoint(qrels):
+        judged = set()
+        for path in _qrels_of(options):
+            for where, judgement in read_judgements(path):
+                if isinstance(judgement, str):
+                    raise UserError(f"{where}: {judgement}")
+                identity, document, grade = judgement
+                judged.add(identity)
+                if grade > 0 and identity in query_of_id:
+                    by_id.append((query_of_id[identity], document))
+        if judged and judged.isdisjoint(query_of_id):
             self.notes.append(
                 "qrels: no row has the id of a query in them, so they add no known positive"
             )
-        for identity, relevant in qrels.items():
-            if identity in query_of_id:
-                query = query_of_id[identity]
-                by_id += [(query, document) for document in relevant]
         known = [_pairs(positives, documents), self._pairs_by_id(by_id, documents)]
         self.positives = Pairs.union(known)
         """Known positives of each query: of all its rows, by content, and by id."""
@@ -538,16 +531,14 @@ def _first_value(
     return None
 
 
-def _qrels(options: DataOptions) -> dict[str, list[str]]:
-    """Return relevant pairs from qrels: the file that is given, or those of the corpus's BEIR-style folders."""
+def _qrels_of(options: DataOptions) -> list[Path]:
+    """Return the qrels file that is given, or those of the corpus's BEIR-style folders."""
     if options.qrels_path is not None:
-        return read_qrels(Path(options.qrels_path))
-    relevant: dict[str, list[str]] = {}
+        return [Path(options.qrels_path)]
+    paths = []
     for path in paths_of(options.corpus_path):
         folder = Path(path).expanduser()
         if is_beir_folder(folder) and qrels_files(folder):
             splits = [options.split] if options.split else SPLITS
-            judged = read_qrels(choose_qrels(folder, splits))
-            for identity, documents in judged.items():
-                relevant.setdefault(identity, []).extend(documents)
-    return relevant
+            paths.append(choose_qrels(folder, splits))
+    return paths

@@ -40,7 +40,7 @@ from vembed.mining.options import (
 )
 from vembed.mining.output import check_output, row_with_negatives, write_rows
 from vembed.mining.retrievers import files_identity
-from vembed.models.families.model_files import kind_of, model_folder, whole_model_folder
+from vembed.models.families.model_files import whole_model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration
@@ -93,16 +93,11 @@ def load_judge(
 
         return ask
 
-    kind: str = judge.kind
-    if kind == "auto":
-        kind = kind_of(model_folder(judge.model, option="judges"))
-    if kind in ("sparse encoder", "late-interaction model"):
-        raise UserError(f"judges: {judge.model} is a {kind}; give a reranker")
     reranker = Reranker(
         whole_model_folder(judge.model, option="judges"),
         role=f"judges: {judge.model}",
         device=device,
-        head=HEADS.get(kind, "auto"),
+        head=HEADS.get(judge.kind, "auto"),
         instruction=judge.instruction,
         max_length=judge.max_length,
         torch_dtype=options.torch_dtype,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from vembed.config.loading import (
     STAGES,
@@ -70,16 +70,10 @@ class Retriever(Immutable):
     """Library that loads the model. `auto`: vembed, and Sentence Transformers for modules that vembed does not know."""
 
 
-def _checked_url(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"base_url: {url} must begin with http:// or https://")
-    return url
-
-
 class Endpoint(Immutable):
     """An OpenAI-compatible endpoint."""
 
-    base_url: Annotated[str, AfterValidator(_checked_url)] | None = None
+    base_url: Annotated[str, Field(pattern="^https?://")] | None = None
     """Address of the endpoint, up to `/v1`: http://127.0.0.1:8000/v1."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key. The key itself stands in no file."""

@@ -276,13 +276,12 @@ def save_adapter(
     """Save the adapter alone, in peft's layout. `state`: the backbone's full state dict under its own names."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {}
-    for key, tensor in state.items():
-        if ".lora_" in key:
-            # peft's files leave out the adapter's name, and `.weight` behind DoRA's magnitude vector.
-            name = key.replace(f".{_NAME}.", ".")
-            name = name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
-            weights[_PREFIX + name] = tensor.contiguous()
+    from peft import get_peft_model_state_dict
+
+    adapter = get_peft_model_state_dict(
+        backbone, dict(state), adapter_name=_NAME, save_embedding_layers=False
+    )
+    weights = {_PREFIX + name: tensor.contiguous() for name, tensor in adapter.items()}
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     backbone.peft_config[_NAME].save_pretrained(folder)
     return folder

@@ -79,13 +79,6 @@ def attention_kernel(
 
     `option`: attn_implementation. `half`: attention runs in 16 bits.
     """
-    has_sdpa = bool(backbone._supports_sdpa)
-    has_flash = bool(backbone._supports_flash_attn)
-    is_supported = {"sdpa": has_sdpa, "flash_attention_2": has_flash}
-    if not is_supported.get(option, True):
-        raise UserError(
-            f"attn_implementation: {backbone.__name__} has no {option}; use auto"
-        )
     if option == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(
             "attn_implementation: flash_attention_2 needs the package flash-attn and a CUDA GPU, and at least one "
@@ -94,13 +87,13 @@ def attention_kernel(
     if option != "auto":
         return option, "attn_implementation in the config"
     problem = why_no_flash(device, half=half)
-    if not has_flash:
+    if not backbone._supports_flash_attn:
         problem = "this model does not support flash-attn"
     elif not is_flash_attn_2_available():
         problem = problem or "flash-attn is not installed"
     if problem is None:
         return "flash_attention_2", "auto: flash-attn is installed"
-    return "sdpa" if has_sdpa else None, f"auto: {problem}"
+    return "sdpa" if backbone._supports_sdpa else None, f"auto: {problem}"
 
 
 def why_padded(

@@ -697,13 +697,7 @@ def freeze_unused(backbone: nn.Module) -> None:
     """Freeze parameters that no embedding depends on. They would never get a gradient, and FSDP would wait for it."""
     unused = []
     for name, parameter in backbone.named_parameters():
-        if name in LOSS_PARAMETERS:
-            parameter.requires_grad = False
-            log.info(
-                "frozen: %s (the loss learns its own with loss: sigmoid or learn_temperature: true)",
-                name,
-            )
-        elif is_never_used(name):
+        if name in LOSS_PARAMETERS or is_never_used(name):
             parameter.requires_grad = False
             unused.append(name)
     if unused:

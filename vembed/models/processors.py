@@ -71,8 +71,23 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
             f"the tokenizer of {source} has tokens up to number {largest:,d}, and config.json has vocab_size "
             f"{num_rows:,d}: one of the two is of another model; copy the model again"
         )
-    if not is_own(folder):
-        _check_special_tokens(source, folder, values, tokenizer)
+    numbers: dict[str, int] = {}
+    for name in ("pad", "bos", "eos", "cls", "sep"):
+        key = f"{name}_token_id"
+        if isinstance(values.get(key), int) and not is_own(folder):
+            numbers[key] = values[key]
+    added = tokenizer.added_tokens_decoder.items()
+    special = {number for number, token in added if token.special}
+    special.update(tokenizer.all_special_ids)
+    is_other = bool(special and numbers) and not special & set(numbers.values())
+    if values.get("model_type") in POSITIONS_AFTER_PADDING:
+        # Positions count from the padding token.
+        is_other |= numbers.get("pad_token_id", 1) != tokenizer.pad_token_id
+    if is_other:
+        raise UserError(
+            f"the tokenizer of {source} does not belong to the model in {folder}: its special tokens are "
+            f"{sorted(special)[:8]}, and config.json has {numbers}; copy the tokenizer of that model"
+        )
     # A padding token that somebody has added may have no row.
     has_row = tokenizer.pad_token is not None and tokenizer.pad_token_id < num_rows
     if not has_row and tokenizer.eos_token is not None:
@@ -88,35 +103,6 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         # Once more does no harm.
         backend.normalizer = NormalizerSequence(steps)
     return tokenizer
-
-
-def _check_special_tokens(
-    tokenizer_folder: Path,
-    model_folder: Path,
-    values: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
-    """Raise UserError if none of the special tokens in config.json is one of the tokenizer, or if padding differs where
-    positions depend on it. `values`: of config.json."""
-    numbers: dict[str, int] = {}
-    for name in ("pad", "bos", "eos", "cls", "sep"):
-        key = f"{name}_token_id"
-        if isinstance(values.get(key), int):
-            numbers[key] = values[key]
-    added = tokenizer.added_tokens_decoder.items()
-    special = {number for number, token in added if token.special}
-    special.update(tokenizer.all_special_ids)
-    shifts_positions = values.get("model_type") in POSITIONS_AFTER_PADDING
-    if shifts_positions and numbers.get("pad_token_id", 1) != tokenizer.pad_token_id:
-        problem = f"padding is token {tokenizer.pad_token_id}"
-    elif numbers and special and not special & set(numbers.values()):
-        problem = f"its special tokens are {sorted(special)[:8]}"
-    else:
-        return
-    raise UserError(
-        f"the tokenizer of {tokenizer_folder} does not belong to the model in {model_folder}: {problem}, and config.json "
-        f"has {numbers}; copy the tokenizer of that model"
-    )
 
 
 def open_tokenizer(

@@ -165,6 +165,19 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def forget_forward(model: nn.Module) -> None:
+    """Reset FSDP1's state after a forward pass with grad that gets no backward pass.
+
+    FSDP1 registers its gradient hooks in the first forward pass of an iteration. In 16-bit computation the hooks belong
+    to that forward pass; if it is discarded, the next backward pass would silently leave no gradients.
+    """
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        if unit._flat_param is not None:
+            hook = vars(unit._flat_param).pop("_post_backward_hook_state", None)
+            if hook is not None:
+                hook[-1].remove()
+
+
 def discard_passes(model: nn.Module) -> None:
     """Drop all gradients of passes that were not synchronised. Units of FSDP are sharded again.
 
@@ -183,6 +196,7 @@ def discard_passes(model: nn.Module) -> None:
                     param.unsharded_accumulated_grad = None
                     if "_unsharded_param" in vars(param):
                         param._unsharded_param.grad = None
+    forget_forward(model)
     model.zero_grad(set_to_none=True)
 
 

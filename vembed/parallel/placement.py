@@ -315,10 +315,12 @@ def choose_precision(
     # A precision that was asked for is refused if the device lacks it. Only `auto` chooses another one.
     if asked.value == "fp16" and device.type == "cpu":
         raise UserError(
-            f"{asked.reason} needs a GPU, and this process computes on the CPU: use bf16 or no."
+            f"mixed_precision: fp16 ({asked.origin}) needs a GPU, and this process computes on the CPU: use bf16 or no."
         )
     if asked.value == "bf16" and not has_bf16:
-        raise UserError(f"{asked.reason}, but {name} has no bfloat16: use fp16 or no.")
+        raise UserError(
+            f"mixed_precision: bf16 ({asked.origin}), but {name} has no bfloat16: use fp16 or no."
+        )
     if asked.value != "auto":
         return Decision(asked.value, asked.reason, asked.origin)
     if device.type == "cpu":

@@ -7,27 +7,28 @@ either, and what happens when a device runs out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vembed.config.decisions import FsdpConfig
 from vembed.config.schema import BatchSection, TrainConfig
+from vembed.data.batching.rank_batch import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
 from vembed.models.building import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
 from vembed.models.families.description import describe
-from vembed.models.families.family import Modality
 from vembed.parallel import collectives
 from vembed.parallel.devices import GIB, is_shortage, memory_snapshot, seed_draws
 from vembed.parallel.parameters import (
     discard_passes,
+    forget_forward,
     num_parameters,
     set_gradient_sync,
     set_keep_gathered,
@@ -160,9 +161,13 @@ def measure(config: TrainConfig) -> ModelSize:
         optimizer_bytes /= 2
     layers = layers_of(model)
     largest_layer = total if not layers else 0
+    inner = 0
     for layer in layers:
-        num_values = sum(weight.numel() for weight in layer.parameters())
-        largest_layer = max(largest_layer, num_values)
+        weights = list(layer.parameters())
+        largest_layer = max(largest_layer, sum(weight.numel() for weight in weights))
+        for weight in weights:
+            if weight.ndim == 2:
+                inner = max(inner, weight.shape[0])
     return ModelSize(
         total=total,
         trained=trained,
@@ -172,35 +177,9 @@ def measure(config: TrainConfig) -> ModelSize:
         layer_parameters=largest_layer,
         num_layers=len(layers),
         hidden=description.hidden_dim,
-        inner=widest_weight(layers),
+        inner=inner,
         max_length=description.max_length,
     )
-
-
-def widest_weight(layers: Sequence[nn.Module]) -> int:
-    """Return the most outputs of a linear layer inside the layers: the width of the feed-forward."""
-    widest = 0
-    for layer in layers:
-        for weight in layer.parameters():
-            if weight.ndim == 2:
-                widest = max(widest, weight.shape[0])
-    return widest
-
-
-def graph_bytes_per_token(
-    num_layers: int,
-    hidden: int,
-    inner: int,
-    *,
-    computes_in_half: bool,
-    recomputes: bool,
-) -> float:
-    """Estimate the bytes of a token's graph from the shapes of the layers. `inner`: width of the feed-forward."""
-    width = 2 if computes_in_half else 4
-    per_layer = width * (KEPT_PER_HIDDEN * hidden + 3.0 * inner)
-    if recomputes:  # one layer at a time, and the inputs of all
-        return per_layer + width * hidden * num_layers
-    return per_layer * num_layers
 
 
 class MemoryEstimate:
@@ -235,13 +214,12 @@ class MemoryEstimate:
         if recomputes is None:
             recomputes = self.placement.recomputation.value
         size = self.size
-        per_token = graph_bytes_per_token(
-            size.num_layers,
-            size.hidden,
-            size.inner,
-            computes_in_half=self.placement.computes_in_half,
-            recomputes=recomputes,
-        )
+        width = 2 if self.placement.computes_in_half else 4
+        per_token = width * (KEPT_PER_HIDDEN * size.hidden + 3.0 * size.inner)
+        if recomputes:  # one layer at a time, and the inputs of all
+            per_token += width * float(size.hidden * size.num_layers)
+        else:
+            per_token *= size.num_layers
         return Demand(self._without_graphs().total, per_token)
 
     def in_step(
@@ -439,17 +417,8 @@ def find_budget(
         free, _ = torch.cuda.mem_get_info(session.device)
         memory = free + torch.cuda.memory_reserved(session.device)
     else:
-        # Nothing fixed: what is free now is asked for, with the weights in place. From the shapes: host memory is large, and
-        # the graphs get a share of it.
-        layers = layers_of(model)
-        per_token = graph_bytes_per_token(
-            len(layers) or 1,
-            featuriser.description.hidden_dim,
-            widest_weight(layers),
-            computes_in_half=placement.computes_in_half,
-            recomputes=placement.recomputation.value,
-        )
-        demand = Demand(0.0, per_token)
+        # Nothing fixed: what is free now is asked for, with the weights in place.
+        demand = Demand(0.0, bytes_per_token(model, featuriser, session, sample))
         memory = psutil.virtual_memory().available // session.local_world_size
     longest = max((feature.length for feature in sample), default=1)
     limits = tokens_of(placement, demand, longest, memory)
@@ -459,7 +428,7 @@ def find_budget(
     kept_tokens = -lowest[1]
     log.info(
         f"micro-batches: up to {micro_batch:,d} padded tokens; graphs: kept for up to {kept_tokens:,d} padded tokens "
-        f"per rank, Gradient Cache replays the rest of larger batches ({demand.fixed / GIB:.2f}GB and "
+        f"per rank, Gradient Cache replays the rest of larger batches (measured: {demand.fixed / GIB:.2f}GB and "
         f"{demand.per_token:,.0f} bytes per token, of {memory / GIB:.2f}GB)"
     )
     return Budget(micro_batch, kept_tokens, cache)
@@ -474,19 +443,15 @@ def measure_demand(
     session: Session,
     sample: Sequence[Features],
 ) -> Demand:
-    """Measure the peak of forward and backward passes on the device: the line through two micro-batches of each modality's
-    longest input, of which the second has twice the rows. Collective."""
+    """Measure the peak of a step's forward and backward passes on the device. Collective."""
 
-    def peak(modality: Modality, inputs: Sequence[Features]) -> int:
-        tensors = {}
-        for name, part in featuriser.collate(inputs).items():
-            tensors[name] = part.to(session.device)
+    def peak(inputs: ModelInputs) -> int:
         # The second pass has the gradients in place, as all steps but the first.
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats(session.device)
             seed_draws(0, session.device)
             with torch.enable_grad():
-                output = model([(modality, tensors)])[0]
+                output = model(inputs)[0]
             if output.requires_grad:
                 output.sum().backward()
             del output
@@ -497,24 +462,8 @@ def measure_demand(
     set_gradient_sync(model, reduces_each)
     if session.keeps_gathered:
         set_keep_gathered(model, True)
-    fixed = 0.0
-    per_token = 1.0
     try:
-        for modality in featuriser.description.modalities:
-            longest = max(
-                (feature for feature in sample if feature.modality == modality),
-                key=lambda feature: feature.length,
-                default=featuriser.dummy(modality),
-            )
-            num_rows = max(PROBE_TOKENS // longest.length, 1)
-            tokens = num_rows * longest.length
-            smaller = peak(modality, [longest] * num_rows)
-            larger = peak(modality, [longest] * (2 * num_rows))
-            # From one size alone, what does not grow with the tokens (autocast's copies of the weights, gathered
-            # parameters) would count as activations.
-            slope = max(larger - smaller, 0) / tokens
-            fixed = max(fixed, smaller - slope * tokens)
-            per_token = max(per_token, slope)
+        demand = _demand_of(featuriser, session, sample, peak)
     except RuntimeError as error:
         if not is_shortage(error):
             raise
@@ -527,6 +476,79 @@ def measure_demand(
     if session.fsdp is not None and session.keeps_gathered:
         set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
     torch.cuda.empty_cache()
+    return demand
+
+
+def bytes_per_token(
+    model: nn.Module,
+    featuriser: BaseFeaturiser,
+    session: Session,
+    sample: Sequence[Features],
+) -> int:
+    """Return the graph bytes per token of the longest inputs, measured on small forward passes. Collective."""
+    saved: dict[int, Tensor] = {}
+    nothing = torch.empty(0)
+
+    def pack(tensor: Tensor) -> Tensor:
+        """Hold the storage, so that no other tensor gets its address. The graph holds nothing: an output that the hook
+        gave it would hold its own graph, and neither would ever be freed."""
+        source = tensor if tensor._base is None else tensor._base
+        # Parameters live without the graph. FSDP gathers them in storages of their own.
+        if not isinstance(source, nn.Parameter):
+            # Keyed by storage, so that views of one tensor are counted once.
+            saved[tensor.untyped_storage().data_ptr()] = tensor.detach()
+        return nothing
+
+    def graph_bytes(inputs: ModelInputs) -> int:
+        seed_draws(0, session.device)
+        with (
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            outputs = model(inputs)
+        storages = [tensor.untyped_storage() for tensor in saved.values()]
+        num_bytes = sum(storage.nbytes() for storage in storages)
+        del outputs
+        forget_forward(model)
+        saved.clear()
+        return num_bytes
+
+    demand = _demand_of(featuriser, session, sample, graph_bytes)
+    (per_token,) = collectives.max_ints([int(demand.per_token)])
+    return max(per_token, 1)
+
+
+def _demand_of(
+    featuriser: BaseFeaturiser,
+    session: Session,
+    sample: Sequence[Features],
+    num_bytes: Callable[[ModelInputs], int],
+) -> Demand:
+    """Return the line through the bytes of two micro-batches of each modality's longest input.
+
+    The second has twice the rows of the first. From one size alone, what does not grow with the tokens (autocast's
+    copies of the weights, gathered parameters) would count as activations.
+    """
+    fixed = 0.0
+    per_token = 1.0
+    for modality in featuriser.description.modalities:
+        longest = max(
+            (feature for feature in sample if feature.modality == modality),
+            key=lambda feature: feature.length,
+            default=featuriser.dummy(modality),
+        )
+        num_rows = max(PROBE_TOKENS // longest.length, 1)
+        sizes = []
+        for count in (num_rows, 2 * num_rows):
+            batch = featuriser.collate([longest] * count)
+            tensors = {}
+            for name, part in batch.items():
+                tensors[name] = part.to(session.device)
+            sizes.append(num_bytes([(modality, tensors)]))
+        tokens = num_rows * longest.length
+        slope = max(sizes[1] - sizes[0], 0) / tokens
+        fixed = max(fixed, sizes[0] - slope * tokens)
+        per_token = max(per_token, slope)
     return Demand(fixed, per_token)
 
 

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,8 @@ def run_tune(
         os.environ.pop("RANK", None)
         _work(search)
         return None
-    if search.folder.exists() and not search.folder.is_dir():
-        raise UserError(
-            f"--output {search.folder} is a file; give a folder, a new one or that of an earlier search"
-        )
+    if search.folder.is_file():
+        raise UserError(f"--output {search.folder} is a file; give a folder")
     config = resolve_run(search.config, search.overrides).config
     if not config.data.has_validation:
         raise UserError(
@@ -138,25 +136,20 @@ def run_tune(
     # A mistake in the options is found before the first trial.
     planned = ranges(config, search.options)
     if is_dry_run:
-        where = f"{num_workers} process(es) on the CPU"
-        if num_devices:
-            where = f"{num_workers} GPU(s)"
         listed = [f"  {entry}" for entry in planned]
         if is_auto and planned[0].option == "learning_rate":
             listed[0] = (
                 f"  learning_rate: an eighth to {RATE_RATIO} times that of the first trial, by ratio (auto)"
             )
         print_lines(
-            f"trials: {search.num_trials}, the first one the config as it is, on {where}, one trial each",
+            f"trials: {search.num_trials}, the first one the config as it is, {num_workers} at once",
             "options:",
             *listed,
-            f"stopped early: of the trials at an evaluation, two thirds (successive halving by {REDUCTION})",
             f"written: {search.folder}/{BEST}, {TRIALS}, {JOURNAL}",
         )
         return None
     search.folder.mkdir(parents=True, exist_ok=True)
     _begin(search)
-    print_lines(*(f"  {entry}" for entry in _ranges_of(_study(search))))
     if num_workers == 1:
         _work(search)
     else:
@@ -212,13 +205,12 @@ def _begin(search: Search) -> None:
         "options": list(search.options),
     }
     journal = search.folder / JOURNAL
-    before = _study(search).user_attrs if journal.exists() else {}
-    if before:
-        if before["asked"] != asked:
+    study = _study(search) if journal.exists() else None
+    if study is not None and study.user_attrs:
+        if study.user_attrs["asked"] != asked:
             raise UserError(
                 f"{search.folder} holds a search over another config or other options: choose another --output"
             )
-        study = _study(search)
         # Of a search that was killed: nobody runs them any more.
         for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
             study.tell(trial.number, state=TrialState.FAIL)
@@ -242,14 +234,8 @@ def _begin(search: Search) -> None:
             intermediate_values=dict(enumerate(best_until)),
         )
     )
-    print_lines(f"trial 0: {max(scores):.4f}")
-    study.set_user_attr("ranges", [asdict(entry) for entry in space])
+    print_lines(f"trial 0: {max(scores):.4f}", *(f"  {entry}" for entry in space))
     study.set_user_attr("asked", asked)
-
-
-def _ranges_of(study: Any) -> list[Range]:
-    """Return the ranges that a search began with."""
-    return [Range(**values) for values in study.user_attrs["ranges"]]
 
 
 def _work(search: Search) -> None:
@@ -258,7 +244,7 @@ def _work(search: Search) -> None:
     from optuna.trial import TrialState
 
     study = _study(search)
-    distributions = {entry.option: entry.distribution for entry in _ranges_of(study)}
+    distributions = study.get_trials(deepcopy=False)[0].distributions
     num_failed = 0
     # This bound ends a search whose values all fail. Failed trials are not taken, so others are made in their place.
     while (

@@ -9,24 +9,21 @@ from typing import Any
 
 import torch
 
-from vembed.cli.arguments import TrainArguments
-from vembed.cli.run_train import resolve_launch
 from vembed.config.decisions import ResolvedRun, decide_epochs, steps_of_epochs
-from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
 from vembed.data.records import Columns
 from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
 from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
-from vembed.parallel.devices import Gpu, Hardware, bf16_instructions
+from vembed.parallel.devices import Gpu, bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import (
     Placement,
     memory_of_a_process,
     place,
 )
-from vembed.parallel.step_memory import Memory, MemoryEstimate, ModelSize
+from vembed.parallel.step_memory import MemoryEstimate, ModelSize
 from vembed.progress import duration
 
 FITS = 0.9
@@ -34,25 +31,6 @@ FITS = 0.9
 USED_SHARE = {True: 0.35, False: 0.6}
 """Assumed share of the peak that training reaches: in 16 bits, and in float32."""
 SECONDS_PER_HOUR = 3600.0
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Prediction of the memory of each process of a run and of its time."""
-
-    placement: Placement
-    size: ModelSize
-    memory: Memory
-    gpu: Gpu | None
-    seconds: float | None
-    """An estimate; None where there is none."""
-    hours_line: str
-    """The estimate with what it rests on, or why there is none."""
-
-    @property
-    def fits(self) -> bool:
-        """True if each process has the memory."""
-        return self.memory.total <= FITS * self.placement.memory
 
 
 @dataclass(frozen=True)
@@ -64,21 +42,6 @@ class DataSize:
     """Mean tokens of an example: its query, positives and negatives."""
     length: float
     """Mean tokens of a text."""
-
-
-def predict(
-    arguments: TrainArguments, *, hardware: Hardware | None = None
-) -> Prediction:
-    """Return the prediction for a config. `hardware`: instead of this machine's."""
-    run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
-    count = None if hardware is None else hardware.count
-    ranks = resolve_launch(run, arguments, num_gpus=count).first_rank
-    gpu = None if hardware is None else hardware.gpu
-    placement = place_here(run, ranks, gpu)
-    estimate = MemoryEstimate(placement)
-    size = estimate.size
-    seconds, line = training_time(placement, size, gpu)
-    return Prediction(placement, size, estimate.in_step(), gpu, seconds, line)
 
 
 def place_here(

@@ -7,7 +7,6 @@ import json
 import operator
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -17,16 +16,15 @@ from typing import Any
 from vembed.cli.arguments import TrainArguments
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
-from vembed.cli.support import is_first_rank, print_progress
+from vembed.cli.support import is_first_rank, print_lines, print_progress
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import (
     DATA_FILES,
     Pipeline,
     PipelineStep,
     resolve_run,
-    values_by_option,
 )
-from vembed.config.options import BOOLS
+from vembed.config.options import command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.config.terms import needed_teachers
@@ -91,12 +89,12 @@ def run_stages(
                 if is_first_rank() and Path(pipeline.root).is_dir():
                     _write_report(pipeline)
         else:
-            sys.stdout.write(f"==== {step.name} ({step.kind}) in {stage.folder}\n")
+            print_lines(f"==== {step.name} ({step.kind}) in {stage.folder}")
             if step.kind == "train":
                 code = train(stage.arguments)
             else:
                 name, args = stage.command()
-                sys.stdout.write(f"would run: vembed {name} {' '.join(args)}\n")
+                print_lines(f"would run: vembed {name} {' '.join(args)}")
         if code:
             return code
     if not arguments.is_dry_run and is_first_rank():
@@ -151,17 +149,19 @@ class _Stage:
         arguments: TrainArguments,
     ) -> None:
         self.pipeline = pipeline
+        self.all_arguments = arguments
         self.step = step
+        self.where = f"{pipeline.source}: stage {step.name}: "
         self.folder = pipeline.folder(step.name)
         self.before = pipeline.before(step.name)
-        self.all_arguments = arguments
-        self.options = located(_with_shared_data(pipeline, step), arguments.config)
+        self.options = _with_shared_data(pipeline, step)
         """Of a step between; its paths may stand beside the config file."""
-        overwrite = values_by_option(arguments.overrides).get("overwrite")
-        if overwrite is None:
-            overwrite = pipeline.shared.value("overwrite", False)
-        # Any other word is refused where the config of a training is read.
-        self.starts_over = BOOLS.get(str(overwrite).lower(), False)
+        for key in (*DATA_FILE_OPTIONS, *MODELS):
+            if key in self.options:
+                self.options[key] = _with_names(self.options[key], self._located)
+        self.command_line, _ = command_line_layer(arguments.overrides)
+        overwrite = pipeline.shared.value("overwrite", False)
+        self.starts_over = bool(self.command_line.value("overwrite", overwrite))
         """The step runs even if it is done, and replaces what is there."""
         self.arguments = replace(
             arguments,
@@ -178,26 +178,48 @@ class _Stage:
             run = self._resolve()
             require_trackers(run.config.logging.report_to)
             config = run.config
+            names = [step.name for step in self.pipeline.steps]
             for teacher in needed_teachers(config.objective, config.data, config.model):
-                for step in self.pipeline.steps:
-                    is_folder = Path(teacher.model).exists()
-                    if teacher.model == step.name and not is_folder:
-                        folder = self.pipeline.folder(step.name) / FINAL
-                        raise UserError(
-                            f"{self.pipeline.source}: stage {self.step.name}: teacher: {step.name} is a stage: give "
-                            f"its model, {folder}"
-                        )
+                name = teacher.model
+                if name in names and not Path(name).exists():
+                    raise UserError(
+                        f"{self.where}teacher: {name} is a stage: give its model, {self.pipeline.folder(name) / FINAL}"
+                    )
             if not self.arguments.is_dry_run:
                 require_paths(
                     run.config.model, run.config.data, run.origins, future_folders
                 )
             return
-        check_options(self.pipeline, self.step, self.options, future_folders)
+        for key in DATA_FILE_OPTIONS:
+            for path in _names_in(self.options.get(key)):
+                problem = missing_path(key, path, future_folders)
+                if problem is not None:
+                    raise UserError(self.where + problem)
+        before = [step.name for step in self.before if step.has_model]
+        others = {step.name for step in self.pipeline.steps} - set(before)
+        for key in MODELS:
+            for name in _names_in(self.options.get(key)):
+                is_folder = Path(name).expanduser().exists()
+                if name in (*before, BM25) or is_folder:
+                    continue
+                if is_inside(name, future_folders):
+                    continue
+                hint = did_you_mean(name, before) or similar_path(name)
+                if name in others or hint or not is_hub_model(name):
+                    raise UserError(
+                        f"{self.where}{key}: {name} is neither a folder nor a stage before it with a model, which are "
+                        f"{', '.join(before) or 'none'}{hint}"
+                    )
+        required = self.options.get("require", {})
+        if not isinstance(required, Mapping):
+            raise UserError(
+                f"{self.where}require: {required!r} is no condition by name"
+            )
+        for name, condition in required.items():
+            _parse(name, condition)
         problem = check_arguments(*self.command())
         if problem is not None:
-            raise UserError(
-                f"{self.pipeline.source}: stage {self.step.name}: {problem}"
-            )
+            raise UserError(self.where + problem)
 
     def fingerprint(self, known: Mapping[str, str]) -> str:
         """Return what this step depends on. `known`: the fingerprints of the steps before it."""
@@ -293,8 +315,8 @@ class _Stage:
             # The code in the folders of trained models is the class that the config names.
             options.setdefault("trust_remote_code", True)
         for key in MODELS:
-            if key in options and key != "models":
-                options[key] = self._with_stage_models(options[key])
+            if key in options:
+                options[key] = _with_names(options[key], self._model_named)
         target = str(self.folder / RESULTS[kind])
         if kind == "mine":
             if "retrievers" not in options and "model_name" not in options:
@@ -307,23 +329,18 @@ class _Stage:
                 options["judges"] = [{"model": self._model()}]
             return "judge", _pairs({**options, "output_path": target})
         if kind == "evaluate":
-            data = options.pop("data", None)
-            model = options.pop("model", None)
             options.pop("require", None)
-            if data is None:
-                raise UserError(f"stage {self.step.name}: evaluate needs data")
-            if model is None:
-                model = self._model()
-            return "eval", [model, data, "--json", target, *_flags(options)]
-        names = options.pop("models", None)
-        if names is None:
+            if "data" not in options:
+                raise UserError(f"{self.where}evaluate needs data")
+            words = [options.pop("model", None) or self._model(), options.pop("data")]
+            return "eval", [*words, "--json", target, *_flags(options)]
+        models = options.pop("models", None)
+        if models is None:
             names = [step.name for step in self.before if step.kind == "train"]
-        models = []
-        for name in names:
-            model = self._model_named(name)
-            if "last" in options and model != name:
-                model = str(self.pipeline.folder(name))  # a run, with its checkpoints
-            models.append(model)
+            models = [self._model_named(name) for name in names]
+        if "last" in options:
+            # A run, with its checkpoints.
+            models = [model.removesuffix(f"/{FINAL}") for model in models]
         final = str(self.folder / FINAL)
         return "merge", [*models, "--output", final, *_flags(options)]
 
@@ -352,16 +369,13 @@ class _Stage:
         """Return the model of the last step before this one that leaves one, else the config's own."""
         if self.step.model_step is not None:
             return self._model_named(self.step.model_step.name)
-        name = values_by_option(self.all_arguments.overrides).get("model_name")
-        start_model = self.pipeline.shared.values.get("model_name")
-        if name is not None:
-            return name
-        if start_model is None:
+        name = self.pipeline.shared.value("model_name")
+        name = self.command_line.value("model_name", name)
+        if name is None:
             raise UserError(
-                f"{self.pipeline.source}: stage {self.step.name}: no step before it leaves a model, and the config has no "
-                "model_name to begin with"
+                f"{self.where}no step before it leaves a model, and the config has no model_name to begin with"
             )
-        return str(start_model.value)
+        return str(name)
 
     def _model_named(self, name: str) -> str:
         """Return the model of a stage by its name; any other name as it is."""
@@ -369,29 +383,25 @@ class _Stage:
             return str(self.pipeline.folder(name) / FINAL)
         return name
 
-    def _with_stage_models(self, value: Any) -> Any:
-        """Return the value of an option with the models of stages in place of their names."""
-        if isinstance(value, str):
-            return self._model_named(value)
-        if isinstance(value, list):
-            return [self._with_stage_models(entry) for entry in value]
-        if isinstance(value, Mapping) and named_paths(value):
-            return {**value, "model": self._model_named(value["model"])}
-        return value
+    def _located(self, name: str) -> str:
+        """Return a path that is not in the current folder, but beside the config file, as there; others as they are."""
+        config = self.all_arguments.config
+        if config is None or Path(name).exists():
+            return name
+        beside = Path(config).parent / name
+        return str(beside) if beside.exists() else name
 
     def _overrides(self, overrides: Sequence[str]) -> tuple[str, ...]:
         """Return the overrides of a training: those of the command line that are for it."""
-        left_out = ["stage"]
-        if self.step.model_step is not None:
-            # A model that the command line names is the one that the first stage starts from.
-            left_out.append("model_name")
         kept_overrides = []
         for override in overrides:
-            (option,) = values_by_option([override])
-            if option not in left_out:
+            layer, stage = command_line_layer([override])
+            # A model that the command line names is the one that the first stage starts from.
+            is_model = self.step.model_step is not None and "model_name" in layer.values
+            if stage is None and not is_model:
                 kept_overrides.append(override)
         is_run = not self.all_arguments.is_dry_run and not self.starts_over
-        if is_run and "resume" not in values_by_option(overrides):
+        if is_run and "resume" not in self.command_line.values:
             # A stage that was stopped goes on; its folder is of this very fingerprint.
             kept_overrides.append("resume=auto")
         return tuple(kept_overrides)
@@ -507,46 +517,39 @@ COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator
 CONDITION = re.compile(r"\s*(>=|<=|>|<)?\s*([+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*")
 
 
-def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
-    """Return the options with relative paths that are not in the current folder, but beside the config file, as those
-    of a training are."""
-
-    def locate(value: Any) -> Any:
-        if isinstance(value, list):
-            return [locate(entry) for entry in value]
-        if config is None or not isinstance(value, str) or Path(value).exists():
-            return value
-        beside = Path(config).parent / value
-        return str(beside) if beside.exists() else value
-
-    names = (*DATA_FILE_OPTIONS, *MODELS)
-    return {
-        key: locate(value) if key in names else value for key, value in options.items()
-    }
+def _with_names(value: Any, change: Callable[[str], str]) -> Any:
+    """Return the value of an option with each path and name in it changed: a text, a list, or entries with a path or a
+    model, unless that is the model of an endpoint."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_with_names(entry, change) for entry in value]
+    if isinstance(value, Mapping) and "base_url" not in value:
+        for key in ("path", "model"):
+            if key in value:
+                return {**value, key: _with_names(value[key], change)}
+    return value
 
 
-def named_paths(value: Any) -> list[str]:
-    """Return the paths and names of an option: a text, a list of them, or entries with a path or a model, unless that
-    is the model of an endpoint."""
-    paths = []
-    for entry in value if isinstance(value, list) else [value]:
-        path = entry
-        if isinstance(entry, Mapping):
-            path = entry.get("path", entry.get("model"))
-            if "base_url" in entry:
-                path = None
-        if isinstance(path, str):
-            paths.append(path)
-    return paths
+def _names_in(value: Any) -> list[str]:
+    """Return the paths and names in the value of an option."""
+    names: list[str] = []
+
+    def add(name: str) -> str:
+        names.append(name)
+        return name
+
+    _with_names(value, add)
+    return names
 
 
-def _with_shared_data(pipeline: Pipeline, step: PipelineStep) -> Mapping[str, Any]:
+def _with_shared_data(pipeline: Pipeline, step: PipelineStep) -> dict[str, Any]:
     """Return the options of a step. `mine` reads the data of the whole config unless it names its own."""
     shared = pipeline.shared.values
-    if step.kind != "mine" or "data_path" not in shared:
-        return step.options
-    path = shared["data_path"].value
     options = dict(step.options)
+    if step.kind != "mine" or "data_path" not in shared:
+        return options
+    path = shared["data_path"].value
     # The names of the columns belong to these data.
     reads_shared = options.get("data_path", path) == path
     if isinstance(path, str) and reads_shared:
@@ -554,44 +557,6 @@ def _with_shared_data(pipeline: Pipeline, step: PipelineStep) -> Mapping[str, An
         if "column_mapping" in shared:
             options.setdefault("column_mapping", shared["column_mapping"].value)
     return options
-
-
-def check_options(
-    pipeline: Pipeline,
-    step: PipelineStep,
-    options: Mapping[str, Any],
-    future_folders: Sequence[Path],
-) -> None:
-    """Raise UserError where a step between names what is not there. `future_folders`: those of the steps before it."""
-    where = f"{pipeline.source}: stage {step.name}: "
-    for key in DATA_FILE_OPTIONS:
-        for path in named_paths(options.get(key)):
-            problem = missing_path(key, path, future_folders)
-            if problem is not None:
-                raise UserError(where + problem)
-    before = [
-        earlier.name for earlier in pipeline.before(step.name) if earlier.has_model
-    ]
-    others = {earlier.name for earlier in pipeline.steps} - set(before)
-    for key in MODELS:
-        for name in named_paths(options.get(key)):
-            is_folder = Path(name).expanduser().exists() or is_inside(
-                name, future_folders
-            )
-            if name in (*before, BM25) or is_folder:
-                continue
-            hint = did_you_mean(name, before) or similar_path(name)
-            if name in others or hint or not is_hub_model(name):
-                raise UserError(
-                    f"{where}{key}: {name} is neither a folder nor a stage before it with a model, which are "
-                    f"{', '.join(before) or 'none'}{hint}"
-                )
-    if step.kind == "evaluate":
-        required = options.get("require", {})
-        if not isinstance(required, Mapping):
-            raise UserError(f"{where}require: {required!r} is no condition by name")
-        for name, condition in required.items():
-            _parse(name, condition)
 
 
 def unmet_requirement(

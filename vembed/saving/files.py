@@ -245,12 +245,8 @@ def write_layout(
         pooling_type = POOLING_MODULE + pooling.name
         if pooling.modes:
             pooling_type = MODULE + "Pooling"
-            known: set[str] = set()
-            for other in POOLINGS.values():
-                known.update(other.modes)
             for mode, flag in MODE_FLAGS.items():
-                if mode in known:
-                    settings[flag] = mode in pooling.modes
+                settings[flag] = mode in pooling.modes
             settings["include_prompt"] = True
         modules.append(("1_Pooling", pooling_type))
         write_json(folder / "1_Pooling" / "config.json", settings)

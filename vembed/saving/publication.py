@@ -33,18 +33,13 @@ def publication(model: str, *, report: bool = True) -> Files:
     """Return the files to publish of a run (its output_dir) or of a model folder. `report`: with the report of the run,
     which shows texts of the validation data."""
     folder = Path(model).expanduser()
-    reason = "there is no such folder"
     if (folder / "config.yaml").is_file():
         folder = folder / MODEL_FOLDER
-        reason = "its run has not finished"
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder} cannot be published: {reason}; give the output_dir of a finished run, or a model"
-        )
     has_modules = (folder / "modules.json").is_file()
     if not has_modules and not any(folder.rglob("*.safetensors")):
         raise UserError(
-            f"{folder} has neither modules.json nor weights (*.safetensors), so it is not a model's folder"
+            f"{folder} cannot be published, because it is not there or no model: give the output_dir of a finished run, or "
+            "a model's folder"
         )
     files = model_files(folder)
     run = folder.parent

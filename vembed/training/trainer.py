@@ -138,8 +138,6 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         start_session(resolved, prepare_launch) as session,
         Checkpointer(config.run, session) as checkpointer,
     ):
-        for line in resolved.translated:
-            log.info(line)
         for line in resolved.notes:
             log.info(f"note: {line}", extra=HEADLINE)
         try:

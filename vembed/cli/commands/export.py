@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from vembed.cli.support import CheckData, TrustRemoteCode, print_progress, usable_model
+from vembed.cli.support import (
+    CheckData,
+    TrustRemoteCode,
+    print_lines,
+    print_progress,
+    usable_model,
+)
 from vembed.errors import UserError
 
 
@@ -55,7 +60,7 @@ def export(
         raise UserError(f"{output} exists already; give a new folder")
     if output is not None and not (form or precision or server or check):
         path = copy_model(model, Path(output), merge=merge)
-        sys.stdout.write(f"wrote {path}\n")
+        print_lines(f"wrote {path}")
         return {"path": path, "format": "copy", "check": None}
     if merge:
         raise UserError(
@@ -85,18 +90,17 @@ def export(
     lines = ["not compared with the model (--no-check)"]
     if exported.check is not None:
         lines = exported.check.lines()
-    for line in lines:
-        sys.stdout.write(f"check: {line}\n")
+    print_lines(*(f"check: {line}" for line in lines))
     facts = {"path": output and exported.path, **exported.facts}
     if output is None:
-        sys.stdout.write("nothing was kept: give OUTPUT to keep the export\n")
+        print_lines("nothing was kept: give OUTPUT to keep the export")
     else:
-        sys.stdout.write(f"wrote {output}\n")
+        print_lines(f"wrote {output}")
     if server:
         start = start_of(server, exported.path, exported.description)
         for name, text in start.items():
             if text is not None:
-                sys.stdout.write(f"{name}: {text}\n")
+                print_lines(f"{name}: {text}")
         facts |= start
     return facts
 
@@ -174,15 +178,15 @@ def push(
     if dry_run:
         checked_name(repository)
         for path, size in sizes.items():
-            sys.stdout.write(f"{size:>15,d} bytes  {path}\n")
+            print_lines(f"{size:>15,d} bytes  {path}")
         kind = "public" if public else "private"
-        sys.stdout.write(
-            f"would push {len(files)} files to {repository} ({kind}); nothing was sent\n"
+        print_lines(
+            f"would push {len(files)} files to {repository} ({kind}); nothing was sent"
         )
         return result
     hub = Hub(repository, public=public)
     hub.open()
     commit = hub.push(files, "Pushed by vembed")
     url = f"{hub.api.endpoint}/{hub.repository}"
-    sys.stdout.write(f"{url}: has the {len(files)} files\n")
+    print_lines(f"{url}: has the {len(files)} files")
     return {**result, "repository": hub.repository, "url": url, "commit": commit}

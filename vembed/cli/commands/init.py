@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -13,9 +12,13 @@ import yaml
 from typer import Option
 
 from vembed.cli.commands.demo import demo_model
-from vembed.cli.support import ColumnMapping, option
+from vembed.cli.support import (
+    ColumnMapping,
+    option,
+    print_lines,
+    print_progress,
+)
 from vembed.config.loading import load_config, one_line_yaml
-from vembed.config.options import join_words
 from vembed.config.rules import missing_path
 from vembed.config.values import Task
 from vembed.data.example_store import open_examples
@@ -33,7 +36,6 @@ from vembed.data_tools.starter import (
     guess,
     header_doubt,
     held_out_share,
-    local_family,
     measure_lengths,
     model_facts,
     read_sample,
@@ -43,7 +45,7 @@ from vembed.evaluation.report.page import render_page
 from vembed.losses.declaration import LossDeclaration
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
-from vembed.models.families.table import FAMILIES
+from vembed.models.families.table import FAMILIES, FamilyName
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""
@@ -84,7 +86,7 @@ class DataSummary:
 
 
 def init(
-    family: str | None = None,
+    family: FamilyName | None = None,
     data: str = "train.jsonl",
     val_data: str | None = None,
     task: Task = "embed",
@@ -116,8 +118,8 @@ def init(
         from vembed.data_tools.new_tokenizer import tokenizer_of_data
 
         count = tokenizer_of_data(data, tokenizer, vocab_size)
-        sys.stdout.write(
-            f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}\n"
+        print_lines(
+            f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}"
         )
         return
     mapping = dict(option("column_mapping", column_mapping) or {})
@@ -135,27 +137,21 @@ def init(
             f"{output} exists already: give another --output, or --force to overwrite it"
         )
     if family is None and model is not None and model != DEMO:
-        family = local_family(model, task)
+        described = model_facts(model, task)
+        family = described.family if described is not None else None
     family = family or "text_encoder"
-    if family not in FAMILIES:
-        names = f": give one of {join_words(list(FAMILIES))}"
-        hint = did_you_mean(family, FAMILIES) or names
-        raise UserError(f"--family {family!r} is not known{hint}")
     missing = missing_path("--data", data)
     if missing is not None:
         raise UserError(missing)
     text = starter(FAMILIES[family], data, model, val_data, mapping, task)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {error.strerror}") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
     # Read as `vembed train` will read it: what is written here is never refused there.
     load_config(path)
     for line in text.splitlines():
         if line.startswith((CHECK, GUESSED)):
-            sys.stderr.write(f"note: {line.removeprefix(CHECK).removeprefix('# ')}\n")
-    sys.stdout.write(f"wrote {path}; train with: vembed train {path}\n")
+            print_progress(f"note: {line.removeprefix(CHECK).removeprefix('# ')}")
+    print_lines(f"wrote {path}; train with: vembed train {path}")
 
 
 def starter(
@@ -193,7 +189,7 @@ def starter(
     elif model is None and kind.multilingual is not None and is_foreign:
         name = kind.multilingual
         about += " of many languages: the texts are not English"
-    facts = model_facts(name, task)
+    description = model_facts(name, task)
     num_records = summary.sample.num_records
     # A correlation needs more pairs, and different scores among them.
     is_enough = not summary.is_scored or num_records >= SMALLEST_SCORED
@@ -205,8 +201,8 @@ def starter(
     if task == "rerank":
         pairs = zip(cycle(summary.queries), summary.documents, strict=False)
         texts = [f"{query} {document}" for query, document in pairs]
-    lengths = measure_lengths(texts, facts)
-    limit = None if facts is None else facts.max_length
+    lengths = measure_lengths(texts, description)
+    limit = None if description is None else description.max_length
     max_length = fitting_length(lengths, limit, kind.max_length or 0)
     batch_size = fitting_batch(num_train, kind.batch_size)
     epochs = fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
@@ -219,7 +215,7 @@ def starter(
         kind=kind,
         name=name,
         about=about,
-        facts=facts,
+        limit=limit,
         data=data,
         val_data=val_data,
         held_out=held_out,

@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from vembed.cli.arguments import NO_FLAGS, LaunchFlags
-from vembed.cli.support import ConfigArguments
+from vembed.cli.support import ConfigArguments, print_lines
 from vembed.errors import UserError
 
 
@@ -41,7 +41,7 @@ def report(run: str) -> dict[str, Any]:
     from vembed.evaluation.report.report import run_json, write_report
 
     path = write_report(run)
-    sys.stdout.write(f"wrote {path}\n")
+    print_lines(f"wrote {path}")
     name = Path(run).resolve().name
     return {"report": path, **run_json(name, read_run(run))}
 
@@ -69,7 +69,7 @@ def compare(
     sys.stdout.write(score_lines(compared_runs))
     if output is not None or ctx.obj is None:  # --json alone needs no page
         page = write_comparison(compared_runs, output or "comparison.html")
-        sys.stdout.write(f"wrote {page}\n")
+        print_lines(f"wrote {page}")
     return result
 
 
@@ -116,5 +116,5 @@ def card(model: str) -> dict[str, Any]:
     text = render_card(description, facts, adapter_alone=is_adapter)
     target = folder / CARD
     target.write_text(text, encoding="utf-8", errors="backslashreplace")
-    sys.stdout.write(f"wrote {target}\n")
+    print_lines(f"wrote {target}")
     return {"card": target}

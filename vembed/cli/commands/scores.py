@@ -62,20 +62,21 @@ def eval(
         ks: Cut-offs of the metrics.
         task: auto, retrieval or similarity.
         split: Split of the qrels of a BEIR-style folder. Default: test.
-        compressed: Also score int8 and binary documents, and draw quality against bytes (.png).
+        compressed: Also score int8 and binary documents, and write a page of quality against bytes (.html).
         on_bad_record: stop or skip.
     """
     sizes = numbers("--dims", dims) or None
     cuts = numbers("--ks", ks)
     mapping = option("column_mapping", column_mapping)
-    if compressed is not None and Path(compressed).suffix != ".png":
-        raise UserError(f"--compressed {compressed}: the picture is written as .png")
+    if compressed is not None and Path(compressed).suffix != ".html":
+        raise UserError(f"--compressed {compressed}: the page is written as .html")
     use.share()
     from rich.console import Console
 
-    from vembed.evaluation.report.plots import plot_stored
-    from vembed.evaluation.report.report import stored_points, stored_table
+    from vembed.evaluation.report.page import render_page
+    from vembed.evaluation.report.report import stored_table, stored_values
     from vembed.evaluation.scores import evaluate
+    from vembed.files import replace_text
 
     with use.open(model) as (model_path, options):
         scores = evaluate(
@@ -95,43 +96,33 @@ def eval(
         )
         if options["session"].is_main:
             console = Console()
-            for table in score_tables(scores):
-                console.print(table)
+            console.print(metrics_table(scores))
             stored = stored_table(scores)
             if compressed is not None and stored is not None:
                 console.print(" ", number_table(stored.header, stored.rows), sep="\n")
-                plot = plot_stored(stored_points(scores))
-                plot.image("nDCG@10").save(compressed)
+                page = render_page(
+                    "stored.html.j2",
+                    title=f"{model} - vembed eval",
+                    **stored_values(scores),
+                )
+                replace_text(Path(compressed), page)
     return scores
 
 
-def score_tables(scores: dict[str, float]) -> list[Table]:
-    """The main metrics by size of the embedding, and for retrieval all metrics by cut-off."""
+def metrics_table(scores: dict[str, float]) -> Table:
+    """Return a table of all metrics, with a column for each size of the embedding."""
     from vembed.evaluation.report.record import metric_name
-    from vembed.evaluation.scores import REPORTED_K
 
-    whole = [key for key in scores if "/" not in key]
-    columns = [key for key in whole if "@" not in key or key.endswith(f"@{REPORTED_K}")]
-    names = [metric_name(key) for key in columns]
     sizes = [match[0] for key in scores if (match := re.match(r"dim\d+/", key))]
+    prefixes = list(dict.fromkeys(["", *sizes]))
+    header = ["metric", "whole"]
+    header += [prefix.removeprefix("dim").removesuffix("/") for prefix in prefixes[1:]]
     rows = []
-    for prefix in dict.fromkeys(["", *sizes]):
-        size = prefix.removeprefix("dim").removesuffix("/") or "whole"
-        rows.append([size, *(f"{scores[prefix + key]:.4f}" for key in columns)])
-    tables = [number_table(("size", *names), rows)]
-    cuts = set()
-    for key in whole:
-        _, has_cut, cut = key.partition("@")
-        if has_cut:
-            cuts.add(int(cut))
-    if len(cuts) > 1:
-        rows = []
-        for cut_off in sorted(cuts):
-            keys = [f"{key.split('@')[0]}@{cut_off}" for key in columns]
-            rows.append([str(cut_off), *(f"{scores[key]:.4f}" for key in keys)])
-        header = ["cut-off", *(name.split("@")[0] for name in names)]
-        tables.append(number_table(header, rows, title=" "))
-    return tables
+    for key in scores:
+        if "/" not in key:
+            values = [f"{scores[prefix + key]:.4f}" for prefix in prefixes]
+            rows.append([metric_name(key), *values])
+    return number_table(header, rows)
 
 
 def score(

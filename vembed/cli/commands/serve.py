@@ -94,7 +94,7 @@ def check_server(
     Exit code 1 if they differ.
 
     Args:
-        url: Address of an OpenAI-compatible or TEI endpoint: http://localhost:8080.
+        url: Address of an OpenAI-compatible endpoint, as TEI and vLLM have it: http://localhost:8080.
         served_name: Name of the model at the server. Default: MODEL as it is given.
         tolerance: Largest cosine distance.
     """

@@ -20,17 +20,12 @@ from vembed.cli.support import (
 )
 
 if TYPE_CHECKING:
+    from vembed.cli.arguments import TrainArguments
+    from vembed.parallel.devices import Hardware
     from vembed.parallel.step_memory import MemoryEstimate
-    from vembed.pipelines.prediction import Prediction
 
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
 """Values of micro_batch_tokens that are tried, the fastest first."""
-MEMORY_PART_NAMES = {
-    "gathered": "gathered parameters",
-    "copies": "weights in bfloat16",
-    "loss": "embeddings and loss",
-}
-"""Parts of the memory whose names say too little."""
 
 
 def train(
@@ -105,72 +100,71 @@ def plan(
     arguments = replace(use, is_dry_run=True).with_words(args)
     from vembed.config.loading import chosen_pipeline
     from vembed.parallel.devices import read_hardware
-    from vembed.pipelines.prediction import predict
     from vembed.pipelines.stages import planned_trainings
 
     hardware = read_hardware(gpu, memory)
     pipeline = chosen_pipeline(arguments.source, arguments.overrides, arguments.stage)
     if pipeline is None:
-        result = show(predict(arguments, hardware=hardware))
+        result = show(arguments, hardware)
         return result, 0 if result["fits"] else 1
     results = []
     for stage in planned_trainings(pipeline, arguments):
         print_lines(f"==== {stage.stage}")
-        results.append(show(predict(stage, hardware=hardware)))
+        results.append(show(stage, hardware))
     return results, 0 if all(result["fits"] for result in results) else 1
 
 
-def show(prediction: Prediction) -> dict[str, Any]:
-    """Print a prediction in full, and return it as a dict."""
+def show(arguments: TrainArguments, hardware: Hardware | None) -> dict[str, Any]:
+    """Predict the memory and the hours of a training, print them in full, and return them as a dict. `hardware`: instead
+    of this machine's."""
+    from vembed.cli.run_train import resolve_launch
+    from vembed.config.loading import resolve_run
     from vembed.parallel.devices import GIB
     from vembed.parallel.step_memory import MemoryEstimate
+    from vembed.pipelines.prediction import FITS, place_here, training_time
 
-    placement = prediction.placement
-    size = prediction.size
-    estimate = MemoryEstimate(placement, size)
-    memory = asdict(prediction.memory)
-    num_processes = placement.ranks.world_size
-    rows = [
-        (MEMORY_PART_NAMES.get(name, name), f"{memory[name] / GIB:.2f}")
-        for name in memory
-    ]
+    run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
+    count = None if hardware is None else hardware.count
+    gpu = None if hardware is None else hardware.gpu
+    ranks = resolve_launch(run, arguments, num_gpus=count).first_rank
+    placement = place_here(run, ranks, gpu)
+    estimate = MemoryEstimate(placement)
+    size = estimate.size
+    need = estimate.in_step()
+    fits = need.total <= FITS * placement.memory
+    seconds, hours_line = training_time(placement, size, gpu)
+    memory = asdict(need)
+    rows = [(name, f"{memory[name] / GIB:.2f}") for name in memory]
     rows += [
         ("", ""),
         ("parameters", f"{size.total:,d}"),
         ("trained", f"{size.trained:,d}"),
-        ("processes, shards", f"{num_processes}, {placement.num_shards}"),
+        ("processes, shards", f"{ranks.world_size}, {placement.num_shards}"),
         ("rows of each process", f"{placement.num_examples:,d}"),
     ]
     console = plain_console()
     console.print(number_table(("what", "GB"), rows, "memory of each process"))
-    fsdp_notes = () if placement.fsdp is None else placement.run.fsdp_notes
-    for line in (*placement.run.notes, *fsdp_notes, *placement.notes):
+    fsdp_notes = () if placement.fsdp is None else run.fsdp_notes
+    for line in (*run.notes, *fsdp_notes, *placement.notes):
         console.print(f"note: {line}")
     for name, decision in placement.decisions.items():
         console.print(f"{name}: {decision}")
-    where = prediction.gpu.name if prediction.gpu else str(placement.device)
+    where = gpu.name if gpu else str(placement.device)
     console.print(
-        f"needs {prediction.memory.total / GIB:.1f} GB of the {placement.memory / GIB:.1f} GB of a process ({where}): "
-        f"{'fits' if prediction.fits else 'does not fit'}. Activations are an estimate; the rest follows from the model's shapes."
+        f"needs {need.total / GIB:.1f} GB of the {placement.memory / GIB:.1f} GB of a process ({where}): "
+        f"{'fits' if fits else 'does not fit'}. Activations are an estimate; the rest follows from the model's shapes."
     )
-    ways = [] if prediction.fits else ways_out(estimate)
-    for line in ways:
-        console.print(f"  {line}")
-    console.print(prediction.hours_line)
+    ways = [] if fits else ways_out(estimate)
+    for line in (*ways, hours_line):
+        console.print(line)
     return {
-        "fits": prediction.fits,
-        "needed_bytes": prediction.memory.total,
+        "fits": fits,
+        "needed_bytes": need.total,
         "available_bytes": placement.memory,
-        "device": where,
         "memory_bytes": memory,
-        "parameters": size.total,
-        "trained_parameters": size.trained,
-        "num_processes": num_processes,
-        "num_shards": placement.num_shards,
-        "rows": placement.num_examples,
         "decisions": {name: str(value) for name, value in placement.decisions.items()},
         "ways_out": ways,
-        "seconds": prediction.seconds,
+        "seconds": seconds,
     }
 
 

@@ -102,9 +102,6 @@ def merge(
                     (f"{trial.at:g}", f"{trial.score:.4f}") for trial in result.trials
                 ]
                 console.print(number_table(("at", "score"), rows))
-                best = max(result.trials, key=lambda trial: trial.score)
-                start, end = ["the base", *result.models][-2:]
-                console.print(f"best at {best.at:g} (0: {start}, 1: {end})")
             if result.score is not None:
                 console.print(f"score: {result.score:.4f}")
             console.print(f"wrote {result.model_dir}")
@@ -150,9 +147,9 @@ def edit(
     use.share()
     from vembed.weights.edit import edit as edit_model
 
-    with use.start_session(model) as options:
+    with use.open(model) as (path, options):
         result = edit_model(
-            model,
+            path,
             output,
             first,
             second,

@@ -110,6 +110,8 @@ def make_rank_batch(
     where_to = np.arange(len(units))
     if not encodes_copies:
         features, where_to = distinct(features, key=lambda feature: feature.key)
+    has_scores = len(scores) == len(rows) > 0
+    has_negative_scores = len(negative_scores) == len(negatives) > 0
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
     return RankBatch(
@@ -120,18 +122,14 @@ def make_rank_batch(
         example=row_table[:, 2],
         negative=where_to[negative_table[:, 0]],
         negative_example=negative_table[:, 1],
-        scores=_if_complete(scores, len(rows)),
-        negative_scores=_if_complete(negative_scores, len(negatives)),
+        scores=np.array(scores) if has_scores else None,
+        negative_scores=np.array(negative_scores) if has_negative_scores else None,
         num_inputs=len(units),
         where=[example.where for example in examples],
         row_items=row_items,
         negative_items=negative_items,
         source_index=source_index,
     )
-
-
-def _if_complete(scores: list[float], count: int) -> np.ndarray | None:
-    return np.array(scores) if scores and len(scores) == count else None
 
 
 def with_in_batch_negatives(
@@ -180,10 +178,18 @@ def split_by_length(
     values = values[indices]
     order = np.argsort(-values, kind="stable")
     ends = _cut(values[order], budget, max_inputs)
-    if ends and len(ends) < at_least:
-        ends = _split_largest(ends, values[order], at_least)
     ordered = indices[order].tolist()
     parts = [ordered[start:end] for start, end in pairwise([0, *ends])]
+    while len(parts) < at_least:
+        several = [number for number, part in enumerate(parts) if len(part) > 1]
+        if not several:
+            break
+        # The one of the most padded tokens is halved.
+        sizes = [len(parts[number]) * lengths[parts[number][0]] for number in several]
+        largest = several[int(np.argmax(sizes))]
+        part = parts[largest]
+        middle = len(part) // 2
+        parts[largest : largest + 1] = [part[:middle], part[middle:]]
     # All ranks must run equally many forward passes: under FSDP each one is a collective.
     return parts + [[] for _ in range(at_least - len(parts))]
 
@@ -284,24 +290,6 @@ def _cut(
     while chosen_ends[-1] < num_inputs:
         chosen_ends.append(ends[chosen_ends[-1]])
     return chosen_ends
-
-
-def _split_largest(
-    ends: list[int],
-    widths: np.ndarray,
-    at_least: int,
-) -> list[int]:
-    """Halve the micro-batch of the most padded tokens until there are `at_least`, or all have one input."""
-    cuts = [0, *ends]
-    while len(cuts) <= at_least:
-        sizes = np.diff(cuts)
-        padded = np.where(sizes > 1, sizes * widths[cuts[:-1]], -1)
-        largest = int(padded.argmax())
-        if sizes[largest] == 1:
-            break
-        middle = (cuts[largest] + cuts[largest + 1]) // 2
-        cuts.insert(largest + 1, middle)
-    return cuts[1:]
 
 
 ModalityIndices = tuple[Modality, list[int]]

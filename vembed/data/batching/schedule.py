@@ -212,34 +212,24 @@ class BatchSchedule:
 
     def summary(self) -> str:
         """Return one line for the log."""
-        is_split = len(self._groups) > 1
         parts = [
             f"batches: {self.batches_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
         ]
         if self.num_left_out:
-            reason = "the last incomplete batch"
-            if is_split:
-                reason += " of each source"
-            if self.keys is not None:
-                reason += ", and what could not be placed without duplicates"
             parts.append(
-                f"{self.num_left_out:,d} of {self.num_drawn:,d} are left out of each epoch ({reason})"
+                f"{self.num_left_out:,d} of {self.num_drawn:,d} fill no batch and are left out of each epoch"
             )
-        if self._turns and is_split:
-            parts[-1] += ", of each source in turn"
         for name, size in zip(self._names, self._batch_sizes, strict=True):
             if size != self.global_batch_size:
                 parts.append(f"of {size:,d}: {name}")
         if self.smallest_batch < min(self._batch_sizes):
             parts.append(f"the smallest batch has {self.smallest_batch:,d}")
         for source, classes in self._classes.items():
-            line = f"{self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
-            if classes.num_left_out:
-                line += (
-                    f" ({classes.num_left_out:,d} examples that are alone in their class or repeat another one of it are "
-                    "left out)"
-                )
-            parts.append(line)
+            parts.append(
+                f"{self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch "
+                f"({classes.num_left_out:,d} examples that are alone in their class or repeat another one of it are left "
+                "out)"
+            )
         return "; ".join(parts)
 
     def _order(self, epoch: int) -> Batches:
@@ -259,7 +249,7 @@ class BatchSchedule:
         return [batches[number] for number in order.tolist()]
 
     def _group_batches(self, group: int, epoch: int) -> Batches:
-        """Return the batches of one group of sources."""
+        """Return the batches of one group of sources, with `keys` without common content inside a batch."""
         sources = self._groups[group]
         size = self._batch_sizes[sources[0]]
         if sources[0] in self._classes:
@@ -267,12 +257,28 @@ class BatchSchedule:
             return list(batches + self._first[sources[0]])
         drawn = [self._draw(source, epoch) for source in sources]
         stream = self._mix(drawn, group, epoch)
-        if self.keys is not None:
-            return self._without_duplicates(group, stream, epoch)
-        # An incomplete batch is trained on where there is no other.
-        num_full = max(len(stream) // size, 1)
-        starts = range(0, num_full * size, size)
-        return [stream[start : start + size] for start in starts]
+        if self.keys is None:
+            # An incomplete batch is trained on where there is no other.
+            num_full = max(len(stream) // size, 1)
+            starts = range(0, num_full * size, size)
+            return [stream[start : start + size] for start in starts]
+        contents = repeated_contents(*self.keys.of_all(stream))
+        positions_of = arrange(contents, len(stream), size)
+        if epoch == 0:
+            if not positions_of:
+                raise UserError(
+                    f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content "
+                    "that occurs twice: lower batch_size, or turn it off"
+                )
+            return [stream[positions] for positions in positions_of]
+        # Every epoch must have as many batches as the first one, or their numbers would not map to epochs. If fewer
+        # come out, the epoch has the batches of the first one in another order: no example is in two of them.
+        num_batches = self._num_batches[group]
+        if len(positions_of) < num_batches:
+            first = self._group_batches(group, 0)
+            order = shuffled(self.seed, len(first), _ORDER_OF_FIRST, epoch, group)
+            return [first[number] for number in order.tolist()]
+        return [stream[positions] for positions in positions_of[:num_batches]]
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
         """Return the examples of a source in an epoch: the next ones of its random passes."""
@@ -306,33 +312,6 @@ class BatchSchedule:
         for source, stream in enumerate(drawn):
             mixed[source_of == source] = stream
         return mixed
-
-    def _without_duplicates(
-        self,
-        group: int,
-        stream: np.ndarray,
-        epoch: int,
-    ) -> Batches:
-        """Return the batches of one group, without common content inside a batch."""
-        assert self.keys is not None
-        size = self._batch_sizes[self._groups[group][0]]
-        contents = repeated_contents(*self.keys.of_all(stream))
-        batches = arrange(contents, len(stream), size)
-        if epoch == 0:
-            if not batches:
-                raise UserError(
-                    f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content "
-                    "that occurs twice: lower batch_size, or turn it off"
-                )
-            return [stream[positions] for positions in batches]
-        # Every epoch must have as many batches as the first one, or their numbers would not map to epochs. If fewer
-        # come out, the epoch has the batches of the first one in another order: no example is in two of them.
-        num_batches = self._num_batches[group]
-        if len(batches) < num_batches:
-            first = self._group_batches(group, 0)
-            order = shuffled(self.seed, len(first), _ORDER_OF_FIRST, epoch, group)
-            return [first[number] for number in order.tolist()]
-        return [stream[positions] for positions in batches[:num_batches]]
 
 
 def examples_per_epoch(

@@ -5,18 +5,16 @@ Python runs one thread at a time, so a thread that prepares batches keeps the on
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import select
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -31,10 +29,8 @@ from vembed.data.child_process import Child, answers, send
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Examples, ImageRef
 from vembed.data.features import BaseFeaturiser, Features
-from vembed.errors import UserError
+from vembed.errors import RunError, UserError
 from vembed.models.families.family import Modality
-
-log = logging.getLogger("vembed")
 
 COLUMNS_OF = attrgetter("modality", "length", "key", "content", "images", "num_vectors")
 """Returns the fields of `Features` before its arrays."""
@@ -152,7 +148,7 @@ class RankBatchStream:
 
 
 class BatchProcess:
-    """Rank batches of a stream, from another process. Until that is ready, and if it ends, from this one."""
+    """Rank batches of a stream, from another process. Until that is ready, from this one."""
 
     def __init__(self, stream: RankBatchStream) -> None:
         self._stream = stream
@@ -165,7 +161,6 @@ class BatchProcess:
         self._child.process.stdin.write(payload)
         self._child.process.stdin.flush()
         self._is_ready = False
-        self._has_ended = False
 
     @property
     def pid(self) -> int:
@@ -185,19 +180,15 @@ class BatchProcess:
 
     def rank_batch(self, batch_number: int) -> RankBatch:
         """Return a rank batch. Called by one thread."""
-        answer: PackedBatch | Exception | None = None
         try:
-            if not self._has_ended and self.is_ready():
-                self._child.send((batch_number, self._stream.micro_batch_tokens))
-                answer = self._child.receive()
-        except (EOFError, BrokenPipeError):
-            self._has_ended = True
-            log.warning(
-                f"the process that prepared batches ended with exit code {self._child.process.wait()}: a thread prepares "
-                "them from here on"
-            )
-        if answer is None:
-            return self._stream.rank_batch(batch_number)
+            if not self.is_ready():
+                return self._stream.rank_batch(batch_number)
+            self._child.send((batch_number, self._stream.micro_batch_tokens))
+            answer: PackedBatch | Exception = self._child.receive()
+        except (EOFError, BrokenPipeError) as error:
+            raise RunError(
+                f"the process that prepares batches ended with exit code {self._child.process.wait()}"
+            ) from error
         if isinstance(answer, Exception):
             raise answer
         return answer.unpacked()
@@ -216,18 +207,16 @@ def prepare_for_parent(payload: bytes) -> None:
         send(out, "ready")
         while True:
             batch_number, stream.micro_batch_tokens = pickle.load(jobs)
-            send(out, _prepared(stream, batch_number))
+            answer: PackedBatch | Exception
+            try:
+                answer = pack(stream.rank_batch(batch_number))
+            except UserError as error:
+                answer = error
+            except Exception:
+                answer = RuntimeError(traceback.format_exc())
+            send(out, answer)
     except (EOFError, BrokenPipeError):  # the parent has ended
         os._exit(0)
-
-
-def _prepared(stream: RankBatchStream, batch_number: int) -> PackedBatch | Exception:
-    try:
-        return pack(stream.rank_batch(batch_number))
-    except UserError as error:
-        return error
-    except Exception:
-        return RuntimeError(traceback.format_exc())
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,49 +227,48 @@ class PackedBatch:
     """Without features."""
     columns: list[tuple[Modality, int, int, int, tuple[ImageRef, ...], int]]
     """The first fields of the features of each input."""
-    token_ids: Ragged
-    segments: Ragged
+    lengths: list[int | None]
+    """Number of token ids of each input; None for one that has none."""
+    token_ids: np.ndarray
+    """Int32, those of all inputs."""
+    segments: np.ndarray
+    """Of the same tokens; empty where the tokenizer tells none."""
 
     def unpacked(self) -> RankBatch:
         """Return the rank batch."""
         features = []
-        for columns, token_ids, segments in zip(
-            self.columns, self.token_ids.arrays(), self.segments.arrays(), strict=True
-        ):
+        start = 0
+        for columns, length in zip(self.columns, self.lengths, strict=True):
+            token_ids = None
+            segments = None
+            if length is not None:
+                end = start + length
+                token_ids = self.token_ids[start:end]
+                if len(self.segments):
+                    segments = self.segments[start:end]
+                start = end
             features.append(Features(*columns, token_ids, segments))
         return replace(self.batch, features=features)
 
 
 def pack(batch: RankBatch) -> PackedBatch:
     """Return a rank batch in the form that is sent."""
+    lengths: list[int | None] = []
+    empty = np.empty(0, dtype=np.int32)
+    token_ids = [empty]
+    segments = [empty]
+    for feature in batch.features:
+        if feature.token_ids is None:
+            lengths.append(None)
+            continue
+        lengths.append(len(feature.token_ids))
+        token_ids.append(feature.token_ids)
+        if feature.segments is not None:
+            segments.append(feature.segments)
     return PackedBatch(
         replace(batch, features=[]),
         list(map(COLUMNS_OF, batch.features)),
-        Ragged.of([feature.token_ids for feature in batch.features]),
-        Ragged.of([feature.segments for feature in batch.features]),
+        lengths,
+        np.concatenate(token_ids),
+        np.concatenate(segments),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """Int32 arrays of different lengths, of which some are missing, in one array."""
-
-    lengths: list[int]
-    """-1: the array is missing."""
-    values: np.ndarray
-
-    @classmethod
-    def of(cls, arrays: Sequence[np.ndarray | None]) -> Ragged:
-        """Join arrays."""
-        lengths = [-1 if array is None else len(array) for array in arrays]
-        present = [array for array in arrays if array is not None]
-        empty = np.empty(0, dtype=np.int32)
-        return cls(lengths, np.concatenate([empty, *present]))
-
-    def arrays(self) -> list[np.ndarray | None]:
-        """Return the arrays, as views."""
-        ends = np.cumsum([0, *np.maximum(self.lengths, 0)]).tolist()
-        arrays: list[np.ndarray | None] = []
-        for length, (start, end) in zip(self.lengths, pairwise(ends), strict=True):
-            arrays.append(None if length < 0 else self.values[start:end])
-        return arrays

@@ -13,7 +13,6 @@ from typing import Any, BinaryIO, ClassVar
 import pyarrow as pa
 
 from vembed.data.examples import BadRecord
-from vembed.errors import UserError
 
 MAX_RECORD_BYTES = 32 * 2**20
 """A longer record is a bad one: it usually indicates a broken file."""
@@ -31,7 +30,6 @@ Row = tuple[int, int, Any]
 position in text, a row number in a table. Lines count from 1, from the first number that was asked for."""
 
 _BOM = b"\xef\xbb\xbf"
-_UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 class Format(ABC):
@@ -185,9 +183,7 @@ class TextFormat(Format):
         self._file = os.open(path, os.O_RDONLY)
         # The reader lives as long as its examples are read, and nobody closes it.
         weakref.finalize(self, os.close, self._file)
-        head = os.pread(self._file, 4, 0)
-        if head.startswith(_UTF16):
-            raise UserError(f"{path} is UTF-16 text: save it as UTF-8")
+        head = os.pread(self._file, len(_BOM), 0)
         self.start = len(_BOM) if head.startswith(_BOM) else 0
 
     @property

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from vembed.data.examples import BadRecord
-from vembed.data.formats.base import Format, LineFormat, Row, TextFormat
+from vembed.data.formats.base import Format, LineFormat, Row
 from vembed.errors import UserError
 
-MAX_ARRAY_BYTES = 2**30
-"""Largest file with a JSON array, which has to be read whole."""
+MAX_ARRAY_BYTES = 2**28
+"""Largest file with a JSON array."""
 HEAD_BYTES = 2**12
 
 _AROUND = " \t\r\n\ufeff"
 """Characters around a record that belong to no record."""
-_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -38,7 +36,11 @@ class JsonLines(LineFormat):
     @classmethod
     def open(cls, path: Path) -> Format:
         """Return the reader of a file: as an array if it is one."""
-        return JsonArray(path) if _is_array(path) else cls(path)
+        with path.open("rb") as file:
+            head = file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+        # An array of arrays holds no records.
+        is_array = head.startswith(b"[") and not head.startswith(b"[[")
+        return JsonArray(path) if is_array else cls(path)
 
     def record(self, line: bytes) -> Any:
         """See LineFormat."""
@@ -59,83 +61,34 @@ class JsonLines(LineFormat):
         return record
 
 
-class JsonArray(TextFormat):
-    """A file with one JSON array of objects. A pass parses it whole; later its records are read by position."""
+class JsonArray(Format):
+    """A file with one JSON array of objects, which is held in memory. Numbers are places from 0, lines places from 1."""
 
-    def rows(self, part: range | None = None) -> Iterator[Row]:
-        """Yield all records in order. Raise UserError on a syntax error, since the next record cannot be located."""
-        del part
-        size = self.stop
+    @cached_property
+    def records(self) -> list[Any]:
+        """All records. Raises UserError on a syntax error, since the next record cannot be located."""
+        size = self.path.stat().st_size
         if size > MAX_ARRAY_BYTES:
             raise UserError(
-                f"{self.name} is one JSON array of {size:,d} bytes and would be read whole: use JSON Lines"
+                f"{self.name} is one JSON array of {size:,d} bytes and would be held in memory: use JSON Lines"
             )
         try:
-            text = os.pread(self._file, size, self.start).decode()
-        except UnicodeDecodeError as error:
+            records: list[Any] = json.loads(
+                self.path.read_bytes(), parse_constant=_refuse_constant
+            )
+        except (RecursionError, ValueError) as error:
             raise UserError(
-                f"{self.name} is not UTF-8 (byte {error.start + 1:,d})"
+                f"{self.name} is an array that is not JSON ({error}); in JSON Lines records beside a mistake can be read"
             ) from error
-        number = self.start
-        line = 1
-        counted = 0
-        at = _past_space(text, _past_space(text, 0) + 1)
-        is_closed = text.startswith("]", at)
-        at += is_closed
-        while not is_closed:
-            at = _past_space(text, at)
-            # The number counts bytes and `at` counts characters: only what is new is encoded.
-            number += len(text[counted:at].encode())
-            line += text.count("\n", counted, at)
-            counted = at
-            try:
-                record, at = _decode(text, at)
-            except (RecursionError, ValueError) as error:
-                self._refuse(text, getattr(error, "pos", at), error)
-            yield number, line, record
-            at = _past_space(text, at)
-            if not text.startswith((",", "]"), at):
-                self._refuse(text, at, "expected ',' or ']'")
-            is_closed = text[at] == "]"
-            at += 1
-        at = _past_space(text, at)
-        if at < len(text):
-            self._refuse(text, at, "more text after the array")
+        return records
 
-    def read(self, number: int) -> Any:
-        """Return one record again."""
-        size = 2**12
-        while True:
-            data = os.pread(self._file, size, number)
-            try:
-                # A character may be cut at the end; the record before it is whole.
-                return _decode(data.decode(errors="ignore"))[0]
-            except (ValueError, RecursionError) as error:
-                if len(data) < size:
-                    return BadRecord(f"not JSON ({error})")
-            size *= 8
+    @property
+    def stop(self) -> int:
+        """Number of records."""
+        return len(self.records)
 
-    def _refuse(
-        self,
-        text: str,
-        at: int,
-        reason: object,
-    ) -> NoReturn:
-        line = text.count("\n", 0, at) + 1
-        raise UserError(
-            f"{self.where(line)}: not JSON ({reason}); in an array nothing can be read past a mistake, in JSON Lines "
-            "it can"
-        )
-
-
-def _is_array(path: Path) -> bool:
-    """Return whether a file is one JSON array."""
-    with path.open("rb") as file:
-        head = file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
-    # An array of arrays holds no records.
-    return head.startswith(b"[") and not head.startswith(b"[[")
-
-
-def _past_space(text: str, at: int) -> int:
-    match = _SPACE.match(text, at)
-    return match.end() if match else at
+    def rows(self, part: range | None = None) -> Iterator[Row]:
+        """Yield the records of a part."""
+        part = self.numbers if part is None else part
+        for line, number in enumerate(part, 1):
+            yield number, line, self.records[number]

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,8 +15,6 @@ from vembed.data.formats.base import READ_BYTES, READ_ROWS, ArrowRows, first_lin
 from vembed.errors import UserError
 from vembed.files import cache_folder, new_copy, short_hash, stamp
 
-MAX_HELD_BYTES = 2**20
-"""Uncompressed bytes of a file whose copy is held in memory. That of a larger one is in the cache folder."""
 PROBED_ROWS = 64
 MAX_READ_BYTES = 2**28
 """Bytes of the rows read at a time, by the size of the first ones: a value that many rows have is stored once."""
@@ -36,10 +34,10 @@ class ParquetFile(ArrowRows):
             metadata = file.metadata
             self.columns = tuple(file.schema_arrow.names)
         self._num_rows = int(metadata.num_rows)
-        self._num_bytes = 0
+        num_bytes = 0
         for number in range(metadata.num_row_groups):
-            self._num_bytes += metadata.row_group(number).total_byte_size
-        self._row_bytes = max(1, self._num_bytes // max(self._num_rows, 1))
+            num_bytes += metadata.row_group(number).total_byte_size
+        self._row_bytes = max(1, num_bytes // max(self._num_rows, 1))
         self._copy: pa.Table | None = None
         self._lock = threading.Lock()
 
@@ -49,11 +47,9 @@ class ParquetFile(ArrowRows):
         return self._num_rows
 
     def parts(self) -> list[range]:
-        """Return ranges of rows, where the copy is in the cache folder."""
-        step = max(self.stop, 1)
-        if self._num_bytes > MAX_HELD_BYTES:
-            self.table()  # made once, before other processes read it
-            step = max(1, PART_ROW_BYTES // self._row_bytes)
+        """Return ranges of rows of the copy in the cache folder."""
+        self.table()  # made once, before other processes read it
+        step = max(1, PART_ROW_BYTES // self._row_bytes)
         starts = range(0, max(self.stop, 1), step)
         return [range(start, min(start + step, self.stop)) for start in starts]
 
@@ -71,10 +67,6 @@ class ParquetFile(ArrowRows):
         return self._copy
 
     def _made_copy(self) -> pa.Table:
-        if self._num_bytes <= MAX_HELD_BYTES:
-            sink = pa.BufferOutputStream()
-            self._write(sink)
-            return pa.ipc.open_stream(sink.getvalue()).read_all()
         version = short_hash(stamp(self.path), self.selected)
         name = f"{short_hash(str(self.path.absolute()))}-{version}"
         target = cache_folder() / "parquet" / name / "rows.arrow"
@@ -82,22 +74,18 @@ class ParquetFile(ArrowRows):
             copy = pa.ipc.open_stream(pa.memory_map(str(target))).read_all()
             if copy.num_rows == self.stop:
                 return copy
-        with (
-            new_copy(target, self.name) as partial,
-            pa.OSFile(str(partial), "wb") as file,
-        ):
-            self._write(file)
-        return pa.ipc.open_stream(pa.memory_map(str(target))).read_all()
-
-    def _write(self, sink: Any) -> None:
-        # A stream may have another dictionary for each batch, as the row groups of a Parquet file have.
         with self._opened() as file:
             schema = file.schema_arrow
             if self.selected is not None:
                 schema = pa.schema([schema.field(name) for name in self.selected])
-        with pa.ipc.new_stream(sink, schema) as writer:
+        # A stream may have another dictionary for each batch, as the row groups of a Parquet file have.
+        with (
+            new_copy(target, self.name) as partial,
+            pa.ipc.new_stream(str(partial), schema) as writer,
+        ):
             for batch in self._read():
                 writer.write_batch(batch)
+        return pa.ipc.open_stream(pa.memory_map(str(target))).read_all()
 
     def _read(self) -> Iterator[pa.RecordBatch]:
         """Yield the rows, in batches that fit in memory."""

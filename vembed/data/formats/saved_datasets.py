@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from vembed.data.formats.base import ArrowRows, first_line
 from vembed.errors import UserError, listed
-from vembed.files import refuse_truncated
 
 log = logging.getLogger("vembed")
 
@@ -38,13 +37,11 @@ class SavedDataset(ArrowRows):
         self.name = name
         self.folder = folder
         self.columns = tuple(dataset.column_names)
-        paths = [Path(entry["filename"]) for entry in dataset.cache_files]
-        self._files = {path: path.stat() for path in paths}
+        self._files = [Path(entry["filename"]) for entry in dataset.cache_files]
         self._table = dataset.with_format("arrow")[:]
 
     def table(self) -> pa.Table:
-        """Return the rows, if their files are whole."""
-        refuse_truncated(self._files)
+        """Return the rows."""
         return self._table
 
     def select(self, columns: Sequence[str]) -> None:
@@ -53,7 +50,7 @@ class SavedDataset(ArrowRows):
 
     def files(self) -> Sequence[Path]:
         """Return the files that the records come from."""
-        return list(self._files)
+        return self._files
 
 
 def is_saved_dataset(path: Path) -> bool:

@@ -241,11 +241,6 @@ def _open_folder(folder: Path, role: Role) -> list[Format]:
     if is_saved_dataset(folder):
         return [open_folder(folder, role)]
     files = data_files(folder)
-    if {"corpus", "queries"} <= {file.name.partition(".")[0] for file in files}:
-        raise UserError(
-            f"{folder} has a corpus and queries, as BEIR has them, whose records are no pairs: give it as "
-            "val_data_path, or write pairs of its queries and documents for training"
-        )
     if files:
         return [_open_file(file) for file in files]
     records = class_records(folder)
@@ -310,7 +305,11 @@ def _open_file(path: Path, name: str | None = None) -> Format:
         reader = _open_file(unpacked_copy(path), str(path))
         reader.folder = path.parent
     else:
-        raise unknown_ending(path)
+        known = [f"{form.title} ({', '.join(form.endings)})" for form in FORMATS]
+        raise UserError(
+            f"{path} has the ending {ending or '(none)'}, and vembed reads {', '.join(known)}, also packed "
+            f"({', '.join(CODECS)})"
+        )
     reader.name = name or reader.name
     return reader
 
@@ -338,15 +337,6 @@ def data_files(folder: Path) -> list[Path]:
         ):
             files.append(path)
     return files if len({ending_of(path) for path in files}) == 1 else []
-
-
-def unknown_ending(path: Path) -> UserError:
-    """Return the error for a file whose ending no format has."""
-    ending = path.suffix.lower()
-    known = ", ".join(f"{form.title} ({', '.join(form.endings)})" for form in FORMATS)
-    return UserError(
-        f"{path} has the ending {ending or '(none)'}, and vembed reads {known}, also packed ({', '.join(CODECS)})"
-    )
 
 
 VERSION_FACTS = ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")

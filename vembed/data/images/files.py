@@ -154,11 +154,8 @@ def _opened(image: ImageRef) -> Iterator[Image.Image]:
             f"{image_name(image)} has more than {MAX_PIXELS:,d} pixels: scale it down"
         ) from error
     except UnidentifiedImageError as error:
-        hint = ""
-        if image.data is not None and image.data.isascii():
-            hint = "; if the column holds texts, write it as strings, not as bytes"
         raise UserError(
-            f"{image_name(image)} is not an image, or of an unknown format (known: {', '.join(_formats())}){hint}"
+            f"{image_name(image)} is not an image, or of an unknown format (known: {', '.join(_formats())})"
         ) from error
     except FileNotFoundError as error:
         raise UserError(f"{image_name(image)} does not exist") from error

@@ -1,21 +1,15 @@
-"""Plots of runs: SVG for a page, in its CSS variables so that plots follow light and dark mode, or .png files."""
+"""Plots of runs: SVG for a page, in its CSS variables so that plots follow light and dark mode."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
-
-import numpy as np
-from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 INK = "var(--ink-soft)"
 GRID_COLOUR = "var(--line)"
 ACCENT = "var(--accent)"
-BEFORE = "var(--before)"
-COLOURS = {INK: "#666c75", GRID_COLOUR: "#e4e5e2", ACCENT: "#1f5fbf", BEFORE: "#a3a8ae"}
-"""Colours of the page in daylight, for files."""
 RUN_COLOURS = tuple(f"var(--run-{number})" for number in range(8))
 """Colours of runs that are compared. With more runs they are used again."""
 WIDTH = 317.0
@@ -27,46 +21,22 @@ RIGHT = 312.0
 BOTTOM = 140.0
 """Edges of the area in which values are drawn; the same in all plots, so that they align."""
 FONT_SIZE = 9
-MIN_SMOOTHED_POINTS = 40
-"""From here a noisy curve also gets a running mean."""
 MAX_TICKS_X = 6
 MAX_TICKS_Y = 5
-PLOT_MARGIN = 5.0
-TITLE_HEIGHT = 16.0
-"""Margin of a file, and what its title takes above the plot."""
-PIXEL_OVERSAMPLING = 2
-PIXELS_PER_UNIT = 3 * PIXEL_OVERSAMPLING
-"""A PNG is drawn on a grid that is finer by PIXEL_OVERSAMPLING, which makes its lines smooth."""
-ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
-"""SVG's text-anchor -> Pillow's: left, middle or right, on the baseline."""
 
 Point = tuple[float, float]
 
 
-# ---- marks: as SVG by plot.html.j2, and drawn by Pillow -------------------------------------------------------------
+# ---- marks, which plot.html.j2 writes as SVG -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Stroke:
-    """A line through points. A thick one is a bar."""
+    """A line through points."""
 
     points: Sequence[Point]
     colour: str
     width: float = 1.8
-    opacity: float = 1.0
-
-    def draw(self, draw: ImageDraw.ImageDraw) -> None:
-        """Draw it, mixed with the white below it where it is not opaque."""
-        channels = ImageColor.getrgb(COLOURS[self.colour])
-        mixed = [round(255 + (channel - 255) * self.opacity) for channel in channels]
-        width = round(self.width * PIXELS_PER_UNIT)
-        pixels = [_pixel(x, y) for x, y in self.points]
-        draw.line(
-            pixels,
-            tuple(mixed),
-            width,
-            joint="curve",
-        )
 
 
 @dataclass(frozen=True)
@@ -79,19 +49,6 @@ class Dot:
     colour: str
     is_ring: bool = False
 
-    def draw(self, draw: ImageDraw.ImageDraw) -> None:
-        """Draw it."""
-        colour = COLOURS[self.colour]
-        start = _pixel(self.x - self.radius, self.y - self.radius)
-        end = _pixel(self.x + self.radius, self.y + self.radius)
-        fill = None if self.is_ring else colour
-        draw.ellipse(
-            (*start, *end),
-            fill,
-            colour,
-            PIXELS_PER_UNIT,
-        )
-
 
 @dataclass(frozen=True)
 class Text:
@@ -103,27 +60,8 @@ class Text:
     colour: str = INK
     anchor: str = "middle"
 
-    def draw(self, draw: ImageDraw.ImageDraw) -> None:
-        """Draw it."""
-        font = ImageFont.load_default(FONT_SIZE * PIXELS_PER_UNIT)
-        anchor = ANCHORS[self.anchor]
-        place = _pixel(self.x, self.y)
-        draw.text(
-            place,
-            self.text,
-            COLOURS[self.colour],
-            font,
-            anchor,
-        )
-
 
 Mark = Stroke | Dot | Text
-
-
-def _pixel(x: float, y: float) -> Point:
-    """Return the place of a point in the image of a file."""
-    top = TITLE_HEIGHT + PLOT_MARGIN
-    return (x + PLOT_MARGIN) * PIXELS_PER_UNIT, (y + top) * PIXELS_PER_UNIT
 
 
 @dataclass(frozen=True)
@@ -135,21 +73,6 @@ class Plot:
     width: ClassVar[float] = WIDTH
     height: ClassVar[float] = HEIGHT
     font_size: ClassVar[int] = FONT_SIZE
-
-    def image(self, title: str) -> Image.Image:
-        """Draw the plot below a title."""
-        width, height = _pixel(WIDTH + PLOT_MARGIN, HEIGHT + PLOT_MARGIN)
-        image = Image.new("RGB", (round(width), round(height)), "white")
-        draw = ImageDraw.Draw(image)
-        heading = Text(
-            0.0,
-            -8.0,
-            title,
-            anchor="start",
-        )
-        for mark in (*self.marks, heading):
-            mark.draw(draw)
-        return image.reduce(PIXEL_OVERSAMPLING)
 
 
 # ---- the plots -----------------------------------------------------------------------------------------------------
@@ -165,8 +88,6 @@ class Curve:
     values: Sequence[float]
     write: Callable[[float], str]
     from_zero: bool = False
-    is_noisy: bool = False
-    """Long curves of noisy values are also drawn as their running mean."""
     has_points: bool = False
     """Every value is marked, where they are few."""
 
@@ -174,218 +95,42 @@ class Curve:
 def plot_curves(
     curves: Sequence[tuple[str, Curve]],
     ring_at: float | None = None,
+    x_label: str = "step",
 ) -> Plot:
-    """Return a plot of one quantity over the steps, of one run or several, each in its colour. `ring_at`: the step whose
-    value gets a ring."""
-    lines = []
-    for colour, curve in curves:
-        values = curve.values
-        dot = 2.0 if curve.has_points else 0.0
-        if curve.is_noisy and len(values) >= MIN_SMOOTHED_POINTS:
-            lines.append(
-                _Line(
-                    curve.steps,
-                    values,
-                    colour,
-                    width=1.0,
-                    opacity=0.3,
-                )
-            )
-            values = _running_mean(values)
-        lines.append(
-            _Line(
-                curve.steps,
-                values,
-                colour,
-                dot=dot,
-            )
-        )
-        lines.append(
-            _Line(
-                curve.steps[-1:],
-                values[-1:],
-                colour,
-                dot=2.2,
-            )
-        )
-        if ring_at is not None and ring_at in curve.steps:
-            place = list(curve.steps).index(ring_at)
-            value = curve.values[place]
-            lines.append(
-                _Line(
-                    [ring_at],
-                    [value],
-                    colour,
-                    dot=5.0,
-                    is_ring=True,
-                )
-            )
-    title = f"{curve.title} over the steps"
-    return _plot(
-        title,
-        lines,
-        curve.write,
-        y_from_zero=curve.from_zero,
-    )
-
-
-def plot_stored(points: Mapping[str, Sequence[tuple[int, int, float]]]) -> Plot:
-    """Return a plot of nDCG@10 by bytes per document, a line for each stored form of (size, bytes, value). Ticks are
-    powers of two."""
-    colours = {"float32": INK, "int8": BEFORE}
-    lines = []
-    notes = []
-    all_xs = []
-    for form, rows in points.items():
-        if not rows:
-            continue
-        colour = colours.get(form, ACCENT)
-        is_rescored = form != "binary"
-        xs = [math.log2(size) for _, size, _ in rows]
-        values = [value for _, _, value in rows]
-        opacity = 1.0 if is_rescored else 0.5
-        lines.append(
-            _Line(
-                xs,
-                values,
-                colour,
-                opacity=opacity,
-                dot=2.0,
-            )
-        )
-        name = form.replace("_", ", ")
-        notes.append((xs[-1], values[-1], name, colour, is_rescored))
-        all_xs += xs
-    powers = range(math.ceil(min(all_xs)), math.floor(max(all_xs)) + 1)
-    return _plot(
-        "nDCG@10 by bytes per document",
-        lines,
-        "{:.2f}".format,
-        "bytes per document",
-        ticks_x=[(power, f"{2**power:,d}") for power in powers],
-        notes=notes,
-    )
-
-
-def _running_mean(values: Sequence[float]) -> list[float]:
-    """Return the mean of each value and its neighbours on both sides, with fewer neighbours at the ends."""
-    reach = max(len(values) // MIN_SMOOTHED_POINTS, 2)
-    window = np.ones(2 * reach + 1)
-    sums = np.convolve(values, window, "same")
-    counts = np.convolve(np.ones(len(values)), window, "same")
-    means: list[float] = (sums / counts).tolist()
-    return means
-
-
-# ---- axes ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Points joined by a line, or marked by dots of a radius, or both."""
-
-    xs: Sequence[float]
-    ys: Sequence[float]
-    colour: str
-    width: float = 1.8
-    opacity: float = 1.0
-    dot: float = 0.0
-    is_ring: bool = False
-
-
-def _plot(
-    description: str,
-    lines: Sequence[_Line],
-    write: Callable[[float], str],
-    x_label: str | None = None,
-    *,
-    y_from_zero: bool = False,
-    ticks_x: Sequence[tuple[float, str]] = (),
-    notes: Sequence[tuple[float, float, str, str, bool]] = (),
-) -> Plot:
-    """Return lines over a grid, with numbers at the axes.
-
-    `write`: format of the numbers at the vertical axis. `x_label`: None for the steps of a run, which are whole numbers
-    from zero. `ticks_x`: places at another horizontal axis and their names. `notes`: x, y, text,
-    colour of texts beside points, and whether they stand above.
-    """
+    """Return a plot of one quantity over the steps or another whole number, of one run or several, each in its colour.
+    `ring_at`: the step whose value gets a ring."""
     xs: list[float] = []
     ys: list[float] = []
-    for line in lines:
-        xs += line.xs
-        ys += line.ys
-    is_over_steps = x_label is None
-    # Texts beside points need space at the edges.
-    margin_x = 0.03 if is_over_steps else 0.1
-    margin_y = 0.15 if is_over_steps else 0.22
-    scale_x = _Scale(
-        xs,
-        margin_x,
-        LEFT,
-        RIGHT,
-        from_zero=is_over_steps,
-    )
-    scale_y = _Scale(
-        ys,
-        margin_y,
-        BOTTOM,
-        TOP,
-        from_zero=y_from_zero,
-    )
+    for _, curve in curves:
+        xs += curve.steps
+        ys += curve.values
+    scale_x = _Scale(xs, 0.03, LEFT, RIGHT, from_zero=True)
+    scale_y = _Scale(ys, 0.15, BOTTOM, TOP, from_zero=curve.from_zero)
     marks: list[Mark] = []
     for value in scale_y.ticks(MAX_TICKS_Y):
         y = scale_y.at(value)
         marks.append(Stroke([(LEFT, y), (RIGHT, y)], GRID_COLOUR, 0.8))
-        marks.append(
-            Text(
-                LEFT - 4,
-                y + 0.35 * FONT_SIZE,
-                write(value),
-                anchor="end",
-            )
-        )
+        label = curve.write(value)
+        marks.append(Text(LEFT - 4, y + 0.35 * FONT_SIZE, label, anchor="end"))
     marks.append(Stroke([(LEFT, BOTTOM), (RIGHT, BOTTOM)], GRID_COLOUR, 0.8))
-    if is_over_steps:
-        steps = scale_x.ticks(MAX_TICKS_X, smallest=1.0)
-        ticks_x = [(step, f"{step:,.0f}") for step in steps]
-    for value, name in ticks_x:
-        marks.append(Text(scale_x.at(value), BOTTOM + 13, name))
-    marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label or "step"))
-    for line in lines:
-        places = []
-        for x, y in zip(line.xs, line.ys, strict=True):
-            places.append((scale_x.at(x), scale_y.at(y)))
-        if len(places) > 1:
-            marks.append(
-                Stroke(
-                    places,
-                    line.colour,
-                    line.width,
-                    line.opacity,
-                )
-            )
-        if line.dot:
-            for x, y in places:
-                marks.append(
-                    Dot(
-                        x,
-                        y,
-                        line.dot,
-                        line.colour,
-                        line.is_ring,
-                    )
-                )
-    for x, y, text, colour, is_above in notes:
-        offset = -8.0 if is_above else 8.0 + 0.7 * FONT_SIZE
-        marks.append(
-            Text(
-                scale_x.at(x),
-                scale_y.at(y) + offset,
-                text,
-                colour,
-            )
-        )
-    return Plot(description, marks)
+    for step in scale_x.ticks(MAX_TICKS_X, smallest=1.0):
+        marks.append(Text(scale_x.at(step), BOTTOM + 13, f"{step:,.0f}"))
+    marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label))
+    for colour, curve in curves:
+        points = []
+        for step, value in zip(curve.steps, curve.values, strict=True):
+            points.append((scale_x.at(step), scale_y.at(value)))
+        if len(points) > 1:
+            marks.append(Stroke(points, colour))
+        for x, y in points if curve.has_points else points[-1:]:
+            marks.append(Dot(x, y, 2.2, colour))
+        if ring_at is not None and ring_at in curve.steps:
+            x, y = points[list(curve.steps).index(ring_at)]
+            marks.append(Dot(x, y, 5.0, colour, is_ring=True))
+    return Plot(f"{curve.title} by {x_label}", marks)
+
+
+# ---- axes ----------------------------------------------------------------------------------------------------------
 
 
 class _Scale:

@@ -8,7 +8,7 @@ import platform
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -169,16 +169,6 @@ class RunRecord:
                 dims.add(int(match[1]))
         return sorted(dims, reverse=True)
 
-    def scores_over_steps(self, key: str) -> tuple[list[int], list[float]]:
-        """Return the steps at which a metric was measured, and its scores."""
-        steps = []
-        scores = []
-        for evaluation in self.evaluations:
-            if key in evaluation.scores:
-                steps.append(evaluation.step)
-                scores.append(evaluation.scores[key])
-        return steps, scores
-
     @property
     def last_step(self) -> int:
         """The last step that was logged or evaluated."""
@@ -255,10 +245,7 @@ def read_summary(output_dir: str | Path) -> RunSummary:
     path = Path(output_dir, SUMMARY_FILE)
     if not path.exists():
         return RunSummary()
-    values = read_json_object(path)
-    # A later version of vembed may have written more.
-    known = {field.name for field in fields(RunSummary)}
-    return RunSummary(**{key: value for key, value in values.items() if key in known})
+    return RunSummary(**read_json_object(path))
 
 
 def collect_versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +29,6 @@ from vembed.evaluation.report.plots import (
     Curve,
     Plot,
     plot_curves,
-    plot_stored,
 )
 from vembed.evaluation.report.record import (
     FIRST_STAGE,
@@ -50,8 +50,9 @@ FORMS = {
     "binary_rescored": "binary, rescored",
 }
 """Stored forms of documents, and their names on pages."""
-MAX_CURVE_POINTS = 600
-"""More make the page larger without being visible."""
+FORM_COLOURS = ("var(--ink-soft)", "var(--before)", "var(--bad)", ACCENT)
+MAX_CURVE_POINTS = 150
+"""Of more values neighbours are averaged: a plot is about 300 units wide, and single steps are noisy."""
 
 
 def write_report(output_dir: str | Path) -> Path:
@@ -185,12 +186,7 @@ def sentence(record: RunRecord) -> str:
     text += f" in {num_steps:,d} steps"
     if summary.seconds is not None:
         text += f" and {duration(summary.seconds)}"
-    if summary.device:
-        plural = "es" if summary.num_processes > 1 else ""
-        text += f", {summary.num_processes} process{plural} on {summary.device}"
     text += "."
-    if summary.evaluation:
-        text += f" Measured on {short_paths(summary.evaluation)}."
     if record.before and summary.start_changes:
         changes = ", and ".join(summary.start_changes)
         text += f" Before training: the start model with {changes}."
@@ -216,6 +212,7 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
         "Strategy": summary.strategy,
         "Mixed precision": summary.precision,
         "Device": summary.device,
+        "Processes": str(summary.num_processes),
         "Finished": summary.finished[:16].replace("T", " "),
     }
     return [(name, masked(value)) for name, value in named.items() if value]
@@ -226,13 +223,6 @@ def short_paths(text: str) -> str:
     # From a slash at the beginning of a word (behind a blank, quotation mark, bracket, comma or colon) to the last
     # slash before a name, so that `a/b` and `https://` stay.
     return re.sub(r"(?<![^\s'\"\[{(,:])/[^\s'\",]*/(?=[^/\s])", "", text)
-
-
-def format_option(value: Any) -> str:
-    """Return a value of the config as text."""
-    if value is None:
-        return ""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # ---- plots ---------------------------------------------------------------------------------------------------------
@@ -272,41 +262,19 @@ def curves(record: RunRecord) -> list[Curve]:
         if key in QUANTITIES:
             title, note, write = QUANTITIES[key]
             from_zero = key not in ("loss", "grad_norm")
-            is_noisy = key not in ("learning_rate", "memory")
-            curve = Curve(
-                title,
-                note,
-                steps,
-                values,
-                write,
-                from_zero,
-                is_noisy,
-            )
+            curve = Curve(title, note, steps, values, write, from_zero)
         elif key.startswith("loss/"):
             title = f"Loss, {key.removeprefix('loss/')}"
             note = "mean between two log lines"
-            curve = Curve(
-                title,
-                note,
-                steps,
-                values,
-                "{:.3g}".format,
-                is_noisy=True,
-            )
+            curve = Curve(title, note, steps, values, "{:.3g}".format)
         else:
-            curve = Curve(
-                metric_name(key),
-                "",
-                steps,
-                values,
-                "{:.4f}".format,
-            )
+            curve = Curve(metric_name(key), "", steps, values, "{:.4f}".format)
         drawn.append(curve)
     return drawn
 
 
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
+    """Average neighbouring points where there are more than MAX_CURVE_POINTS. The last point is kept as it is."""
     num_groups = min(len(points) - 1, MAX_CURVE_POINTS)
     groups = np.array_split(np.array(points[:-1]), num_groups)
     means = [group.mean(axis=0) for group in groups]
@@ -316,7 +284,12 @@ def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float
 
 def _evaluations_curve(record: RunRecord, key: str) -> Curve:
     """Return a metric over the evaluations."""
-    steps, values = record.scores_over_steps(key)
+    steps = []
+    values = []
+    for evaluation in record.evaluations:
+        if key in evaluation.scores:
+            steps.append(evaluation.step)
+            values.append(evaluation.scores[key])
     return Curve(
         metric_name(key),
         "of each evaluation",
@@ -359,12 +332,22 @@ def stored_table(scores: Mapping[str, float]) -> ReportTable | None:
     return ReportTable(header, tuple(rows)) if rows else None
 
 
-def _power(value: float) -> str:
-    """Format 0.0001 as 1e-4."""
-    if not value:
-        return "0"
-    digits, power = f"{value:.1e}".split("e")
-    return f"{digits.removesuffix('.0')}e{int(power)}"
+def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
+    """Return what the template of the stored forms shows: a table, which is None without their scores, and nDCG@10 by
+    the bytes of a document, a line for each form."""
+    lines = []
+    points = stored_points(scores)
+    for form, colour in zip(FORMS, FORM_COLOURS, strict=True):
+        if points[form]:
+            powers = [math.log2(num_bytes) for _, num_bytes, _ in points[form]]
+            values = [value for _, _, value in points[form]]
+            write = "{:.2f}".format
+            curve = Curve(FORMS[form], "", powers, values, write, has_points=True)
+            lines.append((colour, curve))
+    plot = None
+    if lines:
+        plot = plot_curves(lines, x_label="bytes per document, as a power of two")
+    return {"stored": stored_table(scores), "stored_lines": lines, "stored_plot": plot}
 
 
 def _rate(value: float) -> str:
@@ -373,7 +356,7 @@ def _rate(value: float) -> str:
 
 QUANTITIES: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "loss": ("Loss", "of the global batch", "{:.3g}".format),
-    "learning_rate": ("Learning rate", "", _power),
+    "learning_rate": ("Learning rate", "", "{:.2g}".format),
     "grad_norm": ("Gradient norm", "global, before clipping", "{:.3g}".format),
     "samples_per_second": ("Throughput", "examples per second", _rate),
     "padding_fraction": ("Padding", "share of tokens", "{:.0%}".format),
@@ -397,10 +380,6 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         changes = compare_results(first, last, record.headline)
     intervals = changes.intervals if changes else None
     key = record.headline
-    stored = stored_table(record.after)
-    stored_plot = None
-    if stored:
-        stored_plot = plot_stored(stored_points(record.after))
     changed = {}
     for name, value in record.changed_settings().items():
         changed[name] = masked_option(name, value)
@@ -428,8 +407,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "all_scores": score_table(record, intervals=intervals),
         "scores_plot": scores_plot,
         "dims": dims_table(record),
-        "stored": stored,
-        "stored_plot": stored_plot,
+        **stored_values(record.after),
         "better": changed_table(changes.better) if changes else None,
         "worse": changed_table(changes.worse) if changes else None,
         "figures": figures,
@@ -587,23 +565,17 @@ def _compare(
 ) -> None:
     """Compare the queries of a run with those of the first, if these are the same ones."""
     contents = []
-    sizes = []
     for compared in (first, run):
         results = compared.queries
         if results is None:
             run.not_paired = f"no results per query were recorded by {compared.name}"
             return
         texts = [(row["query"], row["relevant"]) for row in results["queries"]]
-        num_queries = len(results["values"])
-        num_documents = results["num_documents"]
-        contents.append((num_queries, num_documents, texts))
-        sizes.append(
-            f"{compared.name} on {num_queries:,d} queries over {num_documents:,d} documents"
-        )
+        contents.append((len(results["values"]), results["num_documents"], texts))
     if contents[0] == contents[1]:
         run.changes = compare_results(first.queries, run.queries, metric)
     else:
-        run.not_paired = f"evaluated on other data: {' and '.join(sizes)}"
+        run.not_paired = f"{run.name} was evaluated on other data than {first.name}"
         run.has_other_data = True
 
 
@@ -711,7 +683,7 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
             warnings.append(f"Not paired: {run.not_paired}.")
     settings = []
     for name, values in runs.differing_settings().items():
-        texts = [short_paths(format_option(value)) or "-" for value in values]
+        texts = ["-" if value is None else short_paths(str(value)) for value in values]
         settings.append((name, texts))
     page = render_page(
         "comparison.html.j2",

@@ -301,8 +301,6 @@ def describe(
         or saved.get("bidirectional_attention", False)
         or model.bidirectional_attention
     )
-    if is_decoder:
-        reasons["bidirectional_attention"] = "a decoder, by the config and its files"
     pooling = _pooling(reading, family, shape, is_causal=is_decoder and not sees_all)
     # Another pooling, which the user has chosen, does not have these weights.
     pooling_folder = files.pooling_folder if (pooling,) == files.pooling_modes else None
@@ -351,7 +349,6 @@ def describe(
         normalize = saved["normalize"]
     elif files.normalize is not None:
         normalize = files.normalize
-        reasons["normalize"] = "from modules.json"
 
     # ---- texts
     tokenizer_path = tokenizer_folder(files.backbone, files.adapter)
@@ -651,9 +648,6 @@ def _matryoshka_sizes(
     if isinstance(matryoshka.mrl_dims, list):
         dims = tuple(matryoshka.mrl_dims)
     else:
-        reading.reasons["mrl_dims"] = (
-            f"the embedding's size and its halves down to {SMALLEST_MRL_DIM}"
-        )
         dims = (size,)
         while dims[-1] % 2 == 0 and dims[-1] // 2 >= SMALLEST_MRL_DIM:
             dims += (dims[-1] // 2,)

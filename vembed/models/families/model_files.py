@@ -92,10 +92,6 @@ def check_weight_files(folder: Path) -> None:
             )
         for name in names.values():
             _check_name(index, "weight_map", name)
-            if not (folder / name).is_file():
-                raise UserError(
-                    f"{index} names {name}, which is not a file in this folder; copy the model again"
-                )
     path = folder / "config.json"
     named = (read_object(path) or {}).get("transformers_weights")
     if named is not None:
@@ -151,20 +147,11 @@ def check_no_pickles(folder: Path) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, Stored]:
-    """Return the tensors that a model is loaded from, by name: of the index, or of the folder's safetensors files."""
-    check_weight_files(folder)
-    index = folder / ("model" + INDEX)
-    if (folder / "model.safetensors").exists():
-        names = {"model.safetensors"}
-    elif index.exists():
-        names = set((read_object(index) or {})["weight_map"].values())
-    else:
-        names = {path.name for path in folder.glob("*" + WEIGHTS_ENDING)} - {
-            ADAPTER_WEIGHTS
-        }
+    """Return the tensors of a model by name, without those of an adapter."""
     tensors: dict[str, Stored] = {}
-    for name in sorted(names):
-        tensors |= read_header(folder / name)[0]
+    for path in sorted(folder.glob("*" + WEIGHTS_ENDING)):
+        if path.name != ADAPTER_WEIGHTS:
+            tensors |= read_header(path)[0]
     return tensors
 
 
