@@ -16,8 +16,14 @@ from PIL import Image, ImageOps
 from tests.data.files import open_path, pair, refused, write_jsonl
 from tests.data.pictures import encode, encoded, write
 from vembed.data.examples import BadRecord, ImageRef, ImageRoot
-from vembed.data.images.files import check_image, image_size, load_image
+from vembed.data.images.files import image_problem, image_size, load_image
 from vembed.errors import UserError
+
+
+def check_image(image):
+    if (problem := image_problem(image)) is not None:
+        raise BadRecord(problem)
+
 
 FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 

@@ -631,7 +631,7 @@ class Columns:
                 names_of[self._mapping[name]].append(name)
             else:
                 free.append(name)
-        has_sentences = "sentence1" in columns and "sentence2" in columns
+        has_sentences = {"sentence1", "sentence2"} <= {*columns}
         are_sentences = has_sentences and not names_of["query"]
         is_label_mapped = bool(names_of[LABEL])
         for role, names in COLUMNS.items():
@@ -665,9 +665,8 @@ class Columns:
             if not names_of["positive"] and not images:
                 names_of["positive"] = names_of["query"]
                 names_of["positive_image"] = names_of["query_image"]
-        negatives = tuple(names_of["negative"])
         problem = None if label is not None else _problem(names_of, columns)
-        del names_of["negative"]
+        negatives = tuple(names_of.pop("negative"))
         single = {role: next(iter(names), None) for role, names in names_of.items()}
         named = dict.fromkeys([*single.values(), label, *negatives])
         read = tuple(name for name in named if name is not None)
