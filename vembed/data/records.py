@@ -6,7 +6,6 @@ column_mapping. Opens no file or image.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -498,22 +497,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 are read for negatives, and `negative_1`, `negative_2` ... are negatives too. `label` is a score beside sentence1 and
 sentence2, a class beside a text or image without a pair, and not read elsewhere."""
 
-GUESSES: dict[str, tuple[str, ...]] = {
-    role: tuple(names.split())
-    for role, names in {
-        "query": (
-            "instruction search title subject caption prompt source query_text text1 premise input question_text q "
-            "question1 sentence_a text_a sent1"
-        ),
-        "positive": (
-            "context text content body description resolution solution target text2 hypothesis output completion doc a "
-            "question2 sentence_b text_b sent2"
-        ),
-        "positive_image": "image_path image_file file_name filename img picture photo",
-    }.items()
-}
-"""Likely column names that are not read automatically; used for advice and by `vembed init`."""
-
 INSIDE = " (inside of an item)"
 """Behind the name of a field that an object for a query or document has, in lists of what is not read."""
 
@@ -730,40 +713,14 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
             missing.append(role)
     if not missing:
         return None
-    used = set(itertools.chain.from_iterable(names_of.values()))
-    free = [name for name in columns if name not in used]
-    example = guess_mapping(free, missing)
-    for role in missing:
-        is_guessed = any(target.startswith(role) for target in example.values())
-        if not is_guessed:
-            # No column is named: any would be a guess by its position alone.
-            example[f"your_{role}"] = role
-    entries = ", ".join(
-        f"{quoted_column(name)}: {role}" for name, role in example.items()
-    )
+    entries = ", ".join(f"your_{role}: {role}" for role in missing)
     hint = ""
     if "query" in missing and {TEXT, LABEL} & {*columns}:
         hint = "; `vembed generate` makes pairs of texts alone, and texts with classes have the columns text and label"
     return (
         f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "
-        f"column_mapping: {{{entries}}}{hint}"
+        f"column_mapping: {{{entries}}}, or let `vembed init` guess it{hint}"
     )
-
-
-def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
-    """Return a column mapping for the missing parts (query, positive), guessed from the column names."""
-    free = list(columns)
-    mapping = dict[str, str]()
-    for role in missing:
-        for target in (role, f"{role}_image"):
-            # The names of the table too: `Question`, ` Answer ` and `sentence1` without its partner are near misses.
-            likely = {*GUESSES.get(target, ()), *COLUMNS[target]}
-            names = [name for name in free if normalised_name(name) in likely]
-            if names and target in GUESSES:
-                mapping[names[0]] = target
-                free.remove(names[0])
-                break
-    return mapping
 
 
 def quoted_column(name: str) -> str:
