@@ -156,6 +156,27 @@ def test_a_label_beside_messages_is_a_score(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ((0, 1, 2), "label (0, 1, 2) is taken for a score"),
+        ((0, 1, 1), None),
+        ((0, 2.5, 5), None),
+    ],
+)
+def test_classes_that_are_taken_for_scores_are_warned_of(tmp_path, labels, said):
+    rows = [
+        {"sentence1": f"a{number}", "sentence2": "b", "label": label}
+        for number, label in enumerate(labels)
+    ]
+    warnings = open_path(
+        write_jsonl(tmp_path / "a.jsonl", rows), loss="cosent"
+    ).warnings()
+    assert [warning.partition(": ")[2][: len(said or "")] for warning in warnings] == (
+        [said] if said else []
+    )
+
+
 def test_a_name_of_the_mapping_that_no_source_has(tmp_path):
     first = write_jsonl(
         tmp_path / "a.jsonl", [{"frage": "q", "positive": "p", "falsch": ["n"]}]

@@ -53,11 +53,6 @@ class RecordFormat:
     keeps_keys: bool = False
     """The first pass keeps the content keys of all examples, for the detection of duplicates."""
 
-    @property
-    def null(self) -> str:
-        """What messages call a missing value."""
-        return "empty" if self.numbers_in_text else "null"
-
     def example_of_plain_block(self, records: Sequence[Any]) -> Example | None:
         """Return the first record's example, which stands for all: the fast path for pairs of good texts in the same
         columns, of which `example` accepts either all or none. None: check them one by one."""
@@ -108,18 +103,15 @@ class RecordFormat:
             label = record[layout.label]
             is_name = isinstance(label, str | int) and not isinstance(label, bool)
             if not is_name or not str(label).strip():
-                description = self.null if label is None else described(label)
                 raise BadRecord(
-                    f"{layout.label} is {description}, not the name or number of a class"
+                    f"{layout.label} is {described(label)}, not the name or number of a class"
                 )
             self._check_losses(layout, (), None)
             return Example(query, (query,), where=where, label=str(label))
         positives = self._documents(record, layout.positive, layout.positive_image)
         if not positives:
             name = layout.positive or layout.positive_image or ""
-            raise BadRecord(
-                f"{name} is {self.null if record[name] is None else 'an empty list'}"
-            )
+            raise BadRecord(f"{name} is empty")
         negatives: tuple[Item, ...] = ()
         if layout.negatives or layout.negative_image:
             first, *others = layout.negatives or (None,)
@@ -145,7 +137,7 @@ class RecordFormat:
         if layout.query_image:
             images = self._image_list(record[layout.query_image], layout.query_image)
         if value is None and not images:
-            raise BadRecord(f"{name or layout.query_image} is {self.null}")
+            raise BadRecord(f"{name or layout.query_image} is empty")
         query = self._item(value, images, self.mode in ("i2t", "i2i"), str(name))
         if layout.query_prompt is None:
             return query
@@ -203,7 +195,7 @@ class RecordFormat:
         if value is None and images:
             return Item(images=images)
         if value is None:
-            raise BadRecord(f"{name} is {self.null}")
+            raise BadRecord(f"{name} is empty")
         if isinstance(value, list):
             raise BadRecord(f"{name} is a list inside of a list")
         way_out = "; write it as text, in quotes" if type(value) in (int, float) else ""
@@ -291,10 +283,7 @@ class RecordFormat:
         if self.numbers_in_text and isinstance(value, str) and _NUMBER.fullmatch(value):
             value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-            description = described(value)
-            if isinstance(value, str):
-                description = f"the text {printable(value)!r}"
-            raise BadRecord(f"{name} is {description}, not a number")
+            raise BadRecord(f"{name} is {printable(repr(value))}, not a number")
         try:
             number = float(value)
         except OverflowError:
@@ -327,11 +316,8 @@ class RecordFormat:
                 and not negatives
                 and not self.gets_negatives
             ):
-                missing = "no negative"
-                if self.max_negatives == 0:
-                    missing = "max_negatives: 0 leaves no negative"
                 raise BadRecord(
-                    f"{missing}, which loss: {loss} needs in every record: add negatives, take the source out, or use "
+                    f"no negative, which loss: {loss} needs in every record: add negatives, take the source out, or use "
                     "loss: infonce, which takes the others of the batch"
                 )
         for score in scores or ():

@@ -65,21 +65,13 @@ _SIDEWAYS = [_TURNS[number] for number in (5, 6, 7, 8)]
 def image_problem(image: ImageRef) -> str | None:
     """Return why an image cannot be decoded; None if it can.
 
-    The pixels are decoded, as in training: damage in the middle of a file shows only then. A PNG is verified by its
-    checksums too. Addresses are not fetched.
+    The pixels are decoded, as in training: damage in the middle of a file shows only then. Addresses are not fetched.
     """
     if image.is_address:
         return None
     try:
         with _opened(image) as picture:
-            is_png = picture.format == "PNG"
-            if is_png:
-                picture.verify()  # by its checksums; after that it can only be opened again
-            else:
-                picture.load()
-        if is_png:
-            with _opened(image) as picture:
-                picture.load()
+            picture.load()
     except UserError as error:
         return str(error)
     return None
