@@ -78,7 +78,7 @@ def test_dry_run_resolves_everything_without_torch(process):
         "gradient checkpointing: true (default with FSDP)",
         "world size: 4 = 4 process(es) (num_processes)",
         "global batch: 64 = 4 x 16 examples",
-        "data: data/train.jsonl (not here: a name on the Hub, or a path that is missing)",
+        "data_path: data/train.jsonl (not here: a name on the Hub, or a path that is missing)",
     ):
         assert line in done.out.splitlines(), line
     assert "fsdp_backward_prefetch: BACKWARD_PRE" in done.out

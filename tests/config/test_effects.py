@@ -280,7 +280,7 @@ BUILT = {
     ),
     "cache_frozen_features": (
         "frozen",
-        lambda entry: bool(entry.trainer.components.input_builder.frozen_towers.stores),
+        lambda entry: bool(entry.trainer.components.input_builder.stores),
         True,
         "clip",
     ),

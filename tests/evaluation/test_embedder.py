@@ -129,17 +129,3 @@ def test_wrong_settings_are_named(folder):
         model.encode(["a"], truncate_dim=4096)
     with pytest.raises(UserError, match="truncate_dim is 0"):
         Embedder(folder, device="cpu", truncate_dim=0)
-
-
-def test_chosen_dtype(folder):
-    import torch
-
-    model = Embedder(folder, device="cpu", torch_dtype="bfloat16")
-    assert {parameter.dtype for parameter in model.model.parameters()} == {
-        torch.bfloat16
-    }
-    vectors = model.encode(["red cat"])
-    assert vectors.dtype == np.float32
-    np.testing.assert_allclose(
-        vectors, Embedder(folder, device="cpu").encode(["red cat"]), atol=0.05
-    )

@@ -15,17 +15,6 @@ def console(terminal):
     )
 
 
-def test_a_terminal_gets_a_bar_with_rate_and_time_left():
-    screen = console(terminal=True)
-    with ProgressReport("encoding", console=screen) as report:
-        report(250, 1000)
-        report.bar.refresh()
-        printed = screen.file.getvalue()
-    assert "encoding" in printed
-    assert "250/1000" in printed
-    assert "/s" in printed
-
-
 def test_anything_else_gets_a_plain_line_now_and_then(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])

@@ -248,15 +248,6 @@ def test_a_torn_last_line_and_numbers_that_are_none(tmp_path):
     parsed(write_report(run))
 
 
-def test_a_worse_model_is_not_shown_as_progress(tmp_path):
-    run = write_run(
-        tmp_path / "run", [evaluation(0, 0.1), step(1), step(2), evaluation(2, 0.0)]
-    )
-    page = write_report(run).read_text()
-    assert '<span class="delta worse">-0.100</span>' in page
-    assert '<td class="down">-0.1000</td>' in page
-
-
 def test_long_runs_stay_small(tmp_path):
     run = write_run(
         tmp_path / "run",

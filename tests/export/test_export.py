@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from types import SimpleNamespace
+from typing import ClassVar
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import vembed
+from tests.data.files import write_jsonl
+from tests.serve.test_serve import started
 from tests.tiny import (
     shared,
     texts,
@@ -67,16 +67,9 @@ def exported(tmp_path_factory):
     """The model in ONNX with evaluation data, by the command; traced once, because that takes seconds."""
     place = tmp_path_factory.mktemp("export")
     rows = [{"query": text, "positive": f"found {text}"} for text in texts(24)]
-    (place / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = run(
-        "export",
-        model_folder(),
-        place / "onnx",
-        "--format",
-        "onnx",
-        "--data",
-        place / "val.jsonl",
-    )
+    write_jsonl(place / "val.jsonl", rows)
+    words = ["--format", "onnx", "--data", place / "val.jsonl"]
+    done = run("export", model_folder(), place / "onnx", *words)
     assert done.exit_code == 0, done.output
     (place / "said.txt").write_text(done.output)
     return place / "onnx"
@@ -127,30 +120,13 @@ def test_a_check_alone_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     done = run("export", model_folder(), "--check", "--json", tmp_path / "said.json")
     assert done.exit_code == 0, done.output
-    assert (
-        "through sentence-transformers" in done.output
-        and "nothing was kept" in done.output
-    )
+    assert "nothing was kept" in done.output
     said = json.loads((tmp_path / "said.json").read_text())
     assert said["path"] is None and said["check"]["largest_distance"] < 1e-6
     for words in ([], ["--no-check"], ["--for", "tei", "--check"]):
         refused = run("export", model_folder(), *words)
         assert refused.exit_code == 2 and "give OUTPUT, a new folder" in refused.output
     assert [path.name for path in tmp_path.iterdir()] == ["said.json"]
-
-
-def test_a_tolerance_below_zero_is_refused_at_once(tmp_path):
-    done = run(
-        "export",
-        model_folder(),
-        tmp_path / "out",
-        "--format",
-        "onnx",
-        "--tolerance",
-        "-1",
-    )
-    assert done.exit_code == 2
-    assert "--tolerance" in done.output and "writing" not in done.output
 
 
 def as_traced(folder, monkeypatch):
@@ -167,25 +143,14 @@ def as_traced(folder, monkeypatch):
 @pytest.mark.parametrize("precision", ["int8", "float16"])
 def test_smaller_precisions(precision, exported, tmp_path, monkeypatch):
     as_traced(exported, monkeypatch)
-    done = run(
-        "export",
-        model_folder(),
-        tmp_path / "small",
-        "--format",
-        "onnx",
-        "--precision",
-        precision,
-    )
+    small = tmp_path / "small"
+    words = ["--format", "onnx", "--precision", precision]
+    done = run("export", model_folder(), small, *words)
     assert done.exit_code == 0, done.output
-    sizes = [
-        (folder / "model.onnx").stat().st_size
-        for folder in (tmp_path / "small", exported)
-    ]
-    assert sizes[0] < sizes[1]
-    check = json.loads((tmp_path / "small" / "export.json").read_text())["check"]
-    assert 1e-9 < check["largest_distance"] < check["tolerance"], (
-        "it is not the float32 graph"
-    )
+    size = (small / "model.onnx").stat().st_size
+    assert size < (exported / "model.onnx").stat().st_size
+    check = json.loads((small / "export.json").read_text())["check"]
+    assert 1e-9 < check["largest_distance"] < check["tolerance"]
 
 
 def broken(write, breaks):
@@ -210,15 +175,8 @@ def with_other_pooling(folder):
 
 def without_normalisation(folder):
     path = folder / "modules.json"
-    path.write_text(
-        json.dumps(
-            [
-                entry
-                for entry in json.loads(path.read_text())
-                if "Normalize" not in entry["type"]
-            ]
-        )
-    )
+    modules = json.loads(path.read_text())
+    path.write_text(json.dumps(modules[:-1]))
 
 
 @pytest.mark.parametrize(
@@ -273,28 +231,12 @@ def test_siglip_is_saved_so_that_its_texts_get_no_mask(tmp_path):
     assert done.exit_code == 0, done.output
 
 
-def test_what_differs_in_siglip_is_named(monkeypatch):
-    write = broken(SafetensorsFormat.write, without_input_names)
-    monkeypatch.setattr(SafetensorsFormat, "write", write)
-    done = run("export", siglip_folder(), "--check")
-    assert done.exit_code == 2 and "arithmetic or weights" in done.stderr
-
-
 def test_a_check_of_images_alone_says_how_to_copy(tmp_path):
     done = run("export", shared(tiny_vit), "--check")
     assert done.exit_code == 2
     assert (
         "without --check" in done.stderr and "--format safetensors" not in done.stderr
     )
-
-
-def test_a_check_without_torchvision_names_it(monkeypatch):
-    def load(*_, **__):
-        raise ImportError("a processor requires the Torchvision library: torchvision")
-
-    monkeypatch.setattr("sentence_transformers.SentenceTransformer", load)
-    done = run("export", model_folder(), "--check")
-    assert done.exit_code == 2 and "pip install torchvision" in done.stderr
 
 
 def test_images_have_a_graph_of_their_own(siglip, tmp_path, monkeypatch):
@@ -362,42 +304,6 @@ def test_a_runtime_that_is_not_there_says_how_to_install_it(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gguf_in_the_server_of_llama_cpp(exported, monkeypatch):
-    """With a module in place of xllamacpp: a text longer than the model's limit is cut before it is sent."""
-    asked = []
-
-    class Server:
-        def __init__(self, settings):
-            assert settings.embedding and settings.model.path.endswith("model.gguf")
-
-        def handle_embeddings(self, value):
-            asked.append(value["input"])
-            return (
-                {"data": [{"embedding": [3.0, 4.0]}]}
-                if value["input"] != ""
-                else {"error": "empty"}
-            )
-
-    parts = {
-        "CommonParams": lambda: SimpleNamespace(
-            model=SimpleNamespace(), cpuparams=SimpleNamespace()
-        )
-    }
-    module = SimpleNamespace(__version__="1", Server=Server, **parts)
-    monkeypatch.setattr(formats, "import_module", lambda _: module)
-    reader = formats.GgufServer(exported)
-    np.testing.assert_array_equal(
-        reader.encode(["red", "red " * 600], "query"), [[3, 4], [3, 4]]
-    )
-    (cut,) = reader.texts.token_ids(["red " * 600], "query")
-    assert asked == [QUERY_PROMPT + "red", cut]
-    assert len(asked[1]) == reader.texts.max_length
-    with pytest.raises(
-        RunError, match=r"llama\.cpp gave no embedding of a text of 2 tokens"
-    ):
-        reader.encode([""], "document")
-
-
 @pytest.mark.parametrize("server", ["tei", "vllm", "llama.cpp"])
 @pytest.mark.parametrize("pooling", ["max", "weighted_mean"])
 def test_a_server_that_cannot_pool_as_the_model_is_refused(server, pooling, tmp_path):
@@ -409,28 +315,15 @@ def test_a_server_that_cannot_pool_as_the_model_is_refused(server, pooling, tmp_
 
 
 def test_for_a_server(tmp_path):
-    done = run(
-        "export",
-        model_folder(),
-        tmp_path / "served",
-        "--for",
-        "vllm",
-        "--precision",
-        "bfloat16",
-    )
+    target = tmp_path / "served"
+    words = ["--for", "vllm", "--precision", "bfloat16"]
+    done = run("export", model_folder(), target, *words)
     assert done.exit_code == 0, done.output
-    assert (
-        f"start: vllm serve {tmp_path / 'served'} --runner pooling --port 8080\n"
-        in done.output
-    )
+    assert f"start: vllm serve {target} --runner pooling" in done.output
     assert f"send {QUERY_PROMPT!r} before queries" in done.output
-    refused = run(
-        "export", model_folder(), tmp_path / "other", "--for", "tei", "--format", "onnx"
-    )
-    assert (
-        refused.exit_code == 2
-        and "--for tei reads --format safetensors" in refused.stderr
-    )
+    words = ["--for", "tei", "--format", "onnx"]
+    refused = run("export", model_folder(), tmp_path / "other", *words)
+    assert refused.exit_code == 2 and "--format safetensors" in refused.stderr
 
 
 def test_a_static_student(tmp_path):
@@ -438,19 +331,14 @@ def test_a_static_student(tmp_path):
     trained and saved again; a student that does not follow the model is refused."""
     from sentence_transformers import SentenceTransformer
 
-    rows = [
-        {"query": text, "positive": f"found {text} {two}"}
-        for text, two in zip(texts(160), texts(160, seed=5), strict=True)
-    ]
-    (tmp_path / "val.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = []
+    for text, other in zip(texts(160), texts(160, seed=5), strict=True):
+        rows.append({"query": text, "positive": f"found {text} {other}"})
+    data = tmp_path / "val.jsonl"
+    write_jsonl(data, rows)
     out = tmp_path / "student"
-    words = [
-        "--data",
-        tmp_path / "val.jsonl",
-        "--tolerance",
-        "0.7",
-        "--json",
-    ]  # mixed by random attention
+    # Random attention mixes the tokens.
+    words = ["--data", data, "--tolerance", "0.7", "--json"]
     done = run("export", model_folder(), out, "--format", "static", *words)
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
@@ -470,7 +358,7 @@ def test_a_static_student(tmp_path):
     trained = vembed.train(
         {
             "model_name": str(out),
-            "data_path": str(tmp_path / "val.jsonl"),
+            "data_path": str(data),
             "output_dir": str(tmp_path / "run"),
             "max_steps": 2,
             "batch_size": 8,
@@ -480,125 +368,29 @@ def test_a_static_student(tmp_path):
         }
     )
     again = SentenceTransformer(str(trained.model_dir), device="cpu").encode(inputs)
-    np.testing.assert_allclose(
-        vembed.Embedder(trained.model_dir).encode(inputs), again, atol=1e-6
-    )
+    mine = vembed.Embedder(trained.model_dir).encode(inputs)
+    np.testing.assert_allclose(mine, again, atol=1e-6)
     assert not np.allclose(again, vectors)
 
-    refused = run(
-        "export",
-        model_folder(),
-        tmp_path / "bad",
-        "--format",
-        "static",
-        "--tolerance",
-        "1e-6",
-    )
+    words = ["--format", "static", "--tolerance", "1e-6"]
+    refused = run("export", model_folder(), tmp_path / "bad", *words)
     assert refused.exit_code == 2 and "does not follow the model" in refused.stderr
-    assert (
-        "it had no texts to learn from" in refused.stderr
-        and not (tmp_path / "bad").exists()
-    )
+    assert not (tmp_path / "bad").exists()
 
 
 def test_an_export_is_served_in_its_runtime(exported):
     encoder = open_encoder(str(exported))
     model = vembed.Embedder(model_folder())
-    inputs = [ServedInput("red", "query"), ServedInput("a small bird in the garden")]
-    expected = [
-        model.encode("red", "query"),
-        model.encode("a small bird in the garden", prompt=""),
-    ]
-    vectors, num_tokens = encoder.encode(inputs)
+    expected = [model.encode("red", "query"), model.encode("a bird", prompt="")]
+    inputs = [ServedInput("red", "query"), ServedInput("a bird")]
+    vectors, _ = encoder.encode(inputs)
     np.testing.assert_allclose(vectors, expected, atol=1e-6)
-    assert sum(num_tokens) > 8 and encoder.max_length == model.description.max_length
+    assert encoder.max_length == model.description.max_length
     (ids,) = encoder.reader.texts.token_ids(["red"], "query")
     by_ids, _ = encoder.encode([ServedInput(ids)])
     np.testing.assert_allclose(by_ids, expected[:1], atol=1e-6)
     with pytest.raises(UserError, match="runs on the CPU at its own size"):
         open_encoder(str(exported), truncate_dim=8)
-
-
-# ---- check-server --------------------------------------------------------------------------------------------------
-
-
-class Handler(BaseHTTPRequestHandler):
-    """An embedding server with the model or another pooling."""
-
-    embed: Callable[[list[str]], np.ndarray]
-    route = "/v1/embeddings"
-    authorization: str | None = None
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.headers["Authorization"] != self.authorization:
-            self.send_error(401)
-            return
-        if self.path != self.route:
-            self.send_error(404)
-            return
-        rows = type(self).embed(body["input"]).tolist()
-        answer = {
-            "data": [
-                {"index": index, "embedding": row} for index, row in enumerate(rows)
-            ][::-1]
-        }
-        data = json.dumps(answer).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_):
-        pass
-
-
-@pytest.fixture
-def server():
-    model = vembed.Embedder(model_folder())
-    Handler.embed = staticmethod(lambda value: model.encode(value, prompt=""))
-    with HTTPServer(("127.0.0.1", 0), Handler) as running:
-        thread = threading.Thread(
-            target=running.serve_forever, kwargs={"poll_interval": 0.01}
-        )
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{running.server_port}"
-        finally:
-            running.shutdown()
-            thread.join()
-
-
-def test_check_server(server, monkeypatch):
-    for url in (server, server + "/v1", server + "/v1/embeddings"):
-        done = run("check-server", url, model_folder())
-        assert done.exit_code == 0, done.output
-        assert "16 of 200 texts" in done.output
-        assert f"{server}/v1/embeddings equals" in done.output
-    right = Handler.embed
-    monkeypatch.setattr(
-        Handler, "embed", staticmethod(lambda value: right(value)[:, ::-1])
-    )
-    done = run("check-server", server, model_folder())
-    assert done.exit_code == 1 and "largest cosine distance" in done.stderr
-    monkeypatch.setattr(
-        Handler, "embed", staticmethod(lambda value: right(value)[:, :8])
-    )
-    done = run("check-server", server, model_folder())
-    assert done.exit_code == 1 and "8 dimensions for 24" in done.stderr
-    refused = run("check-server", "http://127.0.0.1:9", model_folder())
-    assert refused.exit_code == 2 and "does not answer" in refused.stderr
-    swapped = run("check-server", "output/final", model_folder())
-    assert swapped.exit_code == 2 and "does not answer" in swapped.stderr
-
-
-def test_check_server_sends_the_key_of_the_environment(server, monkeypatch):
-    monkeypatch.setattr(Handler, "authorization", "Bearer secret")
-    refused = run("check-server", server, model_folder())
-    assert refused.exit_code == 2 and "401" in refused.stderr
-    monkeypatch.setenv("VEMBED_API_KEY", "secret")
-    done = run("check-server", server, model_folder())
-    assert done.exit_code == 0, done.output
 
 
 def test_distances_of_broken_vectors_are_infinite():
@@ -608,49 +400,91 @@ def test_distances_of_broken_vectors_are_infinite():
     ).tolist() == [0.0, np.inf]
 
 
+class LargeCorpus(list[Item]):
+    """A million documents, and how many of them were read."""
+
+    num_read = 0
+
+    def __len__(self):
+        return 1_000_000
+
+    def __getitem__(self, place):
+        if isinstance(place, slice):
+            return [self[number] for number in range(len(self))[place]]
+        self.num_read += 1
+        return Item(text=f"document {place}")
+
+    def __iter__(self):
+        return (self[place] for place in range(len(self)))
+
+
+def large_data():
+    queries = tuple(Item(text=f"query {number}") for number in range(600))
+    relevance = tuple({number: 1} for number in range(600))
+    return RetrievalData("large", queries, LargeCorpus(), relevance)
+
+
 def test_a_student_reads_a_sample_of_a_corpus(tmp_path):
-    class Documents(list[Item]):
-        """A million documents, which are not all read."""
-
-        num_read = 0
-
-        def __len__(self):
-            return 1_000_000
-
-        def __getitem__(self, place):
-            places = range(len(self))[place]
-            self.num_read += len(places) if isinstance(places, range) else 1
-            return [] if isinstance(places, range) else Item(text=f"document {places}")
-
-    documents = Documents()
-    data = RetrievalData("large", (Item(text="query"),), documents, ({0: 1},))
-    actual = student_texts(str(tmp_path), data)
-    assert documents.num_read == len(actual) <= MAX_STUDENT_EXAMPLES
-    numbers = [int(text.split()[1]) for text, _ in actual]
-    assert numbers[0] == NUM_TEXTS // 2 and numbers[-1] > 990_000
+    data = large_data()
+    rows = student_texts(str(tmp_path), data)
+    assert data.documents.num_read <= len(rows) <= MAX_STUDENT_EXAMPLES
+    assert rows[-1][0] > "document 990000"
 
 
 def test_the_check_reads_no_more_of_a_corpus_than_it_compares():
-    class Documents(list[Item]):
-        """A million documents of which nobody should read more than a few thousand."""
-
-        def __len__(self):
-            return 1_000_000
-
-        def __getitem__(self, place):
-            assert 0 <= place < 5_000
-            return Item(text=f"document {place}")
-
-        def __iter__(self):
-            return (self[place] for place in range(len(self)))
-
-    queries = tuple(Item(text=f"query {number}") for number in range(600))
-    relevance = tuple({number: 1} for number in range(600))
-    data = RetrievalData("large", queries, Documents(), relevance)
-    texts = texts_to_compare(data, 32)
-    assert len(texts) == NUM_TEXTS and texts[-1] == (
-        f"document {NUM_TEXTS // 2 - 1}",
-        "document",
-    )
+    data = large_data()
+    rows = texts_to_compare(data, 32)
+    assert len(rows) == NUM_TEXTS
+    assert rows[-1] == (f"document {NUM_TEXTS // 2 - 1}", "document")
     part = bounded(data)
-    assert part is not None and (len(part.queries), len(part.documents)) == (500, 2_000)
+    assert (len(part.queries), len(part.documents)) == (500, 2_000)
+    assert data.documents.num_read < 5_000
+
+
+class LlamaServer:
+    """Stands in for xllamacpp's server, which is not installed."""
+
+    inputs: ClassVar[list] = []
+
+    def __init__(self, settings):
+        assert settings.embedding and settings.model.path.endswith("model.gguf")
+
+    def handle_embeddings(self, values):
+        self.inputs.append(values["input"])
+        if values["input"] == "":
+            return {"error": "empty"}
+        return {"data": [{"embedding": [3.0, 4.0]}]}
+
+
+def test_gguf_in_the_server_of_llama_cpp(exported, monkeypatch):
+    """A text longer than the model's limit is cut before it is sent."""
+    module = MagicMock(__version__="1", Server=LlamaServer)
+    monkeypatch.setattr(formats, "import_module", lambda _: module)
+    reader = formats.GgufServer(exported)
+    long = "red " * 600
+    vectors = reader.encode(["red", long], "query")
+    np.testing.assert_array_equal(vectors, [[3, 4], [3, 4]])
+    (cut,) = reader.texts.token_ids([long], "query")
+    assert LlamaServer.inputs == [QUERY_PROMPT + "red", cut]
+    assert len(cut) == reader.texts.max_length
+    with pytest.raises(RunError, match="no embedding of a text of 2 tokens"):
+        reader.encode([""], "document")
+
+
+def test_check_server_names_what_differs(tmp_path, monkeypatch):
+    model = tiny_bert_st(tmp_path / "model", layers=1, pooling="cls", dense_dim=24)
+    command = ["-m", "vembed", "serve", str(model), "--port", "0"]
+    with started(command, VEMBED_API_KEY="secret") as server:
+        refused = run("check-server", server.address, model)
+        assert refused.exit_code == 2 and "401" in refused.stderr
+        monkeypatch.setenv("VEMBED_API_KEY", "secret")
+        for route in ("", "/v1", "/v1/embeddings"):
+            done = run("check-server", server.address + route, model)
+            assert done.exit_code == 0, done.output
+            done = run("check-server", server.address + route, model_folder())
+            assert done.exit_code == 1
+            assert "largest cosine distance" in done.stderr
+        done = run("check-server", server.address, shared(tiny_bert_st))
+        assert done.exit_code == 1 and "24 dimensions for 32" in done.stderr
+    refused = run("check-server", server.address, model)
+    assert refused.exit_code == 2 and "does not answer" in refused.stderr

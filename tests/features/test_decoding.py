@@ -39,9 +39,9 @@ def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_ow
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=3)
     features = features_of(mine)
     decoded.clear()
-    micro_batches = [
-        [("image", list(range(start, start + 6)))] for start in range(0, COUNT, 6)
-    ]
+    micro_batches = []
+    for start in range(0, COUNT, 6):
+        micro_batches.append([("image", list(range(start, start + 6)))])
     feeder = Feeder(mine, torch.device("cpu"))
     first = list(feeder.feed(micro_batches, features))
     second = list(feeder.feed(micro_batches, features))

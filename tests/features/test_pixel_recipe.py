@@ -1,6 +1,5 @@
 """Image processors in two halves: the same bits as the published processor, in bytes until the device."""
 
-import io
 import json
 import threading
 
@@ -51,9 +50,9 @@ def test_both_halves_give_the_processors_bits(make, kind):
         expected = dict(processor(images=[picture], return_tensors="pt"))
         assert expected[PIXELS_KEY].nbytes >= 4 * halfway[PIXELS_KEY].nbytes
         actual = recipe.finished(halfway)
-        assert actual.keys() == expected.keys() and all(
-            torch.equal(actual[name], expected[name]) for name in expected
-        )
+        assert actual.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(actual[name], value)
 
 
 def test_a_crop_beyond_the_image_has_the_processors_border():
@@ -109,20 +108,16 @@ class AsTorchvision:
     def to_dict(self):
         return dict(self.processor.to_dict())
 
-    def __call__(self, images, **options):
-        built = self.processor(
-            images=images, return_tensors="pt", do_rescale=False, do_normalize=False
-        )[PIXELS_KEY]
-        if options.get("do_rescale") is False:
-            return {PIXELS_KEY: built}
-        settings = self.to_dict()
-        mean, deviation = (
-            (torch.tensor(settings[name]) * (1.0 / settings["rescale_factor"]))[
-                :, None, None
-            ]
-            for name in ("image_mean", "image_std")
-        )
-        return {PIXELS_KEY: built.to(torch.float32).sub_(mean).div_(deviation)}
+    def __call__(self, images, *, do_rescale=True, **_):
+        plain = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
+        pixels = self.processor(images=images, **plain)[PIXELS_KEY]
+        if do_rescale:
+            factor = 1.0 / self.processor.rescale_factor
+            mean = torch.tensor(self.processor.image_mean) * factor
+            deviation = torch.tensor(self.processor.image_std) * factor
+            pixels = pixels.to(torch.float32).sub_(mean[:, None, None])
+            pixels = pixels.div_(deviation[:, None, None])
+        return {PIXELS_KEY: pixels}
 
 
 def test_the_arithmetic_of_torchvision_has_a_recipe_too():
@@ -142,30 +137,24 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(monkeypatch):
 
     class Gpu(Feeder):
         def _to_device(self, inputs):
-            moved.extend(batch[PIXELS_KEY].dtype for _, batch in inputs)
-            return [
-                (modality, self.featuriser.finished(batch))
-                for modality, batch in inputs
-            ]
+            (modality, batch) = inputs[0]
+            moved.append(batch[PIXELS_KEY].dtype)
+            return [(modality, self.featuriser.finished(batch))]
 
-    threads = []
+    threads = set()
 
     def pinned(tensor, _):
-        threads.append(threading.current_thread().name)
+        threads.add(threading.current_thread().name.partition("_")[0])
         return tensor
 
     monkeypatch.setattr(rank_batch, "pinned", pinned)
-    fed = list(
-        Gpu(mine, torch.device("cuda")).feed(
-            [[("image", [0, 1])], [("image", [2, 3])]], features
-        )
-    )
+    micro_batches = [[("image", [0, 1])], [("image", [2, 3])]]
+    fed = []
+    for inputs in Gpu(mine, torch.device("cuda")).feed(micro_batches, features):
+        fed.append(inputs[0][1][PIXELS_KEY])
     assert moved == [torch.uint8] * 2
-    assert all(name.startswith("vembed-collate") for name in threads)
-    assert torch.equal(
-        torch.cat([entry[0][1][PIXELS_KEY] for entry in fed]),
-        mine.collate(features)[PIXELS_KEY],
-    )
+    assert threads == {"vembed-collate"}
+    assert torch.equal(torch.cat(fed), mine.collate(features)[PIXELS_KEY])
 
 
 def test_the_benchmark_of_decoding_runs(capsys, monkeypatch):
@@ -173,15 +162,8 @@ def test_the_benchmark_of_decoding_runs(capsys, monkeypatch):
         decoding, "in_processes", lambda *_: 1.0
     )  # which start interpreters
     monkeypatch.setattr(decoders, "DECODED_BY_THREADS", 1)
-    assert (
-        decoding.main(
-            ["--images", "16", "--batch-size", "4", "--rounds", "1", "--cores", "2"]
-        )
-        == 0
-    )
-    row = json.load(io.StringIO(capsys.readouterr().out))
-    assert (
-        row["images"] == 16
-        and row["processes_with_cache"] == row["processes_without_cache"] == 2
-    )
+    words = "--images 16 --batch-size 4 --rounds 1 --cores 2"
+    assert decoding.main(words.split()) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["processes_with_cache"] == row["processes_without_cache"] == 2
     assert row["share_with_cache"] > 0 and row["share_without_cache"] > 0

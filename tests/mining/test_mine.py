@@ -379,7 +379,7 @@ def test_the_threshold_is_calibrated(tmp_path):
 @pytest.mark.parametrize(
     "changes, option",
     [
-        ({"sampling": "tops"}, "sampling .* 'tops'; did you mean 'top'"),
+        ({"sampling": "tops"}, "sampling .* 'tops', did you mean 'top'"),
         ({"top_k": 3}, "top_k: 3 .*skip_first . num_negatives: 0 . 4"),
         ({"retrievers": ["bm25"]}, "model_name or retrievers"),
         ({"output_path": "x.csv"}, "output_path: x.csv must end in .jsonl or"),

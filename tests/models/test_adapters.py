@@ -28,7 +28,6 @@ from vembed.models.adapters import (
     save_adapter,
 )
 from vembed.models.building import empty_backbone, load_embedder
-from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.precision import is_quantized
 
 ADAPTED_LAYERS = {
@@ -118,29 +117,6 @@ def test_merged_weights_score_as_the_adapter_does(make, options):
     assert set(plain.backbone.state_dict()) == set(empty.state_dict()) == set(state)
     plain.backbone.load_state_dict(state)
     assert_same_outputs(model, plain)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"lora_variant": "dora"},
-        {"lora_variant": "rslora"},
-        {"quantize_weights": "nf4"},
-    ],
-)
-@pytest.mark.parametrize(
-    "make", [tiny.tiny_bert_st, tiny.tiny_qwen3, tiny.tiny_clip, tiny.tiny_qwen3_vl]
-)
-def test_an_adapter_saved_alone_loads_and_scores_the_same(make, options, tmp_path):
-    model = _trained(built(make, use_lora=True, **options))
-    save_adapter(tmp_path, model.backbone, _backbone_state(model))
-    tiny.write_json(tmp_path / DESCRIPTION_FILE, model.description.to_dict())
-    loaded = load_embedder(tmp_path)
-    assert loaded.description.pooling == model.description.pooling
-    assert not loaded.training
-    assert not any(parameter.requires_grad for parameter in loaded.parameters())
-    assert_same_outputs(model, loaded)
 
 
 @pytest.mark.filterwarnings(
@@ -258,17 +234,6 @@ def test_adapters_are_float32_above_frozen_half_precision_weights():
         is_float32 = parameter.dtype == torch.float32
         assert is_float32 == parameter.requires_grad, name
     assert model(parts_for(model.description))[0].dtype == torch.float32
-
-
-def test_the_same_seed_gives_the_same_adapters_and_leaves_the_generator_alone():
-    state = torch.random.get_rng_state()
-    by_seed = []
-    for seed in (1, 1, 2):
-        weights = built(tiny.tiny_bert, use_lora=True, seed=seed).state_dict()
-        by_seed.append(torch.cat([tensor.flatten() for tensor in weights.values()]))
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.equal(by_seed[0], by_seed[1])
-    assert not torch.equal(by_seed[0], by_seed[2])
 
 
 def test_four_bit_weights_are_stored_in_the_dtype_that_is_computed_in():

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tests import tiny
 from tests.models.families import built, config_for
@@ -116,15 +115,6 @@ def test_padded_attention_with_dropout_is_that_of_the_formula(
         compared.append((rounded.grad, true.grad))
     for ours, theirs in compared:
         assert (ours.double() - theirs).norm() <= bound * theirs.norm()
-
-
-def test_without_dropout_it_is_sdpa():
-    query, key, value = (torch.randn(2, 3, 4, 8) for _ in "qkv")
-    output, _ = attention.attention(
-        nn.Module(), query, key, value, None, dropout=0.0, is_causal=False
-    )
-    expected = functional.scaled_dot_product_attention(query, key, value)
-    torch.testing.assert_close(output, expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -3,7 +3,6 @@ any processor."""
 
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -25,8 +24,6 @@ from vembed.config.loading import resolve_run
 from vembed.models import precision
 from vembed.models.families.backbones import layers_of
 from vembed.models.precision import (
-    Bf16LayerNorm,
-    Bf16Linear,
     WeightCopies,
     copies_of,
     use_bf16,
@@ -103,23 +100,6 @@ def test_layer_norms_went_through_float32_on_gpus(monkeypatch):
     assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
 
 
-def test_weights_are_converted_once_while_they_are_held():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
-    use_bf16(model)
-    copies = model[0].copies
-    weight = model[0].weight
-    with copies_of(model).held(), copies_of(model).held():
-        model(torch.randn(2, 8))
-        first = copies.of(weight)
-        model(torch.randn(2, 8))
-        assert copies.of(weight) is first
-        # Weights must not change here. A change is seen all the same.
-        with torch.no_grad():
-            weight.add_(1.0)
-        assert copies.of(weight) is not first
-    assert copies.of(weight) is not copies.of(weight), "nothing is kept outside"
-
-
 def results(make, in_bf16):
     """Embeddings and gradients of a tiny model."""
     model = built(make, mixed_precision="no").train()
@@ -154,25 +134,6 @@ def test_a_decoder_hands_on_bf16():
         )
     model(parts_for(model.description))
     assert dtypes == {torch.bfloat16}, "norms and embeddings widen nothing"
-
-
-def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes():
-    texts = tiny.texts(12)
-    folder = tiny.shared(tiny.tiny_bert)
-    half = vembed.Embedder(folder, mixed_precision="bf16")
-    plain = vembed.Embedder(folder)
-    assert plain.precision.value == "no", "too small for bfloat16 to pay"
-    exact = plain.encode(texts)
-    actual = half.encode(texts)
-    lengths = np.linalg.norm(exact, axis=1) * np.linalg.norm(actual, axis=1)
-    assert ((exact * actual).sum(1) / lengths).min() > 0.999
-    kinds = {type(module) for module in half.model.modules()}
-    assert {Bf16Linear, Bf16LayerNorm} <= kinds
-    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.float32}
-    with torch.no_grad():
-        for parameter in half.model.parameters():
-            parameter.mul_(1.5)
-    assert not np.allclose(actual, half.encode(texts), atol=1e-3)
 
 
 def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(tmp_path):

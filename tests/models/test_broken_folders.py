@@ -132,10 +132,6 @@ BROKEN = {
     "weights that are a pipe": (pipe, "is not a regular file"),
     "a header of huge tensors": (huge_header, "is not a safetensors file"),
     "an index without a map": (text(INDEX, "{}"), "is not an index of weights"),
-    "an index of a missing file": (
-        text(INDEX, '{"weight_map": {"a": "b.safetensors"}}'),
-        "b.safetensors",
-    ),
     "an adapter without a base": (
         adapter_alone(r=4),
         "adapter_config.json: base_model_name_or_path",

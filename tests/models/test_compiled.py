@@ -1,6 +1,5 @@
 """Compiled layers: the loss and gradients of plain ones, and on by themselves where they pay."""
 
-import os
 from functools import partial
 
 import pytest
@@ -49,22 +48,10 @@ def one_layer(folder):
     return tiny.tiny_bert(folder, layers=1, hidden=16)
 
 
-INDUCTOR = pytest.mark.skipif(
-    "INDUCTOR" not in os.environ,
-    reason="a minute of the C++ compiler: INDUCTOR=1 runs it",
-)
-
-
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)]
-)
 @pytest.mark.parametrize("options", [{}, {"use_lora": True}], ids=["all", "lora"])
-def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend, options):
-    make = one_layer
-    loss, gradients, model = run_once(make, None, **options)
-    # Without vectors, whose headers the C++ compiler reads for seconds.
-    with torch._inductor.config.patch({"cpp.simdlen": 1}):
-        actual, others, _ = run_once(make, backend, **options)
+def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(options):
+    loss, gradients, model = run_once(one_layer, None, **options)
+    actual, others, _ = run_once(one_layer, "aot_eager", **options)
     assert model.packs_texts(), "attention of packed texts is called as it is"
     assert torch.allclose(actual, loss, rtol=1e-5)
     assert max(gradient_errors(others, gradients).values()) < 1e-4

@@ -8,17 +8,13 @@ import torch
 from torch import nn
 
 from tests import tiny
-from tests.built import model_of
-from tests.measure import gradient_errors
 from tests.models.families import (
     COMPOSED,
     built,
-    gradients_of,
     loss_of,
     parts_for,
     text_inputs,
 )
-from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item
 from vembed.errors import UserError
 from vembed.models.heads import principal_components
@@ -34,18 +30,6 @@ def _frozen(model):
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------
-
-
-def test_dense_modules_of_the_model_are_kept_and_trained():
-    folder = tiny.shared(tiny.tiny_bert_st, dense_dim=12)
-    config = TrainConfig(model_name=str(folder), data_path=[])
-    model = model_of(config)
-    weight = dict(model.named_parameters())["head.0.linear.weight"]
-    assert weight.requires_grad and weight.shape == (12, 32)
-    inputs = text_inputs(model.description)
-    (actual,) = model([("text", inputs)])
-    (pooled,) = model([("text", inputs)], until="pooled")
-    torch.testing.assert_close(actual, torch.tanh(model.head[0].linear(pooled)))
 
 
 def test_the_mrl_projection_starts_as_a_cut_and_stands_behind_the_models_own_modules():
@@ -207,18 +191,6 @@ def test_attention_that_is_missing_is_named_with_its_replacement():
 
 
 # ---- precision and kernels -------------------------------------------------------------------------------------
-
-
-def test_gradient_checkpointing_replays_dropout():
-    folder = str(tiny.shared(tiny.tiny_bert, dropout=0.3))
-    gradients = []
-    for saving in (False, True):
-        options = {"model_name": folder, "gradient_checkpointing": saving}
-        model = built(tiny.tiny_bert, **options).train()
-        torch.manual_seed(5)
-        loss_of(model(parts_for(model.description))).backward()
-        gradients.append(gradients_of(model))
-    assert max(gradient_errors(*gradients).values()) < 1e-5
 
 
 # ---- use -------------------------------------------------------------------------------------------------------

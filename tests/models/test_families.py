@@ -1,7 +1,6 @@
 """Describing a model: what is decided from its files, by the user, or by its family, and what is refused and why."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from tests.models.families import (
 from tests.tiny_tokenizers import wordpiece_tokenizer
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.models.families import backbones
 from vembed.models.families.description import (
     DESCRIPTION_FILE,
     ModelDescription,
@@ -43,14 +41,13 @@ def of_folder(folder, **options):
     return described(TrainConfig(model_name=str(folder), data_path=[], **options))
 
 
-def _st(**files):
+def st(options=None, **files):
     """A description of a BERT with Sentence Transformers files."""
-    options = files.pop("options", {})
-    folder = tiny.shared(_bert_st, json.dumps(files, sort_keys=True))
-    return of_folder(folder, **options)
+    folder = tiny.shared(bert_st, json.dumps(files, sort_keys=True))
+    return of_folder(folder, **(options or {}))
 
 
-def _bert_st(folder, files):
+def bert_st(folder, files):
     return tiny.tiny_bert_st(folder, **json.loads(files))
 
 
@@ -75,62 +72,74 @@ def test_a_feature_map_is_pooled_by_its_mean():
 
 
 def test_composed_models_have_two_towers_in_the_smaller_space():
-    description = described(
-        config_for(
-            COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_vit, hidden=48))
-        )
-    )
-    assert (description.family, description.modalities) == (
-        "composed",
-        ("text", "image"),
-    )
-    assert (description.text_hidden_dim, description.image_hidden_dim) == (32, 48)
+    wide = str(tiny.shared(tiny.tiny_vit, hidden=48))
+    description = described(config_for(COMPOSED, image_model_name=wide))
+    assert description.family == "composed"
+    assert description.modalities == ("text", "image")
+    assert description.text_hidden_dim == 32
+    assert description.image_hidden_dim == 48
     assert description.hidden_dim == description.embedding_dim == 32
     assert described(config_for(COMPOSED, mrl_dims=[40])).embedding_dim == 40
+    bert = str(tiny.shared(tiny.tiny_bert))
     with pytest.raises(UserError, match="not an image encoder"):
-        described(
-            config_for(COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_bert)))
-        )
+        described(config_for(COMPOSED, image_model_name=bert))
+    clip = str(tiny.shared(tiny.tiny_clip))
     with pytest.raises(
         UserError, match="give image_model_name with a text model alone"
     ):
-        described(config_for(COMPOSED, model_name=str(tiny.shared(tiny.tiny_clip))))
+        described(config_for(COMPOSED, model_name=clip))
+
+
+FILES = {
+    "pooling": "cls",
+    "max_seq_length": 64,
+    "normalize": False,
+    "prompts": {"query": "q: ", "passage": "p: "},
+}
 
 
 def test_sentence_transformers_files_decide():
-    description = _st(
-        pooling="cls",
-        max_seq_length=64,
-        normalize=False,
-        similarity="dot",
-        prompts={"query": "q: ", "passage": "p: "},
-        options={"similarity": "dot"},
-    )
-    assert (description.pooling, description.max_length, description.normalize) == (
-        "cls",
-        64,
-        False,
-    )
-    assert (description.query_prompt, description.document_prompt) == ("q: ", "p: ")
+    description = st(**FILES)
+    assert description.pooling == "cls"
+    assert description.max_length == 64
+    assert description.normalize is False
+    assert description.query_prompt == "q: "
+    assert description.document_prompt == "p: "
     assert description.reasons["pooling"] == "from 1_Pooling/config.json"
-    assert _st(pooling="weighted_mean").pooling == "weighted_mean"
 
 
-def test_the_user_wins_and_a_conflict_is_said():
-    description = described(config_for(tiny.tiny_bert, model_family="text_encoder"))
-    assert "model_family in the config" in description.reasons["family"]
+def test_the_user_wins():
     options = {
         "pooling": "mean",
         "max_length": 48,
         "query_prompt": "",
         "document_prompt": "d",
     }
-    description = _st(
-        pooling="cls", prompts={"query": "q: "}, max_seq_length=64, options=options
-    )
-    assert (description.pooling, description.max_length) == ("mean", 48)
-    assert (description.query_prompt, description.document_prompt) == ("", "d")
-    assert "the model's files say dot" in _st(similarity="dot").reasons["similarity"]
+    description = st(options, **FILES)
+    for name, value in options.items():
+        assert getattr(description, name) == value
+    assert "the model's files say dot" in st(similarity="dot").reasons["similarity"]
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "named"),
+    [
+        (tiny.tiny_bert, {"model_family": "clip"}, "model_family: clip"),
+        (tiny.tiny_bert, {"model_family": "composed"}, "image_model_name"),
+        (tiny.tiny_qwen3, {"pooling": "cls"}, "same embedding"),
+        (tiny.tiny_clip, {"pooling": "mean"}, "pooling"),
+        (tiny.tiny_siglip, {"max_length": 8}, "16 positions"),
+        (tiny.tiny_vit, {"pooling": "last"}, "have no order"),
+        (tiny.tiny_convnext, {"pooling": "cls"}, "pooling: cls is not available"),
+        (tiny.tiny_resnet, {"pooling": "cls"}, "no class token"),
+        (tiny.tiny_roberta, {"max_length": 257}, "257 does not fit the 256"),
+        (tiny.tiny_bert, {"mrl_dims": [16, 64]}, "mrl_dims: 64 is larger than the 32"),
+        (tiny.tiny_bert, {"mrl_dims": [16, 8], "mrl_weights": [1]}, "mrl_weights"),
+    ],
+)
+def test_what_does_not_fit_is_named(make, options, named):
+    with pytest.raises(UserError, match=named):
+        described(config_for(make, **options))
 
 
 def test_only_decoders_with_rotary_positions_pad_on_the_left():
@@ -139,49 +148,8 @@ def test_only_decoders_with_rotary_positions_pad_on_the_left():
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "said"),
+    ("changes", "named"),
     [
-        (tiny.tiny_bert, {"model_family": "clip"}, "model_family: clip"),
-        (tiny.tiny_bert, {"model_family": "composed"}, "image_model_name"),
-        (tiny.tiny_qwen3, {"pooling": "cls"}, "same embedding"),
-        (tiny.tiny_qwen3_vl, {"pooling": "cls"}, "same embedding"),
-        (
-            tiny.tiny_qwen3,
-            {"model_name": str(tiny.shared(tiny.tiny_qwen3_st, pooling="cls"))},
-            "1_Pooling",
-        ),
-        (tiny.tiny_clip, {"pooling": "mean"}, "pooling"),
-        (
-            tiny.tiny_siglip,
-            {"max_length": 8},
-            "8 does not fit the 16 positions",
-        ),
-        (tiny.tiny_vit, {"pooling": "last"}, "have no order"),
-        (tiny.tiny_convnext, {"pooling": "cls"}, "pooling: cls is not available"),
-        (tiny.tiny_resnet, {"pooling": "cls"}, "no class token"),
-        (tiny.tiny_bert, {"max_length": 257}, "257 does not fit the 256 positions"),
-        (tiny.tiny_roberta, {"max_length": 257}, "257 does not fit the 256 positions"),
-        (
-            tiny.tiny_bert,
-            {"mrl_dims": [16, 64]},
-            "mrl_dims: 64 is larger than the 32-dimensional",
-        ),
-        (
-            tiny.tiny_bert,
-            {"mrl_dims": [16, 8], "mrl_weights": [1]},
-            "mrl_weights has 1 entries",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_the_way_out(make, options, said):
-    with pytest.raises(UserError, match=said):
-        described(config_for(make, **options))
-
-
-def test_poolings_that_vembed_has_not_are_named(tmp_path):
-    folder = tiny.tiny_bert_st(tmp_path)
-    settings = json.loads((folder / "1_Pooling" / "config.json").read_text())
-    for changes, said in (
         ({"pooling_mode_cls_token": True}, "pools by cls and mean"),
         (
             {
@@ -191,15 +159,21 @@ def test_poolings_that_vembed_has_not_are_named(tmp_path):
             "mean_sqrt_len_tokens",
         ),
         ({"include_prompt": False}, "leaves the prompt out of the pooling"),
-    ):
-        tiny.write_json(folder / "1_Pooling" / "config.json", settings | changes)
-        with pytest.raises(UserError, match=said):
-            of_folder(folder)
-        assert of_folder(folder, pooling="mean").pooling == "mean"
-    tiny.write_json(
-        folder / "1_Pooling" / "config.json",
-        {"pooling_mode": "lasttoken", "embedding_dimension": 32},
-    )
+    ],
+)
+def test_poolings_that_vembed_has_not_are_named(changes, named, tmp_path):
+    folder = tiny.tiny_bert_st(tmp_path)
+    path = folder / "1_Pooling" / "config.json"
+    tiny.write_json(path, json.loads(path.read_text()) | changes)
+    with pytest.raises(UserError, match=named):
+        of_folder(folder)
+    assert of_folder(folder, pooling="mean").pooling == "mean"
+
+
+def test_poolings_are_read_as_newer_files_name_them(tmp_path):
+    folder = tiny.tiny_bert_st(tmp_path)
+    settings = {"pooling_mode": "lasttoken", "embedding_dimension": 32}
+    tiny.write_json(folder / "1_Pooling" / "config.json", settings)
     assert of_folder(folder).pooling == "last"
 
 
@@ -207,7 +181,6 @@ def test_poolings_that_vembed_has_not_are_named(tmp_path):
     ("name", "query", "document"),
     [
         ("intfloat/multilingual-e5-base", "query: ", "passage: "),
-        ("intfloat/e5-small-v2", "query: ", "passage: "),
         ("BAAI/bge-base-en-v1.5", "passages: ", ""),
         ("Qwen/Qwen3-Embedding-0.6B", "Query:", ""),
         ("BAAI/bge-m3", "", ""),
@@ -215,23 +188,14 @@ def test_poolings_that_vembed_has_not_are_named(tmp_path):
     ],
 )
 def test_prompts_of_published_models_are_known_by_name(name, query, document, tmp_path):
-    description = of_folder(tiny.tiny_bert(tmp_path / name))
+    folder = tiny.tiny_bert(tmp_path / name)
+    description = of_folder(folder)
     assert description.query_prompt.endswith(query)
     assert bool(description.query_prompt) == bool(query)
     assert description.document_prompt == document
-
-
-def test_a_published_name_brings_its_prompts_with_a_reason(tmp_path):
-    folder = tiny.tiny_bert(tmp_path / "e5-small")
-    description = of_folder(folder)
-    assert (description.query_prompt, description.document_prompt) == (
-        "query: ",
-        "passage: ",
-    )
-    assert "published models" in description.reasons["query_prompt"]
     tiny.add_sentence_transformers_files(folder, prompts={"query": "other: "})
-    description = of_folder(folder)
-    assert (description.query_prompt, description.document_prompt) == ("other: ", "")
+    assert of_folder(folder).query_prompt == "other: "
+    assert of_folder(folder).document_prompt == ""
 
 
 @pytest.mark.parametrize(
@@ -240,34 +204,23 @@ def test_a_published_name_brings_its_prompts_with_a_reason(tmp_path):
         ({}, (), 128),
         ({"mrl_dims": "auto"}, (128, 64), 128),
         ({"mrl_dims": [64, 96]}, (64, 96), 96),
-        (
-            {"mrl_dims": [64, 96], "mrl_projection": False},
-            (64, 96),
-            128,
-        ),
-        (
-            {"mrl_dims": [128, 32], "mrl_projection": True},
-            (128, 32),
-            128,
-        ),
+        ({"mrl_dims": [64, 96], "mrl_projection": False}, (64, 96), 128),
+        ({"mrl_dims": [128, 32], "mrl_projection": True}, (128, 32), 128),
     ],
 )
 @pytest.mark.promise("D24")
 def test_matryoshka_sizes(options, dims, size):
-    folder = tiny.shared(tiny.tiny_bert, hidden=128)
-    description = of_folder(folder, **options)
-    assert (
-        description.mrl_dims,
-        description.embedding_dim,
-        description.hidden_dim,
-    ) == (dims, size, 128)
+    description = of_folder(tiny.shared(tiny.tiny_bert, hidden=128), **options)
+    assert description.mrl_dims == dims
+    assert description.embedding_dim == size
+    assert description.hidden_dim == 128
 
 
 def test_dense_modules_of_the_model_count_in_its_size():
-    description = _st(dense_dim=12)
+    description = st(dense_dim=12)
     assert (description.hidden_dim, description.embedding_dim) == (32, 12)
     with pytest.raises(UserError, match="24 is larger than the 12-dimensional"):
-        _st(dense_dim=12, options={"mrl_dims": [24]})
+        st({"mrl_dims": [24]}, dense_dim=12)
 
 
 def test_a_saved_description_is_believed(tmp_path):
@@ -314,23 +267,6 @@ def test_a_model_that_is_not_there_is_said(name, said, monkeypatch):
         of_folder(name)
 
 
-def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeypatch):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
-    config = TrainConfig(model_name=str(folder), data_path="d")
-    read = []
-    original = backbones.layers_of
-    monkeypatch.setattr(
-        backbones, "layers_of", lambda model: read.append(model) or original(model)
-    )
-    assert described(config) == described(config)
-    assert len(read) == 1
-    settings = json.loads((folder / "config.json").read_text())
-    tiny.write_json(folder / "config.json", {**settings, "layer_norm_eps": 1e-6})
-    described(config)
-    assert len(read) == 2
-
-
 @pytest.mark.parametrize("kind", ["roberta", "longformer", "luke", "xmod", "esm"])
 def test_positions_after_padding_leave_fewer_for_the_text(kind, tmp_path):
     settings = AutoConfig.for_model(
@@ -351,9 +287,7 @@ def test_positions_after_padding_leave_fewer_for_the_text(kind, tmp_path):
     wordpiece_tokenizer().save_pretrained(tmp_path)
     longest = of_folder(tmp_path).max_length
     with torch.no_grad():
-        assert (
-            model(input_ids=torch.full((1, longest), 5)).last_hidden_state.shape[1]
-            >= longest
-        )
+        states = model(input_ids=torch.full((1, longest), 5)).last_hidden_state
+        assert states.shape[1] >= longest
         with pytest.raises((IndexError, RuntimeError)):
             model(input_ids=torch.full((1, longest + 1), 5))

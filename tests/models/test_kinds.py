@@ -3,16 +3,16 @@
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoTokenizer
 
 from tests import tiny
 from tests.harness import run_ranks
 from tests.models.families import SENTENCES
-from tests.tiny_tokenizers import wordpiece_tokenizer
 from vembed.config.schema import ModelSection
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
@@ -26,9 +26,8 @@ from vembed.parallel import session as sessions
 from vembed.parallel.session import start_command_session
 
 
-def copied(source, target):
-    shutil.copytree(source, target)
-    return target
+def copied(make, folder):
+    return Path(shutil.copytree(tiny.shared(make), folder))
 
 
 def changed(path, **values):
@@ -40,59 +39,49 @@ ST_CONFIG = "config_sentence_transformers.json"
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "said"),
+    ("name", "values", "named"),
     [
         (ST_CONFIG, {"model_type": "CrossEncoder"}, "holds a reranker"),
         (ST_CONFIG, {"model_type": "SparseEncoder"}, "holds a sparse encoder"),
-        (ST_CONFIG, {"model_type": "ColBERT"}, "holds a late-interaction model"),
         (ST_CONFIG, {"model_type": "Oracle"}, "Oracle"),
         # Up to version 5 a CrossEncoder has these settings alone.
         ("config.json", {"sentence_transformers": {}}, "holds a reranker"),
     ],
 )
-def test_another_kind_of_model_is_no_embedder(name, values, said, tmp_path):
-    folder = copied(tiny.shared(tiny.tiny_bert_st), tmp_path / "model")
+def test_another_kind_of_model_is_no_embedder(name, values, named, tmp_path):
+    folder = copied(tiny.tiny_bert_st, tmp_path / "model")
     changed(folder / name, **values)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=named):
         Embedder(folder)
 
 
-def without_tokenizer(folder):
+def tokenizer_of(folder):
+    return load_tokenizer(describe(ModelSection(model_name=str(folder))))
+
+
+def reranker_of(folder):
+    return Reranker(folder, role="judges: it", device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("use", [Embedder, tokenizer_of, reranker_of])
+def test_a_folder_without_tokenizer_files_is_refused(use, tmp_path):
+    folder = copied(tiny.tiny_bert, tmp_path / "model")
     for path in folder.iterdir():
         if path.name.startswith(("tokenizer", "vocab", "special")):
             path.unlink()
-    return folder
-
-
-def test_a_folder_without_tokenizer_files_is_refused(tmp_path):
-    folder = copied(tiny.shared(tiny.tiny_bert), tmp_path / "model")
-    without_tokenizer(folder)
-    for use in (
-        lambda: Embedder(folder),
-        lambda: load_tokenizer(describe(ModelSection(model_name=str(folder)))),
-        lambda: Reranker(
-            folder,
-            role="judges: it",
-            device=torch.device("cpu"),
-        ),
-    ):
-        with pytest.raises(UserError, match=r"no tokenizer files in .*model"):
-            use()
+    with pytest.raises(UserError, match=r"no tokenizer files in .*model"):
+        use(folder)
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    folder = copied(tiny.shared(tiny.tiny_bert), tmp_path / "shorter")
+    folder = copied(tiny.tiny_bert, tmp_path / "larger")
     AutoTokenizer.from_pretrained(tiny.shared(tiny.tiny_gpt2)).save_pretrained(folder)
     with pytest.raises(UserError, match="vocab_size"):
-        load_tokenizer(describe(ModelSection(model_name=str(folder))))
-    roberta = copied(tiny.shared(tiny.tiny_roberta), tmp_path / "padding")
-    changed(roberta / "config.json", pad_token_id=7)
-    with pytest.raises(UserError, match="pad_token_id': 7"):
-        load_tokenizer(describe(ModelSection(model_name=str(roberta))))
-    other = copied(tiny.shared(tiny.tiny_gpt2), tmp_path / "special")
+        tokenizer_of(folder)
+    other = copied(tiny.tiny_gpt2, tmp_path / "special")
     changed(other / "config.json", bos_token_id=11, eos_token_id=12, pad_token_id=None)
     with pytest.raises(UserError, match="does not belong"):
-        load_tokenizer(describe(ModelSection(model_name=str(other))))
+        tokenizer_of(other)
 
 
 def test_many_unknown_tokens_are_warned_of_once(caplog):
@@ -112,7 +101,7 @@ def test_many_unknown_tokens_are_warned_of_once(caplog):
 
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_an_attention_kernel_of_a_repository_is_refused(key, tmp_path):
-    folder = copied(tiny.shared(tiny.tiny_bert), tmp_path / "model")
+    folder = copied(tiny.tiny_bert, tmp_path / "model")
     changed(folder / "config.json", **{key: "somebody/fast-attention"})
     with pytest.raises(UserError, match=f'"{key}": "somebody/fast-attention"'):
         Embedder(folder)
@@ -122,21 +111,7 @@ def test_an_attention_kernel_of_a_repository_is_refused(key, tmp_path):
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """A BERT that is wide enough for bfloat16 to pay."""
-    folder = tmp_path_factory.mktemp("wide")
-    tokenizer = wordpiece_tokenizer()
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    BertModel(
-        BertConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=256,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            intermediate_size=512,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    ).save_pretrained(folder)
-    return folder
+    return tiny.tiny_bert(tmp_path_factory.mktemp("wide"), hidden=256)
 
 
 def encoded(folder, strategy):

@@ -5,7 +5,8 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
 import vembed
 from tests import tiny
@@ -19,6 +20,7 @@ from tests.parity.engine import (
     step_on_rank,
     worst_error,
 )
+from tests.weights.variants import pairs
 from vembed.config.loading import load_config
 from vembed.data.features import Featuriser
 from vembed.models.building import has_language_head
@@ -81,63 +83,51 @@ def hidden_by_content(head, inputs):
 def on_ranks(strategy):
     """The gradients of each model and case through the real step on this rank, and its part of the loss."""
     actual = []
+    options = {"strategy": strategy, "gradient_checkpointing": strategy == "fsdp"}
     with (
         mock.patch.object(LanguageHead, "hide", hidden_by_content),
         start_session(config_of(folders()[0], strategy=strategy)) as session,
     ):
         for folder in folders():
+            config = config_of(folder, **options)
             for case in CASES:
-                config = config_of(
-                    folder, strategy=strategy, gradient_checkpointing=strategy == "fsdp"
-                )
-                actual.append(step_on_rank(case, config, session, config.objective)[0])
+                gradients, _ = step_on_rank(case, config, session, config.objective)
+                actual.append(gradients)
     return actual
 
 
 def wanted(folder):
     """The mean over the tokens of every text of the batch, as often as it occurs, by the head's matrix."""
     model, _, featuriser = build(config_of(folder, padding_free=False))
-    items = [
-        (item, kind)
-        for example in examples(CASES[0])
-        for item, kind in occurrences(example)
-    ]
+    items = []
+    for example in examples(CASES[0]):
+        items += occurrences(example)
     inputs = featuriser.collate(featuriser.features(items))
-    assert model.language_head is not None
-    if (
-        not model.language_head.is_causal
-    ):  # its loss is compared with Transformers' below
+    if not model.language_head.is_causal:
+        # Its loss is compared with Transformers' below.
         with mock.patch.object(LanguageHead, "hide", hidden_by_content):
             _, (losses,) = model([("text", inputs)], with_auxiliary=True)
         sums, counts = losses["masked_token"]
-        mean = sums.sum() / counts.sum()
-        mean.backward()
-        return {**full_gradients(model), "loss": mean.detach()}
-    labels = inputs["input_ids"].masked_fill(
-        inputs["attention_mask"] == 0, IGNORED_TARGET
-    )
-    labels[:, 1:].masked_fill_(
-        inputs["attention_mask"][:, :-1] == 0, IGNORED_TARGET
-    )  # no token tells the first of a text
+        loss = sums.sum() / counts.sum()
+        loss.backward()
+        return {**full_gradients(model), "loss": loss.detach()}
+    mask = inputs["attention_mask"]
+    labels = inputs["input_ids"].masked_fill(mask == 0, IGNORED_TARGET)
+    # No token tells the first of a text.
+    labels[:, 1:].masked_fill_(mask[:, :-1] == 0, IGNORED_TARGET)
     states = model.backbone(**inputs).last_hidden_state
     assert not model.language_head.is_new
     parameters = dict(model.named_parameters())
-    logits = (
-        states
-        @ parameters.get(
-            "language_head.whole.lm_head.weight",
-            parameters["backbone.embed_tokens.weight"],
-        ).T
+    matrix = parameters.get(
+        "language_head.whole.lm_head.weight",
+        parameters["backbone.embed_tokens.weight"],
     )
-    loss = torch.nn.functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    )
+    logits = (states @ matrix.T)[:, :-1].flatten(0, 1)
+    loss = cross_entropy(logits, labels[:, 1:].flatten())
     loss.backward()
     # The same by Transformers, whose norms and losses are float32.
-    theirs = AutoModelForCausalLM.from_pretrained(folder)(
-        **inputs, labels=labels
-    ).loss.detach()
-    assert float(theirs) == pytest.approx(float(loss.detach()), rel=1e-5)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)(**inputs, labels=labels).loss
+    assert float(theirs.detach()) == pytest.approx(float(loss.detach()), rel=1e-5)
     return {**full_gradients(model), "loss": loss.detach()}
 
 
@@ -148,105 +138,73 @@ def occurrences(example):
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_gradients_are_those_of_the_mean_over_all_tokens(strategy):
-    ranks = (
-        [on_ranks(strategy)]
-        if strategy == "single"
-        else run_ranks(on_ranks, 2, strategy, process_group=False)
-    )
+    num_ranks = 1 if strategy == "single" else 2
+    ranks = run_ranks(on_ranks, num_ranks, strategy, process_group=False)
     expected = [wanted(folder) for folder in folders() for _ in CASES]
-    for number, line in enumerate(expected):
-        name, error = worst_error(ranks[0][number], line)
+    for number, gradients in enumerate(expected):
+        name, error = worst_error(ranks[0][number], gradients)
         assert error < ROUNDED, (number, name, error)
-        assert sum(float(rank[number]["loss"]) for rank in ranks) == pytest.approx(
-            float(line["loss"]), rel=1e-7
-        )
+        loss = sum(float(rank[number]["loss"]) for rank in ranks)
+        assert loss == pytest.approx(float(gradients["loss"]), rel=1e-7)
 
 
 def test_hidden_tokens_and_their_loss_are_those_of_transformers():
-    from transformers import AutoModelForMaskedLM
-
     folder = tiny.shared(tiny.tiny_bert)
     config = config_of(folder)
     description = described(config)
     model = model_of(config, description).double().eval()
-    assert model.language_head is not None and model.language_head.is_new
+    head = model.language_head
+    assert head.is_new
     featuriser = Featuriser(description)
-    inputs = featuriser.collate(
-        featuriser.features(
-            [(item, kind) for item, kind in occurrences(examples(CASES[0])[0])]
-        )
-    )
+    items = occurrences(examples(CASES[0])[0])
+    inputs = featuriser.collate(featuriser.features(items))
+    ids = inputs["input_ids"]
     torch.manual_seed(4)
     (_,), (losses,) = model([("text", inputs)], with_auxiliary=True)
     torch.manual_seed(4)
-    hidden, targets = model.language_head.hide(inputs)
-    printed = hidden["input_ids"]
-    asked = targets != IGNORED_TARGET
-    special = torch.isin(inputs["input_ids"], model.language_head.special_tokens)
-    assert (
-        0.1
-        < float(asked.sum() / (inputs["attention_mask"].bool() & ~special).sum())
-        < 0.6
-    )
-    assert not bool((asked & special).any()) and bool(
-        (printed[~asked] == inputs["input_ids"][~asked]).all()
-    )
+    hidden, targets = head.hide(inputs)
+    is_asked = targets != IGNORED_TARGET
+    is_special = torch.isin(ids, head.special_tokens)
+    num_tokens = (inputs["attention_mask"].bool() & ~is_special).sum()
+    assert 0.1 < float(is_asked.sum() / num_tokens) < 0.6
+    assert not (is_asked & is_special).any()
+    assert torch.equal(hidden["input_ids"][~is_asked], ids[~is_asked])
     whole = AutoModelForMaskedLM.from_pretrained(folder).double().eval()
-    weights = {
-        name.removeprefix("language_head.whole."): tensor
-        for name, tensor in model.state_dict().items()
-    }
-    weights |= {
-        name.replace("backbone.", "bert."): tensor
-        for name, tensor in weights.items()
-        if name.startswith("backbone.")
-    }
-    weights["cls.predictions.decoder.weight"] = weights[
-        "bert.embeddings.word_embeddings.weight"
-    ]
+    weights = whole.state_dict()
+    for name, tensor in model.state_dict().items():
+        plain_name = name.removeprefix("language_head.whole.")
+        plain_name = plain_name.replace("backbone.", "bert.")
+        if plain_name in weights:
+            weights[plain_name] = tensor
+    embeddings = weights["bert.embeddings.word_embeddings.weight"]
+    weights["cls.predictions.decoder.weight"] = embeddings
     weights["cls.predictions.decoder.bias"] = weights["cls.predictions.bias"]
-    whole.load_state_dict(
-        {name: tensor for name, tensor in weights.items() if name in whole.state_dict()}
-    )
+    whole.load_state_dict(weights)
+    mask = inputs["attention_mask"]
     with torch.no_grad():
-        logits = whole(
-            input_ids=printed, attention_mask=inputs["attention_mask"]
-        ).logits
-        expected = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), targets.flatten()
-        )
+        logits = whole(input_ids=hidden["input_ids"], attention_mask=mask).logits
+        expected = cross_entropy(logits.flatten(0, 1), targets.flatten())
     sums, counts = losses["masked_token"]
-    assert float((sums.sum() / counts.sum()).detach()) == pytest.approx(
-        float(expected), rel=1e-9
-    )
-    assert counts.tolist() == asked.sum(1).tolist()
+    loss = float((sums.sum() / counts.sum()).detach())
+    assert loss == pytest.approx(float(expected), rel=1e-9)
+    assert counts.tolist() == is_asked.sum(1).tolist()
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
     """An encoder that was trained on texts alone."""
     folder = tmp_path_factory.mktemp("adapted")
-    (folder / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in tiny.texts(40, seed=2))
-    )
-    pairs = [
-        {"query": entry, "positive": other}
-        for entry, other in zip(*[iter(tiny.texts(40, seed=3))] * 2, strict=True)
-    ]
-    (folder / "pairs.jsonl").write_text(
-        "".join(json.dumps(pair) + "\n" for pair in pairs)
-    )
-    vembed.train(
-        settings(
-            folder, "first", model_name=str(tiny.shared(tiny.tiny_bert)), max_steps=40
-        )
-    )
+    lines = [json.dumps({"text": text}) + "\n" for text in tiny.texts(40, seed=2)]
+    (folder / "texts.jsonl").write_text("".join(lines))
+    bert = tiny.shared(tiny.tiny_bert)
+    vembed.train(settings(folder, "first", bert, max_steps=40))
     return folder
 
 
-def settings(folder, name, **more):
+def settings(folder, name, model, **more):
     """A short run on texts."""
     return {
+        "model_name": str(model),
         "data_path": str(folder / "texts.jsonl"),
         "loss": "none",
         "batch_size": 8,
@@ -261,57 +219,54 @@ def settings(folder, name, **more):
 
 
 def losses_of(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [
-        json.loads(line)["loss/masked_token"]
-        for line in lines
-        if "loss/masked_token" in json.loads(line)
-    ]
+    losses = []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        values = json.loads(line)
+        if "loss/masked_token" in values:
+            losses.append(values["loss/masked_token"])
+    return losses
 
 
-def test_an_adapted_model_has_learned_and_keeps_its_head(adapted):
-    from transformers import AutoModelForMaskedLM
-
+def test_an_adapted_model_has_learned_and_goes_on_with_its_head(adapted):
     first = losses_of(adapted / "first")
+    final = adapted / "first" / "final"
     assert sum(first[-5:]) < 0.85 * sum(first[:5])
-    _, info = AutoModelForMaskedLM.from_pretrained(
-        adapted / "first" / "final", output_loading_info=True
-    )
+    _, info = AutoModelForMaskedLM.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"]
-    vembed.train(
-        settings(adapted, "second", model_name=str(adapted / "first" / "final"))
-    )
-    assert losses_of(adapted / "second")[0] < 0.9 * first[0], (
-        "it goes on with the head of the first stage"
-    )
+    vembed.train(settings(adapted, "second", final))
+    assert losses_of(adapted / "second")[0] < 0.9 * first[0]
 
 
 def test_a_contrastive_stage_follows(adapted):
-    inputs = settings(
-        adapted, "pairs", model_name=str(adapted / "first" / "final"), loss="infonce"
-    )
-    result = vembed.train({**inputs, "data_path": str(adapted / "pairs.jsonl")})
+    data = str(pairs(adapted / "pairs.jsonl", 20))
+    final = adapted / "first" / "final"
+    config = settings(adapted, "pairs", final, loss="infonce", data_path=data)
+    result = vembed.train(config)
     assert vembed.Embedder(result.model_dir).encode(["a red cat"]).shape == (1, 32)
     assert "language" not in (adapted / "pairs" / "training_log.txt").read_text()
 
 
-def test_what_cannot_be_is_refused():
-    bert, qwen, vit = (
-        tiny.shared(entry) for entry in (tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_vit)
-    )
+def has_head(make, **options):
+    config = config_of(tiny.shared(make), **options)
+    return has_language_head(config.objective, described(config))
 
-    def asks(folder, **options):
-        config = config_of(folder, **options)
-        return has_language_head(config.objective, described(config))
 
-    assert asks(bert) and asks(qwen) and not asks(vit)
-    assert asks(
-        qwen, loss="infonce", auxiliary_losses={"next_token": 0.1}
-    ) and not asks(qwen, loss="infonce")
-    for folder, name, options in (
-        (bert, "masked_token", {"loss": "infonce"}),
-        (qwen, "next_token", {"bidirectional_attention": True}),
-        (vit, "next_token", {}),
-    ):
-        with pytest.raises(vembed.UserError, match=f"{name} is not possible with"):
-            asks(folder, auxiliary_losses={name: 1.0}, **options)
+def test_models_that_have_a_language_head():
+    assert has_head(tiny.tiny_bert) and has_head(tiny.tiny_qwen3)
+    assert not has_head(tiny.tiny_vit)
+    next_token = {"next_token": 0.1}
+    assert has_head(tiny.tiny_qwen3, loss="infonce", auxiliary_losses=next_token)
+    assert not has_head(tiny.tiny_qwen3, loss="infonce")
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "options"),
+    [
+        (tiny.tiny_bert, "masked_token", {"loss": "infonce"}),
+        (tiny.tiny_qwen3, "next_token", {"bidirectional_attention": True}),
+        (tiny.tiny_vit, "next_token", {}),
+    ],
+)
+def test_auxiliary_losses_without_a_head_are_refused(make, name, options):
+    with pytest.raises(vembed.UserError, match=f"{name} is not possible with"):
+        has_head(make, auxiliary_losses={name: 1.0}, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pydoc
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,9 +13,8 @@ import vembed.models.poolings
 from tests import tiny
 from tests.built import model_of
 from tests.files.saving import load_in_sentence_transformers, ours
-from tests.models.families import text_inputs
+from tests.models.families import config_for, text_inputs
 from tests.parts import unlisted_classes
-from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
 from vembed.models.embedding_model import pool
@@ -52,43 +50,17 @@ class AttentionModule(nn.Module):
         return (scores.softmax(dim=1).unsqueeze(-1) * hidden).sum(dim=1)
 
 
-class TestedEnds(Pooling):
-    """First and last token, one behind the other."""
-
-    name = "tested_ends"
-    modes: ClassVar = ("cls", "lasttoken")
-
-    def width(self, hidden_dim):
-        return 2 * hidden_dim
-
-    def pool(self, hidden, mask):
-        ends = [POOLINGS[name].pool(hidden, mask) for name in ("cls", "last")]
-        return torch.cat(ends, dim=1)
-
-
-@pytest.fixture(params=[TestedAttention, TestedEnds])
-def added(request, monkeypatch):
-    pooling = request.param()
-    monkeypatch.setitem(POOLINGS, pooling.name, pooling)
-    return pooling.name
-
-
 def config_of(pooling, **options):
-    config = TrainConfig(
-        model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused", **options
-    )
+    config = config_for(tiny.tiny_bert, **options)
     # The option's values are fixed when the config is imported.
     model = config.model.model_copy(update={"pooling": pooling})
     return config.model_copy(update={"model": model})
 
 
 def padded(side, dtype=torch.float64):
-    texts = [
-        torch.randn(
-            length, 6, dtype=dtype, generator=torch.Generator().manual_seed(length)
-        )
-        for length in LENGTHS
-    ]
+    """Hidden states of texts one by one, padded, and the mask of the real ones."""
+    draw = torch.Generator().manual_seed(0)
+    texts = [torch.randn(length, 6, dtype=dtype, generator=draw) for length in LENGTHS]
     longest = max(LENGTHS)
     hidden = torch.full((len(texts), longest, 6), 1e3, dtype=dtype)
     mask = torch.zeros(len(texts), longest, dtype=torch.int64)
@@ -96,7 +68,14 @@ def padded(side, dtype=torch.float64):
         start = 0 if side == "right" else longest - len(text)
         hidden[row, start : start + len(text)] = text
         mask[row, start : start + len(text)] = 1
-    return texts, hidden, mask
+    return texts, hidden.requires_grad_(), mask
+
+
+def check_padding(vectors, expected, hidden, mask):
+    torch.testing.assert_close(vectors, expected, atol=1e-9, rtol=1e-9)
+    vectors.square().sum().backward()
+    assert (hidden.grad[mask == 0] == 0).all(), "padding gets no gradient"
+    assert hidden.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("name", UNTRAINED)
@@ -104,12 +83,7 @@ def padded(side, dtype=torch.float64):
 def test_pooling_is_the_reference_over_real_tokens(name, side):
     texts, hidden, mask = padded(side)
     expected = torch.stack([POOLINGS[name].reference(text) for text in texts])
-    hidden.requires_grad_(True)
-    vectors = pool(name, hidden, mask)
-    torch.testing.assert_close(vectors, expected, atol=1e-9, rtol=1e-9)
-    vectors.square().sum().backward()
-    assert (hidden.grad[mask == 0] == 0).all(), "padding gets no gradient"
-    assert hidden.grad.isfinite().all()
+    check_padding(pool(name, hidden, mask), expected, hidden, mask)
 
 
 @pytest.mark.parametrize("name", UNTRAINED)
@@ -133,12 +107,7 @@ def test_a_trained_pooling_sees_real_tokens_alone(name, side):
         for parameter in module.parameters():
             parameter.add_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
     expected = torch.cat([module(text[None], None) for text in texts])
-    hidden.requires_grad_(True)
-    vectors = module(hidden, mask)
-    torch.testing.assert_close(vectors, expected, atol=1e-9, rtol=1e-9)
-    vectors.square().sum().backward()
-    assert (hidden.grad[mask == 0] == 0).all(), "padding gets no gradient"
-    assert hidden.grad.isfinite().all()
+    check_padding(module(hidden, mask), expected, hidden, mask)
     for parameter_name, parameter in module.named_parameters():
         assert parameter.grad.any(), f"{parameter_name} of {name} gets no gradient"
 
@@ -150,64 +119,50 @@ def test_every_pooling_is_in_the_table():
     assert not missing, f"list these in vembed/models/poolings/table.py: {missing}"
 
 
-class NoName(Pooling):
+class NoReference(Pooling):
     """A pooling."""
 
-
-class NoPool(Pooling):
-    """A pooling."""
-
-    name = "no_pool"
-
-
-class NoReference(NoPool):
-    """A pooling."""
+    name = "no_reference"
 
     def pool(self, hidden, mask):
         return hidden[:, 0]
 
 
-class NoBuild(NoPool):
+class NoBuild(Pooling):
     """A pooling."""
 
+    name = "no_build"
     is_trained = True
 
 
 @pytest.mark.parametrize(
-    ("pooling", "missing"),
-    [
-        (NoName, "name"),
-        (NoPool, "pool"),
-        (NoReference, "reference"),
-        (NoBuild, "build"),
-    ],
+    ("pooling", "missing"), [(NoReference, "reference"), (NoBuild, "build")]
 )
 def test_what_a_pooling_does_not_declare_is_named(pooling, missing):
     with pytest.raises(TypeError, match=f"{pooling.__name__} .*`{missing}`"):
         check_poolings((pooling,))
 
 
+def text_vectors(model, texts):
+    with torch.no_grad():
+        (vectors,) = model([("text", text_inputs(model.description, texts))])
+    return vectors
+
+
 def same_packed_padded_and_saved(name, folder):
     """Check that a pooling gives the same vectors packed, padded and from its files."""
     model = model_of(config_of(name, padding_free=True)).eval()
-    assert model.packs_texts()
     plain = model_of(config_of(name, padding_free=False)).eval()
-    assert not plain.packs_texts()
-    inputs = text_inputs(model.description, TEXTS)
-    with torch.no_grad():
-        (packed,) = model([("text", inputs)])
-        (expected,) = plain([("text", inputs)])
-        singles = [
-            plain([("text", text_inputs(model.description, [text]))])[0]
-            for text in TEXTS
-        ]
+    assert model.packs_texts() and not plain.packs_texts()
+    expected = text_vectors(plain, TEXTS)
+    singles = torch.cat([text_vectors(plain, [text]) for text in TEXTS])
+    torch.testing.assert_close(expected, singles, atol=1e-5, rtol=1e-5)
+    packed = text_vectors(model, TEXTS)
     torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(expected, torch.cat(singles), atol=1e-5, rtol=1e-5)
     if model.pooling is not None:
-        with torch.no_grad():
-            for parameter in model.pooling.parameters():
-                parameter.mul_(1.5)
-            (expected,) = model([("text", inputs)])
+        for parameter in model.pooling.parameters():
+            parameter.data.mul_(1.5)
+        expected = text_vectors(model, TEXTS)
     saved = save_model(folder, model, model.state_dict())
     vectors = Embedder(saved, mixed_precision="no").encode(TEXTS, normalize=False)
     assert vectors.shape[1] == model.description.embedding_dim
@@ -224,10 +179,6 @@ def test_a_pooling_is_the_same_packed_padded_and_saved(name, tmp_path):
     else:
         with pytest.raises(Exception, match=name):
             load_in_sentence_transformers(saved)
-
-
-def test_an_added_pooling_needs_its_class_alone(added, tmp_path):
-    test_a_pooling_is_the_same_packed_padded_and_saved(added, tmp_path)
 
 
 def test_a_trained_pooling_trains_beside_a_frozen_tower(monkeypatch, tmp_path):
@@ -257,15 +208,15 @@ def test_a_pooling_that_this_version_does_not_have_is_refused(monkeypatch, tmp_p
 
 
 def test_vectors_of_another_size_than_declared_are_refused(monkeypatch):
-    class Narrow(TestedEnds):
-        name = "narrow"
+    class Wide(TestedAttention):
+        name = "wide"
 
         def width(self, hidden_dim):
-            return hidden_dim
+            return 2 * hidden_dim
 
-    monkeypatch.setitem(POOLINGS, "narrow", Narrow())
-    model = model_of(config_of("narrow"))
-    with pytest.raises(UserError, match=r"64 .* 32 .*pooling narrow"):
+    monkeypatch.setitem(POOLINGS, "wide", Wide())
+    model = model_of(config_of("wide"))
+    with pytest.raises(UserError, match=r"32 .* 64 .*pooling wide"):
         model([("text", text_inputs(model.description, TEXTS))])
 
 

@@ -62,47 +62,31 @@ def test_texts_in_one_row_are_tried_where_the_class_takes_them():
     rules = dict(check_model(f"{ROOT / 'tests/own/packed.py'}:PackedBag", {}))
     assert len(rules) == 8 and not any(rules.values())
     assert "texts in one row, without padding, give the same result" in rules
-    broken = [
-        entry
-        for _, entry in check_model(f"{ROOT / 'tests/own/packed.py'}:Mixed", {})
-        if entry
-    ]
-    assert (
-        len(broken) == 1
-        and "Mixed takes cu_seqlens, and texts in one row change each other"
-        in broken[0]
-    )
+    rules = dict(check_model(f"{ROOT / 'tests/own/packed.py'}:Mixed", {}))
+    (broken,) = filter(None, rules.values())
+    assert "Mixed takes cu_seqlens, and texts in one row change each other" in broken
 
 
-def test_the_command(tmp_path):
-    runner = CliRunner()
+def run(*words):
+    return CliRunner().invoke(app, words)
+
+
+def test_the_command():
     bag = f"{ROOT / 'tests/own/bag.py'}:Bag"
-    done = runner.invoke(
-        app, ["doctor", "--model-class", bag, "--model-config", "{hidden_dim: 8}"]
-    )
-    assert (
-        done.exit_code == 0
-        and "7. layers for FSDP units and recomputation: none found" in done.output
-    )
-    done = runner.invoke(
-        app, ["doctor", "--model-class", f"{ROOT / 'tests/own/broken.py'}:Padded"]
-    )
+    padded = f"{ROOT / 'tests/own/broken.py'}:Padded"
+    done = run("doctor", "--model-class", bag, "--model-config", "{hidden_dim: 8}")
+    assert done.exit_code == 0 and "FSDP units" in done.output
+    done = run("doctor", "--model-class", padded)
     assert done.exit_code == 1 and "FAIL: padding changes the result" in done.output
-    done = runner.invoke(
-        app, ["doctor", "--model-class", bag, "--model-config", "{size: 8}"]
-    )
+    done = run("doctor", "--model-class", bag, "--model-config", "{size: 8}")
     assert done.exit_code == 2
-    (tmp_path / "texts.jsonl").write_text(
-        '{"text": "a red cat"}\n{"text": "two dogs"}\n'
-    )
-    words = [
-        "init",
-        "--data",
-        str(tmp_path / "texts.jsonl"),
-        "--tokenizer",
-        str(tmp_path / "tokenizer"),
-    ]
-    done = runner.invoke(app, [*words, "--vocab-size", "300"])
-    assert (
-        done.exit_code == 0 and (tmp_path / "tokenizer" / "tokenizer.json").is_file()
-    ), done.output
+
+
+def test_init_makes_a_tokenizer(tmp_path):
+    data = tmp_path / "texts.jsonl"
+    data.write_text('{"text": "a red cat"}\n{"text": "two dogs"}\n')
+    target = tmp_path / "tokenizer"
+    words = ["--data", str(data), "--tokenizer", str(target), "--vocab-size", "300"]
+    done = run("init", *words)
+    assert done.exit_code == 0, done.output
+    assert (target / "tokenizer.json").is_file()

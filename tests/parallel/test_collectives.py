@@ -12,84 +12,75 @@ from vembed.parallel import collectives
 
 
 def rows_of(rank, count, width=3):
-    return (
-        torch.arange(count * width, dtype=torch.float64).view(count, width) + 100 * rank
-    )
+    numbers = torch.arange(count * width, dtype=torch.float64)
+    return numbers.view(count, width) + 100 * rank
 
 
 def everything(counts):
     rank = collectives.rank()
-    size = collectives.world_size()
     local_rows = rows_of(rank, counts[rank])
-    recorded = {"place": (rank, size)}
-    recorded["ints"] = collectives.all_gather_ints([rank, -rank])
-    recorded["none"] = collectives.all_gather_ints([])
-    recorded["max"] = collectives.max_ints([rank, -rank])
-    recorded["sum"] = collectives.sum_ints([1, rank])
-    recorded["scalars"] = collectives.sum_scalars([0.5, rank / 3])
+    everybody = torch.cat([rows_of(*entry) for entry in enumerate(counts)])
     leaf = local_rows.clone().requires_grad_()
-    recorded["rows"] = collectives.all_gather_rows(leaf)
-    recorded["rows_by_counts"] = collectives.all_gather_rows(local_rows, counts)
-    recorded["numbers"] = collectives.all_gather_rows(
-        torch.full((counts[rank],), rank, dtype=torch.int64)
-    )
-    everybody = torch.cat(
-        [rows_of(number, count) for number, count in enumerate(counts)]
-    )
-    recorded["scattered"] = collectives.reduce_scatter_rows(
-        everybody * (rank + 1), counts
-    )
-    recorded["tensor"] = collectives.sum_tensor(torch.tensor(2.0))
-    values = [
-        torch.full((2, 2), float(rank)),
-        torch.tensor([rank], dtype=torch.int64),
-        torch.zeros(0),
-    ]
+    numbers = torch.full((counts[rank],), rank, dtype=torch.int64)
+    values = [torch.full((2, 2), float(rank)), torch.tensor([rank]), torch.zeros(0)]
     collectives.broadcast_tensors(values)
-    recorded["broadcast"] = [value.tolist() for value in values]
-    recorded["object"] = collectives.broadcast_object(
-        {"rank": rank, "names": ["a", None]}
-    )
-    recorded["objects"] = collectives.gather_objects([rank, "x" * (10 * rank)])
+    recorded = {
+        "place": (rank, collectives.world_size()),
+        "ints": collectives.all_gather_ints([rank, -rank]),
+        "none": collectives.all_gather_ints([]),
+        "max": collectives.max_ints([rank, -rank]),
+        "sum": collectives.sum_ints([1, rank]),
+        "scalars": collectives.sum_scalars([0.5, rank / 3]),
+        "rows": collectives.all_gather_rows(leaf),
+        "rows_by_counts": collectives.all_gather_rows(local_rows, counts),
+        "numbers": collectives.all_gather_rows(numbers),
+        "scattered": collectives.reduce_scatter_rows(everybody * (rank + 1), counts),
+        "tensor": collectives.sum_tensor(torch.tensor(2.0)),
+        "broadcast": values,
+        "object": collectives.broadcast_object({"rank": rank, "names": ["a", None]}),
+        "objects": collectives.gather_objects([rank, "x" * (10 * rank)]),
+    }
     collectives.barrier()
     collectives.calls.clear()
     collectives.all_gather_rows(local_rows, counts)
     collectives.all_gather_rows(local_rows)
-    recorded["counts"] = dict(collectives.calls)
-    return recorded
+    return recorded, dict(collectives.calls)
+
+
+def check_everything(counts, results):
+    size = len(counts)
+    ranks = range(size)
+    everybody = torch.cat([rows_of(*entry) for entry in enumerate(counts)])
+    for rank, (recorded, calls) in enumerate(results):
+        expected = {
+            "place": (rank, size),
+            "ints": [[number, -number] for number in ranks],
+            "none": [[] for _ in ranks],
+            "max": [size - 1, 0],
+            "sum": [size, sum(ranks)],
+            "scalars": [size / 2, sum(ranks) / 3],
+            "rows": everybody,
+            "rows_by_counts": everybody,
+            "numbers": torch.arange(size).repeat_interleave(torch.tensor(counts)),
+            "scattered": rows_of(rank, counts[rank]) * sum(range(1, size + 1)),
+            "tensor": torch.tensor(2.0 * size),
+            "broadcast": [torch.zeros(2, 2), torch.tensor([0]), torch.zeros(0)],
+        }
+        assert recorded.pop("object") == {"rank": 0, "names": ["a", None]}
+        assert recorded.pop("objects") == [
+            [number, "x" * (10 * number)] for number in ranks
+        ]
+        torch.testing.assert_close(recorded, expected, rtol=1e-12, atol=0)
+        assert not recorded["rows"].requires_grad
+        assert calls == (
+            {"all_gather_rows": 2, "all_gather_ints": 1} if size > 1 else {}
+        )
 
 
 @pytest.mark.parametrize("counts", [[4], [2, 3], [0, 2], [3, 0, 1], [0, 0], [2, 2, 2]])
 @pytest.mark.promise("B14", "B15")
 def test_each_collective(counts):
-    size = len(counts)
-    results = run_ranks(everything, size, counts)
-    everybody = torch.cat([rows_of(rank, count) for rank, count in enumerate(counts)])
-    for rank, result in enumerate(results):
-        assert result["place"] == (rank, size)
-        assert result["ints"] == [[number, -number] for number in range(size)]
-        assert result["none"] == [[] for _ in range(size)]
-        assert result["max"] == [size - 1, 0]
-        assert result["sum"] == [size, sum(range(size))]
-        assert result["scalars"] == pytest.approx([size / 2, sum(range(size)) / 3])
-        for name in ("rows", "rows_by_counts"):
-            assert torch.equal(result[name], everybody)
-            assert not result[name].requires_grad
-        assert result["numbers"].tolist() == [
-            number for number, count in enumerate(counts) for _ in range(count)
-        ]
-        assert torch.equal(
-            result["scattered"], rows_of(rank, counts[rank]) * sum(range(1, size + 1))
-        )
-        assert float(result["tensor"]) == 2.0 * size
-        assert result["broadcast"] == [[[0.0, 0.0], [0.0, 0.0]], [0], []]
-        assert result["object"] == {"rank": 0, "names": ["a", None]}
-        assert result["objects"] == [
-            [number, "x" * (10 * number)] for number in range(size)
-        ]
-        assert result["counts"] == (
-            {"all_gather_rows": 2, "all_gather_ints": 1} if size > 1 else {}
-        )
+    check_everything(counts, run_ranks(everything, len(counts), counts))
 
 
 def everything_in_older_torch(counts):
@@ -101,15 +92,8 @@ def everything_in_older_torch(counts):
 
 
 def test_older_torch_has_other_names_for_the_same():
-    newer = run_ranks(everything, 3, [3, 0, 1])
-    older = run_ranks(everything_in_older_torch, 3, [3, 0, 1])
-    for of_rank, of_older in zip(newer, older, strict=True):
-        assert of_rank.keys() == of_older.keys()
-        for name, value in of_rank.items():
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(value, of_older[name]), name
-            else:
-                assert value == of_older[name], name
+    counts = [3, 0, 1]
+    check_everything(counts, run_ranks(everything_in_older_torch, 3, counts))
 
 
 def averaged_gradients(average):
@@ -136,21 +120,21 @@ def averaged_gradients(average):
 
 @pytest.mark.parametrize("average", [True, False])
 def test_gradients_of_copies_with_some_missing(average):
-    rank_batch = 0.5 if average else 1.0
-    for gradients, counts in run_ranks(averaged_gradients, 2, average):
-        assert torch.equal(gradients[0], torch.full((3, 5), 3.0 * rank_batch))
-        assert torch.equal(
-            gradients[1], torch.arange(7.0) * rank_batch
-        )  # rank 0 has none: it counts as zero
-        assert gradients[2] is None  # nobody has one
-        assert torch.equal(gradients[3], torch.arange(4.0) * rank_batch)
-        assert float(gradients[4]) == 8.0 * rank_batch
-        # Added up in float32, then rounded once.
-        assert torch.equal(
-            gradients[5], torch.full((6,), (1 + 1 / 256) * rank_batch).bfloat16()
-        )
-        assert gradients[6] is None
-        assert counts == {"sum_scalars": 1, "all_reduce_gradients": 1}
+    share = 0.5 if average else 1.0
+    # Rank 0 has none of the second one, which counts as zero, and nobody one of the third.
+    # Those in bfloat16 are added up in float32, then rounded once.
+    expected = [
+        torch.full((3, 5), 3.0 * share),
+        torch.arange(7.0) * share,
+        None,
+        torch.arange(4.0) * share,
+        torch.tensor(8.0 * share),
+        torch.full((6,), (1 + 1 / 256) * share).bfloat16(),
+        None,
+    ]
+    for gradients, calls in run_ranks(averaged_gradients, 2, average):
+        torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+        assert calls == {"sum_scalars": 1, "all_reduce_gradients": 1}
 
 
 def summed_early(fails):
@@ -191,20 +175,6 @@ def test_buckets_start_during_the_last_backward_pass(num_ranks, fails):
         assert gradients[-2:] == [None, None]
         for gradient, total in zip(gradients[:-2], expected[:-2], strict=True):
             torch.testing.assert_close(gradient, total / num_ranks)
-
-
-def gradients_without_group():
-    dist.destroy_process_group()
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.ones(2)
-    collectives.GradientSync([parameter]).finish()
-    collectives.barrier()
-    return parameter.grad
-
-
-def test_without_a_group_nothing_is_sent():
-    (gradient,) = run_ranks(gradients_without_group, 1)
-    assert torch.equal(gradient, torch.ones(2))
 
 
 def wrong_counts():

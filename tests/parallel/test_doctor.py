@@ -96,29 +96,23 @@ def test_one_process_is_enough(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("options", "line"),
+    ("options", "named"),
     [
-        (
-            "mixed_precision: fp16\n",
-            "1. GPUs visible: none, the run computes on the CPU: FAIL",
-        ),
+        ("mixed_precision: fp16\n", "1. GPUs visible: none, "),
         (
             "strategy: single\n",
-            "2. strategy, batch, memory: strategy: single, but 2 processes were started",
+            "2. strategy, batch, memory: strategy: single, but 2 processes ",
         ),
-        (
-            "batch_size: 64\nuse_gradient_cache: false\n",
-            "3. batch: 64 per process at once",
-        ),
+        ("batch_size: 64\nuse_gradient_cache: false\n", "3. batch: 64 "),
         (
             "use_fsdp: true\ngradient_checkpointing: false\n",
-            "4. gradient checkpointing: off (gradient_checkpointing): FAIL",
+            "4. gradient checkpointing: off ",
         ),
     ],
 )
 @pytest.mark.promise("D45")
 def test_a_point_that_fails_makes_exit_code_1(
-    options, line, tmp_path, monkeypatch, capsys
+    options, named, tmp_path, monkeypatch, capsys
 ):
     config = tmp_path / "run.yaml"
     config.write_text(
@@ -128,10 +122,10 @@ def test_a_point_that_fails_makes_exit_code_1(
     monkeypatch.setattr(machine_checks.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine_checks.torch.cuda, "device_count", lambda: 0)
     assert doctor.doctor(str(config), 2)[1] == 1
-    failed = [
-        line for line in capsys.readouterr().out.splitlines() if line.endswith(": FAIL")
+    (line,) = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith(named)
     ]
-    assert any(entry.startswith(line.removesuffix(": FAIL")) for entry in failed)
+    assert ": FAIL" in line
 
 
 def test_a_model_that_needs_shards_fails(tmp_path, monkeypatch, capsys):
@@ -142,11 +136,8 @@ def test_a_model_that_needs_shards_fails(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(machine_checks, "run_ranks", lambda *_: 0)
     monkeypatch.setattr(prediction, "memory_of_a_process", lambda *_: 400_000)
     assert doctor.doctor(str(config), 2)[1] == 1
-    (line,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("2. ")
-    ]
-    assert "a whole copy takes" in line
-    assert line.endswith("on several processes: FAIL")
+    printed = capsys.readouterr().out
+    assert re.search(r"^2\. .*a whole copy takes.*: FAIL$", printed, re.MULTILINE)
 
 
 def test_a_failed_self_test_makes_exit_code_1(monkeypatch, capsys):

@@ -12,27 +12,8 @@ from tests.parallel.steps import config_of, listen
 from tests.tiny import shared, tiny_bert
 from vembed.parallel import collectives, launch_check, session
 from vembed.parallel.launch_check import (
-    Beat,
     LaunchCheck,
-    hanging_ranks,
 )
-
-HERE = Beat(7, 10, True, "agree (training/interrupts.py:90)", "a, process 1")
-LOOP = Beat(7, 9, False, "collate (my/hook.py:3)", "b, process 2")
-
-
-def test_a_rank_outside_of_collectives_is_named_with_its_place():
-    assert hanging_ranks({0: (HERE, 1.0), 1: (LOOP, 1.0)}) == {
-        1: "rank 1 (b, process 2), which is in step 7, at collate (my/hook.py:3)"
-    }
-
-
-def test_a_rank_without_signs_of_life_is_named():
-    hanging = hanging_ranks({1: (HERE, 40.0), 2: (HERE, 1.0)})
-    assert hanging == {
-        1: "rank 1 (a, process 1), which has given no sign of life for 40 s; it was in step 7, at agree "
-        "(training/interrupts.py:90)"
-    }
 
 
 def loop_for_ever():

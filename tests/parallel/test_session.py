@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -29,7 +28,6 @@ from vembed.config.loading import resolve_run
 from vembed.errors import UserError
 from vembed.parallel import collectives, launch_check, placement, session
 from vembed.parallel.environment import RankInfo, interface_to, read_rank_info
-from vembed.parallel.launch import free_port
 from vembed.parallel.placement import choose_precision, place
 from vembed.parallel.step_memory import GIB, ModelSize, measure
 
@@ -62,23 +60,21 @@ def test_variables_have_torchs_meaning():
     )
 
 
-@pytest.mark.parametrize("name", GROUP)
 @pytest.mark.promise("C26")
-def test_a_missing_variable_is_named(name):
-    env = {key: value for key, value in GROUP.items() if key != name}
-    with pytest.raises(UserError, match=rf"^{name} is not set although ") as caught:
+def test_a_missing_variable_is_named():
+    env = {**GROUP}
+    del env["MASTER_PORT"]
+    with pytest.raises(UserError, match=r"^MASTER_PORT is not set ") as caught:
         read_rank_info(env)
-    assert all(f"{key}={value}" in str(caught.value) for key, value in env.items())
+    for name, value in env.items():
+        assert f"{name}={value}" in str(caught.value)
 
 
 @pytest.mark.promise("A10")
 def test_nodes_counted_as_processes_are_refused():
-    with pytest.raises(
-        UserError,
-        match="RANK=2 must be between 0 and WORLD_SIZE - 1 = 1: RANK is the number of the pro",
-    ):
+    with pytest.raises(UserError, match="RANK=2 must be between 0 and WORLD_SIZE"):
         read_rank_info(GROUP | {"RANK": "2"})
-    with pytest.raises(UserError, match="WORLD_SIZE='two' is not a whole number"):
+    with pytest.raises(UserError, match="WORLD_SIZE='two'"):
         read_rank_info(GROUP | {"WORLD_SIZE": "two"})
 
 
@@ -88,13 +84,11 @@ def test_nodes_counted_as_processes_are_refused():
 @pytest.mark.promise("C23", "D15")
 def test_precision_on_the_cpu():
     def chosen(**options):
-        built = choose_precision(
-            resolve_run(config_of("unused", **options), env={}).precision, CPU
-        )
-        return built.value, built.reason
+        run = resolve_run(config_of("unused", **options), env={})
+        return choose_precision(run.precision, CPU).value
 
-    assert chosen() == ("no", "auto: the CPU computes in the dtype of the weights")
-    assert chosen(mixed_precision="bf16") == ("bf16", "mixed_precision")
+    assert chosen() == "no"
+    assert chosen(mixed_precision="bf16") == "bf16"
     with pytest.raises(UserError, match=r"fp16 .* needs a GPU"):
         chosen(mixed_precision="fp16")
 
@@ -116,14 +110,12 @@ def placed(size, num_ranks=2, memory=80 * GIB, **options):
 def test_auto_chooses_by_size_and_says_why():
     small = placed(SMALL, memory=GIB)
     assert (small.strategy.value, small.fsdp, small.num_shards) == ("ddp", None, 1)
-    assert small.strategy.reason == (
-        "auto: 1,000 parameters need 0.00GB for weights, gradients and optimizer, 0% of the 1.0GB of a process, "
-        "so each process can hold a copy"
-    )
+    assert "1,000 parameters need 0.00GB" in small.strategy.reason
+    assert "0% of the 1.0GB of a process" in small.strategy.reason
     large = placed(LARGE)
     assert (large.strategy.value, large.num_shards) == ("fsdp", 2)
     assert "8,589,934,592 parameters need 128.00GB" in large.strategy.reason
-    assert "160% of the 80.0GB of a process, more than 50%" in large.strategy.reason
+    assert "160% of the 80.0GB of a process" in large.strategy.reason
 
 
 @pytest.mark.promise("B21", "D03")
@@ -139,54 +131,35 @@ def test_advice_where_fsdp_is_pointless():
 def test_one_process_with_fsdp_runs_whole_with_one_line():
     alone = placed(LARGE, 1, strategy="fsdp")
     assert (alone.strategy.value, alone.fsdp) == ("single", None)
-    assert alone.strategy.reason == (
-        "FSDP needs at least two processes; training unsharded"
-    )
-
-
-def test_single_with_several_processes_is_refused():
-    with pytest.raises(
-        UserError, match="strategy: single, but 2 processes were started"
-    ):
-        placed(SMALL, strategy="single")
+    assert "FSDP needs at least two processes" in alone.strategy.reason
 
 
 def test_options_without_effect_on_these_processes_are_said():
-    notes = placed(
-        SMALL,
-        fsdp_min_num_params=5,
-        fsdp_auto_wrap_policy="SIZE_BASED_WRAP",
-        num_processes=4,
-    ).notes
-    assert [note.partition(" (")[0] for note in notes] == [
-        "fsdp_auto_wrap_policy: SIZE_BASED_WRAP",
-        "fsdp_min_num_params: 5",
-        "num_processes: 4",
-    ]
-    assert all(" has no effect: " in note for note in notes)
-    assert (
-        placed(
-            LARGE, fsdp_min_num_params=5, fsdp_auto_wrap_policy="SIZE_BASED_WRAP"
-        ).notes
-        == ()
-    )
+    options = {
+        "fsdp_min_num_params": 5,
+        "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+    }
+    notes = placed(SMALL, num_processes=4, **options).notes
+    names = ["fsdp_auto_wrap_policy", "fsdp_min_num_params", "num_processes"]
+    assert [note.partition(":")[0] for note in notes] == names
+    assert placed(LARGE, **options).notes == ()
 
 
 def test_the_estimate_counts_weights_gradients_and_optimizer():
     def states(**options):
-        config = config_of(shared(tiny_bert), **options)
-        size = measure(config)
+        size = measure(config_of(shared(tiny_bert), **options))
         return size.state_bytes, size.total
 
     whole, total = states()
-    assert whole == pytest.approx(
-        16 * total, rel=0.04
-    )  # poolers and the like are not trained
-    assert states(optim="adamw_8bit")[0] == pytest.approx(10.1 * total, rel=0.04)
-    assert states(optim="sgd")[0] == pytest.approx(8 * total, rel=0.04)
-    adapted, with_adapters = states(use_lora=True, lora_r=1)
+    # Poolers and the like are not trained.
+    assert whole == pytest.approx(16 * total, rel=0.04)
+    for optimizer, num_bytes in (("adamw_8bit", 10.1), ("sgd", 8)):
+        state_bytes, _ = states(optim=optimizer)
+        assert state_bytes == pytest.approx(num_bytes * total, rel=0.04)
+    adapters = {"use_lora": True, "lora_r": 1}
+    adapted, with_adapters = states(**adapters)
     assert 4 * total < adapted < 4 * with_adapters + 12 * (with_adapters - total) + 1
-    assert states(quantize_weights="nf4", use_lora=True, lora_r=1)[0] < adapted
+    assert states(quantize_weights="nf4", **adapters)[0] < adapted
 
 
 # ---- start and end ---------------------------------------------------------------------------------------------------
@@ -260,36 +233,25 @@ def test_a_session_starts_says_so_and_ends_the_group_whatever_happens():
 
 
 def one_process(folder):
-    for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "LOCAL_WORLD_SIZE",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    ):
+    for name in (*GROUP, "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     lines = listen()
     os.environ["ACCELERATE_USE_FSDP"] = "true"  # as `accelerate launch` leaves it
     os.environ["FSDP_VERSION"] = "2"
     with session.start_session(config_of(folder, strategy="fsdp")) as first:
         model = first.prepare(nn.Linear(3, 3))
-        return (
-            first.strategy,
-            first.fsdp,
-            type(model).__name__,
-            dist.is_initialized(),
-            lines,
-        )
+        facts = (first.strategy, first.fsdp, type(model).__name__)
+        return facts, dist.is_initialized(), "\n".join(lines)
 
 
 @pytest.mark.promise("A01", "B12")
 def test_plain_process_with_fsdp():
-    kind, fsdp, name, initialised, lines = run_ranks(
+    ((facts, is_initialized, log),) = run_ranks(
         one_process, 1, str(shared(tiny_bert)), process_group=False
-    )[0]
-    assert (kind, fsdp, name, initialised) == ("single", None, "Linear", False)
-    assert sum("FSDP needs at least two" in line for line in lines) == 1
+    )
+    assert facts == ("single", None, "Linear")
+    assert not is_initialized
+    assert log.count("FSDP needs at least two") == 1
 
 
 SEVERAL_SESSIONS = """
@@ -348,9 +310,8 @@ def patient_start():
 def wait_for_others(folder, misfortune):
     began = time.monotonic()
     patient_start()
-    with session.start_session(
-        config_of(folder, strategy="ddp", dist_timeout_minutes=SHORT)
-    ) as first:
+    config = config_of(folder, strategy="ddp", dist_timeout_minutes=SHORT)
+    with session.start_session(config) as first:
         first.barrier()
         if first.rank == 1:
             if misfortune == "killed":
@@ -369,22 +330,15 @@ def wait_for_others(folder, misfortune):
 @pytest.mark.parametrize("misfortune", ["killed", "raises", "hangs"])
 @pytest.mark.promise("C30", "E33")
 def test_the_others_end_in_time_and_name_rank_and_collective(misfortune):
-    outcomes = rank_outcomes(
-        wait_for_others,
-        2,
-        str(shared(tiny_bert)),
-        misfortune,
-        process_group=False,
-        wait_for=[0],
+    folder = str(shared(tiny_bert))
+    first, second = rank_outcomes(
+        wait_for_others, 2, folder, misfortune, process_group=False, wait_for=[0]
     )
-    assert (
-        outcomes[0].result == "rank 0 of 2, in the collective all_gather_ints (call 1)"
-    )
+    assert first.result == "rank 0 of 2, in the collective all_gather_ints (call 1)"
     if misfortune == "killed":
-        assert outcomes[1].exitcode == -signal.SIGKILL
+        assert second.exitcode == -signal.SIGKILL
     if misfortune == "raises":
-        assert outcomes[1].error is not None
-        assert "no more paper" in outcomes[1].error
+        assert "no more paper" in second.error
 
 
 def started_by_hand(folder, per_machine):
@@ -394,111 +348,69 @@ def started_by_hand(folder, per_machine):
     os.environ["LOCAL_RANK"] = str(local)
     launch_check.machine_name = lambda: f"machine {machine}"
     lines = listen()
-    with session.start_session(
-        config_of(folder, strategy="fsdp", fsdp_sharding_strategy="HYBRID_SHARD")
-    ) as first:
-        mesh = first.mesh
-        message = [
-            line.partition(";")[0]
-            for line in lines
-            if line.startswith(("processes: ", "network: ", "HYBRID"))
-        ]
-        return message, None if mesh is None else list(mesh.shape)
+    config = config_of(
+        folder,
+        strategy="fsdp",
+        fsdp_sharding_strategy="HYBRID_SHARD",
+        dist_timeout_minutes=7,
+    )
+    with session.start_session(config) as first:
+        timeouts = {}
+        for name in first.mesh.mesh_dim_names if first.mesh else ():
+            group = first.mesh.get_group(name)
+            assert group is not dist.group.WORLD
+            timeout = group._get_backend(CPU).options._timeout
+            timeouts[group.size()] = timeout.total_seconds()
+        return "\n".join(lines), timeouts
 
 
 def test_processes_started_by_hand_count_those_of_their_machine():
     folder = str(shared(tiny_bert))
     loopback = interface_to("127.0.0.1")
-    network = f"network: interface {loopback} (it leads to 127.0.0.1"
-    actual = run_ranks(started_by_hand, 4, folder, 2, process_group=False)
-    assert (
-        actual == [([network, "processes: 4, 2 of them on this machine"], [2, 2])] * 4
-    )
-    same = (
-        "HYBRID_SHARD: with 1 machine(s) of 2 process(es) it is the same as FULL_SHARD"
-    )
-    for message, _ in run_ranks(started_by_hand, 2, folder, 2, process_group=False):
-        assert message == ["processes: 2, 2 of them on this machine", same]
-    for outcome in rank_outcomes(started_by_hand, 3, folder, 2, process_group=False)[
-        :2
-    ]:
-        assert (
-            "equally many processes on every machine, but 2 of 3 are on this one"
-            in str(outcome.error)
-        )
+    for log, timeouts in run_ranks(started_by_hand, 4, folder, 2, process_group=False):
+        assert f"network: interface {loopback} (" in log
+        assert "processes: 4, 2 of them on this machine" in log
+        # The groups of the mesh wait as long as all others.
+        assert timeouts == {2: 7 * 60}
+    for log, timeouts in run_ranks(started_by_hand, 2, folder, 2, process_group=False):
+        assert "processes: 2, 2 of them on this machine" in log
+        assert "HYBRID_SHARD: with 1 machine(s)" in log
+        assert timeouts == {}
+    outcomes = rank_outcomes(started_by_hand, 3, folder, 2, process_group=False)
+    for outcome in outcomes[:2]:
+        assert "2 of 3 are on this one" in str(outcome.error)
+
+
+def set_variables(monkeypatch, **changes):
+    for name, value in (GROUP | changes).items():
+        monkeypatch.setenv(name, value)
 
 
 def test_machines_that_cannot_reach_each_other_are_told_what_to_set(monkeypatch):
-    for name, value in (
-        GROUP | {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth7"}
-    ).items():
-        monkeypatch.setenv(name, value)
+    set_variables(monkeypatch, LOCAL_WORLD_SIZE="1", GLOO_SOCKET_IFNAME="eth7")
 
     def refused(*_, **__):
-        raise RuntimeError(
-            "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: remote=[127.0.0.1]"
-        )
+        raise RuntimeError("Gloo connectFullMesh failed: remote=[127.0.0.1]")
 
     check = SimpleNamespace(
         connect=dist.HashStore, check=lambda *_: ("run", read_rank_info())
     )
     monkeypatch.setattr(session, "LaunchCheck", lambda *_: check)
     monkeypatch.setattr(dist, "init_process_group", refused)
-    with pytest.raises(
-        UserError,
-        match=r"set GLOO_SOCKET_IFNAME \(now eth7\).*remote=\[127\.0\.0\.1\]\)\.$",
-    ):
+    message = r"set GLOO_SOCKET_IFNAME \(now eth7\).*remote=\[127\.0\.0\.1\]"
+    with pytest.raises(UserError, match=message):
         session.start_session(config_of(str(shared(tiny_bert))))
 
 
 def test_a_machine_without_loopback_is_told_at_once(monkeypatch):
-    rank_0 = GROUP | {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in rank_0.items():
-        monkeypatch.setenv(name, value)
+    set_variables(monkeypatch, RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2")
 
     def unreachable(*_, **__):
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
-    with pytest.raises(
-        UserError,
-        match=r"127\.0\.0\.1 \(Network is unreachable\).*ip link set lo up",
-    ):
+    with pytest.raises(UserError, match=r"127\.0\.0\.1 .*ip link set lo up"):
         session.start_session(config_of(str(shared(tiny_bert))))
-
-
-def test_free_ports_differ():
-    actual = {free_port() for _ in range(5)}
-    assert len(actual) > 1
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert max(actual) < first, (
-        "an outgoing connection may take one of the others before rank 0 listens"
-    )
-
-
-def timeouts_of_a_hybrid_mesh(folder):
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
-    options = {
-        "strategy": "fsdp",
-        "fsdp_sharding_strategy": "HYBRID_SHARD",
-        "dist_timeout_minutes": 7,
-    }
-    with session.start_session(config_of(folder, **options)) as first:
-        mesh = first.mesh
-        groups = [mesh.get_group(name) for name in mesh.mesh_dim_names]
-        assert dist.group.WORLD not in groups
-        return [
-            group._get_backend(CPU).options._timeout.total_seconds() for group in groups
-        ]
-
-
-def test_the_groups_of_a_hybrid_mesh_wait_as_long_as_all_others():
-    folder = str(shared(tiny_bert))
-    assert (
-        run_ranks(timeouts_of_a_hybrid_mesh, 4, folder, process_group=False)
-        == [[7 * 60] * 2] * 4
-    )
 
 
 @pytest.mark.parametrize(

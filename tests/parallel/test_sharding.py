@@ -17,84 +17,64 @@ from tests.parallel.steps import (
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3, tiny_siglip
 from vembed.parallel import placement, session
 
+FSDP1 = {"strategy": "fsdp", "fsdp_version": 1}
+
+
+FSDP2 = {"strategy": "fsdp"}
+
+
+BY_SIZE = {
+    "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+    "fsdp_min_num_params": 2000,
+}
+
+
+GRAD_OP = {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}
+
+
 CASES = {
     # name: ranks, options of the config, options of the step
     "ddp": (2, {"strategy": "ddp"}, {}),
-    "no_shard": (2, {"strategy": "fsdp", "fsdp_sharding_strategy": "NO_SHARD"}, {}),
-    "fsdp2": (2, {"strategy": "fsdp"}, {}),
-    "fsdp2_three_ranks": (3, {"strategy": "fsdp"}, {"pattern": "kept"}),
-    "fsdp2_cache": (2, {"strategy": "fsdp"}, {"pattern": "cache"}),
+    "no_shard": (2, FSDP2 | {"fsdp_sharding_strategy": "NO_SHARD"}, {}),
+    "fsdp2": (2, FSDP2, {}),
+    "fsdp2_three_ranks": (3, FSDP2, {"pattern": "kept"}),
+    "fsdp2_cache": (2, FSDP2, {"pattern": "cache"}),
     "fsdp2_gathered": (
         2,
-        {"strategy": "fsdp", "fsdp_forward_prefetch": True},
+        FSDP2 | {"fsdp_forward_prefetch": True},
         {"pattern": "gathered"},
     ),
-    "fsdp2_reduces_each": (2, {"strategy": "fsdp"}, {"pattern": "each"}),
-    "fsdp1_reduces_each": (
-        2,
-        {"strategy": "fsdp", "fsdp_version": 1},
-        {"pattern": "each"},
-    ),
-    "fsdp2_shard_grad_op": (
-        2,
-        {"strategy": "fsdp", "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
-        {"pattern": "kept"},
-    ),
-    "fsdp2_offload": (2, {"strategy": "fsdp", "fsdp_offload_params": True}, {}),
+    "fsdp2_reduces_each": (2, FSDP2, {"pattern": "each"}),
+    "fsdp1_reduces_each": (2, FSDP1, {"pattern": "each"}),
+    "fsdp2_shard_grad_op": (2, FSDP2 | GRAD_OP, {"pattern": "kept"}),
+    "fsdp2_offload": (2, FSDP2 | {"fsdp_offload_params": True}, {}),
     "fsdp2_hybrid": (
         4,
-        {"strategy": "fsdp", "fsdp_sharding_strategy": "HYBRID_SHARD"},
+        FSDP2 | {"fsdp_sharding_strategy": "HYBRID_SHARD"},
         {"local_world_size": 2},
     ),
-    "fsdp2_no_wrap": (2, {"strategy": "fsdp", "fsdp_auto_wrap_policy": "NO_WRAP"}, {}),
-    "fsdp2_by_size": (
-        2,
-        {
-            "strategy": "fsdp",
-            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
-            "fsdp_min_num_params": 2000,
-        },
-        {},
-    ),
-    "fsdp1": (2, {"strategy": "fsdp", "fsdp_version": 1}, {}),
-    "fsdp1_cache": (2, {"strategy": "fsdp", "fsdp_version": 1}, {"pattern": "cache"}),
-    "fsdp1_shard_grad_op": (
-        2,
-        {
-            "strategy": "fsdp",
-            "fsdp_version": 1,
-            "fsdp_sharding_strategy": "SHARD_GRAD_OP",
-        },
-        {},
-    ),
-    "fsdp1_by_size": (
-        2,
-        {
-            "strategy": "fsdp",
-            "fsdp_version": 1,
-            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
-            "fsdp_min_num_params": 2000,
-        },
-        {},
-    ),
+    "fsdp2_no_wrap": (2, FSDP2 | {"fsdp_auto_wrap_policy": "NO_WRAP"}, {}),
+    "fsdp2_by_size": (2, FSDP2 | BY_SIZE, {}),
+    "fsdp1": (2, FSDP1, {}),
+    "fsdp1_cache": (2, FSDP1, {"pattern": "cache"}),
+    "fsdp1_shard_grad_op": (2, FSDP1 | GRAD_OP, {}),
+    "fsdp1_by_size": (2, FSDP1 | BY_SIZE, {}),
 }
 
 
 def run_case(folder, config_options, step_options):
-    return sharded_step(
-        config_of(folder, gradient_checkpointing=False, **config_options), step_options
-    )
+    options = {"gradient_checkpointing": False, **config_options}
+    return sharded_step(config_of(folder, **options), **step_options)
 
 
 @cache
 def results_on(num_ranks):
     """All cases of so many ranks, in one start of them."""
     folder = str(shared(tiny_bert, layers=3))
-    cases = {
-        name: (folder, *options)
-        for name, (ranks, *options) in CASES.items()
-        if ranks == num_ranks
-    }
+    cases = {}
+    for name, (ranks, *options) in CASES.items():
+        if ranks == num_ranks:
+            cases[name] = (folder, *options)
     return run_cases(run_case, num_ranks, cases, process_group=False)
 
 
@@ -114,43 +94,36 @@ def test_gradient_is_that_of_one_process(name):
     results = result_of(results_on(num_ranks), name)
     check_against_one_process(results, whole)
     if name == "no_shard":
-        assert (
-            "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"
-            in results[0].lines
-        )
-    copies = num_ranks if results[0].strategy == "ddp" else 1
-    shards = {"fsdp2_hybrid": 2}.get(name, num_ranks) if copies == 1 else 1
+        log = "\n".join(results[0].lines)
+        assert "NO_SHARD shards nothing: the run uses ddp" in log
+    num_shards = num_ranks
+    if name == "fsdp2_hybrid":
+        num_shards = 2
+    if results[0].strategy == "ddp":
+        num_shards = 1
     for result in results:
         for kind, size in whole.bytes.items():
-            assert result.bytes[kind] == pytest.approx(size / shards, rel=0.1), kind
+            assert result.bytes[kind] == pytest.approx(size / num_shards, rel=0.1), kind
 
 
-def units_by_size(folder, size):
-    options = {
-        "strategy": "fsdp",
-        "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
-        "fsdp_min_num_params": size,
-    }
+def units_by_size(folder):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = run_case(folder, options, {})
-    return result, [
-        str(entry.message)
-        for entry in caught
-        if "returned a view tensor" in str(entry.message)
-    ]
+        result = run_case(folder, FSDP2 | BY_SIZE, {})
+    return result, [str(warning.message) for warning in caught]
 
 
 def test_units_by_size_are_no_bare_linear_layers_and_return_no_views():
-    folder = str(
-        shared(tiny_qwen3)
-    )  # its feed-forward blocks end in a linear layer, whose output is a view
-    actual = run_ranks(units_by_size, 2, folder, 2000, process_group=False)
-    assert [warned for _, warned in actual] == [[], []]
-    (units,) = (line for line in actual[0][0].lines if line.startswith("FSDP2: "))
+    # Its feed-forward blocks end in a linear layer, whose output is a view.
+    folder = str(shared(tiny_qwen3))
+    ranks = run_ranks(units_by_size, 2, folder, process_group=False)
+    results = []
+    for result, caught in ranks:
+        assert "returned a view tensor" not in "\n".join(caught)
+        results.append(result)
+    check_against_one_process(results, whole_of(folder, 2))
+    (units,) = (line for line in results[0].lines if line.startswith("FSDP2: "))
     assert "Qwen3MLP" in units and "Linear" not in units
-    whole = whole_of(folder, 2)
-    check_against_one_process([result for result, _ in actual], whole)
 
 
 def reduction(folder, limit):
@@ -170,31 +143,12 @@ def test_large_gradients_are_reduced_after_every_micro_batch():
     assert result_of(results, "every") == [True, True]
 
 
-FAMILIES = (tiny_qwen3, tiny_clip, tiny_siglip)
-
-
-@cache
-def families_on_ranks():
-    """Every family under both versions of FSDP, in one start of the ranks."""
-    cases = {
-        f"{make.__name__}-{version}": (
-            str(shared(make)),
-            {"strategy": "fsdp", "fsdp_version": version},
-            {},
-        )
-        for make in FAMILIES
-        for version in (1, 2)
-    }
-    return run_cases(run_case, 2, cases, process_group=False)
-
-
-@pytest.mark.parametrize("make", FAMILIES)
 @pytest.mark.promise("B32")
-def test_other_families_shard_without_options_of_their_own(make):
-    whole = whole_of(str(shared(make)), 2)
-    for version in (1, 2):
-        results = result_of(families_on_ranks(), f"{make.__name__}-{version}")
-        check_against_one_process(results, whole)
-    assert any(
-        line.startswith("FSDP2: ") and " units (" in line for line in results[0].lines
-    )
+def test_other_families_shard_without_options_of_their_own():
+    cases = {}
+    for make in (tiny_qwen3, tiny_clip, tiny_siglip):
+        for options in (FSDP1, FSDP2):
+            cases[f"{make.__name__} {options}"] = (str(shared(make)), options, {})
+    results = run_cases(run_case, 2, cases, process_group=False)
+    for name, (folder, *_) in cases.items():
+        check_against_one_process(result_of(results, name), whole_of(folder, 2))

@@ -9,19 +9,18 @@ import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote
 
 TOKEN = "hf_" + "abcdefgh" * 4
 
 
 @dataclass
 class Repository:
-    """Its files, commits and tags."""
+    """Its files and commits."""
 
     is_private: bool
     files: dict[str, bytes] = field(default_factory=dict)
-    commits: list[tuple[str, list[str]]] = field(default_factory=list)
-    tags: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    commits: list[str] = field(default_factory=list)
+    """Their summaries."""
 
 
 @dataclass
@@ -39,10 +38,6 @@ class Hub:
     """Of the requests."""
 
 
-def oid(data):
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
 class Handler(BaseHTTPRequestHandler):
     hub: Hub
 
@@ -54,15 +49,8 @@ class Handler(BaseHTTPRequestHandler):
                 404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
             )
         elif self.is_allowed():
-            self.answer(
-                200,
-                {
-                    "id": name,
-                    "private": repository.is_private,
-                    "sha": "0" * 40,
-                    "siblings": [],
-                },
-            )
+            facts = {"id": name, "private": repository.is_private}
+            self.answer(200, {**facts, "sha": "0" * 40, "siblings": []})
 
     def do_PUT(self):
         data = self.body()
@@ -81,23 +69,23 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path.endswith(".git/info/lfs/objects/batch"):
             self.batch(json.loads(data))
         else:
-            name, _, others = (
-                self.path.removeprefix("/api/models/")
-                .rpartition("/main")[0]
-                .rpartition("/")
-            )
+            path = self.path.removeprefix("/api/models/").removesuffix("/main")
+            name, _, action = path.rpartition("/")
             repository = self.hub.repositories[name]
-            getattr(self, others.replace("-", "_"))(repository, data)
+            if action == "preupload":
+                self.preupload(repository, data)
+            else:
+                self.commit(repository, data)
 
     def body(self):
         if self.headers["Content-Length"] is not None:
             return self.rfile.read(int(self.headers["Content-Length"]))
-        actual = b""
+        data = b""
         while size := int(self.rfile.readline(), 16):  # sent in chunks
-            actual += self.rfile.read(size)
+            data += self.rfile.read(size)
             self.rfile.readline()
         self.rfile.readline()
-        return actual
+        return data
 
     def create(self, values):
         name = f"{values.get('organization') or 'me'}/{values['name']}"
@@ -114,78 +102,57 @@ class Handler(BaseHTTPRequestHandler):
         rows = []
         for file in json.loads(data)["files"]:
             path = file["path"]
-            is_large = path.endswith(".safetensors")
-            mode = "lfs" if is_large else "regular"
+            content = repository.files.get(path, b"")
+            if path.endswith(".safetensors"):
+                mode = "lfs"
+                checksum = hashlib.sha256(content)
+            else:
+                mode = "regular"
+                checksum = hashlib.sha1(b"blob %d\0" % len(content) + content)
             row = {"path": path, "uploadMode": mode, "shouldIgnore": False}
             if path in repository.files:
-                content = repository.files[path]
-                row["oid"] = (
-                    hashlib.sha256(content).hexdigest() if is_large else oid(content)
-                )
+                row["oid"] = checksum.hexdigest()
             rows.append(row)
         self.answer(200, {"files": rows})
 
     def batch(self, values):
-        objects = []
-        for object in values["objects"]:
-            upload = {
-                "upload": {"href": f"{self.hub.url}/lfs/{object['oid']}", "header": {}}
-            }
-            objects.append(
-                {
-                    **object,
-                    **({} if object["oid"] in self.hub.stored else {"actions": upload}),
-                }
-            )
+        objects = values["objects"]
+        for entry in objects:
+            if entry["oid"] not in self.hub.stored:
+                address = f"{self.hub.url}/lfs/{entry['oid']}"
+                entry["actions"] = {"upload": {"href": address, "header": {}}}
         self.answer(200, {"objects": objects, "transfer": "basic"})
 
     def commit(self, repository, data):
-        name = next(
-            name for name, entry in self.hub.repositories.items() if entry is repository
-        )
         if len(repository.commits) + 1 == self.hub.broken_commit:
             self.hub.broken_commit = 0
             self.answer(500, {"error": "try again"})
             return
         header, *lines = [json.loads(line) for line in data.splitlines()]
-        paths = []
         for line in lines:
             value = line["value"]
             if line["key"] == "lfsFile":
                 repository.files[value["path"]] = self.hub.stored[value["oid"]]
             else:
                 repository.files[value["path"]] = base64.b64decode(value["content"])
-            paths.append(value["path"])
-        repository.commits.append((header["value"]["summary"], paths))
-        self.answer(
-            200,
-            {
-                "success": True,
-                "commitOid": "1" * 40,
-                "commitUrl": f"{self.hub.url}/{name}/commit/1",
-            },
-        )
-
-    def tag(self, repository, data):
-        repository.tags[json.loads(data)["tag"]] = dict(repository.files)
-        self.answer(200, {})
+        repository.commits.append(header["value"]["summary"])
+        address = f"{self.hub.url}/me/name/commit/1"
+        self.answer(200, {"success": True, "commitOid": "1" * 40, "commitUrl": address})
 
     def is_allowed(self):
-        inputs = (self.headers["Authorization"] or "").removeprefix("Bearer ")
-        self.hub.tokens.add(unquote(inputs))
-        if inputs != TOKEN:
+        token = (self.headers["Authorization"] or "").removeprefix("Bearer ")
+        self.hub.tokens.add(token)
+        if token != TOKEN:
             self.answer(401, {"error": "Invalid credentials"})
-        return inputs == TOKEN
+        return token == TOKEN
 
     def answer(self, code, value, headers=None):
         data = json.dumps(value).encode()
         self.send_response(code)
-        for name, text in {
-            "Content-Type": "application/json",
-            **(headers or {}),
-        }.items():
-            self.send_header(name, text)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        for name, text in (headers or {}).items():
+            self.send_header(name, text)
         self.end_headers()
         self.wfile.write(data)
 

@@ -69,8 +69,7 @@ def test_a_run_pushes_its_end(trained, tmp_path):
     folder, hub = trained
     repository = hub.repositories["me/found"]
     assert repository.is_private
-    summaries = [summary for summary, _ in repository.commits]
-    assert summaries == ["Trained by vembed"]
+    assert repository.commits == ["Trained by vembed"]
     names = {"README.md", "report.html", "report.md"}
     assert names | {"modules.json"} <= set(repository.files)
     for name, data in repository.files.items():

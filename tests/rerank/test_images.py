@@ -11,6 +11,7 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 import vembed
 from tests.commands import command
+from tests.rerank.test_rerank import as_lines, succeeds, trained
 from tests.tiny import shared, tiny_qwen3_vl
 from vembed.data.features import ANSWER_PROMPT, IMAGE_ANSWER_END
 from vembed.errors import UserError
@@ -41,10 +42,9 @@ def published(folder):
 def images(folder, count):
     paths = []
     for number in range(count):
-        path = folder / f"{number}.png"
         size = (64 + 32 * (number % 3), 64)
-        Image.new("RGB", size, (40 * number % 255, 90, 200)).save(path)
-        paths.append(path)
+        paths.append(folder / f"{number}.png")
+        Image.new("RGB", size, (40 * number % 255, 90, 200)).save(paths[-1])
     return paths
 
 
@@ -62,14 +62,15 @@ def plain_scores(model_folder, listed):
     yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
     scores = []
     for document in listed:
-        text = document
+        text = ""
         image = None
         if isinstance(document, Path):
-            text = ""
             image = document
-        if isinstance(document, dict):
+        elif isinstance(document, dict):
             text = document["text"]
             image = document["image"]
+        else:
+            text = document
         inputs = {}
         if image is not None:
             inputs = dict(processor(images=[Image.open(image)], return_tensors="pt"))
@@ -104,22 +105,22 @@ def test_lists_with_images_are_sorted_by_the_command(tmp_path):
     both = {"text": "a red cat sleeps", "image": second.name}
     listed = ["a red cat sleeps", {"image": first.name}, both]
     path = tmp_path / "lists.jsonl"
-    record = {"query": QUERY, "documents": listed, "score": "no number"}
-    path.write_text(json.dumps(record) + "\n")
-    result = command("rerank", str(model), str(path))
-    assert result.returncode == 0, result.stderr
-    ranking = json.loads(result.stdout)["results"]
-    scores = {row["index"]: row["score"] for row in ranking}
+
+    def ranked(listed, *options):
+        record = {"query": QUERY, "documents": listed, "score": "no number"}
+        path.write_text(json.dumps(record) + "\n")
+        output = succeeds("rerank", model, path, *options)
+        return json.loads(output)["results"]
+
     expected = plain_scores(model, documents(tmp_path))
-    assert [scores[number] for number in range(3)] == pytest.approx(expected, abs=1e-5)
+    ranking = ranked(listed)
+    for row in ranking:
+        assert row["score"] == pytest.approx(expected[row["index"]], abs=1e-5)
     assert [row["index"] for row in ranking if "text" in row] == [0]
     folder = tmp_path / "pictures"
     folder.mkdir()
     first.rename(folder / first.name)
-    record["documents"] = [{"image": first.name}]
-    path.write_text(json.dumps(record) + "\n")
-    result = command("rerank", str(model), str(path), "--image-root", str(folder))
-    (row,) = json.loads(result.stdout)["results"]
+    (row,) = ranked([{"image": first.name}], "--image-root", folder)
     assert row["score"] == pytest.approx(expected[1], abs=1e-5)
     path.write_text(json.dumps({"query": QUERY, "documents": [{"image": 1}]}) + "\n")
     result = command("rerank", str(model), str(path))
@@ -130,30 +131,15 @@ def test_lists_with_images_are_sorted_by_the_command(tmp_path):
 def test_it_is_trained_on_images_and_saved(tmp_path):
     model = published(tmp_path / "published")
     paths = images(tmp_path, 12)
-    lines = []
+    records = []
     for number, path in enumerate(paths):
-        other = str(paths[number - 1])
-        record = {
-            "query": f"picture {number}",
-            "positive": {"image": str(path)},
-            "negatives": [{"image": other}],
-        }
-        lines.append(json.dumps(record) + "\n")
+        positive = {"image": str(path)}
+        negatives = [{"image": str(paths[number - 1])}]
+        record = {"query": f"picture {number}", "positive": positive}
+        records.append({**record, "negatives": negatives})
     data = tmp_path / "train.jsonl"
-    data.write_text("".join(lines))
-    config = {
-        "model_name": str(model),
-        "task": "rerank",
-        "data_path": str(data),
-        "output_dir": str(tmp_path / "out"),
-        "loss": "infonce",
-        "batch_size": 4,
-        "max_steps": 2,
-        "learning_rate": 1e-3,
-        "mixed_precision": "no",
-        "report_to": [],
-    }
-    final = vembed.train(config).model_dir
+    data.write_text(as_lines(records))
+    final = trained(tmp_path, model, data_path=str(data), batch_size=4, max_steps=2)
     listed = documents(tmp_path)
     expected = plain_scores(final, listed)
     scores = vembed.Reranker(final).predict([(QUERY, document) for document in listed])
@@ -171,14 +157,12 @@ def test_two_processes_score_texts_and_images(tmp_path):
         {"query": "blue", "positive": "a dog"},
     ]
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(json.dumps(record) + "\n" for record in records))
-    words = ["score", str(model), str(pairs), "--nproc", "2", "--strategy", "fsdp"]
-    result = command(*words)
-    assert result.returncode == 0, result.stderr
-    scores = [float(line) for line in result.stdout.splitlines()]
+    pairs.write_text(as_lines(records))
+    shares = ["--nproc", 2, "--strategy", "fsdp"]
+    lines = succeeds("score", model, pairs, *shares).splitlines()
+    assert len(lines) == 3
     expected = plain_scores(model, ["a red cat sleeps", picture])
-    assert scores[:2] == pytest.approx(expected, abs=1e-5)
-    assert len(scores) == 3
+    assert list(map(float, lines[:2])) == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_question_is_saved_as_a_template(tmp_path):

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tests.commands import command
+from tests.rerank.test_rerank import as_lines
 from tests.tiny import shared, texts, tiny_reranker
 from vembed.data.batching.rank_batch import with_in_batch_negatives
 from vembed.data.examples import Example, Item
-from vembed.errors import UserError
 
 
 def example(query, *documents, negatives=()):
@@ -38,18 +38,23 @@ def test_documents_of_other_queries_that_the_example_does_not_have():
     assert few.negatives == first.negatives
 
 
-def run(folder, name, **changes):
-    """Return the losses of a run through the real command."""
-    pairs = texts(64, seed=5, longest=12)
-    lines = []
+@pytest.fixture
+def data(tmp_path):
+    words = texts(64, seed=5, longest=12)
+    records = []
     for row in range(0, 64, 2):
-        record = {"query": pairs[row], "positive": pairs[row + 1]}
-        lines.append(json.dumps(record) + "\n")
-    (folder / "pairs.jsonl").write_text("".join(lines))
+        records.append({"query": words[row], "positive": words[row + 1]})
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(as_lines(records))
+    return path
+
+
+def run(data, name, **changes):
+    """The real command on these pairs."""
     options = {
         "model_name": str(shared(tiny_reranker)),
         "task": "rerank",
-        "data_path": "pairs.jsonl",
+        "data_path": data.name,
         "loss": "bce",
         "global_batch_size": 8,
         "max_steps": 4,
@@ -61,20 +66,28 @@ def run(folder, name, **changes):
         **changes,
     }
     settings = [f"{option}={value}" for option, value in options.items()]
-    result = command("train", *settings, folder=folder)
-    if result.returncode:
-        raise UserError(result.stderr)
-    rows = (folder / name / "metrics.jsonl").read_text().splitlines()
+    return command("train", *settings, folder=data.parent)
+
+
+def losses_of(data, name, **changes):
+    result = run(data, name, **changes)
+    assert result.returncode == 0, result.stderr
+    rows = (data.parent / name / "metrics.jsonl").read_text().splitlines()
     return [row["loss"] for row in map(json.loads, rows) if "loss" in row]
 
 
-def test_pairs_train_a_reranker_alike_on_one_and_two_processes(tmp_path):
-    losses = run(tmp_path, "one", in_batch_negatives=3)
-    shared_out = run(tmp_path, "two", in_batch_negatives=3, num_processes=2)
+def test_pairs_train_a_reranker_alike_on_one_and_two_processes(data):
+    losses = losses_of(data, "one", in_batch_negatives=3)
     assert len(losses) == 4
-    assert shared_out == pytest.approx(losses, rel=1e-5)
-    assert run(tmp_path, "more", in_batch_negatives=5)[0] != losses[0]
-    with pytest.raises(UserError, match="in_batch_negatives"):
-        run(tmp_path, "none")
-    with pytest.raises(UserError, match="in_batch_negatives"):
-        run(tmp_path, "scores", in_batch_negatives=3, loss="mse", teacher="scores")
+    by_two = losses_of(data, "two", in_batch_negatives=3, num_processes=2)
+    assert by_two == pytest.approx(losses, rel=1e-5)
+    assert losses_of(data, "more", in_batch_negatives=5)[0] != losses[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"in_batch_negatives": 3, "loss": "mse", "teacher": "scores"}]
+)
+def test_pairs_without_negatives_are_refused(data, options):
+    result = run(data, "out", **options)
+    assert result.returncode == 2
+    assert "in_batch_negatives" in result.stderr

@@ -56,23 +56,28 @@ def tiny_xlmr_reranker(folder):
 PAIRS = [("red cat", "a red cat sleeps"), ("blue dog", "a red cat sleeps")]
 
 
+def as_lines(records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
 def written(folder, *, rows=24):
     words = texts(4 * rows, seed=5, longest=12)
-    lines = []
+    records = []
     for row in range(rows):
         query, positive, *negatives = words[4 * row : 4 * row + 4]
-        record = {"query": query, "positive": positive, "negatives": negatives}
-        lines.append(json.dumps(record) + "\n")
+        records.append({"query": query, "positive": positive, "negatives": negatives})
     path = folder / "train.jsonl"
-    path.write_text("".join(lines))
+    path.write_text(as_lines(records))
     return path
 
 
 def trained(folder, model, **options):
+    """Train for a few steps, on texts unless `data_path` names other data; return the model's folder."""
+    if "data_path" not in options:
+        options["data_path"] = str(written(folder))
     config = {
         "model_name": str(model),
         "task": "rerank",
-        "data_path": str(written(folder)),
         "output_dir": str(folder / "out"),
         "loss": "infonce",
         "batch_size": 8,
@@ -85,12 +90,33 @@ def trained(folder, model, **options):
     return vembed.train(config).model_dir
 
 
+def rows_of(final):
+    """Lines of the metrics of a run."""
+    lines = (final.parent / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def evaluations(final):
+    return [row["eval"] for row in rows_of(final) if "eval" in row]
+
+
+def succeeds(*words):
+    """Run a command; return its standard output."""
+    result = command(*map(str, words))
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def scores_of(model):
+    return vembed.Reranker(model).predict(PAIRS)
+
+
 @pytest.mark.parametrize(
     "make", [tiny_reranker, tiny_bert, tiny_distilbert, tiny_roberta, tiny_modernbert]
 )
 def test_a_trained_encoder_loads_in_cross_encoder(make, tmp_path):
     final = trained(tmp_path, shared(make))
-    scores = vembed.Reranker(final).predict(PAIRS)
+    scores = scores_of(final)
     other = CrossEncoder(str(final), device="cpu")
     expected = other.predict(PAIRS, activation_fn=torch.nn.Identity())
     assert np.abs(scores - expected).max() < 1e-5
@@ -101,16 +127,13 @@ def answer_scores(folder, document_prompt=""):
     """Return the scores of PAIRS as Qwen3-Reranker's page computes them in Transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    yes, no = (tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
     scores = []
     for query, document in PAIRS:
         question = f"<Instruct>: {RERANK_INSTRUCTION}\n<Query>: {query}"
+        question += f"\n<Document>: {document_prompt}{document}"
         ids = []
-        for part in (
-            ANSWER_PROMPT,
-            f"{question}\n<Document>: {document_prompt}{document}",
-            ANSWER_END,
-        ):
+        for part in (ANSWER_PROMPT, question, ANSWER_END):
             ids += tokenizer.encode(part, add_special_tokens=False)
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1]
@@ -119,17 +142,14 @@ def answer_scores(folder, document_prompt=""):
 
 
 def test_a_trained_decoder_loads_as_it_was_published(tmp_path):
-    model = shared(tiny_qwen3_reranker)
-    expected = answer_scores(model)
-    assert vembed.Reranker(model).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
     prompts = {"document_prompt": 'a "document": '}
+    model = shared(tiny_qwen3_reranker)
     final = trained(tmp_path, model, max_length=512, **prompts)
     expected = answer_scores(final, **prompts)
-    assert vembed.Reranker(final).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
+    assert scores_of(final) == pytest.approx(expected, abs=1e-5)
     scores = CrossEncoder(str(final), device="cpu").predict(PAIRS)
-    assert torch.logit(torch.tensor(scores)).tolist() == pytest.approx(
-        expected, abs=1e-4
-    )
+    logits = torch.logit(torch.tensor(scores)).tolist()
+    assert logits == pytest.approx(expected, abs=1e-4)
 
 
 def classifier_scores(folder):
@@ -162,40 +182,42 @@ def as_older_cross_encoder(folder):
 def test_published_classifiers_are_read(make, layout, tmp_path):
     folder = layout(make(tmp_path / "published"))
     expected = classifier_scores(folder)
-    assert vembed.Reranker(folder).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
+    assert scores_of(folder) == pytest.approx(expected, abs=1e-5)
     final = trained(tmp_path, folder, learning_rate=1e-12)
-    assert vembed.Reranker(final).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
+    assert scores_of(final) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_published_decoder_in_the_layout_of_cross_encoder(tmp_path):
+@pytest.mark.parametrize("layout", [Path, as_cross_encoder])
+def test_published_decoders_are_read(layout, tmp_path):
     model = tiny_qwen3_reranker(tmp_path / "published")
     expected = answer_scores(model)
-    saved = as_cross_encoder(model)
-    assert vembed.Reranker(saved).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
+    assert scores_of(layout(model)) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_decoder_with_a_new_label(tmp_path):
     final = trained(tmp_path, shared(tiny_qwen3), reranker_head="label")
     names = json.loads((final / "config.json").read_text())["architectures"]
     assert names == ["Qwen3ForSequenceClassification"]
-    scores = vembed.Reranker(final).predict(PAIRS)
-    assert np.isfinite(scores).all()
+    assert np.isfinite(scores_of(final)).all()
 
 
 def test_it_is_evaluated_on_the_first_stage(tmp_path, capfd):
     pytest.importorskip("bm25s")
-    options = {"val_data_path": str(written(tmp_path)), "rerank_top_k": 5}
-    config_steps = {"eval_steps": 1, "eval_metric": "mrr@10"}
-    final = trained(tmp_path, shared(tiny_reranker), **options, **config_steps)
-    lines = (final.parent / "metrics.jsonl").read_text().splitlines()
-    scored = [json.loads(line)["eval"] for line in lines if '"eval"' in line]
-    first = {line["first_stage/ndcg@10"] for line in scored}
-    assert len(first) == 1, "the first stage stays the same in all evaluations"
-    assert 0.0 < first.pop() <= 1.0
+    final = trained(
+        tmp_path,
+        shared(tiny_reranker),
+        val_data_path=str(written(tmp_path)),
+        rerank_top_k=5,
+        eval_steps=1,
+        eval_metric="mrr@10",
+    )
+    scored = evaluations(final)
+    (first,) = {scores["first_stage/ndcg@10"] for scores in scored}
+    assert 0.0 < first <= 1.0
     printed = capfd.readouterr().out
-    first_score = scored[0]["first_stage/mrr@10"]
-    assert printed.count(f"first stage {first_score:.4f})") == len(scored)
-    assert len({line["ndcg@10"] for line in scored}) > 1
+    first = scored[0]["first_stage/mrr@10"]
+    assert printed.count(f"first stage {first:.4f})") == len(scored)
+    assert len({scores["ndcg@10"] for scores in scored}) > 1
 
 
 def test_a_run_file_is_the_first_stage(tmp_path):
@@ -205,57 +227,57 @@ def test_a_run_file_is_the_first_stage(tmp_path):
     documents = words[8:]
     beir = tmp_path / "beir"
     (beir / "qrels").mkdir(parents=True)
-    corpus_lines = []
-    query_lines = []
-    qrels = ["query-id\tcorpus-id\tscore\n"]
-    run_of_ids = ["other Q0 d0 1 1.0 bm25\n"]
-    run_of_texts = []
+    corpus = []
+    questions = []
+    rankings = []
+    qrels = "query-id\tcorpus-id\tscore\n"
+    run = "other Q0 d0 1 1.0 bm25\n"
     for row in range(8):
-        corpus_lines.append(
-            json.dumps({"_id": f"d{row}", "text": documents[row]}) + "\n"
-        )
-        query_lines.append(json.dumps({"_id": f"q{row}", "text": queries[row]}) + "\n")
-        qrels.append(f"q{row}\td{row}\t1\n")
         wrong = (row + 1) % 8
+        corpus.append({"_id": f"d{row}", "text": documents[row]})
+        questions.append({"_id": f"q{row}", "text": queries[row]})
+        qrels += f"q{row}\td{row}\t1\n"
         # By score, not by place in the file.
-        run_of_ids.append(f"q{row} Q0 d{row} 2 0.5 bm25\n")
-        run_of_ids.append(f"q{row} Q0 d{wrong} 1 0.9 bm25\n")
+        run += f"q{row} Q0 d{row} 2 0.5 bm25\nq{row} Q0 d{wrong} 1 0.9 bm25\n"
         ranking = [documents[wrong], documents[row]]
-        line = json.dumps({"query": queries[row], "documents": ranking})
-        run_of_texts.append(line + "\n")
-    (beir / "corpus.jsonl").write_text("".join(corpus_lines))
-    (beir / "queries.jsonl").write_text("".join(query_lines))
-    (beir / "qrels" / "dev.tsv").write_text("".join(qrels))
-    (tmp_path / "run.trec").write_text("".join(run_of_ids))
-    (tmp_path / "run.jsonl").write_text("".join(run_of_texts))
+        rankings.append({"query": queries[row], "documents": ranking})
+    (beir / "corpus.jsonl").write_text(as_lines(corpus))
+    (beir / "queries.jsonl").write_text(as_lines(questions))
+    (beir / "qrels" / "dev.tsv").write_text(qrels)
+    (tmp_path / "run.trec").write_text(run)
+    (tmp_path / "run.jsonl").write_text(as_lines(rankings))
+
+    def trained_on(name):
+        return trained(
+            tmp_path,
+            shared(tiny_reranker),
+            max_steps=1,
+            val_data_path=str(beir),
+            first_stage=str(tmp_path / name),
+            overwrite=True,
+        )
+
     for name in ("run.trec", "run.jsonl"):
-        options = {"val_data_path": str(beir), "overwrite": True}
-        options["first_stage"] = str(tmp_path / name)
-        final = trained(tmp_path, shared(tiny_reranker), max_steps=1, **options)
-        line = (final.parent / "metrics.jsonl").read_text().splitlines()[-1]
-        scores = json.loads(line)["eval"]
+        scores = evaluations(trained_on(name))[-1]
         assert scores["first_stage/ndcg@10"] == pytest.approx(1 / np.log2(3), abs=1e-6)
         assert scores["recall@10"] == 1.0
     (tmp_path / "run.trec").write_text("q0 Q0 d9 1 1.0 bm25\n")
     with pytest.raises(UserError, match=r"run\.trec: 'd9'"):
-        options["first_stage"] = str(tmp_path / "run.trec")
-        trained(tmp_path, shared(tiny_reranker), **options)
+        trained_on("run.trec")
 
 
-def test_a_new_layer_of_the_score_has_a_higher_learning_rate(tmp_path):
-    logs = []
-    for model in (tiny_bert, tiny_reranker):
-        options = {"learning_rate": "auto", "max_steps": 1}
-        options["output_dir"] = str(tmp_path / model.__name__)
-        final = trained(tmp_path, shared(model), **options)
-        logs.append((final.parent / "training_log.txt").read_text())
-    assert "head_learning_rate: " in logs[0]
-    assert "head_learning_rate" not in logs[1]
+@pytest.mark.parametrize(
+    ("make", "is_new"), [(tiny_bert, True), (tiny_reranker, False)]
+)
+def test_a_new_layer_of_the_score_has_a_higher_learning_rate(make, is_new, tmp_path):
+    final = trained(tmp_path, shared(make), learning_rate="auto", max_steps=1)
+    log = (final.parent / "training_log.txt").read_text()
+    assert ("head_learning_rate" in log) == is_new
 
 
 def test_card_and_report_are_those_of_a_reranker(tmp_path):
-    data = {"val_data_path": str(written(tmp_path, rows=8))}
-    final = trained(tmp_path, shared(tiny_reranker), max_steps=1, **data)
+    data = str(written(tmp_path, rows=8))
+    final = trained(tmp_path, shared(tiny_reranker), max_steps=1, val_data_path=data)
     card = (final / "README.md").read_text()
     front = yaml.safe_load(card.split("---\n")[1])
     assert front["pipeline_tag"] == "text-ranking"
@@ -263,24 +285,21 @@ def test_card_and_report_are_those_of_a_reranker(tmp_path):
     usage = card.partition("\n## Usage\n")[2].partition("\n## ")[0]
     for call in re.findall(r"```python\n(.*?)\n```", usage, re.DOTALL):
         exec(call.replace(FOLDER_IN_CALLS, str(final)), {})
-    lines = (final.parent / "report.md").read_text().splitlines()
-    row = next(line for line in lines if line.startswith("| nDCG@10"))
-    # First stage, before, after and the change.
-    scores = [float(cell) for cell in row.strip("| ").split("|")[1:5]]
-    last = (final.parent / "metrics.jsonl").read_text().splitlines()[-1]
-    actual = json.loads(last)["eval"]["first_stage/ndcg@10"]
-    assert scores[0] == pytest.approx(actual, abs=1e-4)
-    assert "SentenceTransformer(" not in "".join(lines)
+    report = (final.parent / "report.md").read_text()
+    (first_stage,) = re.findall(r"^\| nDCG@10 +\| +([\d.]+) ", report, re.MULTILINE)
+    expected = evaluations(final)[-1]["first_stage/ndcg@10"]
+    assert float(first_stage) == pytest.approx(expected, abs=1e-4)
+    assert "SentenceTransformer(" not in report
 
 
 def test_it_resumes_bit_by_bit(tmp_path):
     model = shared(tiny_reranker, dropout=0.1)
     whole = trained(tmp_path, model, max_steps=4, save_steps=2)
-    scores = vembed.Reranker(whole).predict(PAIRS)
+    scores = scores_of(whole)
     shutil.rmtree(whole)
     shutil.rmtree(whole.parent / "checkpoint-4")
     again = trained(tmp_path, model, max_steps=4, save_steps=2, resume=True)
-    assert vembed.Reranker(again).predict(PAIRS).tolist() == scores.tolist()
+    assert scores_of(again).tolist() == scores.tolist()
 
 
 def test_documents_are_ranked(tmp_path):
@@ -300,25 +319,9 @@ def test_documents_are_ranked(tmp_path):
     [
         ({"loss": "cosent"}, "cosent"),
         ({"mrl_dims": [8]}, "mrl_dims"),
-        ({"similarity": "dot"}, "similarity"),
-        ({"pooling": "mean"}, "pooling"),
-        ({"max_pixels": 10000}, "max_pixels"),
         ({"auxiliary_losses": {"next_token": 1.0}}, "auxiliary_losses"),
-        ({"quantize_embeddings": "int8"}, "quantize_embeddings"),
         ({"mine": {"every_epochs": 1}}, "mine"),
-        ({"hard_negatives_scope": "own"}, "hard_negatives_scope"),
-        ({"same_side_negatives": "both"}, "same_side_negatives"),
-        (
-            {
-                "losses": [
-                    {"loss": "kl", "teacher": "scores", "distill_candidates": "batch"}
-                ]
-            },
-            "distill",
-        ),
-        ({"bidirectional": True}, "bidirectional"),
         ({"task": "embed", "rerank_top_k": 5}, "rerank_top_k"),
-        ({"task": "embed", "in_batch_negatives": 5}, "in_batch_negatives"),
         ({"reranker_head": "answer"}, "reranker_head"),
     ],
 )
@@ -334,66 +337,35 @@ def test_an_embedding_model_is_no_reranker():
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_score_as_one(strategy, tmp_path):
-    model = str(shared(tiny_qwen3_reranker))
+    model = shared(tiny_qwen3_reranker)
     documents = texts(5, seed=2)
     lists = tmp_path / "lists.jsonl"
     records = [{"query": "red", "documents": documents[:count]} for count in (5, 1)]
-    lists.write_text("".join(json.dumps(record) + "\n" for record in records))
+    lists.write_text(as_lines(records))
     shares = ["--nproc", "2", "--strategy", strategy]
-    result = command("rerank", model, str(lists), *shares)
-    assert result.returncode == 0, result.stderr
-    rows = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(rows) == 2
+    rows = succeeds("rerank", model, lists, *shares).splitlines()
     reranker = vembed.Reranker(model)
     for row, record in zip(rows, records, strict=True):
+        actual = json.loads(row)["results"]
         expected = reranker.rank("red", record["documents"])
-        assert [entry["index"] for entry in row["results"]] == [
-            entry["index"] for entry in expected
-        ]
+        order = [entry["index"] for entry in expected]
+        assert [entry["index"] for entry in actual] == order
     pairs = written(tmp_path, rows=3)
-    result = command("score", model, str(pairs), *shares)
-    assert result.returncode == 0, result.stderr
+    scores = succeeds("score", model, pairs, *shares).splitlines()
     asked = []
     for line in pairs.read_text().splitlines():
         record = json.loads(line)
         for document in (record["positive"], *record["negatives"]):
             asked.append((record["query"], document))
-    scores = [float(line) for line in result.stdout.splitlines()]
-    assert scores == pytest.approx(reranker.predict(asked).tolist(), abs=1e-5)
+    expected = reranker.predict(asked).tolist()
+    assert list(map(float, scores)) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_checkpoint_is_exported(tmp_path):
-    model = shared(tiny_qwen3_reranker)
     options = {"use_lora": True, "max_length": 512, "save_steps": 2, "max_steps": 2}
-    final = trained(tmp_path, model, **options)
-    checkpoint = str(final.parent / "checkpoint-2")
-    result = command("export", checkpoint, str(tmp_path / "model"))
-    assert result.returncode == 0, result.stderr
-    scores = vembed.Reranker(tmp_path / "model").predict(PAIRS)
-    assert scores == pytest.approx(vembed.Reranker(final).predict(PAIRS), abs=1e-6)
-
-
-def first_loss(folder, data, teacher):
-    """Return the loss of the first step of an embedding model that the real command trains with this teacher."""
-    config = {
-        "model_name": str(shared(tiny_bert)),
-        "data_path": str(data),
-        "output_dir": str(folder / "out"),
-        "losses": [{"loss": "kl", "teacher": teacher, "temperature": 0.1}],
-        "batch_size": 8,
-        "max_steps": 1,
-        "logging_steps": 1,
-        "mixed_precision": "no",
-        "report_to": [],
-    }
-    folder.mkdir()
-    path = folder / "cfg.yaml"
-    path.write_text(yaml.safe_dump(config))
-    result = command("train", str(path))
-    assert result.returncode == 0, result.stderr
-    assert (folder / "out" / "final" / "config.json").is_file()
-    metrics = (folder / "out" / "metrics.jsonl").read_text().splitlines()
-    return float(json.loads(metrics[0])["loss"])
+    final = trained(tmp_path, shared(tiny_qwen3_reranker), **options)
+    succeeds("export", final.parent / "checkpoint-2", tmp_path / "model")
+    assert scores_of(tmp_path / "model") == pytest.approx(scores_of(final), abs=1e-6)
 
 
 def test_a_reranker_takes_as_many_tokens_as_asked_for(tmp_path):
@@ -406,10 +378,8 @@ def test_a_reranker_takes_as_many_tokens_as_asked_for(tmp_path):
     default = vembed.Reranker(model)
     longer = vembed.Reranker(model, max_length=1000)
     assert default.description.max_length < longer.description.max_length == 1000
-    document = "green " * 900
-    score = default.predict([("red", document + "red")])
-    longer_score = longer.predict([("red", document + "red")])
-    assert not np.array_equal(score, longer_score)
+    pair = ("red", "green " * 900 + "red")
+    assert default.predict([pair]) != longer.predict([pair])
     # More tokens than the model has positions are cut to them.
     positions = json.loads((model / "config.json").read_text())
     longest = vembed.Reranker(model, max_length=100_000).description.max_length
@@ -417,24 +387,37 @@ def test_a_reranker_takes_as_many_tokens_as_asked_for(tmp_path):
 
 
 def test_a_decoder_teaches_an_embedding_model(tmp_path):
+    """Its scores, written to the data, teach the same."""
     teacher = shared(tiny_qwen3_reranker)
     data = written(tmp_path)
     reranker = vembed.Reranker(teacher)
-    lines = []
+    records = []
     for line in data.read_text().splitlines():
         record = json.loads(line)
         documents = [record["positive"], *record["negatives"]]
         scores = reranker.predict([(record["query"], text) for text in documents])
         record["positive_scores"] = float(scores[0])
         record["negative_scores"] = scores[1:].tolist()
-        lines.append(json.dumps(record) + "\n")
+        records.append(record)
     scored = tmp_path / "scored.jsonl"
-    scored.write_text("".join(lines))
-    loss = first_loss(tmp_path / "model", data, str(teacher))
-    # Its scores, written to the data, teach the same.
-    expected = first_loss(tmp_path / "scores", scored, "scores")
-    assert loss == pytest.approx(expected, rel=1e-5)
-    assert loss > 1e-3
+    scored.write_text(as_lines(records))
+    losses = []
+    for name, path in ((str(teacher), data), ("scores", scored)):
+        term = {"loss": "kl", "teacher": name, "temperature": 0.1}
+        final = trained(
+            tmp_path,
+            shared(tiny_bert),
+            task="embed",
+            losses=[term],
+            loss="infonce",
+            data_path=str(path),
+            max_steps=1,
+            logging_steps=1,
+            overwrite=True,
+        )
+        losses.append(rows_of(final)[0]["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0] > 1e-3
 
 
 def test_data_counts_pairs(tmp_path):
@@ -446,58 +429,50 @@ def test_data_counts_pairs(tmp_path):
         "loss": "bce",
         "max_length": 512,
         "max_negatives": 1,
-        "batch_size": 8,
-        "max_steps": 3,
     }
     path = tmp_path / "cfg.yaml"
     path.write_text(yaml.safe_dump(config))
     featuriser = PairFeaturiser(described(TrainConfig(**config)))
-    lengths = []
+    pairs = []
     for line in (tmp_path / "train.jsonl").read_text().splitlines():
         record = json.loads(line)
         for document in (record["positive"], record["negatives"][0]):
-            pair = (Item(record["query"]), Item(document))
-            (feature,) = featuriser.features([pair])
-            lengths.append(feature.length)
+            pairs.append((Item(record["query"]), Item(document)))
     target = tmp_path / "data.json"
-    result = command("data", str(path), "--json", str(target))
-    assert result.returncode == 0, result.stderr
-    figures = json.loads(target.read_text())["lengths"]
-    assert list(figures) == ["pairs"]
-    assert figures["pairs"]["measured"] == len(lengths)
-    assert figures["pairs"]["longest"] == max(lengths)
+    succeeds("data", path, "--json", target)
+    ((kind, figures),) = json.loads(target.read_text())["lengths"].items()
+    assert kind == "pairs"
+    assert figures["measured"] == len(pairs)
+    lengths = [feature.length for feature in featuriser.features(pairs)]
+    assert figures["longest"] == max(lengths)
 
 
 def test_lists_are_sorted_by_the_command(tmp_path):
+    model = shared(tiny_reranker)
     documents = texts(4, seed=2)
     lists = tmp_path / "lists.jsonl"
-    lists.write_text(json.dumps({"query": "a query", "documents": documents}) + "\n")
+    lists.write_text(as_lines([{"query": "a query", "documents": documents}]))
     target = tmp_path / "sorted.jsonl"
-    model = str(shared(tiny_reranker))
-    words = ["rerank", model, str(lists), "-o", str(target)]
-    result = command(*words, "--top-k", "2")
-    assert result.returncode == 0, result.stderr
-    (row,) = map(json.loads, target.read_text().splitlines())
-    expected = vembed.Reranker(model).rank("a query", documents, top_k=2)
-    assert [entry["text"] for entry in row["results"]] == [
-        entry["text"] for entry in expected
-    ]
+    succeeds("rerank", model, lists, "-o", target, "--top-k", 2)
+    (row,) = target.read_text().splitlines()
+    ranking = vembed.Reranker(model).rank("a query", documents, top_k=2)
+    expected = [entry["text"] for entry in ranking]
+    assert [entry["text"] for entry in json.loads(row)["results"]] == expected
     lists.write_text('{"query": "a query"}\n')
-    result = command(*words)
+    result = command("rerank", str(model), str(lists), "-o", str(target))
     assert result.returncode != 0
     assert "lists.jsonl, line 1" in result.stderr
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text(json.dumps({"query": "a query", "positive": documents[0]}) + "\n")
-    result = command("score", model, str(pairs))
-    score = vembed.Reranker(model).predict([("a query", documents[0])])[0]
-    assert float(result.stdout) == pytest.approx(float(score), abs=1e-5)
 
 
-def test_inputs_that_are_no_pairs_are_named():
+@pytest.mark.parametrize(
+    ("method", "inputs", "named"),
+    [
+        ("predict", ([PAIRS[0], "ab"],), r"pairs\[1\] is 'ab'"),
+        ("predict", ([("red cat", 7)],), "type int"),
+        ("rank", ("red cat", "a red cat sleeps"), "documents is one text"),
+    ],
+)
+def test_inputs_that_are_no_pairs_are_named(method, inputs, named):
     reranker = vembed.Reranker(shared(tiny_reranker))
-    with pytest.raises(UserError, match=r"pairs\[1\] is 'ab'"):
-        reranker.predict([PAIRS[0], "ab"])
-    with pytest.raises(UserError, match="type int"):
-        reranker.predict([("red cat", 7)])
-    with pytest.raises(UserError, match="documents is one text"):
-        reranker.rank("red cat", "a red cat sleeps")
+    with pytest.raises(UserError, match=named):
+        getattr(reranker, method)(*inputs)

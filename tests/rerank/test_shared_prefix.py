@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from tests.built import described, model_of
 from tests.harness import run_ranks
 from tests.measure import gradient_errors
+from tests.models.families import gradients_of
 from tests.parity.engine import (
     Case,
     examples,
@@ -87,15 +88,11 @@ def test_gradients_are_those_of_whole_questions(
 
 
 def scores_and_gradients(model, inputs):
-    model.zero_grad()
+    model.zero_grad(set_to_none=True)
     scores = torch.cat([model([("text", batch)])[0] for batch in inputs])[:, 0]
     weights = torch.arange(1, len(scores) + 1, dtype=scores.dtype)
     (scores * weights).sum().backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            gradients[name] = parameter.grad.clone()
-    return scores.detach(), gradients
+    return scores.detach(), gradients_of(model)
 
 
 @pytest.mark.parametrize("padding_free", [True, False])

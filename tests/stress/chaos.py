@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -41,35 +40,6 @@ KEY_BIAS_TOLERANCE = 2e-4
 """The gradient of an attention key's bias is zero in exact arithmetic: what moves it is rounding."""
 
 
-@dataclass
-class Story:
-    """What was done to the run so far, kept in the folder: a story may be told in several sittings."""
-
-    seed: int
-    num_rounds: int
-    """Rounds that are done."""
-    faults: Counter[str] = field(default_factory=Counter)
-    starts: Counter[str] = field(default_factory=Counter)
-    """Strategies and numbers of processes."""
-    is_equal: bool = False
-    """True when the run has been finished and compared."""
-
-    @classmethod
-    def of(cls, folder, seed):
-        """Return the story of a folder, or a new one."""
-        path = folder / "story.json"
-        if not path.exists():
-            return cls(seed, 0)
-        values = json.loads(path.read_text())
-        return cls(
-            **values | {name: Counter(values[name]) for name in ("faults", "starts")}
-        )
-
-    def write(self, folder):
-        """Keep the story in the folder."""
-        (folder / "story.json").write_text(json.dumps(vars(self)))
-
-
 def main(words=None):
     """Parse the arguments and run; exit code 0 if the two runs are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -77,85 +47,39 @@ def main(words=None):
         "--rounds", type=int, default=50, help="how often the run is broken"
     )
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument(
-        "--folder",
-        type=Path,
-        help="keep the runs here, and go on with them in another sitting",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=float("inf"),
-        help="begin no round after so long",
-    )
-    parser.add_argument(
-        "--forked",
-        action="store_true",
-        help="fork all processes from one that has imported torch",
-    )
     arguments = parser.parse_args(words)
-    until = time.monotonic() + arguments.seconds
-    with tempfile.TemporaryDirectory(prefix="vembed-chaos-") as temporary:
-        folder = arguments.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        chaos(
-            folder,
-            arguments.rounds,
-            arguments.seed,
-            is_forked=arguments.forked,
-            until=until,
-        )
+    with tempfile.TemporaryDirectory(prefix="vembed-chaos-") as folder:
+        chaos(Path(folder), arguments.rounds, arguments.seed)
 
 
-def chaos(folder, rounds, seed, *, is_forked=False, until=float("inf")):
-    """Break a run `rounds` times in `folder`, then compare it with the unbroken one; asserts that they are equal. After
-    `until` it returns; another call goes on.
+def chaos(folder, rounds, seed, *, is_forked=False):
+    """Break a run `rounds` times in `folder`, and assert that it ends equal to the unbroken one. Return the number of
+    faults of each kind.
 
     `is_forked`: its processes are forked from the tests' server, which saves the time of their imports.
     """
     start = partial(start_run, is_forked=is_forked)
-    story = Story.of(folder, seed)
-    print(f"chaos: {rounds} rounds, seed {story.seed}, {story.num_rounds} of them done")
+    print(f"chaos: {rounds} rounds, seed {seed}")
     whole = folder / "whole"
     broken = folder / "broken"
-    config = folder / "run.yaml"
-    if not config.exists():
-        write_run(folder, num_steps=STEPS_PER_ROUND * (rounds + 1))
-    while story.num_rounds < rounds:
-        if time.monotonic() > until:
-            return story
-        one_round(
-            start,
-            config,
-            broken,
-            random.Random(f"{story.seed} {story.num_rounds}"),
-            story,
-        )
-        story.write(folder)
-    if time.monotonic() > until:
-        return story
-    if not (whole / "run.json").exists():
-        finish(start(config, whole, 1, "ddp"))
-    if "final" not in story.faults:
-        process = start(config, broken, 1, "ddp")
-        wait_for_final(process, broken)
-        hurt(process, "kill all", random.Random(story.seed), story, as_what="final")
-        story.write(folder)
+    config = write_run(folder, num_steps=STEPS_PER_ROUND * (rounds + 1))
+    draw = random.Random(seed)
+    faults = Counter()
+    for number in range(rounds):
+        one_round(start, config, broken, draw, number, faults)
+    process = start(config, broken, 1, "ddp")
+    is_final_begun = (broken / ".final.new").exists
+    wait_until(process, is_final_begun, seconds=10 * PATIENCE_SECONDS)
+    hurt(process, "kill all", draw, faults)
     finish(start(config, broken, 2, "ddp"))
+    finish(start(config, whole, 1, "ddp"))
     compare(whole, broken)
-    story.is_equal = True
-    story.write(folder)
-    for what, counts in (("faults", story.faults), ("starts", story.starts)):
-        print(
-            f"{what}: "
-            + ", ".join(f"{count} x {name}" for name, count in sorted(counts.items()))
-        )
-    return story
+    print(f"faults: {dict(faults)}")
+    return faults
 
 
-def one_round(start, config, broken, draw, story):
+def one_round(start, config, broken, draw, number, faults):
     """Start the run, let it take some steps, and break it; every fifth time damage its newest checkpoint."""
-    number = story.num_rounds
     nproc = draw.choice([1, 2, 3])
     strategy = draw.choice(["ddp", "fsdp"])
     fault = FAULTS[number % len(FAULTS)]
@@ -164,10 +88,10 @@ def one_round(start, config, broken, draw, story):
         process, broken, last_step(broken) + draw.randint(0, STEPS_PER_ROUND)
     )
     if fault == "evaluation":
-        wait_for_evaluation(process, broken)
+        wait_until(process, lambda: is_evaluating(broken))
     else:
         time.sleep(draw.random() * 0.2)
-    hurt(process, fault, draw, story)
+    hurt(process, fault, draw, faults)
     assert_nobody_left(broken)
     newest = max(broken.glob("checkpoint-*[0-9]"), key=step_of, default=None)
     if newest is not None and number % 5 == 4:
@@ -175,13 +99,12 @@ def one_round(start, config, broken, draw, story):
             sorted(path for path in newest.iterdir() if path.stat().st_size)
         )
         os.truncate(victim, draw.randrange(victim.stat().st_size))
-        story.faults["damaged checkpoint"] += 1
-    story.num_rounds += 1
-    story.starts[f"{strategy} on {nproc}"] += 1
-    did = (
-        f"{strategy} on {nproc}, {fault}, step {last_step(broken)}, {exit_of(process)}"
+        faults["damaged checkpoint"] += 1
+    print(
+        f"round {number + 1}: {strategy} on {nproc}, {fault}, "
+        f"step {last_step(broken)}, exit code {process.returncode}",
+        flush=True,
     )
-    print(f"round {story.num_rounds}: {did}", flush=True)
 
 
 def write_run(folder, num_steps):
@@ -257,47 +180,33 @@ def finish(process):
     )
 
 
+def wait_until(process, condition, seconds=PATIENCE_SECONDS):
+    """Until the condition holds, the process has ended, or the patience has."""
+    end = time.monotonic() + seconds
+    while process.poll() is None and not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+
+
 def wait_for_steps(process, output, expected):
-    """Until the run has logged a step, has ended, or the patience has."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while (
-        process.poll() is None
-        and last_step(output) < expected
-        and time.monotonic() < end
-    ):
-        time.sleep(0.05)
+    """Until the run has logged a step."""
+    wait_until(process, lambda: last_step(output) >= expected)
 
 
-def wait_for_evaluation(process, output):
-    """Until a step is logged whose evaluation is not."""
-    end = time.monotonic() + PATIENCE_SECONDS
-    while process.poll() is None and time.monotonic() < end:
-        lines = [
-            line
-            for line in (output / "metrics.jsonl").read_bytes().splitlines()
-            if line.endswith(b"}")
-        ]
-        if lines and b'"loss"' in lines[-1] and json.loads(lines[-1])["step"] % 2 == 0:
-            return
-        time.sleep(0.002)
+def is_evaluating(output):
+    """Whether a step is logged whose evaluation is not."""
+    content = (output / "metrics.jsonl").read_bytes()
+    lines = [line for line in content.splitlines() if line.endswith(b"}")]
+    if not lines:
+        return False
+    last = json.loads(lines[-1])
+    return "loss" in last and last["step"] % 2 == 0
 
 
-def wait_for_final(process, output):
-    """Until final/ is being written."""
-    end = time.monotonic() + 10 * PATIENCE_SECONDS
-    while (
-        process.poll() is None
-        and time.monotonic() < end
-        and not (output / ".final.new").exists()
-    ):
-        time.sleep(0.002)
-
-
-def hurt(process, fault, draw, story, *, as_what=None):
-    """Do one of FAULTS to a run, and wait for its end. `as_what`: the name that is counted."""
+def hurt(process, fault, draw, faults):
+    """Do one of FAULTS to a run, and wait for its end."""
     family = [process.pid, *(child.pid for child in children(process.pid))]
     if process.poll() is None or fault == "disk":
-        story.faults[as_what or fault] += 1
+        faults[fault] += 1
     if process.poll() is None:
         if fault in ("kill", "evaluation"):
             send(draw.choice(family), signal.SIGKILL)
@@ -378,11 +287,6 @@ def steps_and_losses(output, key="loss"):
 def step_of(checkpoint):
     """checkpoint-12 -> 12."""
     return int(checkpoint.name.rsplit("-", 1)[1])
-
-
-def exit_of(process):
-    """How the launcher ended."""
-    return f"exit code {process.returncode}"
 
 
 def compare(whole, broken):

@@ -23,33 +23,6 @@ from vembed.training.checkpoint.folders import (
 from vembed.training.trainer import LoopState
 
 
-def names(paths):
-    return [path.name for path in paths]
-
-
-def test_a_new_run_wants_a_folder_without_checkpoints(tmp_path):
-    assert candidates(config_for(tmp_path).run) == []
-    fake_checkpoint(tmp_path, 10)
-    with pytest.raises(
-        UserError,
-        match=r"holds 1 checkpoint\(s\) of an earlier run, the newest checkpoint-10",
-    ):
-        candidates(config_for(tmp_path).run)
-
-
-def test_resume_takes_the_newest_first(tmp_path):
-    for step in (100, 20, 3):
-        fake_checkpoint(tmp_path, step)
-    for resume in (True, "auto", str(tmp_path)):
-        assert names(candidates(config_for(tmp_path, resume=resume).run)) == [
-            "checkpoint-100",
-            "checkpoint-20",
-            "checkpoint-3",
-        ]
-    chosen = config_for(tmp_path, resume=str(tmp_path / "checkpoint-20"))
-    assert names(candidates(chosen.run)) == ["checkpoint-20"]
-
-
 def test_resume_where_there_is_nothing(tmp_path):
     assert candidates(config_for(tmp_path / "new", resume="auto").run) == []
     with pytest.raises(UserError, match="holds no checkpoint; use resume: auto"):

@@ -32,22 +32,17 @@ def reader(array):
 def merged(values, method, weights=(1.0, 1.0, 1.0), **options):
     base, models = values
     recipe = Recipe(method, weights, **options)
-    pieces = merged_pieces(
-        recipe,
-        "w",
-        SIZE,
-        [reader(model) for model in models[: len(weights)]],
-        reader(base),
-    )
+    readers = [reader(model) for model in models[: len(weights)]]
+    pieces = merged_pieces(recipe, "w", SIZE, readers, reader(base))
     return torch.cat(list(pieces)).numpy()
 
 
-def slerp(first, second, rank_batch):
+def slerp(first, second, share):
     cosine = first @ second / np.linalg.norm(first) / np.linalg.norm(second)
     angle = np.arccos(cosine)
-    return (
-        np.sin((1 - rank_batch) * angle) * first + np.sin(rank_batch * angle) * second
-    ) / np.sin(angle)
+    left = np.sin((1 - share) * angle)
+    right = np.sin(share * angle)
+    return (left * first + right * second) / np.sin(angle)
 
 
 def close(actual, expected, summed):
@@ -72,40 +67,28 @@ def test_slerp_of_equal_tensors_and_of_zeros_is_a_line(values):
 def test_task_arithmetic_and_interpolation(values):
     base, (a, b, c) = values
     expected = base + 0.5 * ((a - base) - 2 * (b - base) + (c - base))
-    close(
-        merged(values, "task_arithmetic", (1.0, -2.0, 1.0), scale=0.5),
-        expected,
-        [a, b, c],
-    )
-    close(
-        merged(values, "mean", interpolate=0.7),
-        base + 0.7 * (np.mean([a, b, c], axis=0) - base),
-        [a, b, c],
-    )
+    weights = (1.0, -2.0, 1.0)
+    close(merged(values, "task_arithmetic", weights, scale=0.5), expected, [a, b, c])
+    expected = base + 0.7 * (np.mean([a, b, c], axis=0) - base)
+    close(merged(values, "mean", interpolate=0.7), expected, [a, b, c])
 
 
 @pytest.mark.parametrize("density", [0.1, 0.2, 1.0])
 def test_ties(values, density):
     base, models = values
-    trimmed = []
-    for model in models:
-        change = model - base
-        size = np.abs(change).astype(np.float32)
-        trimmed.append(
-            np.where(size >= np.sort(size)[-round(density * SIZE)], change, 0)
-        )
-    weights = (1.0, 2.0, 0.5)
-    total = sum(weight * entry for weight, entry in zip(weights, trimmed, strict=True))
-    agrees = [(np.sign(entry) == np.sign(total)) & (entry != 0) for entry in trimmed]
-    above = sum(
-        weight * entry * agree
-        for weight, entry, agree in zip(weights, trimmed, agrees, strict=True)
-    )
-    below = sum(weight * agree for weight, agree in zip(weights, agrees, strict=True))
-    expected = base + 1.5 * np.divide(
-        above, below, out=np.zeros(SIZE), where=below != 0
-    )
-    close(merged(values, "ties", weights, density=density, scale=1.5), expected, models)
+    weights = np.array([1.0, 2.0, 0.5])[:, None]
+    changes = np.array(models) - base
+    sizes = np.abs(changes).astype(np.float32)
+    smallest = np.sort(sizes, axis=1)[:, -round(density * SIZE), None]
+    trimmed = np.where(sizes >= smallest, changes, 0)
+    total = (weights * trimmed).sum(0)
+    agrees = (np.sign(trimmed) == np.sign(total)) & (trimmed != 0)
+    above = (weights * trimmed * agrees).sum(0)
+    below = (weights * agrees).sum(0)
+    mean = np.divide(above, below, out=np.zeros(SIZE), where=below != 0)
+    options = {"density": density, "scale": 1.5}
+    actual = merged(values, "ties", tuple(weights[:, 0]), **options)
+    close(actual, base + 1.5 * mean, models)
 
 
 def test_dare_keeps_a_share_and_scales_it_up(values):

@@ -34,6 +34,8 @@ from vembed.training.checkpoint.folders import (
 )
 from vembed.training.trackers import require_trackers
 
+DRY_RUN = TrainArguments(is_dry_run=True)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -147,7 +149,7 @@ def result_of(output_dir: str | Path) -> dict[str, Any]:
 
 def resolve_launch(
     run: ResolvedRun,
-    arguments: TrainArguments | None = None,
+    arguments: TrainArguments = DRY_RUN,
     env: Mapping[str, str] = os.environ,
     *,
     starts_processes: bool = True,
@@ -155,11 +157,10 @@ def resolve_launch(
 ) -> Launch:
     """Return the number of processes and machines, and the reason: as asked for, else one process per GPU.
 
-    Without `arguments`, as for a dry run: the number of this machine need not be known. `num_gpus`: of another machine
-    that is planned for.
+    In a dry run the number of this machine need not be known. `num_gpus`: of another machine that is planned for.
     """
     file = run.file
-    is_dry_run = arguments is None or arguments.is_dry_run
+    is_dry_run = arguments.is_dry_run
     changes = {}
     if file is not None and file.use_cpu:
         changes = {"CUDA_VISIBLE_DEVICES": ""}
@@ -195,7 +196,7 @@ def resolve_launch(
             f"strategy: single is one process, but {num_processes * num_machines} were asked for ({reason}): "
             "leave strategy out, or the number"
         )
-    if num_machines == 1 or arguments is None:
+    if num_machines == 1:
         return Launch(num_processes, reason, num_machines, changes=changes)
     ip = arguments.main_process_ip or (file.main_process_ip if file else None)
     port = arguments.main_process_port or (file.main_process_port if file else None)
@@ -220,7 +221,6 @@ def describe_run(
     arguments: TrainArguments,
 ) -> str:
     """Return the output of `--dry-run`: the merged config, the decisions, and the processes to launch."""
-    strategy = run.strategy.value
     batch = run.config.batch
     files = []
     for option, path in data_paths(run.config.data):
@@ -235,9 +235,7 @@ def describe_run(
         "dry_run.txt.j2",
         run=run,
         launch=launch,
-        strategy=strategy,
         config=config.rstrip(),
-        notes=[*run.notes, *(run.fsdp_notes if strategy != "auto" else ())],
         batch=batch.global_batch_size or batch.batch_size * launch.world_size,
         files=files,
         command=command,

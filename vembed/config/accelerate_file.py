@@ -57,6 +57,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 ACCELERATE_MIN_NUM_PARAMS = 100_000_000
 """Size that `accelerate launch` exports if its file gives none."""
 LAUNCHER = "accelerate launch"
+NOT_COUNTED = " is what Accelerate writes where nobody has answered, so it does not count here; the training config can say it"
 UNUSED = " has no effect: vembed does not use it"
 
 
@@ -165,7 +166,7 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
     # writes where nobody has answered. Neither is a decision.
     precision = options.get("mixed_precision")
     if precision == "no":
-        notes.append(_not_counted(f"mixed_precision: no in {source}"))
+        notes.append(f"mixed_precision: no in {source}{NOT_COUNTED}")
     if precision != "fp16":
         options.pop("mixed_precision", None)
     # Accelerate counts the processes of all machines together.
@@ -204,7 +205,7 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
     if precision == "fp16":
         layer.enter("mixed_precision", "fp16", "mixed_precision", LAUNCHER)
     if precision == "no":
-        notes.append(_not_counted(f"mixed_precision: no, set by {LAUNCHER},"))
+        notes.append(f"mixed_precision: no, set by {LAUNCHER},{NOT_COUNTED}")
     if env.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return layer, notes
     variables = {}
@@ -226,7 +227,7 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
             "fsdp_forward_prefetch",
             "fsdp_activation_checkpointing",
         ):
-            notes.append(_not_counted(f"{name}: false, set by {LAUNCHER},"))
+            notes.append(f"{name}: false, set by {LAUNCHER},{NOT_COUNTED}")
         else:
             layer.take([name], text, LAUNCHER)
     layer.notes.clear()
@@ -242,10 +243,3 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
         )
     layer.enter("strategy", "fsdp", "strategy", LAUNCHER)
     return layer, notes
-
-
-def _not_counted(setting: str) -> str:
-    return (
-        f"{setting} is what Accelerate writes where nobody has answered, so it does not count here; the training "
-        "config can say it"
-    )

@@ -87,7 +87,6 @@ class FsdpConfig:
     min_num_params: int = DEFAULT_MIN_NUM_PARAMS
     min_layer_params: int = 0
     """TRANSFORMER_BASED_WRAP: layers with fewer parameters are no units."""
-    reshard_after_forward: bool = True
     forward_prefetch: bool = False
     state_dict_type: Literal[
         "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
@@ -95,6 +94,11 @@ class FsdpConfig:
     reduce_dtype: str = "float32"
     source: str = "the defaults"
     """The file or launcher that the settings start from."""
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """False: parameters stay gathered between forward and backward pass."""
+        return self.sharding_strategy != "SHARD_GRAD_OP"
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +304,6 @@ def resolve_fsdp(
             f"fsdp_min_num_params: {size} with SIZE_BASED_WRAP counts as {DEFAULT_MIN_NUM_PARAMS:,d} (without a size "
             "nothing would be wrapped as it should)"
         )
-    sharding = settings.get("sharding_strategy", "FULL_SHARD")
-    settings["reshard_after_forward"] = sharding != "SHARD_GRAD_OP"
     fsdp = FsdpConfig(**settings)
     if fsdp.version == 2 and fsdp.state_dict_type == "LOCAL_STATE_DICT":
         raise UserError(
@@ -671,13 +673,12 @@ def run_intervals(
     patience = evaluation.patience
     if patience == "auto":
         patience = None
-        if has_validation and eval_steps is not None:
-            reasons["patience"] = "the config says how long the run is"
-            if not size.is_length_given:
-                patience = AUTO_PATIENCE
-                reasons["patience"] = (
-                    "the run ends early where so many evaluations in a row find nothing better"
-                )
+        is_evaluated = has_validation and eval_steps is not None
+        if is_evaluated and not size.is_length_given:
+            patience = AUTO_PATIENCE
+            reasons["patience"] = (
+                "the run ends early where so many evaluations in a row find nothing better"
+            )
     intervals = RunIntervals(
         eval_steps, save_steps, logging_steps, patience, keeps_best
     )

@@ -98,32 +98,30 @@ def read_tree(path: Path) -> Node:
         raise UserError(
             f"{path}, line {line}: not UTF-8 text; save it as UTF-8."
         ) from None
-    if suffix == ".toml":
-        return parse_toml(text, str(path))
-    if suffix == ".json":
-        # JSON is YAML, except that it may be indented with tabs.
-        text = text.replace("\t", " ")
-    return parse_yaml(text, str(path))
+    tree = _parsed(text, path)
+    if not isinstance(tree.value, dict) or not tree.value:
+        raise UserError(f"{path}: has no options; write one `key: value` per line.")
+    return tree
 
 
-def parse_yaml(text: str, name: str) -> Node:
-    """Return the tree of YAML text. Raise UserError on tags other than YAML's core scalars, lists and mappings."""
+def _parsed(text: str, path: Path) -> Node:
+    kind = "YAML"
     try:
+        if path.suffix.lower() == ".toml":
+            kind = "TOML"
+            return tree_of_mapping(tomllib.loads(text))  # tomllib gives no lines
+        if path.suffix.lower() == ".json":
+            # JSON is YAML, except that it may be indented with tabs.
+            text = text.replace("\t", " ")
         # Composed, not loaded: no tag makes an object, and the nodes know their lines.
         root = yaml.compose(text, Loader=CoreLoader)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{name}{where}: not valid YAML: {error}.") from None
-    tree = Node(None, None)
-    if root is not None:
-        tree = _tree(root, name, itertools.count(1))
-    if not isinstance(tree.value, dict) or not tree.value:
-        problem = "is empty" if root is None else "has no options"
-        if isinstance(tree.value, list):
-            problem = f"is a list of {len(tree.value)} entries, not a config"
-        raise UserError(f"{name}: {problem}; write one `key: value` per line.")
-    return tree
+        raise UserError(f"{path}{where}: not valid {kind}: {error}.") from None
+    return (
+        Node({}, None) if root is None else _tree(root, str(path), itertools.count(1))
+    )
 
 
 def parse_value(text: str) -> Any:
@@ -208,17 +206,6 @@ def _scalar(text: str, kind: str) -> Any:
         return float(number.replace(".inf", "inf").replace(".nan", "nan"))
     # JSON writes characters beyond U+FFFF as two escapes.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-
-
-def parse_toml(text: str, name: str) -> Node:
-    """Return the tree of TOML text. tomllib gives no lines."""
-    try:
-        tree = tree_of_mapping(tomllib.loads(text))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name}: not valid TOML: {error}.") from None
-    if not tree.value:
-        raise UserError(f"{name}: has no options; write one `key = value` per line.")
-    return tree
 
 
 def source_tree(source: str | Path | Mapping[Any, Any]) -> tuple[Node, str]:

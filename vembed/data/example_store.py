@@ -56,6 +56,7 @@ from vembed.data.records import (
     LABEL,
     Columns,
     RecordFormat,
+    classes_as_scores,
     negative_columns,
     quoted_column,
     unread_judgement,
@@ -80,8 +81,6 @@ MAX_PROCESSES = 16
 """More processes than these wait for the disk."""
 NUM_INSPECTED = 20
 """Examples of a source that are looked at for what is probably not meant."""
-NUM_CLASSES = range(3, 11)
-"""Numbers of different whole numbers that look like classes, not like scores."""
 _LIST_OR_OBJECT = re.compile(
     r"""\[\s*['"{].*['"}]\s*\]|\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""",
     re.DOTALL,
@@ -225,18 +224,13 @@ class Records:
                     "teacher's, or leave out the pairs that do not match"
                 )
         layouts = self.form.columns.layouts.values()
-        is_label = any(layout.score == LABEL for layout in layouts)
-        if is_label and reads_scores(self.terms):
+        if reads_scores(self.terms) and any(
+            layout.score == LABEL for layout in layouts
+        ):
             scores: set[float] = set()
             for example in examples:
                 scores.update(example.scores or ())
-            are_whole = all(score >= 0 and score.is_integer() for score in scores)
-            if are_whole and len(scores) in NUM_CLASSES:
-                classes = ", ".join(f"{score:.0f}" for score in sorted(scores))
-                sentences.append(
-                    f"label ({classes}) is taken for a score, the higher the more similar; if its numbers are classes, "
-                    "such as those of entailment, keep the pairs that match alone and leave the column out"
-                )
+            sentences.append(classes_as_scores(scores))
         if counts["bad"]:
             sentences.append(
                 f"{counts['bad']:,d} of {counts['records'] + counts['bad']:,d} records cannot be used and are left out "

@@ -628,7 +628,9 @@ class ChatProcessing(TextProcessing):
     def __init__(self, description: ModelDescription, pixels: Pixels) -> None:
         super().__init__(description)
         self._pixels = pixels
-        self._template = load_chat_template(description, self.tokenizer)
+        self._template, self._template_options = load_chat_template(
+            description, self.tokenizer
+        )
         self._template_bos = self.tokenizer.bos_token
         self._tails: dict[str, list[int]] = {}
         self._config = description.read_config().to_dict()
@@ -750,9 +752,9 @@ class ChatProcessing(TextProcessing):
             messages.insert(0, {"role": "system", "content": system})
         rendered: Any = self.tokenizer.apply_chat_template(
             messages,
-            chat_template=self._template.template,
+            chat_template=self._template,
             tokenize=False,
-            **self._template.options,
+            **self._template_options,
         )
         return str(rendered)
 

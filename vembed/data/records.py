@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
@@ -824,6 +824,8 @@ _NEGATIVES = (
 )
 """Words in likely names of columns with negatives."""
 _NO_NEGATIVES = "id ids name names url date is num count score scores"
+NUM_CLASSES = range(3, 11)
+"""Numbers of different whole numbers that look like classes, not like scores."""
 
 
 def judgement_column(unused: Iterable[str]) -> str | None:
@@ -839,6 +841,18 @@ def unread_judgement(unused: Iterable[str]) -> str | None:
     return (
         f"{name} is not read, and every pair is taken for a match: if {name} says how well a pair matches, set "
         f"column_mapping: {{{name}: score}} and loss: cosent, or leave out the pairs that do not match"
+    )
+
+
+def classes_as_scores(values: Collection[float]) -> str | None:
+    """Return a doubt about the values, once each, of a column `label` that is read as a score; None without one."""
+    are_whole = all(value >= 0 and float(value).is_integer() for value in values)
+    if len(values) not in NUM_CLASSES or not are_whole:
+        return None
+    return (
+        f"label ({', '.join(f'{value:.0f}' for value in sorted(values))}) is taken for a score, the higher the more "
+        "similar; if its numbers are classes, such as those of entailment, keep the pairs that match alone and leave "
+        "the column out"
     )
 
 

@@ -56,7 +56,7 @@ from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
 if TYPE_CHECKING:
-    from vembed.training.frozen import FrozenTowers
+    from vembed.training.frozen import InputBuilder
 
 REPORTED_K = 10
 """Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `ks` says."""
@@ -153,7 +153,7 @@ def evaluate_model(
     show_progress: bool = False,
     log: Callable[[str], object] | None = None,
     check_interrupt: InterruptCheck | None = None,
-    frozen_towers: FrozenTowers | None = None,
+    frozen_towers: InputBuilder | None = None,
     query_results: QueryResults | None = None,
 ) -> dict[str, float]:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.

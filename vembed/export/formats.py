@@ -211,31 +211,28 @@ class SafetensorsFormat(ExportFormat):
         return SentenceTransformersReader(folder)
 
 
-def open_in_sentence_transformers(folder: Path) -> Any:
-    """Return a folder as a model of Sentence Transformers."""
-    from sentence_transformers import SentenceTransformer
-
-    # It warns of bfloat16 on a CPU.
-    logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
-    try:
-        with quiet_transformers():
-            return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
-    except (ImportError, ValueError) as error:
-        if "torchvision" not in str(error):
-            raise
-        raise UserError(
-            "Sentence Transformers reads this model with torchvision, which is not installed: `pip install torchvision`, "
-            "or --no-check"
-        ) from error
-
-
 class SentenceTransformersReader:
     """A folder in Sentence Transformers."""
 
     def __init__(self, folder: Path) -> None:
+        from sentence_transformers import SentenceTransformer
+
         self.runtime = f"sentence-transformers {version('sentence-transformers')}"
         self.texts = FolderTexts(folder)
-        self.model = open_in_sentence_transformers(folder)
+        # It warns of bfloat16 on a CPU.
+        logging.getLogger("sentence_transformers").setLevel(logging.ERROR)
+        try:
+            with quiet_transformers():
+                self.model = SentenceTransformer(
+                    str(folder), device="cpu", local_files_only=True
+                )
+        except (ImportError, ValueError) as error:
+            if "torchvision" not in str(error):
+                raise
+            raise UserError(
+                "Sentence Transformers reads this model with torchvision, which is not installed: `pip install "
+                "torchvision`, or --no-check"
+            ) from error
 
     def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
         """Return [n, d] embeddings."""

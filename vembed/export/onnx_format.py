@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
+from vembed.data.batching.rank_batch import split_by_length
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.export.formats import (
@@ -254,7 +255,7 @@ class OnnxGraph:
         Rows of similar length share a batch, because padding costs time. As many batches are computed at a time as
         there are threads: a single one shares its operators among them, which is slower where these are small.
         """
-        batches = batches_of(lengths)
+        batches = split_by_length(lengths, BATCH_TOKENS)
         inputs = []
         for numbers in batches:
             batch = batch_of(numbers)
@@ -266,19 +267,6 @@ class OnnxGraph:
         rows = np.empty(outputs.shape, np.float32)
         rows[np.concatenate(batches)] = outputs
         return rows
-
-
-def batches_of(lengths: Sequence[int]) -> list[list[int]]:
-    """Return the rows of each batch, the longest first: BATCH_TOKENS padded tokens, or a single longer row."""
-    batches: list[list[int]] = []
-    longest = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if batches and longest * (len(batches[-1]) + 1) <= BATCH_TOKENS:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-            longest = lengths[row]
-    return batches
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
 if TYPE_CHECKING:
-    from vembed.training.frozen import FrozenTowers
+    from vembed.training.frozen import InputBuilder
 
 INPUTS_PER_CHUNK = 16_384
 """Inputs per process that are tokenized, batched and gathered together. Bounds token ids and gathered rows in
@@ -92,7 +92,7 @@ def encode_chunks(
     session: Session | None = None,
     progress: Progress | None = None,
     check_interrupt: InterruptCheck | None = None,
-    frozen_towers: FrozenTowers | None = None,
+    frozen_towers: InputBuilder | None = None,
 ) -> None:
     """Encode distinct inputs, and give the embeddings of each chunk to `take`, on every rank.
 
@@ -164,7 +164,7 @@ def encode_features(
     *,
     world_size: int = 1,
     check_interrupt: InterruptCheck | None = None,
-    frozen_towers: FrozenTowers | None = None,
+    frozen_towers: InputBuilder | None = None,
 ) -> np.ndarray:
     """Return [n, d] float32 embeddings of this rank's tokenized inputs, as the model gives them.
 
@@ -237,7 +237,7 @@ def _encode_rank(
     max_inputs: int | None,
     world_size: int,
     check_interrupt: InterruptCheck | None,
-    frozen_towers: FrozenTowers | None,
+    frozen_towers: InputBuilder | None,
     after: Callable[[int], object],
 ) -> Tensor:
     """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank runs.

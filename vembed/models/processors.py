@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shutil
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +32,6 @@ PROCESSOR_FILES = (
 )
 """Files of a processor besides its tokenizer and chat template."""
 END_OF_TEXT = "<|endoftext|>"
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    """Chat template that converts a vision-language model's messages to text."""
-
-    template: str
-    options: dict[str, Any]
-    """Arguments for the template."""
 
 
 def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
@@ -165,7 +155,9 @@ def load_image_processor(description: ModelDescription) -> Any:
     return processor
 
 
-def load_chat_template(description: ModelDescription, tokenizer: Any) -> ChatTemplate:
+def load_chat_template(
+    description: ModelDescription, tokenizer: Any
+) -> tuple[str, dict[str, Any]]:
     """Return the folder's chat template and the arguments that Sentence Transformers calls it with.
 
     Vision-language embedders pool over an end-of-text token after the generation prompt. A folder whose Sentence
@@ -183,12 +175,12 @@ def load_chat_template(description: ModelDescription, tokenizer: Any) -> ChatTem
     if "message" in settings.get("modality_config", {}):
         options = (settings.get("processing_kwargs") or {}).get("chat_template") or {}
         options.pop("restore_suffix", None)
-        return ChatTemplate(template, options)
+        return template, options
     adds_token = len(tokenizer("a")["input_ids"]) > len(tokenizer.tokenize("a"))
     end = END_OF_TEXT if END_OF_TEXT in tokenizer.get_vocab() else tokenizer.eos_token
     if not adds_token and end is not None:
         template = template.removesuffix("\n") + "{{- '" + end + "' }}"
-    return ChatTemplate(template, {"add_generation_prompt": True})
+    return template, {"add_generation_prompt": True}
 
 
 def image_placeholder(description: ModelDescription) -> str:
@@ -204,8 +196,7 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
     if "text" in description.modalities:
         tokenizer = load_tokenizer(description)
         if description.traits.reads_chats:
-            chat = load_chat_template(description, tokenizer)
-            tokenizer.chat_template = chat.template
+            tokenizer.chat_template, _ = load_chat_template(description, tokenizer)
         if tokenizer.is_fast:
             # For readers of tokenizer.json alone. Transformers sets both in each call.
             backend: Any = tokenizer.backend_tokenizer

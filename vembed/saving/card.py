@@ -16,8 +16,8 @@ from vembed.config.loading import one_line_yaml
 from vembed.errors import is_secret, masked, masked_option
 from vembed.evaluation.report.page import render_page
 from vembed.files import short_name
-from vembed.models.custom.own_code import own_class
 from vembed.models.families.description import ModelDescription
+from vembed.models.families.model_files import read_object
 
 _NOT_SHOWN = {
     "output_dir",
@@ -69,6 +69,8 @@ def render_card(
 
     `adapter_alone`: the folder has an adapter and no other weights.
     """
+    # Of an own model it names the class.
+    config = read_object(Path(description.source, "config.json")) or {}
     scores = []
     for key, value in card.scores.items():
         row = [key, f"{value:.4f}"]
@@ -95,7 +97,7 @@ def render_card(
         local_name=_local_model(description),
         properties=_properties(description),
         adapter_alone=adapter_alone,
-        code_class=own_class(Path(description.source)),
+        code_class=config.get("class_name"),
         folder=FOLDER_IN_CALLS,
         scores=scores,
         data=[masked(_without_folders(line)) for line in card.data],

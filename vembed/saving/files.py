@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -207,7 +206,7 @@ def _write_backbone(
     widest = str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
     # rglob: also the image tower's config.json of a composed model.
     for path in folder.rglob("config.json"):
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = read_object(path) or {}
         settings["dtype"] = widest
         for inner in settings.values():
             if isinstance(inner, dict) and "dtype" in inner:
@@ -366,8 +365,8 @@ def _backbone_settings(folder: Path, description: ModelDescription) -> dict[str,
             "image": forward,
             "message": {**forward, "format": "structured"},
         }
-        chat = load_chat_template(description, load_tokenizer(description))
-        settings["processing_kwargs"] = {"chat_template": chat.options}
+        _, options = load_chat_template(description, load_tokenizer(description))
+        settings["processing_kwargs"] = {"chat_template": options}
     elif family.pools_itself:
         pooled = {"method_output_name": "pooler_output"}
         settings["modality_config"] = {

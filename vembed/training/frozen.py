@@ -1,8 +1,8 @@
 """Pooled outputs of frozen towers: computed once per step, or once per run and cached on disk.
 
-`FrozenTowers` is for modalities followed only by a head or a projection. In a vision-language model a frozen image tower
-precedes a trained language model: `BatchInputs` keeps its hidden states between the two phases of Gradient Cache, so that
-images pass it once per step. The step uses both through `InputBuilder`.
+`InputBuilder` does so for modalities followed only by a head or a projection. In a vision-language model a frozen image
+tower precedes a trained language model: `BatchInputs` keeps its hidden states between the two phases of Gradient Cache, so
+that images pass it once per step.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ def log_store_use(stores: Stores) -> None:
 
 
 class InputBuilder:
-    """Builds the model's inputs: collated micro-batches, with pooled outputs in place of the inputs of frozen towers."""
+    """Builds the model's inputs: collated micro-batches, with pooled outputs in place of the inputs of frozen towers.
+
+    Each input passes a frozen tower at most once per step, without dropout and without graphs.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,10 @@ class InputBuilder:
         step, or never if `stores` holds its output. `image_bytes`: see `EmbeddingModel.frozen_image_token_bytes`."""
         self.model = model
         self.feeder = feeder
-        self.frozen_towers = FrozenTowers(model, frozen, feeder, stores or {})
+        # The same order on every rank: FSDP gathers weights in each call.
+        self.modalities = tuple(sorted(frozen))
+        self.stores = stores or {}
+        self._dummies: dict[Modality, Tensor] = {}
         self.max_image_tokens = 0
         """Tokens of a rank's batch up to which hidden states of images are kept between the phases of a step."""
         if image_bytes is not None:
@@ -127,103 +133,6 @@ class InputBuilder:
     def build(self, features: Sequence[Features]) -> BatchInputs:
         """Return the inputs of one rank batch. Reads the stores; local to the rank."""
         return BatchInputs(self, features)
-
-
-class BatchInputs:
-    """Inputs of one rank batch. They may be fed twice: Gradient Cache runs every micro-batch again."""
-
-    def __init__(self, builder: InputBuilder, features: Sequence[Features]) -> None:
-        self.builder = builder
-        self.features = features
-        self._cached, self.missing = builder.frozen_towers.look_up(features)
-        self._tables: dict[Modality, Tensor] = {}
-        self._keeps_images = False
-        self._images: list[Any] = []
-        """Hidden states of the images of each micro-batch, from the first feeding on; None for one of texts alone."""
-        self._tokens: dict[int, ModelInputs] = {}
-        """Texts of micro-batches that will be fed again, on the device."""
-
-    def encode_frozen(
-        self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool
-    ) -> None:
-        """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_images`: keep
-        the hidden states of a frozen vision tower for the second feeding."""
-        self._tables = self.builder.frozen_towers.encode_missing(
-            self.features, self._cached, splits
-        )
-        self._keeps_images = keeps_images
-
-    def feed(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        first: int = 0,
-        first_replayed: int | None = None,
-    ) -> Iterator[ModelInputs]:
-        """Yield the model's input for each forward pass, from the micro-batch `first` on. Those from `first_replayed` on
-        will be fed again."""
-        frozen_towers = self.builder.frozen_towers
-        # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
-        trained = []
-        for micro_index in range(first, len(micro_batches)):
-            if micro_index not in self._tokens:
-                micro_batch = micro_batches[micro_index]
-                trained.append(
-                    [
-                        part
-                        for part in micro_batch
-                        if part[0] not in frozen_towers.modalities
-                    ]
-                )
-        fed = self.builder.feeder.feed(trained, self.features)
-        for micro_index in range(first, len(micro_batches)):
-            inputs = self._tokens.pop(micro_index, None)
-            if inputs is None:
-                inputs = next(fed)
-            # Pixels are not kept: they take far more memory than token ids.
-            has_images = any(modality != "text" for modality, _ in inputs)
-            is_replayed = first_replayed is not None and micro_index >= first_replayed
-            if is_replayed and not has_images:
-                self._tokens[micro_index] = [
-                    (modality, dict(tensors)) for modality, tensors in inputs
-                ]
-            for part in micro_batches[micro_index]:
-                if part[0] in frozen_towers.modalities:
-                    inputs.append(frozen_towers.inputs(part, self._tables))
-            if self._keeps_images:
-                self._use_image_states(inputs, micro_index)
-            yield inputs
-
-    def _use_image_states(self, inputs: ModelInputs, micro_index: int) -> None:
-        """Put hidden states in the place of the pixels of a micro-batch. The first feeding computes them."""
-        chats = [part for part in inputs if part[0] == "multimodal"]
-        if micro_index == len(self._images):
-            states = None
-            if chats:
-                # Without a graph: for the trained language model behind it they are constants.
-                with torch.no_grad():
-                    (states,) = self.builder.model(chats, until="images")
-            self._images.append(states)
-        for _, tensors in chats:
-            tensors[IMAGE_STATES] = self._images[micro_index]
-            tensors.pop("pixel_values", None)
-
-
-class FrozenTowers:
-    """Frozen towers. Each input passes its tower at most once per step, without dropout and without graphs."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        modalities: Sequence[Modality],
-        feeder: Feeder,
-        stores: Stores,
-    ) -> None:
-        self.model = model
-        # The same order on every rank: FSDP gathers weights in each call.
-        self.modalities = tuple(sorted(modalities))
-        self.feeder = feeder
-        self.stores = stores
-        self._dummies: dict[Modality, Tensor] = {}
 
     def look_up(
         self, features: Sequence[Features]
@@ -322,6 +231,79 @@ class FrozenTowers:
             with torch.no_grad():
                 (output,) = self.model(inputs, until="pooled")
             yield output
+
+
+class BatchInputs:
+    """Inputs of one rank batch. They may be fed twice: Gradient Cache runs every micro-batch again."""
+
+    def __init__(self, builder: InputBuilder, features: Sequence[Features]) -> None:
+        self.builder = builder
+        self.features = features
+        self._cached, self.missing = builder.look_up(features)
+        self._tables: dict[Modality, Tensor] = {}
+        self._keeps_images = False
+        self._images: list[Any] = []
+        """Hidden states of the images of each micro-batch, from the first feeding on; None for one of texts alone."""
+        self._tokens: dict[int, ModelInputs] = {}
+        """Texts of micro-batches that will be fed again, on the device."""
+
+    def encode_frozen(
+        self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool
+    ) -> None:
+        """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_images`: keep
+        the hidden states of a frozen vision tower for the second feeding."""
+        self._tables = self.builder.encode_missing(self.features, self._cached, splits)
+        self._keeps_images = keeps_images
+
+    def feed(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        first: int = 0,
+        first_replayed: int | None = None,
+    ) -> Iterator[ModelInputs]:
+        """Yield the model's input for each forward pass, from the micro-batch `first` on. Those from `first_replayed` on
+        will be fed again."""
+        builder = self.builder
+        # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
+        trained = []
+        for micro_index in range(first, len(micro_batches)):
+            if micro_index not in self._tokens:
+                micro_batch = micro_batches[micro_index]
+                trained.append(
+                    [part for part in micro_batch if part[0] not in builder.modalities]
+                )
+        fed = builder.feeder.feed(trained, self.features)
+        for micro_index in range(first, len(micro_batches)):
+            inputs = self._tokens.pop(micro_index, None)
+            if inputs is None:
+                inputs = next(fed)
+            # Pixels are not kept: they take far more memory than token ids.
+            has_images = any(modality != "text" for modality, _ in inputs)
+            is_replayed = first_replayed is not None and micro_index >= first_replayed
+            if is_replayed and not has_images:
+                self._tokens[micro_index] = [
+                    (modality, dict(tensors)) for modality, tensors in inputs
+                ]
+            for part in micro_batches[micro_index]:
+                if part[0] in builder.modalities:
+                    inputs.append(builder.inputs(part, self._tables))
+            if self._keeps_images:
+                self._use_image_states(inputs, micro_index)
+            yield inputs
+
+    def _use_image_states(self, inputs: ModelInputs, micro_index: int) -> None:
+        """Put hidden states in the place of the pixels of a micro-batch. The first feeding computes them."""
+        chats = [part for part in inputs if part[0] == "multimodal"]
+        if micro_index == len(self._images):
+            states = None
+            if chats:
+                # Without a graph: for the trained language model behind it they are constants.
+                with torch.no_grad():
+                    (states,) = self.builder.model(chats, until="images")
+            self._images.append(states)
+        for _, tensors in chats:
+            tensors[IMAGE_STATES] = self._images[micro_index]
+            tensors.pop("pixel_values", None)
 
 
 # ---- fingerprint of a modality's towers, for what is kept of frozen ones --------------

@@ -393,7 +393,7 @@ class ContrastiveStep:
         num_groups = len(model_split.counts)
         splits = model_split.agreed(num_micro_batches[:num_groups])
         batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_groups:])
-        frozen = self.input_builder.frozen_towers.modalities
+        frozen = self.input_builder.modalities
         batch.micro_batches = order_micro_batches(splits, frozen)
         # From numbers that are equal on all ranks: a rank with a shorter second phase would leave the others waiting.
         batch.num_kept_graphs = budget.num_kept_graphs(

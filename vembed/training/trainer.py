@@ -519,7 +519,7 @@ class Trainer:
             return
         start = self.seconds()
         query_results = QueryResults()
-        towers = components.input_builder.frozen_towers
+        builder = components.input_builder
         is_quantized = config.objective.quantize_embeddings is not None
         with self.hooks.evaluation_weights():
             scores = evaluate_model(
@@ -531,7 +531,7 @@ class Trainer:
                 micro_batch_tokens=config.batch.micro_batch_tokens,
                 log=log.info,
                 check_interrupt=self.interrupts.check,
-                frozen_towers=towers if towers.stores else None,
+                frozen_towers=builder if builder.stores else None,
                 query_results=query_results,
                 compressed=is_quantized and isinstance(data, RetrievalData),
             )
@@ -575,7 +575,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_finish(self)
         self.interrupts.ignores_signals = True
-        log_store_use(components.input_builder.frozen_towers.stores)
+        log_store_use(components.input_builder.stores)
         self.checkpointer.wait()
 
         # The weights that final/ gets.

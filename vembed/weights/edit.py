@@ -224,27 +224,6 @@ def _check(
 # ---- the editor ----------------------------------------------------------------------------------------------------
 
 
-class _MappedModel(nn.Module):
-    """A model with a linear map behind it."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        matrix_DD: Tensor,
-        offset_D: Tensor,
-    ) -> None:
-        super().__init__()
-        self.model = model
-        self.register_buffer("matrix", matrix_DD)
-        self.register_buffer("offset", offset_D)
-
-    def forward(self, inputs: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
-        """Return the embeddings of each modality, mapped."""
-        matrix = self.get_buffer("matrix")
-        offset = self.get_buffer("offset")
-        return [embeddings @ matrix.T + offset for embeddings in self.model(inputs)]
-
-
 class Editor:
     """A model, two sets of texts, and the data to score it on. Every method is collective where there are several
     ranks, and gives all of them the same."""
@@ -271,6 +250,8 @@ class Editor:
             self.metric = data.metric
         self._model = embedder.model
         self._map: tuple[Tensor, Tensor] | None = None
+        """The linear layer behind the model: matrix [D, D] and offset [D]."""
+        self._model.register_forward_hook(self._mapped)
         self._original = copy_local_shards(embedder.model) if keeps_original else {}
         self._states: np.ndarray | None = None
         """[texts, layers, width] of the model before any edit, of the texts that estimate directions."""
@@ -330,18 +311,21 @@ class Editor:
             else:
                 removed = directions(first, second, plan.direction, plan.components)
                 matrix, offset = projection(removed, plan.strength)
-            matrix_DD = torch.from_numpy(matrix).float()
-            offset_D = torch.from_numpy(offset).float()
-            self._map = matrix_DD, offset_D
-            device = self.embedder.device
-            self.embedder.model = _MappedModel(
-                self._model, matrix_DD.to(device), offset_D.to(device)
+            self._map = (
+                torch.from_numpy(matrix).float().to(self.embedder.device),
+                torch.from_numpy(offset).float().to(self.embedder.device),
             )
+
+    def _mapped(self, _: nn.Module, __: Any, outputs: list[Tensor]) -> list[Tensor]:
+        """Map the embeddings that the model gives."""
+        if self._map is None:
+            return outputs
+        matrix_DD, offset_D = self._map
+        return [embeddings @ matrix_DD.T + offset_D for embeddings in outputs]
 
     def undo(self) -> None:
         """Bring the model back to what it was."""
         restore_local_shards(self._model, self._original)
-        self.embedder.model = self._model
         self._map = None
 
     def save(self, target: Path) -> Path:

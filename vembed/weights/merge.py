@@ -21,7 +21,7 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.scores import evaluate
 from vembed.files import CHECKSUMS, replace_text, write_json
-from vembed.models.families.model_files import CODES, read_object
+from vembed.models.families.model_files import CODES, read_header, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
@@ -30,13 +30,13 @@ from vembed.weights.sources import (
     DTYPE_BY_CODE,
     ModelFolder,
     Read,
-    TensorReader,
     check_fit,
     default_base,
     is_checkpoint,
     last_checkpoints,
     matched,
     open_source,
+    read_range,
     whole_model,
     write_header,
 )
@@ -298,7 +298,7 @@ def write_merge(
     root = sources[0].folder
     files = set()
     for tensors in sources[0].files.values():
-        files |= {reader.path for reader in tensors.values()}
+        files |= {entry.path for entry in tensors.values()}
 
     def not_copied(folder: str, names: list[str]) -> set[str]:
         """Weights are written anew; an adapter, a recipe and a report are of another model."""
@@ -339,9 +339,9 @@ def _write_file(
     """Write the merged tensors of the first model's file `path`."""
     first = sources[0]
     subfolder = path.parent.relative_to(first.folder).as_posix().removeprefix(".")
-    reader = TensorReader(path)
+    stored, metadata = read_header(path)
     entries = {}
-    for name, entry in reader.entries.items():
+    for name, entry in stored.items():
         entries[name] = entry
         if dtype is not None and DTYPE_BY_CODE[entry.dtype].is_floating_point:
             entries[name] = replace(entry, dtype=CODES[dtype])
@@ -349,7 +349,7 @@ def _write_file(
     base_names = {} if base is None else matched(first, base)[subfolder]
     target.parent.mkdir(parents=True, exist_ok=True)
     with target.open("wb") as file:
-        write_header(file, entries, reader.metadata)
+        write_header(file, entries, metadata)
         for name, entry in entries.items():
             stored_dtype = DTYPE_BY_CODE[entry.dtype]
             models = []
@@ -362,7 +362,7 @@ def _write_file(
             # Counts and tables of positions have no mean; a pooler that some lack is never used.
             is_merged = stored_dtype.is_floating_point and len(models) == len(sources)
             if not is_merged or (recipe.needs_base and below is None):
-                pieces = iter([reader.read(name, 0, entry.size)])
+                pieces = iter([read_range(stored[name], 0, entry.size)])
             else:
                 pieces = merged_pieces(recipe, name, entry.size, models, below)
             for piece in pieces:

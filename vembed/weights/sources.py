@@ -56,22 +56,14 @@ _ALIGNMENT = 8
 """Bytes: the data of a safetensors file begin at a multiple of it."""
 
 
-class TensorReader:
-    """A safetensors file, read by ranges of elements. It maps no memory, so that what was read can be given back."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.entries, self.metadata = read_header(path)
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
-        entry = self.entries[name]
-        dtype = DTYPE_BY_CODE[entry.dtype]
-        width = dtype.itemsize
-        num_bytes = (stop - start) * width
-        offset = entry.begin + start * width
-        data = np.fromfile(self.path, np.uint8, num_bytes, offset=offset)
-        return torch.from_numpy(data).view(dtype)
+def read_range(entry: Stored, start: int, stop: int) -> Tensor:
+    """Return elements `start` to `stop` of a flattened tensor, as they are stored. It maps no memory, so that what was
+    read can be given back."""
+    dtype = DTYPE_BY_CODE[entry.dtype]
+    num_bytes = (stop - start) * dtype.itemsize
+    offset = entry.begin + start * dtype.itemsize
+    data = np.fromfile(entry.path, np.uint8, num_bytes, offset=offset)
+    return torch.from_numpy(data).view(dtype)
 
 
 def write_header(
@@ -105,32 +97,27 @@ class ModelFolder:
     name: str
     """Name or path as given by the user."""
     folder: Path
-    files: dict[str, dict[str, TensorReader]]
-    """Subfolder (empty for the backbone's) -> tensor -> its file."""
+    files: dict[str, dict[str, Stored]]
+    """Subfolder (empty for the backbone's) -> name -> tensor."""
 
     def reader(self, part: str, name: str) -> Read:
         """Return a function that reads ranges of a tensor in float64."""
-        file = self.files[part][name]
-
-        def read(start: int, stop: int) -> Tensor:
-            return file.read(name, start, stop).double()
-
-        return read
+        entry = self.files[part][name]
+        return lambda start, stop: read_range(entry, start, stop).double()
 
 
 def open_source(name: str, folder: Path | None = None) -> ModelFolder:
     """Find the weights of a model. `folder`: where they are, if not where `name` says."""
     root = folder if folder is not None else read_model(name).folder
-    files: dict[str, dict[str, TensorReader]] = {}
+    files: dict[str, dict[str, Stored]] = {}
     for path in sorted(root.rglob("*.safetensors")):
         relative = path.relative_to(root)
         is_other = any(part.startswith(("checkpoint-", ".")) for part in relative.parts)
         if is_other or relative.parts[0] == ADAPTER_FOLDER:
             continue
         subfolder = relative.parent.as_posix().removeprefix(".")
-        reader = TensorReader(path)
         tensors = files.setdefault(subfolder, {})
-        tensors |= dict.fromkeys(reader.entries, reader)
+        tensors |= read_header(path)[0]
     for subfolder in files:
         check_weights(root / subfolder)
     if not files:
@@ -173,14 +160,14 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
     names = {}
     for part, tensors in first.files.items():
         names[part] = _matched_names(tensors, other.files.get(part, {}))
-        for name, reader in tensors.items():
+        for name, entry in tensors.items():
             other_name = names[part].get(name)
             if other_name is None and _may_be_missing(name):
                 continue
-            shape = reader.entries[name].shape
+            shape = entry.shape
             other_shape = None
             if other_name is not None:
-                other_shape = other.files[part][other_name].entries[other_name].shape
+                other_shape = other.files[part][other_name].shape
             if shape != other_shape:
                 raise UserError(
                     f"{name} has the shape {shape} in {first.name} and {other_shape} in {other.name}: only models of "
@@ -195,9 +182,7 @@ def _may_be_missing(name: str) -> bool:
     return is_never_used(name) or name.rsplit(".", 1)[-1] in COMPUTED
 
 
-def _matched_names(
-    names: Iterable[str], held: Mapping[str, TensorReader]
-) -> dict[str, str]:
+def _matched_names(names: Iterable[str], held: Mapping[str, Stored]) -> dict[str, str]:
     # The probe is the longest name, which is the most specific: it is found under one prefix only.
     probe = max(names, key=len)
     adds = ""

@@ -145,13 +145,6 @@ def _import_file(path: Path, option: str) -> ModuleType:
 # ---- the folder of a model -------------------------------------------------------------------------------------------
 
 
-def own_class(folder: Path) -> str | None:
-    """Return the name of the class of a folder's own model; None for any other folder."""
-    if not is_own(folder):
-        return None
-    return str(OwnConfig.from_pretrained(folder).class_name)
-
-
 def own_folder(options: ModelSection) -> Path:
     """Return the folder of the model that `model_class` names, and let this process run the class for it.
 

@@ -92,10 +92,6 @@ def check_weight_files(folder: Path) -> None:
             )
         for name in names.values():
             _check_name(index, "weight_map", name)
-            if not (folder / name).is_file():
-                raise UserError(
-                    f"{index} names {name}, which is not a file in this folder; copy the model again"
-                )
     path = folder / "config.json"
     named = (read_object(path) or {}).get("transformers_weights")
     if named is not None:

@@ -137,7 +137,7 @@ class EpochMiner(Hook):
 
     def _encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
         run = self._run
-        towers = run.components.input_builder.frozen_towers
+        builder = run.components.input_builder
         featuriser = run.components.featuriser
         vectors = encode_features(
             run.components.model,
@@ -146,7 +146,7 @@ class EpochMiner(Hook):
             run.session.device,
             world_size=run.session.world_size,
             check_interrupt=run.interrupts.check,
-            frozen_towers=towers if towers.stores else None,
+            frozen_towers=builder if builder.stores else None,
         )
         is_unit = run.config.objective.similarity == "cosine"
         return first_dims(vectors, vectors.shape[1], is_unit)
