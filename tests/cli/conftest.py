@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.files import write_jsonl
 from tests.harness import run_ranks
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed.cli.main import app, run_process
@@ -104,11 +105,11 @@ def cfg(vembed):
 def write_config(folder, more):
     """Write 16 pairs and a config that trains on them, with further lines."""
     words = texts(32)
-    rows = ""
+    rows = []
     for row in range(16):
-        pair = {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
-        rows += json.dumps(pair) + "\n"
-    (folder / "train.jsonl").write_text(rows)
+        positive = f"{words[2 * row + 1]} {row}"
+        rows.append({"query": words[2 * row], "positive": positive})
+    write_jsonl(folder / "train.jsonl", rows)
     config = f"model_name: {shared(tiny_bert_st)}\ndata_path: {folder}/train.jsonl\nlr: 1e-3\n"
     config += "logging_steps: 1\nreport_to: none\n"
     (folder / "cfg.yaml").write_text(config + more)

@@ -20,10 +20,8 @@ def folder(vembed):
 @pytest.mark.parametrize(
     ("words", "value"),
     [
-        (["run", "--json"], ["run", "--json=-"]),
         (["run", "--json", "--nproc", "2"], ["run", "--json=-", "--nproc", "2"]),
         (["run", "--json", "out.json"], ["run", "--json", "out.json"]),
-        (["run", "--json=out.txt"], ["run", "--json=out.txt"]),
     ],
 )
 def test_a_file_may_follow(words, value):

@@ -79,10 +79,6 @@ def test_a_beir_folder_has_no_estimate(vembed, plan, tmp_path):
     [
         (("--gpu", "A100"), "--gpu A100: give one of A100-40GB, A100-80GB"),
         (
-            ("--gpu", "H10O-80GB"),
-            "--gpu H10O-80GB: give one of T4-16GB, ",
-        ),
-        (
             ("--memory", "much"),
             "--memory 'much': give the memory of one GPU in GB, as 80",
         ),

@@ -17,13 +17,7 @@ from vembed.errors import UserError
         ),
         ("--use-fsdp --debug", ["use_fsdp=true", "debug=true"]),
         ("--set epochs=2 --set=lr=1e-5", ["epochs=2", "lr=1e-5"]),
-        ("--nproc 4 --num-machines 2", ["nproc=4", "num_machines=2"]),
-        (
-            "--fsdp-config single_node_fsdp --num-nodes 4",
-            ["fsdp_config=single_node_fsdp", "num_nodes=4"],
-        ),
         ("--resume output/checkpoint-5", ["resume=output/checkpoint-5"]),
-        ("--resume force", ["resume=force"]),
         (
             "--use-gradient-cache auto --mrl-projection epochs=1",
             ["use_gradient_cache=auto", "mrl_projection=true", "epochs=1"],
@@ -69,7 +63,6 @@ def test_the_words_for_other_processes_mean_the_same():
         ([], "which config? Give its file"),
         (["a.yaml", "b.yaml"], "unexpected 'b.yaml' beside the config 'a.yaml'"),
         (["a.yaml", "--batch-size", "--debug"], "--batch-size needs a value"),
-        (["a.yaml", "--qqqqqq"], "--qqqqqq needs a value"),
         (["a.yaml", "--set", "epochs"], "--set 'epochs': it sets an option"),
     ],
 )

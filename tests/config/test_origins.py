@@ -149,7 +149,6 @@ def test_paths_start_here_or_else_beside_the_file(write_config):
         "global_batch_size: 64\nwarmup_steps: 5\nmax_steps: 10\n",
         "save_total_limit: null\nquery_prompt: '2e-5'\nrun_name: 'no'\ndocument_prompt: 'query: '\n",
         "column_mapping: {a: query, 'b c': positive}\nreport_to: none\nmixed_precision: no\nquery_prompt: a  # b\n",
-        "resume: a/b\nmax_negatives: 8\nquery_prompt: ''\ndocument_prompt: \"x\\ny: #\"\n",
         "data_path: [a.jsonl, {path: b.jsonl, weight: 2, column_mapping: {q: query}}]\n",
         "use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: [A, B]\nwandb_tags: ['1', '0x1', '1:2', 'null', '~']\n",
     ],
@@ -173,84 +172,6 @@ def test_the_written_config_repeats_how_negatives_are_chosen(write_config, limit
     again = load_config("again.yaml").data.mine
     assert again == config.data.mine
     assert again.takes_claimed == config.data.mine.takes_claimed == (not limit)
-
-
-def test_what_is_shown_names_the_origin(write_config):
-    resolved = resolve_run(write_config("lr: 1e-4\n"), ["epochs=2"])
-    text = config_yaml(resolved.config, resolved.origins)
-    assert "learning_rate: 0.0001  # cfg.yaml:3\n" in text
-    assert "epochs: 2.0  # command line\n" in text
-    assert "batch_size: 32  # default\n" in text
-    assert "\n# objective\n" in text
-
-
-STAGES = """
-training_stages:
-  one:
-    distributed: {strategy: fsdp, num_nodes: 1, devices: 8, fsdp: {enabled: true, cpu_offload: false}}
-"""
-
-
-@pytest.mark.promise("C18", "C20")
-def test_a_file_named_on_the_command_line_overrides_a_stages_block(write_config):
-    file = write_config(STAGES)
-    plain = resolve_run(file, env={})
-    assert (
-        plain.machines.value,
-        plain.processes.value,
-        plain.fsdp and plain.fsdp.offload,
-    ) == (1, 8, False)
-    for flag in ("fsdp_config", "accelerate_config"):
-        chosen = resolve_run(file, [f"{flag}=multi_node_fsdp"], env={})
-        assert (chosen.machines.value, chosen.processes.value) == (4, 8)
-        assert chosen.fsdp is not None and chosen.fsdp.offload
-        said = "num_machines: 4 (configs/multi_node_fsdp.yaml, named on the command line) overrides "
-        assert any(note.startswith(said) for note in chosen.notes), chosen.notes
-    assert (
-        resolve_run(
-            file, ["fsdp_config=multi_node_fsdp", "num_nodes=2"], env={}
-        ).machines.value
-        == 2
-    )
-
-
-def test_the_config_overrides_a_file_whether_vembed_or_accelerate_reads_it(
-    write_config,
-):
-    """Document E's settings beside the preset, in both ways of starting it."""
-    text = "use_fsdp: true\nfsdp_sharding_strategy: shard_grad_op\nfsdp_state_dict_type: full_state_dict\n"
-    env = {
-        "ACCELERATE_USE_FSDP": "true",
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "FSDP_VERSION": "2",
-        "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
-        "FSDP_RESHARD_AFTER_FORWARD": "true",
-        "FSDP_OFFLOAD_PARAMS": "false",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-        "FSDP_ACTIVATION_CHECKPOINTING": "false",
-    }
-    file = write_config(text)
-    by_file = resolve_run(
-        write_config(
-            text + "accelerate_config: accelerate_fsdp\n", name="with_file.yaml"
-        ),
-        env={},
-    )
-    for run in (resolve_run(file, env={}), by_file, resolve_run(file, env=env)):
-        assert run.fsdp is not None
-        assert (run.fsdp.version, run.fsdp.sharding_strategy) == (2, "SHARD_GRAD_OP")
-        assert run.fsdp.state_dict_type == "FULL_STATE_DICT"
-        assert run.precision.value == "auto"
-        assert run.recomputation.value is True
-    said = "fsdp_sharding_strategy: SHARD_GRAD_OP ({}, line 4) overrides fsdp_sharding_strategy: FULL_SHARD ({})"
-    assert (
-        said.format("with_file.yaml", "configs/accelerate_fsdp.yaml") in by_file.notes
-    )
-    assert (
-        said.format("cfg.yaml", "accelerate launch") in resolve_run(file, env=env).notes
-    )
 
 
 def test_precision_of_a_file_and_of_the_launcher(write_config):

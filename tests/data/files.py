@@ -61,13 +61,6 @@ def queries_of(store):
     return [query for query, _ in pairs_of(store)]
 
 
-def write_jsonl(path, records):
-    path.write_text(
-        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
-    )
-    return path
-
-
 def write_lines(path, *lines):
     path.write_bytes(
         b"".join(
@@ -78,28 +71,51 @@ def write_lines(path, *lines):
     return path
 
 
+def write_jsonl(path, records):
+    """Write one record a line, every second one in ASCII alone."""
+    lines = [
+        json.dumps(record, ensure_ascii=row % 2 == 0)
+        for row, record in enumerate(records)
+    ]
+    text = "".join(f"{line}\n" for line in lines)
+    # A lone surrogate is written as JSON writes it in ASCII.
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
+    return path
+
+
+def write_json_array(path, records):
+    path.write_text(json.dumps(records, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+def write_delimited(path, records):
+    delimiter = "\t" if path.suffix == ".tsv" else ","
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(records)
+
+
+def write_parquet(path, records, rows_of_a_group=7):
+    table = pa.Table.from_pylist(records)
+    pq.write_table(table, path, row_group_size=rows_of_a_group)
+
+
+def write_saved(path, records):
+    import datasets
+
+    datasets.Dataset.from_list(records).save_to_disk(str(path))
+
+
+WRITERS = {
+    "jsonl": write_jsonl,
+    "json": write_json_array,
+    "csv": write_delimited,
+    "parquet": write_parquet,
+    "folder": write_saved,
+}
+
+
 def write_format(folder, kind, records):
     path = folder / f"data.{kind}"
-    if kind in ("jsonl", "ndjson"):
-        path.write_text(
-            "\n".join(json.dumps(record, ensure_ascii=False) for record in records),
-            encoding="utf-8",
-        )
-    elif kind == "json":
-        path.write_text(
-            json.dumps(records, ensure_ascii=False, indent=2), encoding="utf-8"
-        )
-    elif kind in ("csv", "tsv"):
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(
-                file, list(records[0]), delimiter="\t" if kind == "tsv" else ","
-            )
-            writer.writeheader()
-            writer.writerows(records)
-    elif kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(records), path, row_group_size=7)
-    else:
-        import datasets
-
-        datasets.Dataset.from_list(records).save_to_disk(str(path))
+    WRITERS[kind](path, records)
     return path

@@ -1,11 +1,9 @@
 """Labelled data: texts or images with a class, of which pairs are made, one of each class in a batch."""
 
-import json
-
 import numpy as np
 import pytest
 
-from tests.data.files import open_examples, pair
+from tests.data.files import open_examples, pair, write_jsonl
 from vembed.config.schema import DataSection, TrainConfig
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.datasets import hold_out
@@ -14,8 +12,7 @@ from vembed.evaluation.dataset import from_examples, open_eval_data
 
 
 def opened(folder, rows, **options):
-    path = folder / "labelled.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(folder / "labelled.jsonl", rows)
     config = TrainConfig(
         model_name="m", data_path=str(path), output_dir=str(folder / "out"), **options
     )
@@ -191,12 +188,8 @@ def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path):
 
 def test_labelled_validation_data(tmp_path):
     rows = [{"text": f"t{number}", "label": "a"} for number in range(130)]
-    path = tmp_path / "val.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps(row) + "\n" for row in [*rows, {"text": "alone", "label": "b"}]
-        )
-    )
+    alone = {"text": "alone", "label": "b"}
+    path = write_jsonl(tmp_path / "val.jsonl", [*rows, alone])
     data = open_eval_data(DataSection(data_path="d"), str(path))
     assert len(data.queries) == 100 and len(data.documents) == 101, (
         "what is alone in its class is a document"

@@ -41,21 +41,6 @@ def test_dictionaries_inside_of_lists_may_differ_between_groups(tmp_path):
     ]
 
 
-def test_long_texts_that_many_rows_have_are_stored_once_and_read(tmp_path, cache_home):
-    answers = [np.random.default_rng(number).bytes(500).hex() for number in range(20)]
-    rows = pa.table(
-        {"query": [f"q {number}" for number in range(5_000)], "answer": answers * 250}
-    )
-    pq.write_table(rows, tmp_path / "a.parquet")
-    store = open_path(tmp_path / "a.parquet")
-    actual = [store[number] for number in range(0, 5_000, 7)]
-    assert [example.query.text for example in actual] == [
-        f"q {number}" for number in range(0, 5_000, 7)
-    ]
-    assert [example.positives[0].text for example in actual] == (answers * 250)[::7]
-    assert len(list((cache_home / "vembed" / "parquet").rglob("*.arrow"))) == 1
-
-
 def test_the_limit_per_record_holds_for_parquet(tmp_path):
     draw = np.random.default_rng(0)
     long = draw.integers(97, 123, MAX_RECORD_BYTES + 1, np.uint8).tobytes().decode()

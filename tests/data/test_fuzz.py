@@ -84,6 +84,14 @@ letters = st.characters(exclude_categories=["Cs"], exclude_characters="\0")
 good_texts = st.builds("a{}".format, st.text(letters, max_size=30))
 pairs = st.tuples(good_texts, good_texts)
 
+
+def pairs_among(broken, max_size):
+    """Lists of (True, a pair) and (False, something broken)."""
+    good = st.tuples(st.just(True), pairs)
+    bad = st.tuples(st.just(False), broken)
+    return st.lists(good | bad, min_size=1, max_size=max_size)
+
+
 broken_texts = st.sampled_from(
     ["", " ", "\n\t ", "\0", "a\0b", "\ud800", "a\udfffb", None]
 )
@@ -99,13 +107,10 @@ wrong_objects = st.one_of(
     st.dictionaries(st.text(max_size=5), st.integers(), max_size=3).filter(
         lambda d: "query" not in d
     ),
-    st.builds(lambda value: pair(query=value), wrong_values),
-    st.builds(lambda value: pair(positive=value), wrong_values),
-    st.builds(lambda value: pair(positive=["p", value]), wrong_values),
-    st.builds(
-        lambda value: pair(negatives=["n", value]),
-        wrong_values,
-    ),
+    wrong_values.map(lambda value: pair(query=value)),
+    wrong_values.map(lambda value: pair(positive=value)),
+    wrong_values.map(lambda value: pair(positive=["p", value])),
+    wrong_values.map(lambda value: pair(negatives=["n", value])),
     st.builds(
         lambda value: pair(score=value),
         st.sampled_from(
@@ -116,7 +121,7 @@ wrong_objects = st.one_of(
         lambda value: pair(positive={"image": value}),
         wrong_values.filter(lambda v: v is not None),
     ),
-    st.builds(lambda value: pair(query={"text": value}), wrong_values),
+    wrong_values.map(lambda value: pair(query={"text": value})),
 )
 wrong_json = (
     wrong_objects
@@ -151,13 +156,7 @@ broken_lines = st.one_of(
 
 
 @rank_batch(25)
-@given(
-    st.lists(
-        st.tuples(st.just(True), pairs) | st.tuples(st.just(False), broken_lines),
-        min_size=1,
-        max_size=12,
-    )
-)
+@given(pairs_among(broken_lines, 12))
 def test_json_lines(lines):
     good = [pair for is_good, pair in lines if is_good]
     data = b"\n".join(
@@ -176,11 +175,7 @@ def test_json_lines(lines):
 
 @rank_batch(10)
 @given(
-    st.lists(
-        st.tuples(st.just(True), pairs) | st.tuples(st.just(False), wrong_json),
-        min_size=1,
-        max_size=8,
-    ),
+    pairs_among(wrong_json, 8),
     st.integers(0, 3),
     st.integers(0, 30),
 )
@@ -216,11 +211,7 @@ broken_rows = st.sampled_from(
 
 @rank_batch(20)
 @given(
-    st.lists(
-        st.tuples(st.just(True), pairs) | st.tuples(st.just(False), broken_rows),
-        min_size=1,
-        max_size=12,
-    ),
+    pairs_among(broken_rows, 12),
     st.sampled_from(["\n", "\r\n"]),
 )
 def test_csv(rows, ending):

@@ -22,6 +22,23 @@ def store_of(folder, rows, name="a.jsonl"):
     )
 
 
+def numbered(queries):
+    """Records of these queries, each with a positive of its own."""
+    return [
+        {"query": query, "positive": f"p{number}"}
+        for number, query in enumerate(queries)
+    ]
+
+
+def positives_of_both_sides(parts):
+    """The texts of the positives that are trained on and of those that are held out."""
+    trained = {
+        parts.train[index].positives[0].text for index in range(len(parts.train))
+    }
+    held = {example.positives[0].text for _, example in parts.examples}
+    return trained, held
+
+
 @pytest.fixture
 def rows():
     """200 records of 100 different queries: each once more in capitals, or with one more word."""
@@ -119,10 +136,7 @@ def test_a_group_of_most_queries_is_not_held_out(tmp_path, seed):
         for number in range(140)
     ]
     others = [" ".join(draw.choices(WORDS, k=40)) for _ in range(60)]
-    rows = []
-    for number, query in enumerate([*similar, *others]):
-        rows.append({"query": query, "positive": f"p{number}"})
-    store = store_of(tmp_path, rows)
+    store = store_of(tmp_path, numbered([*similar, *others]))
     assert np.unique(example_groups(store).by_query[:140]).size < 10, "near-duplicates"
     parts = hold_out(store, 0.2, seed)
     train = parts.train
@@ -139,10 +153,7 @@ def test_one_kind_of_query_is_not_all_that_is_held_out(tmp_path, seed):
     draw = random.Random(0)
     similar = of_a_template("please cancel the order with the number", 30)
     others = [" ".join(draw.choices(WORDS, k=40)) for _ in range(170)]
-    rows = []
-    for number, query in enumerate([*similar, *others]):
-        rows.append({"query": query, "positive": f"p{number}"})
-    parts = hold_out(store_of(tmp_path, rows), 0.15, seed)
+    parts = hold_out(store_of(tmp_path, numbered([*similar, *others])), 0.15, seed)
     held = {example.query.text for _, example in parts.examples}
     assert len(held) == 30
     assert len(held & set(similar)) <= 7
@@ -167,11 +178,8 @@ def test_copies_of_queries_are_on_one_side(tmp_path, change):
         for query in (words, copy):
             rows.append({"query": " ".join(query), "positive": f"{number} {query[0]}"})
     parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
-    remaining = {
-        parts.train[index].positives[0].text for index in range(len(parts.train))
-    }
-    held = {example.positives[0].text for _, example in parts.examples}
-    assert remaining.isdisjoint(held) and len(held) >= 28
+    trained, held = positives_of_both_sides(parts)
+    assert trained.isdisjoint(held) and len(held) >= 28
 
 
 def test_answers_of_several_queries_are_on_one_side(tmp_path):
@@ -183,11 +191,8 @@ def test_answers_of_several_queries_are_on_one_side(tmp_path):
         rows.append({"query": query, "positive": answers[number % 250]})
     parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
     assert parts.by_documents and parts.num_trained_documents == 0
-    held = {example.positives[0].text for _, example in parts.examples}
-    remaining = {
-        parts.train[index].positives[0].text for index in range(len(parts.train))
-    }
-    assert not held & remaining and parts.num_documents == len(held)
+    trained, held = positives_of_both_sides(parts)
+    assert trained.isdisjoint(held) and parts.num_documents == len(held)
     assert "0 of the" in parts.notes()[0]
     data = from_examples(
         [example for _, example in parts.examples],

@@ -45,7 +45,6 @@ def test_texts_that_look_like_lists_are_warned_of(tmp_path):
             {},
             "its scores are not read by loss: infonce, and every pair is taken for a match: set loss: cosent",
         ),
-        ({"score": 1}, {"loss": "cosent"}, None),
         (
             {"pos_scores": [1], "negatives": ["n"]},
             {"loss": "triplet"},
@@ -66,9 +65,6 @@ def test_texts_that_look_like_lists_are_warned_of(tmp_path):
             {"loss": "kl", "teacher": "scores"},
             None,
         ),
-        ({"score": 1}, {"losses": [{"loss": "infonce"}, {"loss": "ranknet"}]}, None),
-        ({"relatedness_score": 1}, {}, "relatedness_score is not read"),
-        ({"label_text": "x", "match_id": 3}, {}, None),
         (
             {"negative1": "n", "bm25 negatives": ["m"]},
             {},
@@ -107,7 +103,6 @@ TEACHERS = [{"name": "t", "model": "m"}]
 @pytest.mark.parametrize(
     ("losses", "options", "expected"),
     [
-        (["infonce", "kl"], {}, ["loss: kl stays 0"]),
         (["infonce", "margin_mse", "kl"], {}, ["loss: margin_mse and kl stays 0"]),
         (["infonce", "mse"], {}, []),
         (["infonce", "kl"], {"in_batch_negatives": 2}, []),
@@ -161,7 +156,6 @@ def test_a_label_beside_messages_is_a_score(tmp_path):
     [
         ((0, 1, 2), "label (0, 1, 2) is taken for a score"),
         ((0, 1, 1), None),
-        ((0, 2.5, 5), None),
     ],
 )
 def test_classes_that_are_taken_for_scores_are_warned_of(tmp_path, labels, said):

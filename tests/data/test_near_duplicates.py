@@ -53,15 +53,6 @@ def test_the_pairs_are_those_of_a_full_comparison(texts, threshold):
     assert len(expected) >= 65, "copies of twice and of four times the length"
 
 
-def test_short_texts_are_not_near_and_an_empty_index_finds_nothing():
-    arrays = list(map(ngrams, ["one two three four", "one two three four", ""]))
-    index = NearIndex(arrays, 0.9)
-    assert list(index.near(0)) == []
-    for number in range(3):
-        index.add(number)
-    assert list(index.near(1)) == [], "fewer than five 3-grams"
-
-
 def test_a_large_group_of_copies_takes_linear_time():
     text = " ".join(sentence(random.Random(1), 60))
     copies = [ngrams(f"{text} number {number} here") for number in range(3000)]

@@ -1,6 +1,5 @@
 """Batches that a process prepares: those of a thread, with its errors, and no process left."""
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests import tiny
+from tests.data.files import write_jsonl
 from tests.harness import ROOT
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.schedule import BatchSchedule
@@ -32,12 +32,12 @@ READY_SECONDS = 120
 
 def write_pairs(path, num_rows=NUM_ROWS):
     texts = tiny.texts(2 * num_rows, seed=5, longest=12)
-    lines = []
+    records = []
     for row in range(num_rows):
         record = {"query": texts[2 * row], "positive": texts[2 * row + 1]}
         record["negatives"] = [f"negative {row}"] * (row % 3)
-        lines.append(json.dumps(record) + "\n")
-    path.write_text("".join(lines))
+        records.append(record)
+    write_jsonl(path, records)
 
 
 def open_stream(path, make=tiny.tiny_bert, **options):

@@ -14,6 +14,7 @@ from torch.distributed.run import get_args_parser
 import vembed
 from tests import tiny
 from tests.commands import train_arguments
+from tests.data.files import write_jsonl
 from tests.docs.pages import ROOT, blocks, commands
 from vembed.cli.arguments import NO_FLAGS
 from vembed.cli.main import DATA_COMMANDS, app, load_command
@@ -63,9 +64,7 @@ def folder(tmp_path_factory):
         for text in texts
     ]
     for name, part in (("train", rows[:16]), ("val", rows[16:])):
-        (workdir / "data" / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in part)
-        )
+        write_jsonl(workdir / "data" / f"{name}.jsonl", part)
     config = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
         "data_path": "data/train.jsonl",

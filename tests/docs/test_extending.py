@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from tests import tiny
+from tests.data.files import pair, write_jsonl
 from tests.docs.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "extending.md"
@@ -90,18 +91,6 @@ def run(copy, *arguments, cwd=None):
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_page_has_the_four_parts():
-    assert list(ENTRIES) == [
-        "vembed/losses/table.py",
-        "vembed/models/poolings/table.py",
-        "vembed/models/families/table.py",
-        "vembed/data/formats/table.py",
-    ]
-    assert len(FILES) == 8
-    for path in FILES:
-        assert not (ROOT / path).exists(), path
-
-
 @pytest.fixture(scope="module")
 def workplace(copy, tmp_path_factory):
     """A folder with the config, the models and the data of the page's commands."""
@@ -110,9 +99,8 @@ def workplace(copy, tmp_path_factory):
         {"query": text, "positive": f"found {text}", "neg_1": "none"}
         for text in tiny.texts(16)
     ]
-    lines = [json.dumps(record) + "\n" for record in records]
-    (folder / "train.jsonl").write_text("".join(lines))
-    (folder / "pairs.jsonl").write_text('{"query": "a", "positive": "b"}\n' * 8)
+    write_jsonl(folder / "train.jsonl", records)
+    write_jsonl(folder / "pairs.jsonl", [pair()] * 8)
     make = (
         "import sys; from pathlib import Path\n"
         "from tests.data.test_ltsv import write\n"
@@ -224,29 +212,3 @@ def test_what_is_forgotten_is_named(copy):
     assert code == 1, output[-3000:]
     for message in FORGOTTEN.values():
         assert message in output, output[-3000:]
-
-
-@pytest.mark.parametrize(
-    ("path", "line", "message"),
-    [
-        ("vembed/losses/logistic.py", "    negatives =", "Logistic .*`negatives`"),
-        ("vembed/models/poolings/max_mean.py", "    name =", "MaxMean .*`name`"),
-        (
-            "vembed/models/families/electra.py",
-            "    model_types=",
-            "Family.*model_types",
-        ),
-        ("vembed/data/formats/ltsv.py", "    endings =", "LabelledFile .*`endings`"),
-    ],
-)
-def test_a_declaration_that_is_missing_is_named(copy, path, line, message):
-    text = FILES[path]
-    lines = [each for each in text.splitlines() if not each.startswith(line)]
-    (copy / path).write_text("\n".join(lines) + "\n")
-    table = next(
-        name for name in ENTRIES if name.rpartition("/")[0] == path.rpartition("/")[0]
-    )
-    module = table.removesuffix(".py").replace("/", ".")
-    code, output = run(copy, "-c", f"import {module}")
-    (copy / path).write_text(text)
-    assert code == 1 and re.search(f"TypeError: .*{message}", output), output

@@ -7,6 +7,7 @@ from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 from transformers.processing_utils import ProcessorMixin
 from transformers.utils import is_torchvision_available
 
+from tests import tiny
 from tests.built import described, model_of
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
@@ -16,17 +17,18 @@ from vembed.models.building import load_embedder
 from vembed.saving.files import save_model
 
 
-def save(source, directory, *, card=None, **options):
-    """The model in `source`, described and built with these options, saved to `directory`."""
-    config = TrainConfig(model_name=str(source), data_path="unused", **options)
+def config_of(model, **options):
+    """The config of a model: a folder, or a function of tests.tiny that makes one."""
+    folder = tiny.shared(model) if callable(model) else model
+    return TrainConfig(model_name=str(folder), data_path="unused", **options)
+
+
+def save(model, directory, *, card=None, **options):
+    """Save a model, described and built with these options, to `directory`."""
+    config = config_of(model, **options)
     description = described(config)
-    model = model_of(config, description)
-    return save_model(
-        directory,
-        model,
-        model.state_dict(),
-        card=card,
-    )
+    built = model_of(config, description)
+    return save_model(directory, built, built.state_dict(), card=card)
 
 
 def ours(folder, items, kind, truncate_dim=None):

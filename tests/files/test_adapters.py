@@ -11,11 +11,10 @@ from transformers import AutoTokenizer
 import vembed
 from tests import tiny
 from tests.built import described, model_of
-from tests.files.saving import load_in_sentence_transformers, ours
+from tests.files.saving import config_of, load_in_sentence_transformers, ours
 from tests.files.test_text_models import TEXTS, assert_same
 from tests.harness import run_ranks
 from tests.training.test_run import metrics, settings
-from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.inference.encoding import encode_items
@@ -24,10 +23,7 @@ from vembed.saving.files import save_model
 
 def tuned(source, **options):
     """A model with adapters that have learned something."""
-    config = TrainConfig(
-        model_name=str(source), data_path="unused", use_lora=True, lora_r=4, **options
-    )
-    model = model_of(config)
+    model = model_of(config_of(source, use_lora=True, lora_r=4, **options))
     draw = torch.Generator().manual_seed(8)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -94,9 +90,7 @@ def test_models_that_are_more_than_their_adapters_are_saved_whole(
     caplog,
 ):
     with caplog.at_level("INFO", logger="vembed"):
-        folder = save(
-            tuned(tiny.shared(make), **options), tmp_path / "final", merge=False
-        )
+        folder = save(tuned(make, **options), tmp_path / "final", merge=False)
     assert "save_merged: the whole model is saved" in caplog.text
     assert (folder / "model.safetensors").is_file()
     assert (folder / "adapter" / "adapter_model.safetensors").is_file()
@@ -109,7 +103,7 @@ def test_models_that_are_more_than_their_adapters_are_saved_whole(
 def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(
     tmp_path,
 ):
-    folder = save(tuned(tiny.shared(tiny.tiny_vitmae)), tmp_path / "final", merge=False)
+    folder = save(tuned(tiny.tiny_vitmae), tmp_path / "final", merge=False)
     draw = np.random.default_rng(0)
     paths = [str(tmp_path / f"{number}.png") for number in range(3)]
     for path in paths:
@@ -125,7 +119,7 @@ def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(
 def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
     make, tmp_path
 ):
-    alone = save(tuned(tiny.shared(make)), tmp_path / "alone", merge=False)
+    alone = save(tuned(make), tmp_path / "alone", merge=False)
     before = ours(alone, TEXTS, "query")
     path = alone / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
@@ -151,14 +145,14 @@ def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
 def test_a_padding_token_that_was_added_without_a_row_is_not_used(
     tmp_path,
 ):
-    alone = save(tuned(tiny.shared(tiny.tiny_llama)), tmp_path / "alone", merge=False)
+    alone = save(tuned(tiny.tiny_llama), tmp_path / "alone", merge=False)
     before = ours(alone, TEXTS, "query")
     tokenizer = AutoTokenizer.from_pretrained(alone)
     tokenizer.add_tokens([f"<{number}>" for number in range(1_000)])
     tokenizer.add_special_tokens({"pad_token": "<999>"})
     tokenizer.save_pretrained(alone)
     np.testing.assert_allclose(ours(alone, TEXTS, "query"), before, atol=1e-5)
-    description = described(TrainConfig(model_name=str(alone), data_path="unused"))
+    description = described(config_of(alone))
     features = Featuriser(description).features(
         [(Item(text=text), "query") for text in ("red", " ".join(TEXTS))]
     )
@@ -170,7 +164,7 @@ def test_a_padding_token_that_was_added_without_a_row_is_not_used(
 
 @pytest.mark.parametrize("merge", [True, False])
 def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(merge, tmp_path):
-    model = tuned(tiny.shared(tiny.tiny_bert), quantize_weights="nf4")
+    model = tuned(tiny.tiny_bert, quantize_weights="nf4")
     items = [Item(text=text) for text in TEXTS]
     trained = encode_items(model, Featuriser(model.description), items, "query")
     folder = save(model, tmp_path / "final", merge=merge)
@@ -190,7 +184,7 @@ def test_a_composed_model_with_adapters_is_saved_whole(tmp_path):
         "image_model_name": str(tiny.shared(tiny.tiny_vit)),
         "mrl_dims": [16],
     }
-    model = tuned(tiny.shared(tiny.tiny_bert), **options)
+    model = tuned(tiny.tiny_bert, **options)
     items = [Item(text=text) for text in TEXTS]
     trained = encode_items(model, Featuriser(model.description), items, "query")
     folder = save(model, tmp_path / "final", merge=True)

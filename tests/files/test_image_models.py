@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.built import model_of
 from tests.files.saving import (
+    config_of,
     load_in_sentence_transformers,
     ours,
     save,
@@ -20,6 +21,7 @@ from tests.files.test_text_models import assert_same
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.models.building import load_embedder
+from vembed.saving.files import save_model
 from vembed.training.setup import decide_rates
 
 TEXTS = [
@@ -70,7 +72,7 @@ def of_image(path, text=None):
 
 @pytest.mark.parametrize("make", [*TWO_TOWERS, *IMAGE_ENCODERS])
 def test_images_are_embedded_alike(make, pictures, tmp_path):
-    folder = save(tiny.shared(make), tmp_path / "final")
+    folder = save(make, tmp_path / "final")
     theirs = load_in_sentence_transformers(folder).encode(pictures)
     assert_same(ours(folder, [of_image(path) for path in pictures], "query"), theirs)
     alone = ours(folder, [of_image(pictures[0])], "document")
@@ -79,7 +81,7 @@ def test_images_are_embedded_alike(make, pictures, tmp_path):
 
 @pytest.mark.parametrize("make", TWO_TOWERS)
 def test_texts_of_two_towers_are_embedded_alike(make, tmp_path):
-    folder = save(tiny.shared(make), tmp_path / "final", query_prompt="a photo of ")
+    folder = save(make, tmp_path / "final", query_prompt="a photo of ")
     model = load_in_sentence_transformers(folder)
     assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS, prompt_name="query"))
     assert_same(
@@ -89,7 +91,7 @@ def test_texts_of_two_towers_are_embedded_alike(make, tmp_path):
 
 
 def test_a_projection_of_clip_is_a_dense_module(pictures, tmp_path):
-    folder = save(tiny.shared(tiny.tiny_clip), tmp_path / "final", mrl_dims=[12, 6])
+    folder = save(tiny.tiny_clip, tmp_path / "final", mrl_dims=[12, 6])
     model = load_in_sentence_transformers(folder)
     assert_same(
         ours(folder, [of_image(path) for path in pictures], "query"),
@@ -99,7 +101,7 @@ def test_a_projection_of_clip_is_a_dense_module(pictures, tmp_path):
 
 
 def test_clip_has_the_module_that_versions_before_5_4_know(tmp_path):
-    folder = save(tiny.shared(tiny.tiny_clip), tmp_path / "final")
+    folder = save(tiny.tiny_clip, tmp_path / "final")
     modules = json.loads((folder / "modules.json").read_text())
     assert modules[0] == {
         "idx": 0,
@@ -190,7 +192,7 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
     pictures, tmp_path, monkeypatch
 ):
     without_torchvision(monkeypatch)
-    once = save(tiny.shared(tiny.tiny_qwen3_vl), tmp_path / "once")
+    once = save(tiny.tiny_qwen3_vl, tmp_path / "once")
     settings = json.loads((once / "sentence_bert_config.json").read_text())
     settings["processing_kwargs"]["chat_template"] = {}  # no opened answer
     (once / "sentence_bert_config.json").write_text(json.dumps(settings))
@@ -206,12 +208,7 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
 
 
 def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path):
-    from vembed.saving.files import save_model
-
-    config = TrainConfig(
-        model_name=str(tiny.shared(tiny.tiny_siglip)), data_path="unused"
-    )
-    model = model_of(config)
+    model = model_of(config_of(tiny.tiny_siglip))
     state = dict(model.state_dict())
     model.write_scale_and_bias(12.5, -7.0, state)
     folder = save_model(tmp_path / "final", model, state)
@@ -229,7 +226,7 @@ def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
         "mrl_dims": [20],
     }
     folder = save(
-        tiny.shared(tiny.tiny_bert),
+        tiny.tiny_bert,
         tmp_path / "final",
         model_family="composed",
         **options,
@@ -271,12 +268,7 @@ def test_trained_projections_of_a_composed_model_go_on_at_its_rate(tmp_path):
 
 
 def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path):
-    from vembed.saving.files import save_model
-
-    config = TrainConfig(
-        model_name=str(tiny.shared(tiny.tiny_clip)), data_path="unused"
-    )
-    model = model_of(config)
+    model = model_of(config_of(tiny.tiny_clip))
     state = {
         name: tensor.to(torch.bfloat16)
         if "vision_model" in name and tensor.is_floating_point()

@@ -54,12 +54,6 @@ def test_empty_and_cut_files_are_damaged(content, tmp_path):
         files.read_json_object(path)
 
 
-def test_a_path_with_nul_and_one_that_is_missing_are_named():
-    for path in ("a\0b", "/nowhere/state.json"):
-        with pytest.raises(UserError):
-            files.read_json_object(path)
-
-
 @pytest.mark.parametrize("name", ["metrics.jsonl", "training_log.txt"])
 @pytest.mark.parametrize("make", [pipe, device])
 def test_a_run_does_not_write_into_pipes_and_devices(name, make, tmp_path):
@@ -103,8 +97,6 @@ def test_an_output_dir_that_holds_no_files_is_refused(name, tmp_path):
     ("option", "value"),
     [
         ("log_file", "a\0b"),
-        ("tokenizer_name", "a\0b"),
-        ("output_dir", "x" * 300),
         ("model_name", "x" * 300),
     ],
 )

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from tests.data.files import open_examples
+from tests.data.files import write_jsonl as write_lines
+from tests.harness import run_ranks
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed import Embedder
 from vembed.config.schema import TrainConfig
@@ -19,13 +21,6 @@ MARGIN = 0.012
 
 def model():
     return str(shared(tiny_bert_st))
-
-
-def write_lines(path, records):
-    path.write_text(
-        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
-    )
-    return path
 
 
 def read_lines(path):
@@ -84,6 +79,13 @@ def run(options, **changes):
     return read_lines(
         result.output_path
     ) if result.output_path.suffix == ".jsonl" else [], result
+
+
+def on_ranks(command, options, num_ranks, folder, **changes):
+    """Run a command on ranks, with a file of their own, and return each rank's result and the rows."""
+    output = folder / f"{num_ranks}.jsonl"
+    run_options = {**options, "output_path": str(output), **changes}
+    return run_ranks(command, num_ranks, run_options), read_lines(output)
 
 
 def score_matrix(queries, actual):

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.harness import run_ranks
-from tests.mining.data import assert_same_rows, read_lines, run, write_data
+from tests.mining.data import assert_same_rows, on_ranks, run, write_data
 from tests.mining.test_ranks import mined
 from vembed.evaluation.top_k import Pairs
 from vembed.mining.candidates import CLAIM_MARGIN, CONSIDERED, NEAREST, ClaimFinder
@@ -116,14 +115,7 @@ def test_a_limit_that_is_given_leaves_claims_out(value):
 
 
 def test_two_ranks_find_the_claims_of_one(options, tmp_path):
-    actual = []
-    for world_size in (1, 2):
-        run_options = {
-            **options,
-            "work_dir": str(tmp_path / f"w{world_size}"),
-            "output_path": str(tmp_path / f"{world_size}.jsonl"),
-        }
-        outcomes = run_ranks(mined, world_size, run_options)
-        actual.append((outcomes[0][0], read_lines(tmp_path / f"{world_size}.jsonl")))
-    assert actual[0][0] == actual[1][0]
-    assert_same_rows(actual[1][1], actual[0][1])
+    alone, rows_alone = on_ranks(mined, options, 1, tmp_path)
+    both, rows_of_both = on_ranks(mined, options, 2, tmp_path)
+    assert both[0] == alone[0]
+    assert_same_rows(rows_of_both, rows_alone)

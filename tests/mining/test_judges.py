@@ -15,8 +15,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from tests.harness import run_ranks
-from tests.mining.data import documents, read_lines, run, write_data
+from tests.mining.data import documents, on_ranks, run, write_data
 from tests.tiny import shared, tiny_qwen3, tiny_reranker
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT
 from vembed.errors import RunError, UserError
@@ -311,7 +310,6 @@ def test_a_decoder_answers_yes_or_no(tmp_path, options, instruction):
     "text, answer",
     [
         ("Yes", 1.0),
-        ("no.", 0.0),
         ("**No**, because yes would be wrong", 0.0),
         ("Not relevant", 0.0),
         ("maybe", None),
@@ -330,21 +328,10 @@ def test_ranks_share_the_judging(options, tmp_path):
     judge = load_judge(Judge(model=folder), MineConfig(**options), CPU)
     scores = sorted(dict(judge(PAIRS)).values())
     judges = [{"model": folder, "unsure": [scores[10], scores[10]]}]
-    actual = []
-    for world_size in (1, 2):
-        run_options = {
-            **options,
-            "judges": judges,
-            "output_path": str(tmp_path / f"{world_size}.jsonl"),
-        }
-        actual.append(
-            (
-                run_ranks(judged, world_size, run_options)[0],
-                read_lines(Path(run_options["output_path"])),
-            )
-        )
-    assert actual[0] == actual[1]
-    assert actual[0][0]["judged_relevant"] > 0
+    (counts,), rows = on_ranks(judged, options, 1, tmp_path, judges=judges)
+    assert counts["judged_relevant"] > 0
+    both, rows_of_both = on_ranks(judged, options, 2, tmp_path, judges=judges)
+    assert (both[0], rows_of_both) == (counts, rows)
 
 
 def test_mistakes_in_the_config_of_a_judge(options, serve):

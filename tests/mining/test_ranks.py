@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import rank_outcomes, run_ranks
-from tests.mining.data import assert_same_rows, read_lines, write_data
+from tests.mining.data import assert_same_rows, on_ranks, read_lines, write_data
 from vembed.data.row_store import RowStore
 from vembed.mining import candidates
 from vembed.mining.mine import mine
@@ -59,21 +59,14 @@ def options(tmp_path):
 
 
 def test_the_same_for_any_number_of_ranks(options, tmp_path):
-    actual = []
-    for world_size in (1, 2, 3):
-        run_options = {
-            **options,
-            "output_path": str(tmp_path / f"{world_size}.jsonl"),
-            "work_dir": str(tmp_path / f"w{world_size}"),
-        }
-        outcomes = run_ranks(mined, world_size, run_options)
-        assert outcomes == [outcomes[0]] * world_size
-        assert outcomes[0][1] == 340
-        actual.append((outcomes[0][0], read_lines(Path(run_options["output_path"]))))
-    assert actual[0][0] == actual[1][0] == actual[2][0]
-    for _, rows in actual[1:]:
-        assert_same_rows(rows, actual[0][1])
-    assert sum(len(row["negatives"]) for row in actual[0][1]) > 100
+    del options["work_dir"]  # each has one beside its file
+    ((counts, num_encoded),), rows_alone = on_ranks(mined, options, 1, tmp_path)
+    assert num_encoded == 340
+    assert sum(len(row["negatives"]) for row in rows_alone) > 100
+    for world_size in (2, 3):
+        outcomes, rows = on_ranks(mined, options, world_size, tmp_path)
+        assert outcomes == [(counts, 340)] * world_size
+        assert_same_rows(rows, rows_alone)
 
 
 @pytest.mark.parametrize(

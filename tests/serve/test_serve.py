@@ -296,12 +296,10 @@ def test_cohere_reranks(reranking, route):
     ("route", "values", "words"),
     [
         ("/rerank", {"texts": DOCUMENTS}, "query must be"),
-        ("/rerank", {"query": QUERY, "text": DOCUMENTS}, "documents must be"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "documents": ["b"]}, "not both"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "truncate": False}, "truncate"),
         ("/rerank", {"query": ["a", "b"], "texts": DOCUMENTS}, "2 queries"),
         ("/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 0}, "top_n"),
-        ("/rerank", {"query": QUERY, "documents": [{"title": "a"}]}, "documents"),
         ("/embed", {"inputs": TEXTS}, "/rerank"),
     ],
 )
@@ -323,19 +321,13 @@ def test_an_embedding_model_reranks_nothing(server, route):
     ("route", "values", "status", "words"),
     [
         ("/v1/embeddings", {"input": []}, 400, "input"),
-        ("/v1/embeddings", {"input": ["a", [1]]}, 400, "input"),
-        ("/v1/embeddings", {"input": [1, -2]}, 400, "-2"),
         ("/v1/embeddings", {"input": [[1], [2] * 9000]}, 400, "input[1]"),
         ("/v1/embeddings", {"input": [1], "input_type": "query"}, 400, "input_type"),
         ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "2,048"),
         ("/v1/embeddings", {"input": "a", "dimensions": 99}, 400, "1 to 24"),
-        ("/v1/embeddings", {"input": "a", "dimensions": "8"}, 400, "whole number"),
-        ("/v1/embeddings", {"inpt": "a"}, 400, "input must be"),
-        ("/v1/embeddings", {"input": ["a", ""]}, 400, "input[1]"),
         ("/embed", {"inputs": "a", "normalize": False}, 400, "normalize"),
         ("/embed", {"inputs": "a", "truncate": False}, 400, "truncate"),
         ("/v1/embeddings", {"input": "a", "input_type": "passage"}, 400, "passage"),
-        ("/embed", [], 400, "JSON object"),
         ("/embed", {"inputs": float("nan")}, 400, "NaN"),
         ("/embed", {"inputs": ["a", "half an emoji \ud83d"]}, 400, "inputs[1]"),
         ("/embed", {"inputs": ["a", "b" * 1_000_001]}, 413, "inputs[1]"),
@@ -351,7 +343,12 @@ def test_what_clients_get_wrong(server, route, values, status, words):
 
 @pytest.mark.parametrize(
     "body",
-    [b"[" * 5_000_000, b'{"inputs":' * 1_000_000, b"\xff", b'{"inputs": ', b"9" * 9999],
+    [
+        b"[" * 5_000_000,
+        b'{"inputs":' * 1_000_000,
+        b"\xff",
+        b'{"inputs": ',
+    ],
 )
 def test_a_body_that_is_no_json(server, body):
     status, answer = server.send("/embed", body=body)

@@ -25,19 +25,6 @@ def pairs():
     return standard_library_pairs()
 
 
-def test_pairs_of_this_python(pairs):
-    assert len(pairs) > 3000
-    assert (
-        len({pair.query for pair in pairs})
-        == len({pair.positive for pair in pairs})
-        == len(pairs)
-    )
-    assert all(pair.positive.startswith(("def ", "async def ")) for pair in pairs)
-    assert not any(
-        part.startswith("test") for pair in pairs for part in pair.module.split(".")[:1]
-    )
-
-
 SOURCE = '''
 import os
 

@@ -1,10 +1,9 @@
 """`vembed eval`: what it prints and writes."""
 
-import json
-
 import numpy as np
 import pytest
 
+from tests.data.files import write_jsonl
 from tests.tiny import shared, tiny_bert_st
 from vembed import Embedder, UserError, evaluate, train
 from vembed.cli.commands.scores import eval as evaluate_command
@@ -14,10 +13,8 @@ WORDS = ("red", "green", "cat", "dog", "house")
 
 @pytest.fixture
 def pairs(tmp_path):
-    path = tmp_path / "val.jsonl"
     records = [{"query": word, "positive": f"a {word} thing"} for word in WORDS]
-    path.write_text("\n".join(map(json.dumps, records)))
-    return path
+    return write_jsonl(tmp_path / "val.jsonl", records)
 
 
 @pytest.fixture
@@ -63,10 +60,9 @@ def test_each_matryoshka_size_has_a_row(pairs, tmp_path, printed):
 
 
 def test_scored_pairs_have_one_table(tmp_path, printed):
-    path = tmp_path / "sts.jsonl"
-    pair = {"sentence1": "cat", "sentence2": "dog"}
-    lines = [json.dumps({**pair, "score": score}) for score in range(4)]
-    path.write_text("\n".join(lines))
+    sides = {"sentence1": "cat", "sentence2": "dog"}
+    records = [{**sides, "score": score} for score in range(4)]
+    path = write_jsonl(tmp_path / "sts.jsonl", records)
     scores, text = printed(str(shared(tiny_bert_st)), str(path))
     assert text.split()[:2] == ["metric", "whole"]
     assert f"{scores['spearman']:.4f}" in text

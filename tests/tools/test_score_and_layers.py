@@ -10,6 +10,7 @@ from PIL import Image
 from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoTokenizer
 
+from tests.data.files import write_jsonl
 from tests.harness import result_of, run_cases
 from tests.tiny import (
     shared,
@@ -48,13 +49,11 @@ def texts(tmp_path):
 
 @pytest.fixture
 def records(tmp_path):
-    path = tmp_path / "pairs.jsonl"
     rows = [
         {"query": text, "positive": [f"{text} here", "bird"], "negatives": ["train"]}
         for text in TEXTS[:3]
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_jsonl(tmp_path / "pairs.jsonl", rows)
 
 
 def in_order():
