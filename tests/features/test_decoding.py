@@ -63,22 +63,3 @@ def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch):
 
     monkeypatch.setattr(decoders, "load_image", waiting)
     assert len(mine.collate(features)["pixel_values"]) == 4
-
-
-def test_decoding_ahead_stays_within_the_cache(decoded):
-    size = 3 * 32 * 32
-    mine = Featuriser(
-        featuriser(tiny.shared(tiny.tiny_vit)).description,
-        decoders=1,
-        image_cache_bytes=8 * size,
-    )
-    features = features_of(mine)
-    mine.collate(features[:1])
-    decoded.clear()
-    mine.decode_ahead(features[1:])
-    mine.collate(features[1:5])
-    assert len(decoded) == 4, (
-        "half of the cache, of which nothing is lost before it is read"
-    )
-    mine.collate(features[5:])
-    assert len(decoded) == COUNT - 1

@@ -7,7 +7,6 @@ import pytest
 from tests.cli.conftest import vembed
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import write_pairs
-from vembed.training.hooks.metrics import log_line
 
 __all__ = ["vembed"]
 
@@ -63,15 +62,3 @@ def test_decisions_that_the_data_and_the_machine_force_are_said(train):
     assert "of 96 examples (epochs: 2)" in output
     assert "an MRL projection from 32 to max(mrl_dims)" in output
     assert "strategy single (FSDP needs at least two processes" in output
-
-
-def test_step_lines_fit():
-    values = {
-        "step": 123_456,
-        "epoch": 12.34,
-        "loss": 12.3456,
-        "learning_rate": 1.25e-5,
-        "grad_norm": 1234.5678,
-        "samples_per_second": 12_345.6,
-    }
-    assert len(log_line(values, 1_234_567, 400_000)) <= 100

@@ -95,14 +95,13 @@ def test_a_signal_on_one_rank_ends_the_last_evaluation_on_all(tmp_path):
     assert (tmp_path / "run" / "checkpoint-6").is_dir()
 
 
-def signalled_while_final_is_written(options, num_signals):
+def signalled_while_final_is_written(options):
     module.REPEATED_SIGNAL_SECONDS = 0.1
     save_model = finish.save_model
 
     def slow(*arguments, **named):
-        for _ in range(num_signals):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
         return save_model(*arguments, **named)
 
     finish.save_model = slow
@@ -111,7 +110,7 @@ def signalled_while_final_is_written(options, num_signals):
 
 def test_a_signal_while_final_is_written_lets_it_be_written(tmp_path):
     (model_dir,) = run_ranks(
-        signalled_while_final_is_written, 1, settings(tmp_path), 1, process_group=False
+        signalled_while_final_is_written, 1, settings(tmp_path), process_group=False
     )
     assert (Path(model_dir) / "model.safetensors").exists()
 

@@ -66,15 +66,7 @@ def finished(tmp_path_factory):
             "trained with other settings: learning_rate",
         ),
         ({"data_path": "mistyped.jsonl", "overwrite": True}, "mistyped.jsonl"),
-        (
-            {"model_name": "mistyped/model/name", "overwrite": True},
-            "mistyped/model/name",
-        ),
         ({"model_name": "run/final", "overwrite": True}, "is in output_dir"),
-        (
-            {"model_name": "other", "resume": True, "max_steps": 9},
-            "trained with other settings: model_name",
-        ),
         ({}, "of an earlier run"),
     ],
 )

@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.harness import run_ranks
@@ -56,15 +55,6 @@ def test_decay_of_sgd_is_decoupled_as_that_of_all_others(tmp_path):
     torch.testing.assert_close(
         model.head.weight.detach(), before * (1 - 0.1 * 0.5) - 0.1 * gradient
     )
-
-
-def test_nothing_to_train_is_the_users_mistake(tmp_path):
-    with pytest.raises(UserError, match="nothing to train"):
-        build_optimizer(
-            TinyModel().requires_grad_(False),
-            nn.Module(),
-            config_for(tmp_path).optimizer,
-        )
 
 
 def test_missing_bitsandbytes_names_the_extra(tmp_path, monkeypatch):

@@ -139,4 +139,3 @@ def test_the_files_decide_whatever_the_config_says(tmp_path):
     assert decided(model_name=text, image_model_name=image) == torch.bfloat16
     assert decided(model_name=text, image_model_name=shared(tiny_dinov2)) is None
     assert decided(model_name=clip) == torch.float16
-    assert decided(model_name=clip, torch_dtype="float32") == torch.float32
