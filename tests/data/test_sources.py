@@ -130,7 +130,7 @@ def test_skip_drops_and_counts(tmp_path):
     ]
     assert store.num_skipped == 3
     assert "3 bad records left out" in store.summary()[0]
-    assert any("a.jsonl:4: query is null" in line for line in store.summary())
+    assert any("a.jsonl:4: query is empty" in line for line in store.summary())
     (warning,) = store.warnings()
     assert "a.jsonl: 3 of 30 records cannot be used and are left out" in warning, (
         "seen without opening the log"

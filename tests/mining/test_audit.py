@@ -64,25 +64,6 @@ class Text(HTMLParser):
         self.words.append(data)
 
 
-def test_pairs_with_a_column_that_says_which_match(options, tmp_path):
-    rows = [
-        {"query": f"q {entry}", "positive": f"p {entry}", "is_duplicate": number % 2}
-        for number, entry in enumerate(documents()[:6])
-    ]
-    pairs = write_lines(tmp_path / "pairs.jsonl", rows)
-    _, actual = run(options, data_path=str(pairs), val_data_path=None)
-    first = actual["unread_judgement"]
-    assert (first.severity, first.count, first.share) == ("warning", 6, 1.0)
-    assert "is_duplicate is not read, and every pair is taken for a match" in first.text
-    _, actual = run(
-        options,
-        data_path=str(pairs),
-        val_data_path=None,
-        column_mapping={"is_duplicate": "score"},
-    )
-    assert "unread_judgement" not in actual, "it is read"
-
-
 def test_findings_without_a_model(options):
     result, actual = run(options)
     assert {kind: value.count for kind, value in actual.items()} == {

@@ -1,5 +1,6 @@
 """What a run says and where: a detailed file per process, and a tracker that hears of the run from process 0 alone."""
 
+import os
 import sys
 from importlib.util import find_spec
 from unittest.mock import MagicMock
@@ -19,6 +20,16 @@ def train(options):
     return int(vembed.train(options).steps)
 
 
+def train_in_detail(options):
+    details = []
+
+    def on_step(_):
+        details.append(os.environ["TORCH_DISTRIBUTED_DEBUG"])
+
+    vembed.train(options, on_step=on_step)
+    return details
+
+
 @pytest.mark.promise("A17", "B25", "C31")
 def test_debug_writes_a_detailed_file_per_process(tmp_path):
     options = settings(
@@ -29,11 +40,11 @@ def test_debug_writes_a_detailed_file_per_process(tmp_path):
         val_data_path=None,
         strategy="fsdp",
     )
-    assert run_ranks(train, 2, options, process_group=False) == [2, 2]
+    details = run_ranks(train_in_detail, 2, options, process_group=False)
+    assert details == [["DETAIL"] * 2] * 2
     for rank in (0, 1):
         lines = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()
         assert " DEBUG unit: " in lines
-        assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in lines
         assert " INFO step 2/2 " in lines
     log_text = (tmp_path / "run" / "training.log").read_text()
     assert " DEBUG unit: " in log_text

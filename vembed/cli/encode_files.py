@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.example_store import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.example_store import IMAGE_THREADS, NUM_NAMED
 from vembed.data.examples import BadRecord, ImageRoot, Item
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
@@ -27,7 +27,7 @@ from vembed.data.formats.table import (
     open_reader,
     unpacked_copy,
 )
-from vembed.data.images.files import IMAGE_SUFFIXES
+from vembed.data.images.files import IMAGE_SUFFIXES, image_problem
 from vembed.data.records import (
     ID_FIELDS,
     IMAGE_FIELDS,

@@ -51,7 +51,7 @@ from vembed.data.examples import BadRecord, Example, ImageRef, ImageRoot, Item, 
 from vembed.data.formats.base import FILE_BITS, Format
 from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import open_reader
-from vembed.data.images.files import IMAGE_PATH, check_image
+from vembed.data.images.files import IMAGE_PATH, image_problem
 from vembed.data.records import (
     LABEL,
     Columns,
@@ -792,15 +792,6 @@ def _refuse_bad_images(
             outcomes[place] = BadRecord(problem)
 
 
-def image_problem(image: ImageRef) -> str | None:
-    """Return why an image cannot be used; None if it can."""
-    try:
-        check_image(image)
-    except BadRecord as error:
-        return str(error)
-    return None
-
-
 def _file_hash(path: Path) -> bytes:
     """Hash a file. xxHash takes a twentieth of BLAKE2's time, which is a third of the pass over long records. What it
     tells apart are versions of the user's own files."""
@@ -889,10 +880,8 @@ def cached_index(
     facts = {}
     arrays = {}
     for name, value in vars(index).items():
-        if isinstance(value, np.ndarray):
-            arrays[name] = value
-        else:
-            facts[name] = value
+        kind = arrays if isinstance(value, np.ndarray) else facts
+        kind[name] = value
     with (
         # Without room on the disk it is built again the next time.
         suppress(OSError, SafetensorError),

@@ -204,9 +204,7 @@ class ImageRoot:
         name = printable(path, 200)
         if "\0" in path or not path.strip():
             raise BadRecord("an image path is empty or has a NUL character in it")
-        if "://" in path:
-            if not path.startswith(_HTTP):
-                raise BadRecord(f"image address {name} is neither a path nor http(s)")
+        if path.startswith(_HTTP):
             if not self.allow_urls:
                 raise BadRecord(
                     f"image {name} is an address, and none is fetched unless allow_image_urls: true"

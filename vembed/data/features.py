@@ -208,9 +208,12 @@ class Featuriser(BaseFeaturiser):
         is_readable = num_contents == 1 or modality == "multimodal"
         if is_readable and modality in self.modalities:
             return modality
+        contents = f"{len(item.images)} image(s)"
+        if item.text is not None:
+            contents = f"the text {item.text!r:.60} and {contents}"
         raise UserError(
             f"{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} at a time, "
-            f"and got the text {item.text!r:.60} and {len(item.images)} image(s): set retrieval_mode where plain strings "
+            f"and got {contents}: set retrieval_mode where plain strings "
             "are paths of images (i2i: all are), or take a vision-language model, which reads a text and images together"
         )
 

@@ -6,7 +6,6 @@ column_mapping. Opens no file or image.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -53,11 +52,6 @@ class RecordFormat:
     """Records without a negative get some before they are used (mining)."""
     keeps_keys: bool = False
     """The first pass keeps the content keys of all examples, for the detection of duplicates."""
-
-    @property
-    def null(self) -> str:
-        """What messages call a missing value."""
-        return "empty" if self.numbers_in_text else "null"
 
     def example_of_plain_block(self, records: Sequence[Any]) -> Example | None:
         """Return the first record's example, which stands for all: the fast path for pairs of good texts in the same
@@ -109,18 +103,15 @@ class RecordFormat:
             label = record[layout.label]
             is_name = isinstance(label, str | int) and not isinstance(label, bool)
             if not is_name or not str(label).strip():
-                description = self.null if label is None else described(label)
                 raise BadRecord(
-                    f"{layout.label} is {description}, not the name or number of a class"
+                    f"{layout.label} is {described(label)}, not the name or number of a class"
                 )
             self._check_losses(layout, (), None)
             return Example(query, (query,), where=where, label=str(label))
         positives = self._documents(record, layout.positive, layout.positive_image)
         if not positives:
             name = layout.positive or layout.positive_image or ""
-            raise BadRecord(
-                f"{name} is {self.null if record[name] is None else 'an empty list'}"
-            )
+            raise BadRecord(f"{name} is empty")
         negatives: tuple[Item, ...] = ()
         if layout.negatives or layout.negative_image:
             first, *others = layout.negatives or (None,)
@@ -146,7 +137,7 @@ class RecordFormat:
         if layout.query_image:
             images = self._image_list(record[layout.query_image], layout.query_image)
         if value is None and not images:
-            raise BadRecord(f"{name or layout.query_image} is {self.null}")
+            raise BadRecord(f"{name or layout.query_image} is empty")
         query = self._item(value, images, self.mode in ("i2t", "i2i"), str(name))
         if layout.query_prompt is None:
             return query
@@ -204,7 +195,7 @@ class RecordFormat:
         if value is None and images:
             return Item(images=images)
         if value is None:
-            raise BadRecord(f"{name} is {self.null}")
+            raise BadRecord(f"{name} is empty")
         if isinstance(value, list):
             raise BadRecord(f"{name} is a list inside of a list")
         way_out = "; write it as text, in quotes" if type(value) in (int, float) else ""
@@ -292,10 +283,7 @@ class RecordFormat:
         if self.numbers_in_text and isinstance(value, str) and _NUMBER.fullmatch(value):
             value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-            description = described(value)
-            if isinstance(value, str):
-                description = f"the text {printable(value)!r}"
-            raise BadRecord(f"{name} is {description}, not a number")
+            raise BadRecord(f"{name} is {printable(repr(value))}, not a number")
         try:
             number = float(value)
         except OverflowError:
@@ -328,11 +316,8 @@ class RecordFormat:
                 and not negatives
                 and not self.gets_negatives
             ):
-                missing = "no negative"
-                if self.max_negatives == 0:
-                    missing = "max_negatives: 0 leaves no negative"
                 raise BadRecord(
-                    f"{missing}, which loss: {loss} needs in every record: add negatives, take the source out, or use "
+                    f"no negative, which loss: {loss} needs in every record: add negatives, take the source out, or use "
                     "loss: infonce, which takes the others of the batch"
                 )
         for score in scores or ():
@@ -498,22 +483,6 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 are read for negatives, and `negative_1`, `negative_2` ... are negatives too. `label` is a score beside sentence1 and
 sentence2, a class beside a text or image without a pair, and not read elsewhere."""
 
-GUESSES: dict[str, tuple[str, ...]] = {
-    role: tuple(names.split())
-    for role, names in {
-        "query": (
-            "instruction search title subject caption prompt source query_text text1 premise input question_text q "
-            "question1 sentence_a text_a sent1"
-        ),
-        "positive": (
-            "context text content body description resolution solution target text2 hypothesis output completion doc a "
-            "question2 sentence_b text_b sent2"
-        ),
-        "positive_image": "image_path image_file file_name filename img picture photo",
-    }.items()
-}
-"""Likely column names that are not read automatically; used for advice and by `vembed init`."""
-
 INSIDE = " (inside of an item)"
 """Behind the name of a field that an object for a query or document has, in lists of what is not read."""
 
@@ -631,7 +600,7 @@ class Columns:
                 names_of[self._mapping[name]].append(name)
             else:
                 free.append(name)
-        has_sentences = "sentence1" in columns and "sentence2" in columns
+        has_sentences = {"sentence1", "sentence2"} <= {*columns}
         are_sentences = has_sentences and not names_of["query"]
         is_label_mapped = bool(names_of[LABEL])
         for role, names in COLUMNS.items():
@@ -665,9 +634,8 @@ class Columns:
             if not names_of["positive"] and not images:
                 names_of["positive"] = names_of["query"]
                 names_of["positive_image"] = names_of["query_image"]
-        negatives = tuple(names_of["negative"])
         problem = None if label is not None else _problem(names_of, columns)
-        del names_of["negative"]
+        negatives = tuple(names_of.pop("negative"))
         single = {role: next(iter(names), None) for role, names in names_of.items()}
         named = dict.fromkeys([*single.values(), label, *negatives])
         read = tuple(name for name in named if name is not None)
@@ -731,40 +699,14 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
             missing.append(role)
     if not missing:
         return None
-    used = set(itertools.chain.from_iterable(names_of.values()))
-    free = [name for name in columns if name not in used]
-    example = guess_mapping(free, missing)
-    for role in missing:
-        is_guessed = any(target.startswith(role) for target in example.values())
-        if not is_guessed:
-            # No column is named: any would be a guess by its position alone.
-            example[f"your_{role}"] = role
-    entries = ", ".join(
-        f"{quoted_column(name)}: {role}" for name, role in example.items()
-    )
+    entries = ", ".join(f"your_{role}: {role}" for role in missing)
     hint = ""
     if "query" in missing and {TEXT, LABEL} & {*columns}:
         hint = "; `vembed generate` makes pairs of texts alone, and texts with classes have the columns text and label"
     return (
         f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "
-        f"column_mapping: {{{entries}}}{hint}"
+        f"column_mapping: {{{entries}}}, or let `vembed init` guess it{hint}"
     )
-
-
-def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
-    """Return a column mapping for the missing parts (query, positive), guessed from the column names."""
-    free = list(columns)
-    mapping = dict[str, str]()
-    for role in missing:
-        for target in (role, f"{role}_image"):
-            # The names of the table too: `Question`, ` Answer ` and `sentence1` without its partner are near misses.
-            likely = {*GUESSES.get(target, ()), *COLUMNS[target]}
-            names = [name for name in free if normalised_name(name) in likely]
-            if names and target in GUESSES:
-                mapping[names[0]] = target
-                free.remove(names[0])
-                break
-    return mapping
 
 
 def quoted_column(name: str) -> str:

@@ -20,7 +20,6 @@ from vembed.data.near_duplicates import (
     NearIndex,
     ngrams,
 )
-from vembed.data.records import unread_judgement
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
@@ -267,11 +266,12 @@ class Checks:
         self.add(kind, severity, title, text, examples, count=len(rows), fix=fix)
 
     def records(self, rows: Rows) -> None:
-        """Records that training would refuse, and pairs with a column that probably says which match, and is not read."""
+        """Records that training would refuse."""
         num_bad = 0
         problems = []
-        tables = [table for table in rows.tables if isinstance(table, Records)]
-        for table in tables:
+        for table in rows.tables:
+            if not isinstance(table, Records):
+                continue
             num_bad += table.index.counts["bad"]
             for problem in table.index.problems:
                 place, _, reason = problem.partition(": ")
@@ -286,19 +286,6 @@ class Checks:
             num_bad=num_bad,
             fix=self.command,
         )
-        for table in tables:
-            index = table.index
-            sentence = unread_judgement(index.unused)
-            if sentence is None or index.labels is not None or index.counts["scored"]:
-                continue
-            self.add(
-                "unread_judgement",
-                "warning",
-                "Pairs that may not match",
-                f"{table.name}: {sentence}.",
-                [],
-                count=len(table),
-            )
 
     def duplicates(self) -> None:
         """Rows that say again what another row says."""

@@ -128,7 +128,6 @@ def _repetitions(
     contents: dict[str, list[Any]] = {"queries": [], "positives": [], "pairs": []}
     positives_of: dict[int, set[int]] = {}
     split_queries = set()
-    num_equal = 0
     for example in examples:
         query = normal_key(example.query)
         positives = [normal_key(item) for item in example.positives]
@@ -141,7 +140,6 @@ def _repetitions(
         contents["queries"].append(query)
         contents["positives"] += positives
         contents["pairs"] += [(query, positive) for positive in positives]
-        num_equal += query in positives
     figures = {}
     lines = []
     for name, keys in contents.items():
@@ -152,9 +150,6 @@ def _repetitions(
         lines.append(
             f"{name}: {different:,d} different, {repeated:,d} repetition{plural}"
         )
-    figures["queries_that_are_their_positive"] = {"examples": num_equal}
-    if num_equal:
-        lines.append(f"{num_equal:,d} examples have their own query as a positive")
     figures["queries_with_several_records"] = {"queries": len(split_queries)}
     if split_queries:
         lines.append(

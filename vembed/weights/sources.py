@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,7 +174,20 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
                     f"{name} has the shape {shape} in {first.name} and {other_shape} in {other.name}: only models of "
                     "one architecture can be merged"
                 )
+        # What only the other one has may be a head for another task, but no further layer.
+        used = set(names[part].values())
+        kinds = {_without_numbers(name) for name in used}
+        for name in other.files.get(part, {}):
+            if name not in used and _without_numbers(name) in kinds:
+                raise UserError(
+                    f"{other.name} has {name} and {first.name} does not: only models of one architecture can be merged"
+                )
     return names
+
+
+def _without_numbers(name: str) -> str:
+    """Return a tensor's name without the number of its layer."""
+    return re.sub(r"\d+", "", name)
 
 
 def _may_be_missing(name: str) -> bool:

@@ -28,7 +28,7 @@ from vembed.data.formats.saved_datasets import (
     open_hub,
 )
 from vembed.data.images.files import IMAGE_SUFFIXES
-from vembed.data.records import Columns, guess_mapping
+from vembed.data.records import Columns
 from vembed.declarations import check_parts
 from vembed.errors import UserError, listed
 from vembed.files import (
@@ -196,8 +196,7 @@ def open_reader(
             columns.check(reader.columns)
         except UserError as error:
             hint = ""
-            guesses = guess_mapping(reader.columns, ("query", "positive"))
-            if reader.numbers_are_text and not guesses:
+            if reader.numbers_are_text:
                 hint = (
                     "; the first line of the file is taken for the names of the columns"
                 )

@@ -17,7 +17,7 @@ from typing import BinaryIO
 
 from PIL import ExifTags, Image, UnidentifiedImageError
 
-from vembed.data.examples import BadRecord, ImageRef
+from vembed.data.examples import ImageRef
 from vembed.errors import UserError, printable
 
 MAX_PIXELS = 89_478_485
@@ -62,26 +62,19 @@ _TURNS = {
 _SIDEWAYS = [_TURNS[number] for number in (5, 6, 7, 8)]
 
 
-def check_image(image: ImageRef) -> None:
-    """Raise BadRecord for an image that cannot be decoded.
+def image_problem(image: ImageRef) -> str | None:
+    """Return why an image cannot be decoded; None if it can.
 
-    The pixels are decoded, as in training: damage in the middle of a file shows only then. A PNG is verified by its
-    checksums too. Addresses are not fetched.
+    The pixels are decoded, as in training: damage in the middle of a file shows only then. Addresses are not fetched.
     """
     if image.is_address:
-        return
+        return None
     try:
         with _opened(image) as picture:
-            is_png = picture.format == "PNG"
-            if is_png:
-                picture.verify()  # by its checksums; after that it can only be opened again
-            else:
-                picture.load()
-        if is_png:
-            with _opened(image) as picture:
-                picture.load()
+            picture.load()
     except UserError as error:
-        raise BadRecord(str(error)) from error
+        return str(error)
+    return None
 
 
 def load_image(image: ImageRef) -> Image.Image:
