@@ -472,7 +472,8 @@ def load_options(
     values = {}
 
     def refuse_key(name: str, place: str) -> None:
-        near = nearest(name, [*options, *known_names()])
+        # The command's own options first: a training's key that it lacks is no way out.
+        near = nearest(name, options) or nearest(name, {*known_names()} - {name})
         hint = f"; it has {', '.join(options)}"
         if near:
             hint = f", did you mean {near!r}?"
