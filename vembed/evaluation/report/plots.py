@@ -96,9 +96,10 @@ def plot_curves(
     curves: Sequence[tuple[str, Curve]],
     ring_at: float | None = None,
     x_label: str = "step",
+    write_x: Callable[[float], str] = "{:,.0f}".format,
 ) -> Plot:
     """Return a plot of one quantity over the steps or another whole number, of one run or several, each in its colour.
-    `ring_at`: the step whose value gets a ring."""
+    `ring_at`: the step whose value gets a ring. `write_x`: the text below a step."""
     xs: list[float] = []
     ys: list[float] = []
     for _, curve in curves:
@@ -114,7 +115,7 @@ def plot_curves(
         marks.append(Text(LEFT - 4, y + 0.35 * FONT_SIZE, label, anchor="end"))
     marks.append(Stroke([(LEFT, BOTTOM), (RIGHT, BOTTOM)], GRID_COLOUR, 0.8))
     for step in scale_x.ticks(MAX_TICKS_X, smallest=1.0):
-        marks.append(Text(scale_x.at(step), BOTTOM + 13, f"{step:,.0f}"))
+        marks.append(Text(scale_x.at(step), BOTTOM + 13, write_x(step)))
     marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label))
     for colour, curve in curves:
         points = []

@@ -346,7 +346,11 @@ def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
             lines.append((colour, curve))
     plot = None
     if lines:
-        plot = plot_curves(lines, x_label="bytes per document, as a power of two")
+        plot = plot_curves(
+            lines,
+            x_label="bytes per document",
+            write_x=lambda power: f"{2**power:,.0f}",
+        )
     return {"stored": stored_table(scores), "stored_lines": lines, "stored_plot": plot}
 
 
