@@ -125,7 +125,7 @@ def test_a_dry_run_needs_no_token_and_sends_nothing(trained, hub, monkeypatch):
 def test_what_is_refused(trained, hub, tmp_path, monkeypatch):
     assert run("push", trained[0], "me/open", "--public").exit_code == 0
     refused(run("push", trained[0], "me/open"), "is public")
-    refused(run("push", tmp_path, "me/none"), "not a model's folder")
+    refused(run("push", tmp_path, "me/none"), "no model: give")
     refused(run("push", trained[0], "no name", "--dry-run"), "give user/name")
     card = trained[0] / "final" / "README.md"
     before = card.read_text()

@@ -342,6 +342,10 @@ def describe(
     if for_inference and of_files in get_args(SimilarityName):
         reasons["similarity"] = "from the model's files"
         similarity = cast(SimilarityName, of_files)
+    elif for_inference and of_files is not None:
+        log.warning(
+            f"{model.model_name}: its files name the similarity {of_files}, which vembed does not have: cosine is used"
+        )
     elif of_files not in (None, similarity):
         reasons["similarity"] = f"although the model's files say {of_files}"
     normalize = similarity == "cosine"
