@@ -824,7 +824,7 @@ def open_encoder(
 ) -> TextEncoder:
     """Return the encoder of a model, a run, or a folder that `vembed export` wrote."""
     folder = Path(model).expanduser()
-    facts = read_object(folder / EXPORT_FILE) or {}
+    facts = read_object(folder / EXPORT_FILE)
     format_name = str(facts.get("format"))
     if format_name not in SERVED_RUNTIMES:
         if is_reranker(model):

@@ -309,7 +309,7 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
         raise UserError(
             f"the adapter of {folder} does not fit {type(backbone).__name__}: {error_sentence(error)}"
         ) from error
-    layers: dict[str, LoraLayer] = {}
+    layers = {}
     for name, module in backbone.named_modules():
         if isinstance(module, LoraLayer):
             layers[name] = module

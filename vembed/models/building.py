@@ -517,7 +517,7 @@ def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
 
     The model's own parameters may be empty (meta) or sharded.
     """
-    values: dict[str, float] = {}
+    values = {}
     if description.traits.has_scale_and_bias:
         for path in Path(description.source).glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:

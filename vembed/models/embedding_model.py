@@ -155,11 +155,11 @@ class EmbeddingModel(nn.Module):
         autocast: Any = nullcontext()
         if self._autocasts and not torch.is_autocast_enabled(device_type):
             autocast = torch.autocast(device_type, dtype=torch.bfloat16)
-        outputs: list[Tensor] = []
-        losses: list[dict[str, Tensor]] = []
+        outputs = []
+        losses = []
         with autocast:
             for modality, inputs in slices:
-                slice_losses: dict[str, Tensor] = {}
+                slice_losses = {}
                 if until == "images":
                     vectors = image_states(self.backbone, inputs)
                 elif POOLED in inputs:
@@ -202,7 +202,7 @@ class EmbeddingModel(nn.Module):
             inputs = with_prefix(inputs)
         mask = padding_mask(inputs)
         if forward == "pooled_towers":
-            arguments: dict[str, Any] = {**inputs, "attention_mask": mask}
+            arguments = {**inputs, "attention_mask": mask}
             # A family with texts of fixed length was trained without a mask.
             if mask is None or family.has_fixed_length:
                 del arguments["attention_mask"]
@@ -271,7 +271,7 @@ class EmbeddingModel(nn.Module):
         parameters. One forward pass of each input is enough for them."""
         family = self.description.traits
         frozen = set(frozen_towers(self.backbone, family))
-        modalities: list[Modality] = []
+        modalities = []
         for modality in family.modalities:
             # A trained pooling stands between the tower and the pooled output.
             has_pooling = self.pooling is not None and not (
@@ -305,7 +305,7 @@ class EmbeddingModel(nn.Module):
         They compute in float32 in every precision, because they are small and give the
         embedding. They learn at `head_learning_rate`.
         """
-        modules: dict[str, nn.Module] = {}
+        modules = {}
         for name in self.description.traits.projections.values():
             modules[f"backbone.{name}"] = self.backbone.get_submodule(name)
         if self.pooling is not None:
@@ -416,7 +416,7 @@ def run_packed(
     starts = starts.to(torch.int32)
     if backbone.config.model_type == OwnConfig.model_type:
         return backbone(input_ids=tokens[None], cu_seqlens=starts)
-    arguments: dict[str, Any] = {
+    arguments = {
         "input_ids": tokens[None],
         "position_ids": positions[None],
         # Transformers passes a 4D mask on unchanged instead of building one. The attention of vembed ignores it.
@@ -624,7 +624,7 @@ class HiddenStates(nn.Module):
         states = []
         for modality_slice in slices:
             inputs = modality_slice[1]
-            captured: dict[int, Tensor] = {}
+            captured = {}
 
             def capture_input(
                 _: nn.Module,
@@ -719,11 +719,11 @@ def names_frozen_by(
         for tower, tower_prefix in family.towers.items():
             if id(module) in layer_ids and module_name.startswith(tower_prefix):
                 layers[tower].append(f"{module_name}.")
-    frozen: set[str] = set()
+    frozen = set()
     for part in parts:
         kind, _, count = part.rpartition("=")
         tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
-        beginnings: list[str] = []
+        beginnings = []
         if part in family.towers:
             beginnings = [family.towers[cast(Tower, part)]]
         elif part == "embeddings":

@@ -165,7 +165,7 @@ def edit(
     after = editor.scores()
     editor.save(target)
     result = EditResult(target, plan, before, after, tuple(tried))
-    if session is None or session.is_main:
+    if collectives.rank() == 0:
         _write_result(result)
     collectives.barrier()
     return result
@@ -328,7 +328,7 @@ class Editor:
         restore_local_shards(self._model, self._original)
         self._map = None
 
-    def save(self, target: Path) -> Path:
+    def save(self, target: Path) -> None:
         """Write the model as it is now."""
         weights = full_state_dict(self._model)
         if collectives.rank() == 0:
@@ -350,7 +350,6 @@ class Editor:
             )
             save_model(target, model, weights, card=Card())
         collectives.barrier()
-        return target
 
     def _edit_layers(self, plan: EditPlan) -> None:
         first = self.first[0::2]
@@ -497,10 +496,8 @@ def _search(
             last_layer = max(writer.layer for writer in editor.writers)
             first = asked.suggest_int("first_layer", 0, last_layer)
             last = asked.suggest_int("last_layer", 0, last_layer)
-            values["layers"] = list(range(min(first, last), max(first, last) + 1))
+            values["layers"] = tuple(range(min(first, last), max(first, last) + 1))
         values = collectives.broadcast_object(values)
-        if values["layers"] is not None:
-            values["layers"] = tuple(values["layers"])
         candidate = replace(plan, **values)
         editor.apply(candidate)
         scores = editor.scores()

@@ -132,7 +132,7 @@ def default_base(sources: Sequence[ModelFolder]) -> str | None:
     """Return the model that all were tuned from, where their vembed.json say so and agree."""
     names = set()
     for source in sources:
-        description = read_object(source.folder / DESCRIPTION_FILE) or {}
+        description = read_object(source.folder / DESCRIPTION_FILE)
         names.add(str(description.get("name", "")))
     return names.pop() or None if len(names) == 1 else None
 
@@ -150,7 +150,7 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
     Tensors that no embedding depends on may be missing.
     """
     first_type, other_type = (
-        (read_object(source.folder / "config.json") or {}).get("model_type")
+        read_object(source.folder / "config.json").get("model_type")
         for source in (first, other)
     )
     if first_type and other_type and first_type != other_type:

@@ -90,15 +90,15 @@ def read_config(
         f"{folder} needs Python code of its own, and trust_remote_code is false; set trust_remote_code: true if you trust "
         "this code (of a class of yours, give model_class instead)"
     )
-    if (read_object(path) or {}).get("model_type") == OwnConfig.model_type:
-        custom: OwnConfig = OwnConfig.from_pretrained(folder)
+    if read_object(path).get("model_type") == OwnConfig.model_type:
+        custom = OwnConfig.from_pretrained(folder)
         custom.name_or_path = str(folder)
         if str(folder) not in TRUSTED and not trust_remote_code:
             raise UserError(needs_trust)
         return custom
     try:
         with quiet_transformers():
-            config: PretrainedConfig = AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 folder, trust_remote_code=trust_remote_code
             )
     except LIBRARY_ERRORS as error:
@@ -125,7 +125,7 @@ def _changed_config(
         # One for each layer. Of a model that is cut, the first layers stay.
         values["layer_types"] = kinds[:num_layers]
     try:
-        changed: PretrainedConfig = type(config).from_dict(values)
+        changed = type(config).from_dict(values)
     except LIBRARY_ERRORS as error:
         raise UserError(
             f"model_arguments: {dict(changes)} does not fit {type(config).__name__}: {error_sentence(error)}"
@@ -288,8 +288,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     Most models of Transformers mark layers by the base class GradientCheckpointingLayer. Otherwise the layers are the
     repeated modules named in `_no_split_modules`, and without such names the longest list of equal modules.
     """
-    layers: list[nn.Module] = []
-    stacks: list[list[nn.Module]] = []
+    layers = []
+    stacks = []
     names: set[str] = set()
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
