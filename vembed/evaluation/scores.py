@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -454,24 +455,15 @@ def _first_stage(
         )
         return documents_of(keys).numpy()
     embedder = Embedder(evaluation.first_stage, session=session)
-    model = embedder.model
-    featuriser = embedder.featuriser
-    normalize = embedder.description.similarity == "cosine"
-    options: dict[str, Any] = {"session": session, "normalize": normalize}
-    queries = encode_items(
-        model,
-        featuriser,
-        data.queries,
-        "query",
-        **options,
+    encode = partial(
+        encode_items,
+        embedder.model,
+        embedder.featuriser,
+        session=session,
+        normalize=embedder.description.similarity == "cosine",
     )
-    documents = encode_items(
-        model,
-        featuriser,
-        data.documents,
-        "document",
-        **options,
-    )
+    queries = encode(data.queries, "query")
+    documents = encode(data.documents, "document")
     return top_k(queries, documents, k, excluded)
 
 

@@ -135,15 +135,12 @@ class RunRecord:
     @property
     def final(self) -> RecordedEvaluation | None:
         """Evaluation of the weights in `final/`."""
-        newest = None
-        for evaluation in self.evaluations:
-            if evaluation.step > 0:
-                newest = evaluation
+        trained = [evaluation for evaluation in self.evaluations if evaluation.step > 0]
         # A step may be evaluated again in a resumed run. The last evaluation counts.
-        for evaluation in reversed(self.evaluations):
-            if 0 < evaluation.step == self.summary.final_step:
+        for evaluation in reversed(trained):
+            if evaluation.step == self.summary.final_step:
                 return evaluation
-        return newest
+        return trained[-1] if trained else None
 
     @property
     def after(self) -> dict[str, float]:
