@@ -173,8 +173,6 @@ def compare_results(
     if len(before["values"]) != len(after["values"]) or not before["values"]:
         return None
     names = [name for name in after["metrics"] if name in before["metrics"]]
-    if not names:
-        return Comparison({}, [], [])
     scores_before = _scores(before, names)
     scores_after = _scores(after, names)
     differences_QM = scores_after - scores_before

@@ -98,28 +98,28 @@ class TextGraph(Graph):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Map [n, tokens] ids and mask to [n, d] embeddings."""
-        return self.finish(self._pooled(input_ids, attention_mask))
-
-    def _pooled(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         traits = self.description.traits
         arguments: dict[str, Any] = {"input_ids": input_ids}
         if traits.forwards["text"] == "pooled_towers":
             # Texts of fixed length were trained without a mask.
             if not traits.has_fixed_length:
-                arguments["attention_mask"] = mask
+                arguments["attention_mask"] = attention_mask
             tower = tower_module(self.backbone, traits, "text")
-            pooled: Tensor = tower(**arguments).pooler_output
-            return pooled
+            return self.finish(tower(**arguments).pooler_output)
         model = _text_model(self.backbone, traits)
-        arguments["attention_mask"] = mask
+        arguments["attention_mask"] = attention_mask
         if is_decoder_only(model.config):
             arguments["use_cache"] = False
             if self.description.padding_side == "left":
                 # Padded on the left, a text's first token must still have position 0; without this its position depends
                 # on the batch.
-                arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+                arguments["position_ids"] = (attention_mask.cumsum(dim=1) - 1).clamp(
+                    min=0
+                )
         hidden = model(**arguments).last_hidden_state
-        return pool(self.description.pooling, hidden, mask, module=self.model.pooling)
+        module = self.model.pooling
+        pooled = pool(self.description.pooling, hidden, attention_mask, module=module)
+        return self.finish(pooled)
 
 
 class ImageGraph(Graph):

@@ -72,7 +72,9 @@ class Embedder:
         keeps the first coordinates of every embedding. `session`: of processes that use this Embedder together; all of
         them make each call, with the same inputs, share the work and get the same result. Where its strategy is fsdp,
         each holds a shard of the model."""
-        self.device = session.device if session is not None else _device(device)
+        self.device = (
+            session.device if session is not None else inference_device(device)
+        )
         model = load_embedder(
             path_or_name,
             device=self.device if session is None else session.model_device,
@@ -277,7 +279,7 @@ class Embedder:
         return truncate_dim
 
 
-def _device(asked: str | torch.device | None) -> torch.device:
+def inference_device(asked: str | torch.device | None) -> torch.device:
     """Return the device: the one asked for, by default the GPU if there is one."""
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -783,30 +783,31 @@ def open_encoder(
     folder = Path(model).expanduser()
     facts = read_object(folder / EXPORT_FILE) or {}
     format_name = str(facts.get("format"))
-    if format_name not in SERVED_RUNTIMES:
-        if is_reranker(model):
-            if truncate_dim is not None:
-                raise UserError(
-                    f"--truncate-dim {truncate_dim}: {model} is a reranker and gives scores; leave it out"
-                )
-            reranker = Reranker(
-                model, device=device, trust_remote_code=trust_remote_code
+    is_export = format_name in SERVED_RUNTIMES
+    if is_export and (truncate_dim is not None or device not in (None, "cpu")):
+        raise UserError(
+            f"{model} is an export to {format_name}: it runs on the CPU at its own size"
+        )
+    if is_reranker(model):
+        if is_export:
+            return PairScorer(OnnxReranker(folder))
+        if truncate_dim is not None:
+            raise UserError(
+                f"--truncate-dim {truncate_dim}: {model} is a reranker and gives scores; leave it out"
             )
-            return PairScorer(reranker)
-        embedder = Embedder(
+        return PairScorer(
+            Reranker(model, device=device, trust_remote_code=trust_remote_code)
+        )
+    if is_export:
+        return ExportEncoder(folder, format_name)
+    return ModelEncoder(
+        Embedder(
             model,
             device=device,
             truncate_dim=truncate_dim,
             trust_remote_code=trust_remote_code,
         )
-        return ModelEncoder(embedder)
-    if truncate_dim is not None or device not in (None, "cpu"):
-        raise UserError(
-            f"{model} is an export to {format_name}: it runs on the CPU at its own size"
-        )
-    if is_reranker(model):
-        return PairScorer(OnnxReranker(folder))
-    return ExportEncoder(folder, format_name)
+    )
 
 
 @dataclass(frozen=True, eq=False)
