@@ -263,14 +263,11 @@ def read_beir(
     documents, find_document = read_beir_corpus(reader, problems, notes)
     queries = {}
     reader = open_texts(folder, "queries")
-    problem_lines: list[tuple[int, str]] = []
-    for _, line, identity, text in identified_texts(reader, problem_lines):
+    for _, line, identity, text in identified_texts(reader, problems):
         if identity in queries:
-            problem_lines.append((line, f"_id {identity} occurs twice"))
+            problems.append(f"{reader.where(line)}: _id {identity} occurs twice")
         else:
             queries[identity] = Item(text=text)
-    for line, reason in problem_lines:
-        problems.append(f"{reader.where(line)}: {reason}")
     judgements = _Judgements()
     for where, judgement in read_judgements(qrels):
         if isinstance(judgement, str):
@@ -557,8 +554,7 @@ def read_beir_corpus(
     # A plain array grows in place. A list of Python numbers would take 30 to 40 bytes for each number.
     # Number of the record, its line, length of its text, key of its content, hash of its `_id`.
     values = array("q")
-    problem_lines: list[tuple[int, str]] = []
-    for number, line, identity, text in identified_texts(reader, problem_lines):
+    for number, line, identity, text in identified_texts(reader, problems):
         key = Item(text=text).key()
         values.extend((number, line, len(text), key, _hash(identity)))
     table = np.array(values, np.int64).reshape(-1, 5)
@@ -566,14 +562,12 @@ def read_beir_corpus(
     is_first = _first_occurrences(hashes)
     # Records with the `_id` of an earlier one are left out.
     for number, line in table[~is_first, :2].tolist():
-        reason = f"_id {document_id(reader.read(number))} occurs twice"
-        problem_lines.append((line, reason))
+        identity = str(document_id(reader.read(number)))
+        problems.append(f"{reader.where(line)}: _id {identity} occurs twice")
     numbers = numbers[is_first]
     lengths = lengths[is_first]
     keys = keys[is_first]
     hashes = hashes[is_first]
-    for line, reason in sorted(problem_lines):
-        problems.append(f"{reader.where(line)}: {reason}")
     # Records with the content of an earlier one are joined with it.
     is_first = _first_occurrences(keys)
     num_joined = len(keys) - int(is_first.sum())
@@ -597,22 +591,25 @@ def read_beir_corpus(
 
 
 def identified_texts(
-    reader: Format, problems: list[tuple[int, str]]
+    reader: Format,
+    problems: list[str],
 ) -> Iterator[tuple[int, int, str, str]]:
-    """Yield number, line, `_id` and text of the records. The line of another one, and the reason, go to `problems`."""
+    """Yield number, line, `_id` and text of the records. What is wrong with another one is added to `problems`."""
     for number, line, record in reader.rows():
         identity = document_id(record)
         text = document_text(record)
         if isinstance(record, BadRecord):
-            problems.append((line, str(record)))
+            reason = str(record)
         elif identity is None:
-            problems.append((line, f"no id ({', '.join(ID_FIELDS)} are read)"))
+            reason = f"no id ({', '.join(ID_FIELDS)} are read)"
         elif has_lone_surrogate(text):
-            problems.append((line, f"{identity} {LONE_SURROGATE}"))
+            reason = f"{identity} {LONE_SURROGATE}"
         elif not text:
-            problems.append((line, f"{identity} has no text"))
+            reason = f"{identity} has no text"
         else:
             yield number, line, identity, text
+            continue
+        problems.append(f"{reader.where(line)}: {reason}")
 
 
 def _hash(identity: str) -> int:

@@ -781,8 +781,7 @@ def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
     longest = min(max_length, 512) + 8
     num_made = NUM_TEXTS - len(texts)
     lengths = [1, 2, 3, longest]
-    while len(lengths) < num_made:
-        lengths.append(int(draw.integers(1, min(longest, 40))))
+    lengths += draw.integers(1, min(longest, 40), NUM_TEXTS).tolist()
     for number, length in enumerate(lengths[:num_made]):
         text = " ".join(draw.choice(WORDS.split(), length))
         texts.append((text, "document" if number % 2 else "query"))

@@ -436,9 +436,8 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tenso
             chunks.append(vectors.float())
     vectors_VD = torch.cat(chunks)
     is_special = torch.zeros(size, dtype=torch.bool)
-    for token in tokenizer.all_special_ids:
-        if token < size:
-            is_special[token] = True
+    special_ids = [token for token in tokenizer.all_special_ids if token < size]
+    is_special[special_ids] = True
     centred_VD = (vectors_VD - vectors_VD[~is_special].mean(dim=0)).double()
     covariance_DD = centred_VD[~is_special].T @ centred_VD[~is_special]
     # eigh gives ascending eigenvalues: the last vectors are the principal components.

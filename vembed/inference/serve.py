@@ -479,10 +479,7 @@ def parse_object(body: bytearray) -> Values:
     """Return the JSON object of a request."""
     try:
         values = json.loads(body, parse_constant=refuse_constant)
-    except RecursionError:
-        message = "the body is nested too deeply; send an object of texts and lists"
-        raise Refusal(message) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(f"the body is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise Refusal("the body must be a JSON object")
@@ -613,13 +610,11 @@ def serve(
             ws="none",
             lifespan="off",
             loop="asyncio",
-            interface="asgi3",
             log_config=None,
             log_level="error",
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=BACKLOG,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=int(limits.head_seconds) + 1,
             timeout_graceful_shutdown=int(limits.drain_seconds),

@@ -183,6 +183,10 @@ class RunRecord:
                 changed[key] = value
         return changed
 
+    def name(self) -> str:
+        """Name of the run, by default its folder's."""
+        return str(self.config.get("run_name") or self.folder.resolve().name)
+
     def model_name(self) -> str:
         """Short name of the model: the last part of a path or Hub name."""
         return short_name(str(self.config.get("model_name", "model")))

@@ -376,7 +376,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         scores_plot = plot_curves([(ACCENT, curve)], kept_step)
     return {
         "title": f"{record.model_name()} - vembed report",
-        "name": str(record.config.get("run_name") or record.folder.resolve().name),
+        "name": record.name(),
         "label": metric_name(key),
         "before": record.before.get(key),
         "after": record.after.get(key),
@@ -512,7 +512,10 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
             metric = record.headline
             break
     runs: list[ComparedRun] = []
-    for name, record in zip(_names(records), records, strict=True):
+    names = [record.name() for record in records]
+    if len(set(names)) < len(names):
+        names = [str(record.folder) for record in records]
+    for name, record in zip(names, records, strict=True):
         run = ComparedRun(name, record)
         if record.final is not None:
             run.queries = read_queries(path_of(record.folder, record.final.step))
@@ -520,17 +523,6 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
             _compare(runs[0], run, metric)
         runs.append(run)
     return SeveralRuns(runs, metric)
-
-
-def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Return the name of each run: run_name or folder, or the paths where two of these are equal."""
-    names = []
-    for record in records:
-        name = record.config.get("run_name") or record.folder.resolve().name
-        names.append(str(name))
-    if len(set(names)) < len(names):
-        names = [str(record.folder) for record in records]
-    return names
 
 
 def _compare(
