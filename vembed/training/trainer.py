@@ -174,18 +174,16 @@ def facts_of(resolved: ResolvedRun) -> dict[str, Any]:
         elif name not in MAY_DIFFER:
             facts[name] = value
     # What follows from options, files and the environment together.
-    decisions: dict[str, Any] = {
-        "strategy": resolved.strategy.value,
-        "gradient checkpointing": resolved.recomputation.value,
-        "mixed precision": resolved.precision.value,
-        "dist_timeout_minutes": resolved.timeout_minutes.value,
+    facts |= {
+        "strategy (decided)": resolved.strategy.value,
+        "gradient checkpointing (decided)": resolved.recomputation.value,
+        "mixed precision (decided)": resolved.precision.value,
+        "dist_timeout_minutes (decided)": resolved.timeout_minutes.value,
     }
     if resolved.fsdp is not None:
         for name, value in asdict(resolved.fsdp).items():
             if name != "source":
-                decisions[f"fsdp {name}"] = str(value)
-    for name, value in decisions.items():
-        facts[f"{name} (decided)"] = value
+                facts[f"fsdp {name} (decided)"] = str(value)
     return facts
 
 
@@ -440,7 +438,7 @@ class Trainer:
             # After the evaluation, so that the checkpoint holds its scores. `run` writes the checkpoint of a stopped run.
             if must_stop:
                 raise StopRequested
-            if self._checkpoint_is_due():
+            if self.checkpoint_is_due():
                 self.save()
         # The last step. Returns at once if it is scored.
         self.evaluate()
@@ -539,7 +537,7 @@ class Trainer:
         # best step is reported and not loaded.
         is_recoverable = (
             self.intervals.save_steps is None
-            or self._checkpoint_is_due()
+            or self.checkpoint_is_due()
             or self._is_last()
         )
         is_better = state.best is None or scores[metric] > state.best
@@ -669,7 +667,7 @@ class Trainer:
         for hook in self.hooks:
             hook.before_step(self.state.step + 1)
 
-    def _checkpoint_is_due(self) -> bool:
+    def checkpoint_is_due(self) -> bool:
         """Return whether this step gets a checkpoint.
 
         No checkpoint after a skipped step: broken weights must not replace the good ones of earlier checkpoints.
