@@ -356,8 +356,8 @@ def usable_model(name: str) -> str:
     if pipeline is None:
         folder = Path(load_config(name).run.output_dir)
     else:
-        trainings = [step.name for step in pipeline.steps if step.kind == "train"]
-        folder = pipeline.folder(trainings[-1])
+        trainings = [step for step in pipeline.steps if step.kind == "train"]
+        folder = trainings[-1].folder
     if not folder.is_dir():
         raise UserError(
             f"{name} has not been trained: its run would be in {folder}; give a model, or first `vembed train {name}`"

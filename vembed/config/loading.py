@@ -409,6 +409,9 @@ class PipelineStep:
     options: dict[str, Any]
     """What it gives, by option. For a step that is no training, by the names of its command's options, which may
     mean other things: `output_path` of a mining is a file."""
+    folder: Path
+    before: tuple[PipelineStep, ...]
+    """The steps before it."""
     task: str
     """Task of the model that it trains, or starts from."""
     model_step: PipelineStep | None
@@ -422,6 +425,16 @@ class PipelineStep:
         """True if the step leaves a model in `final/` of its folder."""
         return self.kind in ("train", "merge")
 
+    @property
+    def model(self) -> Path:
+        """Folder of that model."""
+        return self.folder / "final"
+
+    @property
+    def data_file(self) -> Path:
+        """File of a step that leaves training data."""
+        return self.folder / DATA_FILES[self.kind]
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -433,22 +446,6 @@ class Pipeline:
     shared: Layer
     """What stands outside of the stages."""
     steps: tuple[PipelineStep, ...]
-
-    def folder(self, name: str) -> Path:
-        """Return the folder of a step."""
-        for step in self.steps:
-            if step.name == name and "output_dir" in step.options:
-                return Path(str(step.options["output_dir"]))
-        return Path(self.root, name)
-
-    def before(self, name: str) -> list[PipelineStep]:
-        """Return the steps before one."""
-        names = [step.name for step in self.steps]
-        return list(self.steps[: names.index(name)])
-
-    def data_of(self, step: PipelineStep) -> Path:
-        """Return the file of a step that leaves training data."""
-        return self.folder(step.name) / DATA_FILES[step.kind]
 
     def layers(self, stage: str | None) -> list[Layer]:
         """Return the layers of a training stage: the shared options, those that follow from the order of the steps,
@@ -467,13 +464,13 @@ class Pipeline:
         step = trainings[stage]
         source = self.source
         # Option -> its path and where that comes from.
-        paths = {"output_dir": (self.folder(stage), f", stage {stage}")}
-        if step.model_step is not None:
-            model = self.folder(step.model_step.name) / "final"
-            paths["model_name"] = (model, f"{RESULT_OF}{step.model_step.name}")
-        if step.data_step is not None:
-            data = self.data_of(step.data_step)
-            paths["data_path"] = (data, f"{RESULT_OF}{step.data_step.name}")
+        paths = {"output_dir": (step.folder, f", stage {stage}")}
+        start = step.model_step
+        if start is not None:
+            paths["model_name"] = (start.model, f"{RESULT_OF}{start.name}")
+        data = step.data_step
+        if data is not None:
+            paths["data_path"] = (data.data_file, f"{RESULT_OF}{data.name}")
         implied = Layer(source)
         for option, (path, place) in paths.items():
             implied.enter(option, str(path), option, f"{source}{place}")
@@ -558,11 +555,11 @@ def _pipeline_of(
         raise UserError(
             f"{source}, line {node.line}: {STAGES} must be a list of stages with their options"
         )
-    steps: list[PipelineStep] = []
-    for name, entry in entries:
-        steps.append(_step(name, dict(entry.value), source, steps, shared))
     if root is None:
         root = str(shared.value("output_dir", "output"))
+    steps: list[PipelineStep] = []
+    for name, entry in entries:
+        steps.append(_step(name, dict(entry.value), source, root, steps, shared))
     return Pipeline(source, root, shared, tuple(steps))
 
 
@@ -570,7 +567,8 @@ def _step(
     name: str | None,
     block: dict[str, Node],
     source: str,
-    before: list[PipelineStep],
+    root: str,
+    before: Sequence[PipelineStep],
     shared: Layer,
 ) -> PipelineStep:
     if not name and "name" in block:
@@ -613,7 +611,20 @@ def _step(
                 f"{source}: stage {name} starts from {start.plain()}, and the stages before it are "
                 f"{', '.join(by_name) or 'none'}"
             )
-    return PipelineStep(name, kind, layer, options, task, model_step, data_step)
+    folder = Path(root, name)
+    if "output_dir" in options:
+        folder = Path(str(options["output_dir"]))
+    return PipelineStep(
+        name,
+        kind,
+        layer,
+        options,
+        folder,
+        tuple(before),
+        task,
+        model_step,
+        data_step,
+    )
 
 
 def _kind_of(block: Mapping[str, Node]) -> StepKind:

@@ -72,7 +72,7 @@ def run_stages(
             # A mistake in the last step must not come out after days of training.
             stage.check()
             if not arguments.is_dry_run:
-                _require_earlier(pipeline, stage.step, chosen)
+                _require_earlier(stage.step, chosen)
     fingerprints: dict[str, str] = {}
     for stage in stages:
         step = stage.step
@@ -106,11 +106,7 @@ def run_stages(
     return 0
 
 
-def _require_earlier(
-    pipeline: Pipeline,
-    step: PipelineStep,
-    chosen: Collection[PipelineStep],
-) -> None:
+def _require_earlier(step: PipelineStep, chosen: Collection[PipelineStep]) -> None:
     """Raise UserError if a step between trainings needs the result of one that is neither there nor run now."""
     if (
         step.kind == "train"
@@ -118,9 +114,9 @@ def _require_earlier(
         return
     results = []
     if step.model_step is not None:
-        results.append((step.model_step, pipeline.folder(step.model_step.name) / FINAL))
+        results.append((step.model_step, step.model_step.model))
     if step.data_step is not None:
-        results.append((step.data_step, pipeline.data_of(step.data_step)))
+        results.append((step.data_step, step.data_step.data_file))
     for earlier, path in results:
         if earlier not in chosen and not path.exists():
             raise UserError(
@@ -133,9 +129,8 @@ def results_of(pipeline: Pipeline) -> list[dict[str, Any]]:
     """Return the result of each training that has finished, in order, as JSON values."""
     results = []
     for step in pipeline.steps:
-        folder = pipeline.folder(step.name)
-        if step.kind == "train" and (folder / FINAL).is_dir():
-            results.append({"stage": step.name, **result_of(folder)})
+        if step.kind == "train" and step.model.is_dir():
+            results.append({"stage": step.name, **result_of(step.folder)})
     return results
 
 
@@ -152,8 +147,8 @@ class _Stage:
         self.all_arguments = arguments
         self.step = step
         self.where = f"{pipeline.source}: stage {step.name}: "
-        self.folder = pipeline.folder(step.name)
-        self.before = pipeline.before(step.name)
+        self.folder = step.folder
+        self.before = step.before
         self.options = _with_shared_data(pipeline, step)
         """Of a step between; its paths may stand beside the config file."""
         for key in (*DATA_FILE_OPTIONS, *MODELS):
@@ -173,17 +168,17 @@ class _Stage:
 
     def check(self) -> None:
         """Raise UserError where this step cannot work, as far as can be told before the steps before it have run."""
-        future_folders = [self.pipeline.folder(step.name) for step in self.before]
+        future_folders = [step.folder for step in self.before]
         if self.step.kind == "train":
             run = self._resolve()
             require_trackers(run.config.logging.report_to)
             config = run.config
-            names = [step.name for step in self.pipeline.steps]
+            by_name = {step.name: step for step in self.pipeline.steps}
             for teacher in needed_teachers(config.objective, config.data, config.model):
                 name = teacher.model
-                if name in names and not Path(name).exists():
+                if name in by_name and not Path(name).exists():
                     raise UserError(
-                        f"{self.where}teacher: {name} is a stage: give its model, {self.pipeline.folder(name) / FINAL}"
+                        f"{self.where}teacher: {name} is a stage: give its model, {by_name[name].model}"
                     )
             if not self.arguments.is_dry_run:
                 require_paths(
@@ -260,7 +255,7 @@ class _Stage:
             if damage is None:
                 self._log("done already (nothing that it depends on has changed)")
                 return 0
-            final = self.folder / FINAL
+            final = self.step.model
             if final.is_dir():
                 # The user may have changed it on purpose.
                 raise UserError(
@@ -299,7 +294,7 @@ class _Stage:
         if not self.step.has_model:
             return checksums_of(self.folder, [self.folder / RESULTS[self.step.kind]])
         paths = []
-        for path in (self.folder / FINAL).rglob("*"):
+        for path in self.step.model.rglob("*"):
             if path.is_file() and path.name != "README.md":  # users edit the card
                 paths.append(path)
         return checksums_of(self.folder, paths)
@@ -324,7 +319,7 @@ class _Stage:
             return "mine", _pairs({**options, "output_path": target})
         if kind == "judge":
             if "data_path" not in options and self.step.data_step is not None:
-                options["data_path"] = str(self.pipeline.data_of(self.step.data_step))
+                options["data_path"] = str(self.step.data_step.data_file)
             if "judges" not in options:
                 options["judges"] = [{"model": self._model()}]
             return "judge", _pairs({**options, "output_path": target})
@@ -336,12 +331,11 @@ class _Stage:
             return "eval", [*words, "--json", target, *_flags(options)]
         models = options.pop("models", None)
         if models is None:
-            names = [step.name for step in self.before if step.kind == "train"]
-            models = [self._model_named(name) for name in names]
+            models = [str(step.model) for step in self.before if step.kind == "train"]
         if "last" in options:
             # A run, with its checkpoints.
             models = [model.removesuffix(f"/{FINAL}") for model in models]
-        final = str(self.folder / FINAL)
+        final = str(self.step.model)
         return "merge", [*models, "--output", final, *_flags(options)]
 
     def _run_between(self) -> tuple[int, dict[str, Any] | None]:
@@ -368,7 +362,7 @@ class _Stage:
     def _model(self) -> str:
         """Return the model of the last step before this one that leaves one, else the config's own."""
         if self.step.model_step is not None:
-            return self._model_named(self.step.model_step.name)
+            return str(self.step.model_step.model)
         name = self.pipeline.shared.value("model_name")
         name = self.command_line.value("model_name", name)
         if name is None:
@@ -379,8 +373,9 @@ class _Stage:
 
     def _model_named(self, name: str) -> str:
         """Return the model of a stage by its name; any other name as it is."""
-        if any(step.name == name and step.has_model for step in self.before):
-            return str(self.pipeline.folder(name) / FINAL)
+        for step in self.before:
+            if step.name == name and step.has_model:
+                return str(step.model)
         return name
 
     def _located(self, name: str) -> str:
@@ -449,7 +444,7 @@ def _write_report(pipeline: Pipeline) -> None:
     """Write one report over all stages: what each was, how long it took, what it scored, and where its report is."""
     rows = []
     for step in pipeline.steps:
-        folder = pipeline.folder(step.name)
+        folder = step.folder
         state = _read_state(folder)
         scores = state.get("scores", {})
         link = ""
@@ -658,7 +653,7 @@ def planned_trainings(
         mined = step.data_step
         if mined is not None and "data_path" not in step.options:
             unmined = mined.options.get("data_path")
-            is_mined = pipeline.data_of(mined).is_file()
+            is_mined = mined.data_file.is_file()
             if not is_mined and isinstance(unmined, str):
                 overrides.append(f"data_path={unmined}")
         stage = replace(
