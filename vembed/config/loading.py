@@ -104,12 +104,16 @@ def resolve_run(
     for layer in configs:
         # Before the layers are merged, since the Accelerate file is read for that.
         notes += resolve_paths(layer.values, ("accelerate_config",), config_file)
-    if presets:
-        configs += _user_preset([*configs, command_line], presets, config_file)
-
     # The base of the FSDP options: the launcher's, those of a named file for FSDP, or the default preset.
     launcher, launcher_notes = launcher_layer(env)
     naming = _naming_layer([*configs, command_line])
+    if naming is not None and naming.value("accelerate_config") in presets:
+        # A block of the user's, as a layer in place of the option.
+        preset_name = naming.values.pop("accelerate_config").value
+        block = {"distributed": presets[preset_name]}
+        place = str(config_file or "the config")
+        configs.append(Layer(place).take_all(block, f"{USER_PRESETS}.{preset_name}."))
+        naming = _naming_layer([*configs, command_line])
     file = None
     files = []
     base = ""
@@ -194,28 +198,6 @@ def _naming_layer(layers: Sequence[Layer]) -> Layer | None:
     return None
 
 
-def _user_preset(
-    layers: Sequence[Layer],
-    presets: Mapping[str, Node],
-    file: Path | None,
-) -> list[Layer]:
-    """Return the block of `distributed_examples` that `accelerate_config` names, as a layer in place of the option.
-
-    No layer if it names a file or a preset of vembed.
-    """
-    layer = _naming_layer(layers)
-    if layer is None:
-        return []
-    named = layer.values["accelerate_config"]
-    name = named.value
-    if name in presets:
-        del layer.values["accelerate_config"]
-        block = {"distributed": presets[name]}
-        prefix = f"{USER_PRESETS}.{name}."
-        return [Layer(str(file or "the config")).take_all(block, prefix)]
-    return []
-
-
 def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
     """Merge the layers, from the weakest to the strongest. Return the values, and a note for each overridden one.
 
@@ -233,9 +215,11 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
             overridden = [] if old is None else [old]
             twin = values.get(twins.get(name, ""))
             # Both may stay: `auto` sets nothing, and one source may set both, which the rules check.
-            if twin is None or twin.option in layer.values:
-                pass
-            elif "auto" not in (new.value, twin.value):
+            if (
+                twin is not None
+                and twin.option not in layer.values
+                and "auto" not in (new.value, twin.value)
+            ):
                 overridden.append(values.pop(twin.option))
             for value in overridden:
                 # No note about the default preset, which the user has not named, nor about a stage's block that
@@ -426,14 +410,9 @@ class PipelineStep:
         return self.kind in ("train", "merge")
 
     @property
-    def model(self) -> Path:
-        """Folder of that model."""
-        return self.folder / "final"
-
-    @property
-    def data_file(self) -> Path:
-        """File of a step that leaves training data."""
-        return self.folder / DATA_FILES[self.kind]
+    def result(self) -> Path:
+        """The model of a step that leaves one, the file of one that leaves training data."""
+        return self.folder / DATA_FILES.get(self.kind, "final")
 
 
 @dataclass(frozen=True)
@@ -462,18 +441,14 @@ class Pipeline:
                 f"{self.source}: {problem}: choose with --stage NAME: {names}"
             )
         step = trainings[stage]
-        source = self.source
-        # Option -> its path and where that comes from.
-        paths = {"output_dir": (step.folder, f", stage {stage}")}
-        start = step.model_step
-        if start is not None:
-            paths["model_name"] = (start.model, f"{RESULT_OF}{start.name}")
-        data = step.data_step
-        if data is not None:
-            paths["data_path"] = (data.data_file, f"{RESULT_OF}{data.name}")
-        implied = Layer(source)
-        for option, (path, place) in paths.items():
-            implied.enter(option, str(path), option, f"{source}{place}")
+        implied = Layer(self.source)
+        place = f"{self.source}, stage {stage}"
+        implied.enter("output_dir", str(step.folder), "output_dir", place)
+        sources = {"model_name": step.model_step, "data_path": step.data_step}
+        for option, earlier in sources.items():
+            if earlier is not None:
+                place = f"{self.source}{RESULT_OF}{earlier.name}"
+                implied.enter(option, str(earlier.result), option, place)
         return [self.shared, implied, step.layer]
 
 

@@ -8,7 +8,7 @@ import operator
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from vembed.config.loading import (
 )
 from vembed.config.options import command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
-from vembed.config.schema import FILE_OPTIONS, TrainConfig
+from vembed.config.schema import FILE_OPTIONS
 from vembed.config.terms import needed_teachers
 from vembed.errors import RunError, UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
@@ -112,15 +112,12 @@ def _require_earlier(step: PipelineStep, chosen: Collection[PipelineStep]) -> No
         step.kind == "train"
     ):  # it may get another model and other data on the command line
         return
-    results = []
-    if step.model_step is not None:
-        results.append((step.model_step, step.model_step.model))
-    if step.data_step is not None:
-        results.append((step.data_step, step.data_step.data_file))
-    for earlier, path in results:
-        if earlier not in chosen and not path.exists():
+    for earlier in (step.model_step, step.data_step):
+        if earlier is None or earlier in chosen:
+            continue
+        if not earlier.result.exists():
             raise UserError(
-                f"stage {step.name} needs {path}, which stage {earlier.name} makes: run that one first "
+                f"stage {step.name} needs {earlier.result}, which stage {earlier.name} makes: run that one first "
                 f"(--from {earlier.name})"
             )
 
@@ -129,7 +126,7 @@ def results_of(pipeline: Pipeline) -> list[dict[str, Any]]:
     """Return the result of each training that has finished, in order, as JSON values."""
     results = []
     for step in pipeline.steps:
-        if step.kind == "train" and step.model.is_dir():
+        if step.kind == "train" and step.result.is_dir():
             results.append({"stage": step.name, **result_of(step.folder)})
     return results
 
@@ -163,7 +160,7 @@ class _Stage:
             stage=step.name,
             first_stage=None,
             last_stage=None,
-            overrides=self._overrides(arguments.overrides),
+            overrides=self._overrides(),
         )
 
     def check(self) -> None:
@@ -178,7 +175,7 @@ class _Stage:
                 name = teacher.model
                 if name in by_name and not Path(name).exists():
                     raise UserError(
-                        f"{self.where}teacher: {name} is a stage: give its model, {by_name[name].model}"
+                        f"{self.where}teacher: {name} is a stage: give its model, {by_name[name].result}"
                     )
             if not self.arguments.is_dry_run:
                 require_paths(
@@ -222,15 +219,22 @@ class _Stage:
             before = [known[step.name] for step in self.before]
             return _digest({"options": _contents(self.options), "before": before})
         run = self._resolve()
-        start = None
-        if self.step.model_step is not None and "model_name" not in self.step.options:
-            start = known[self.step.model_step.name]
+        facts = {}
+        for name, value in run.config.to_dict().items():
+            if name in COUNTED or name not in MAY_CHANGE:
+                facts[name] = _contents(value) if name in FILE_OPTIONS else value
+        start = self.step.model_step
+        if start is not None and "model_name" not in self.step.options:
+            facts["model_name"] = known[start.name]
         world_size = 1
         if os.environ.get("WORLD_SIZE"):
             world_size = int(os.environ["WORLD_SIZE"])
         elif run.processes.value != "auto":
             world_size = int(run.processes.value) * run.machines.value
-        fingerprint = of_training(run.config, start, world_size)
+        # The gradient depends on the global batch only, so the same fingerprint holds for 2 x 32 and 4 x 16.
+        batch = run.config.batch
+        facts["global batch"] = batch.global_batch_size or batch.batch_size * world_size
+        fingerprint = _digest(facts)
         if self.step.data_step is None:
             return fingerprint
         # Such data are made anew with their step; their file need not be there yet.
@@ -255,7 +259,7 @@ class _Stage:
             if damage is None:
                 self._log("done already (nothing that it depends on has changed)")
                 return 0
-            final = self.step.model
+            final = self.step.result
             if final.is_dir():
                 # The user may have changed it on purpose.
                 raise UserError(
@@ -294,7 +298,7 @@ class _Stage:
         if not self.step.has_model:
             return checksums_of(self.folder, [self.folder / RESULTS[self.step.kind]])
         paths = []
-        for path in self.step.model.rglob("*"):
+        for path in self.step.result.rglob("*"):
             if path.is_file() and path.name != "README.md":  # users edit the card
                 paths.append(path)
         return checksums_of(self.folder, paths)
@@ -319,7 +323,7 @@ class _Stage:
             return "mine", _pairs({**options, "output_path": target})
         if kind == "judge":
             if "data_path" not in options and self.step.data_step is not None:
-                options["data_path"] = str(self.step.data_step.data_file)
+                options["data_path"] = str(self.step.data_step.result)
             if "judges" not in options:
                 options["judges"] = [{"model": self._model()}]
             return "judge", _pairs({**options, "output_path": target})
@@ -331,11 +335,11 @@ class _Stage:
             return "eval", [*words, "--json", target, *_flags(options)]
         models = options.pop("models", None)
         if models is None:
-            models = [str(step.model) for step in self.before if step.kind == "train"]
+            models = [str(step.result) for step in self.before if step.kind == "train"]
         if "last" in options:
             # A run, with its checkpoints.
             models = [model.removesuffix(f"/{FINAL}") for model in models]
-        final = str(self.step.model)
+        final = str(self.step.result)
         return "merge", [*models, "--output", final, *_flags(options)]
 
     def _run_between(self) -> tuple[int, dict[str, Any] | None]:
@@ -352,17 +356,25 @@ class _Stage:
         if self.step.kind != "evaluate":
             return 0, None
         scores = read_json_object(path)
-        problem = unmet_requirement(scores, self.options.get("require", {}))
-        if problem:
-            raise RunError(
-                f"stage {self.step.name}: {problem}; the stages after it are not run"
-            )
+        by_name = {name.lower(): value for name, value in scores.items()}
+        for name, condition in self.options.get("require", {}).items():
+            sign, limit = _parse(name, condition)
+            score = by_name.get(name.lower())
+            if score is None:
+                raise UserError(
+                    f"require: {name} is not among what is measured: {', '.join(scores)}"
+                )
+            if not COMPARE[sign](score, limit):
+                raise RunError(
+                    f"stage {self.step.name}: {name} is {score:.4f}, and {sign} {limit:g} is required; the stages after "
+                    "it are not run"
+                )
         return 0, scores
 
     def _model(self) -> str:
         """Return the model of the last step before this one that leaves one, else the config's own."""
         if self.step.model_step is not None:
-            return str(self.step.model_step.model)
+            return str(self.step.model_step.result)
         name = self.pipeline.shared.value("model_name")
         name = self.command_line.value("model_name", name)
         if name is None:
@@ -375,7 +387,7 @@ class _Stage:
         """Return the model of a stage by its name; any other name as it is."""
         for step in self.before:
             if step.name == name and step.has_model:
-                return str(step.model)
+                return str(step.result)
         return name
 
     def _located(self, name: str) -> str:
@@ -386,10 +398,10 @@ class _Stage:
         beside = Path(config).parent / name
         return str(beside) if beside.exists() else name
 
-    def _overrides(self, overrides: Sequence[str]) -> tuple[str, ...]:
+    def _overrides(self) -> tuple[str, ...]:
         """Return the overrides of a training: those of the command line that are for it."""
         kept_overrides = []
-        for override in overrides:
+        for override in self.all_arguments.overrides:
             layer, stage = command_line_layer([override])
             # A model that the command line names is the one that the first stage starts from.
             is_model = self.step.model_step is not None and "model_name" in layer.values
@@ -554,24 +566,8 @@ def _with_shared_data(pipeline: Pipeline, step: PipelineStep) -> dict[str, Any]:
     return options
 
 
-def unmet_requirement(
-    scores: Mapping[str, float], required: Mapping[str, Any]
-) -> str | None:
-    """Return what is not met, in words; None where all is. A plain number is the least that is required."""
-    by_name = {name.lower(): value for name, value in scores.items()}
-    for name, condition in required.items():
-        sign, limit = _parse(name, condition)
-        score = by_name.get(name.lower())
-        if score is None:
-            raise UserError(
-                f"require: {name} is not among what is measured: {', '.join(scores)}"
-            )
-        if not COMPARE[sign](score, limit):
-            return f"{name} is {score:.4f}, and {sign} {limit:g} is required"
-    return None
-
-
 def _parse(name: str, condition: Any) -> tuple[str, float]:
+    """Return the comparison and the limit. A plain number is the least that is required."""
     match = CONDITION.fullmatch(str(condition))
     if match is None:
         raise UserError(
@@ -597,24 +593,6 @@ COUNTED = (
     "guards",
 )
 """Options that a resumed run may change, and that change what comes out."""
-
-
-def of_training(
-    config: TrainConfig,
-    before: str | None,
-    world_size: int,
-) -> str:
-    """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
-    facts = {}
-    for name, value in config.to_dict().items():
-        if name in COUNTED or name not in MAY_CHANGE:
-            facts[name] = _contents(value) if name in FILE_OPTIONS else value
-    # The gradient depends on the global batch only, so the same fingerprint holds for 2 x 32 and 4 x 16.
-    batch = config.batch
-    facts["global batch"] = batch.global_batch_size or batch.batch_size * world_size
-    if before is not None:
-        facts["model_name"] = before
-    return _digest(facts)
 
 
 def _contents(value: Any) -> Any:
@@ -653,7 +631,7 @@ def planned_trainings(
         mined = step.data_step
         if mined is not None and "data_path" not in step.options:
             unmined = mined.options.get("data_path")
-            is_mined = mined.data_file.is_file()
+            is_mined = mined.result.is_file()
             if not is_mined and isinstance(unmined, str):
                 overrides.append(f"data_path={unmined}")
         stage = replace(
