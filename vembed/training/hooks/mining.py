@@ -72,7 +72,7 @@ class EpochMiner(Hook):
         self._numbers = torch.full(
             (len(examples), self._options.num_negatives), -1, dtype=torch.int64
         )
-        for line in (self._miner.documents.summary(), *self._miner.notes):
+        for line in self._miner.notes:
             log.info(f"mine: {line}")
 
     @override
