@@ -217,7 +217,7 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
                 example = examples[number]
                 if example.query.text:
                     different[example.query.text, "query"] = None
-                for item in (*example.positives, *example.negatives):
+                for item in example.documents:
                     if item.text:
                         different[item.text, "document"] = None
             return list(different)

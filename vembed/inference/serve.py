@@ -693,7 +693,7 @@ class ModelEncoder(TextEncoder):
         # The ids of a conversation would have to bring its template along.
         texts = embedder.featuriser.texts
         if texts is not None and not description.traits.reads_chats:
-            self.vocab_size = texts.vocab_size
+            self.vocab_size = len(texts.tokenizer)
 
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
         """See TextEncoder."""

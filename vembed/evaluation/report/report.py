@@ -139,7 +139,7 @@ def changed_table(
                 parts.append(" ".join(filter(None, [item["text"], *names])))
             texts.append(mark + "; ".join(parts))
             paths = items[0]["images"] if items else ()
-            addresses = [query.pictures.get(path) or thumbnail(path) for path in paths]
+            addresses = [thumbnail(path) for path in paths]
             pictures[row, column] = tuple(filter(None, addresses))
         rows.append((*texts, f"{query.before:.3f} -> {query.after:.3f}"))
     header = ("query", "relevant", before, after, "score")
