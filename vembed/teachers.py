@@ -285,7 +285,7 @@ class VectorTeacher(CachedTeacher):
     def questions(self, example: Example) -> Iterator[tuple[bytes, tuple[Item, Kind]]]:
         """Yield the key of each input of an example, and the input."""
         yield self.question(example.query, "query")
-        for document in (*example.positives, *example.negatives):
+        for document in example.documents:
             yield self.question(document, "document")
 
     def question(self, item: Item, kind: Kind) -> tuple[bytes, tuple[Item, Kind]]:
@@ -385,7 +385,7 @@ class PairTeacher(CachedTeacher):
 
     def questions(self, example: Example) -> Iterator[tuple[bytes, Pair]]:
         """Yield the key of each pair of the query and a document, and the pair."""
-        for document in (*example.positives, *example.negatives):
+        for document in example.documents:
             yield pair_key(example.query, document), (example.query, document)
 
     def teaching(

@@ -40,7 +40,7 @@ from vembed.mining.options import (
     MineConfig,
     load_options,
 )
-from vembed.mining.output import check_output, refuse_input, write_rows
+from vembed.mining.output import check_output, write_rows
 from vembed.progress import duration
 
 Severity = Literal["error", "warning", "note"]
@@ -164,7 +164,7 @@ def audit(
 def check_audit(config: AuditConfig) -> Path:
     """Refuse what cannot be written before anything is read; returns the page's path."""
     page = check_output(config, config.output_path, (".html", ".htm"))
-    refuse_input(config, page.with_suffix(".json"), "output_path")
+    check_output(config, str(page.with_suffix(".json")), (".json",))
     if config.cleaned_path is not None:
         check_output(config, config.cleaned_path, option="cleaned_path")
     return page

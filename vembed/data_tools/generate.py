@@ -112,10 +112,7 @@ def generate(
     folder = work_folder(config)
     left_out: Counter[str] = Counter()
     with open_command_session(log) as (running, log_line):
-        files = []
-        for path in paths_of(config.corpus_path):
-            allows = config.allow_image_urls
-            files.append(CorpusFile(path, config.image_root, allow_image_urls=allows))
+        files = [CorpusFile(path, config) for path in paths_of(config.corpus_path)]
         table, _ = read_corpus(files, config.on_bad_record)
         documents = distinct_by(table, EXACT)
         if config.max_documents is not None and config.max_documents < len(documents):

@@ -228,7 +228,8 @@ def _keys(
     row_keys, negative_keys = batch.content_keys(content)
     query_keys = content[batch.query][:, None]
     positive_keys = content[batch.positive][:, None]
-    # A synthetic negative mixed from two has the keys of both. A positive's key is repeated to their number.
+    # A synthetic negative mixed from two has the keys of both. A positive's key is repeated, so that both have
+    # the same number of slots.
     repeated = positive_keys.expand(-1, negative_keys.shape[1])
     keys = {
         "row": row_keys[rank_rows],

@@ -11,8 +11,7 @@ row blocks, and each block into tiles of columns:
     block   | ...
 
 For a loss L = sum over rows of l(row), with logits z = scale * score, the gradient with respect to the vectors x of rows
-and y of columns is as follows. They are the vectors as they are multiplied: of length 1 for the cosine, whose table adds
-the gradient of the norm.
+and y of columns is as follows. For the cosine x and y are normalised, and `PrefixTable` adds the derivative of that.
 
     dL/dx_i = scale * sum_j dl/dz_ij * y_j          dL/dy_j = scale * sum_i dl/dz_ij * x_i
 
@@ -446,7 +445,8 @@ class _ScorePass:
         if tile.target is not None:
             assert self.teacher_table is not None
             self.teacher_table.score(rows, tile.columns, out=tile.target)
-        # A size is masked as soon as it is there. The next one is computed from raw products, which no mask has touched.
+        # A size is masked as soon as it is there. The sums for the next one are in the buffer of the largest size, which is
+        # masked last.
         for k in self.table.logits(tile.row_vectors, tile.columns, tile.logits):
             logits = tile.logits[k]
             for mask in excluded:
@@ -462,8 +462,8 @@ class _ScorePass:
         derivative_buffer, table_buffer = tile.scratch
         for k in reversed(range(self.num_sizes)):
             logits = tile.logits[k]
-            # The derivative of the largest size overwrites its own logits, and add_gradient sums all sizes there. The
-            # smaller sizes keep their logits, which the gradient of the norm reads.
+            # The largest size comes first. Its derivative takes the place of its logits, and `add_gradient` adds those of
+            # the other sizes there, for one matrix product. The others keep their logits for the gradient of the norm.
             is_largest = k == self.num_sizes - 1
             out = logits if is_largest else derivative_buffer
             row_loss = block.losses[k][tile.direction]

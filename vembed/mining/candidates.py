@@ -24,7 +24,6 @@ from vembed.mining.options import BM25, MineConfig
 from vembed.mining.retrievers import (
     DenseRetriever,
     LexicalRetriever,
-    Ranking,
     fuse,
     open_dense,
 )
@@ -43,13 +42,6 @@ NEAREST = 8
 """Known pairs nearest to a candidate that are looked at."""
 DOCUMENTS_PER_SEARCH = 32_768
 """Documents that are searched for together."""
-
-
-def claimed_limit(lowest_Q: np.ndarray) -> np.ndarray:
-    """[Q] the highest score of a claimed candidate, from the lowest score of each query's known positives."""
-    finite = np.where(np.isfinite(lowest_Q), lowest_Q, 0.0)
-    limit: np.ndarray = lowest_Q + ABOVE * np.abs(finite)
-    return limit
 
 
 class ClaimFinder:
@@ -195,8 +187,6 @@ class CandidateSearch:
     excluded: Pairs
     folder: Path
     """For the result of each chunk; all ranks see it."""
-    fuse_rankings: Callable[[Sequence[Ranking]], np.ndarray] | None = None
-    """Of several retrievers."""
 
     def __post_init__(self) -> None:
         dense = [each for each in self.retrievers if isinstance(each, DenseRetriever)]
@@ -261,8 +251,9 @@ class CandidateSearch:
                 )
             )
         documents, scores = rankings[0]
-        if self.fuse_rankings is not None:
-            documents = self.fuse_rankings(rankings)
+        if len(rankings) > 1:
+            assert isinstance(self.options, MineConfig)
+            documents = fuse(rankings, self.options)
             query, column = np.nonzero(documents >= 0)
             pairs = Pairs(query, documents[query, column])
             scores = np.full(documents.shape, -np.inf, np.float32)
@@ -275,7 +266,7 @@ class CandidateSearch:
             first, documents, scores, positives, positive_scores, claimed
         )
         if self._claims is not None:
-            limit = claimed_limit(candidates.lowest_positive())
+            limit = CLAIMED_LIMITS.highest(candidates.lowest_positive())
             claimed[:] = self._claims.claimed(
                 first,
                 documents,
@@ -292,10 +283,8 @@ def open_candidates(
     session: Session,
 ) -> CandidateSearch:
     """Encode and index what is not in a folder yet, and return the search. Collective."""
-    documents = inputs.documents
     known = inputs.known
     options = config.all_retrievers()
-    weights = [each.weight for each in options]
     retrievers: list[LexicalRetriever | DenseRetriever] = []
     for each in options:
         if each.model == BM25:
@@ -312,12 +301,10 @@ def open_candidates(
             )
     excluded = known.excluded(with_negatives=config.keep_negatives)
     arrays = (
-        documents.exact,
+        inputs.documents.exact,
         known.exact,
-        excluded.queries,
-        excluded.documents,
-        known.positives.queries,
-        known.positives.documents,
+        excluded.codes,
+        known.positives.codes,
     )
     # Everything that the result of a search depends on.
     name = short_hash(
@@ -327,16 +314,8 @@ def open_candidates(
         config.fusion,
         config.rrf_k,
         [array_identity(array) for array in arrays],
-        documents.num_candidates,
+        inputs.documents.num_candidates,
         config.takes_claimed,
-    )
-
-    fuse_rankings = functools.partial(
-        fuse,
-        weights=weights,
-        k=config.top_k,
-        method=config.fusion,
-        rrf_k=config.rrf_k,
     )
     return CandidateSearch(
         config,
@@ -345,7 +324,6 @@ def open_candidates(
         session,
         excluded=excluded,
         folder=folder / "candidates" / name,
-        fuse_rankings=fuse_rankings if len(retrievers) > 1 else None,
     )
 
 
@@ -395,6 +373,9 @@ class Limits:
             highest = np.minimum(highest, positive_Q - below)
         return highest
 
+
+CLAIMED_LIMITS = Limits(-ABOVE, None, None, None)
+"""Of a claimed candidate."""
 
 UNDECIDED = -1.0
 """In place of a judgement."""
@@ -491,7 +472,6 @@ class Chooser:
         scores = np.full((len(queries), depth), -np.inf, np.float32)
         allowed = self._allowed(candidates, queries)
         bounds = candidates.positives.bounds(len(candidates))
-        claimed = candidates.claimed & self.options.takes_claimed
         threshold = self.options.near_duplicate
         for row, query in enumerate(queries):
             positives = candidates.positives.documents[
@@ -499,14 +479,10 @@ class Chooser:
             ]
             compared = positives[:MAX_COMPARED_POSITIVES].tolist()
             # First the candidates that another query claims: they are relevant there, and hardly here.
-            is_first = allowed[row] & claimed[query]
-            is_second = allowed[row] & ~claimed[query]
-            order = [
-                *self._order(candidates, query, np.flatnonzero(is_first)),
-                *self._order(candidates, query, np.flatnonzero(is_second)),
-            ]
+            order = self._order(candidates, query, np.flatnonzero(allowed[row]))
+            is_second = ~candidates.claimed[query, order]
             place = 0
-            for column in order:
+            for column in order[np.argsort(is_second, kind="stable")]:
                 document = int(candidates.documents[query, column])
                 if threshold is not None and any(
                     containment(self._ngrams(document), self._ngrams(other))
@@ -551,9 +527,9 @@ class Chooser:
         # In float64: a candidate at the limit is at it in any arithmetic.
         exact = scores.astype(np.float64)
         low_enough = exact <= self.limits.highest(lowest)[:, None]
-        if self.options.takes_claimed and self.options.prefer_claimed == "auto":
+        if self.options.prefer_claimed == "auto":
             # Nobody has set a limit: the default margin is for those that nobody claims.
-            is_below = exact <= claimed_limit(lowest)[:, None]
+            is_below = exact <= CLAIMED_LIMITS.highest(lowest)[:, None]
             low_enough |= candidates.claimed[rows] & is_below
         low_enough &= later
         is_allowed = low_enough
@@ -572,7 +548,7 @@ class Chooser:
         columns: np.ndarray,
     ) -> np.ndarray:
         """The columns in the order in which they are taken: a pure function of seed, query and candidates."""
-        if self.options.sampling == "top" or not len(columns):
+        if self.options.sampling == "top":
             return columns
         random = np.random.default_rng([self.seed, candidates.first + query])
         # Drawn for all columns and then selected: a candidate's draw does not depend on which others are allowed.
@@ -693,17 +669,14 @@ def calibrate(
         is_allowed &= scores_QK <= limits.highest(lowest_Q)[:, None]
         if limits.min_score is not None:
             is_allowed &= scores_QK >= limits.min_score
-        number = options.num_negatives
         if options.sampling == "top":
-            is_allowed &= np.cumsum(is_allowed, axis=1) <= number
-            num_hidden = (is_allowed & is_hidden_QK).sum(axis=1)
-            return float(num_hidden @ weights_Q / max(is_allowed.sum(), 1))
+            is_allowed &= np.cumsum(is_allowed, axis=1) <= options.num_negatives
         # Any of those that are left is as likely as any other: the expected share.
         num_kept = is_allowed.sum(axis=1)
-        per_query = np.minimum(num_kept, number)
+        per_query = np.minimum(num_kept, options.num_negatives)
         num_hidden = (is_allowed & is_hidden_QK).sum(axis=1)
-        shares = num_hidden / np.maximum(num_kept, 1)
-        return float((shares * per_query) @ weights_Q / max(per_query.sum(), 1))
+        shares = per_query / np.maximum(num_kept, 1)
+        return float((num_hidden * shares) @ weights_Q / max(per_query.sum(), 1))
 
     # The other limits of the config stay; the margin is what is looked for.
     base = replace(Limits.of(options), relative_margin=None)

@@ -40,7 +40,7 @@ from vembed.evaluation.dataset import (
     texts_path,
 )
 from vembed.evaluation.top_k import Pairs
-from vembed.mining.options import DataOptions, RowOptions, paths_of
+from vembed.mining.options import DataOptions, RecordOptions, RowOptions, paths_of
 from vembed.parallel.session import Session, start_command_session
 
 log = logging.getLogger("vembed")
@@ -72,9 +72,9 @@ class BeirTable:
         splits = [options.split] if options.split else SPLITS
         skip_bad = options.on_bad_record == "skip"
         self._data = read_beir(folder, choose_qrels(folder, splits), skip_bad=skip_bad)
-        self._query_ids = {}
-        for identity, number in self._data.query_ids.items():
-            self._query_ids[number] = identity
+        self._query_ids = {
+            number: identity for identity, number in self._data.query_ids.items()
+        }
 
     def __len__(self) -> int:
         return len(self._data.queries)
@@ -149,10 +149,11 @@ def open_rows(options: RowOptions) -> Rows:
             tables.append(BeirTable(folder, options))
         else:
             may_miss = len(sources) > 1
-            records = open_records(
-                options, source, "train", may_miss=may_miss, reads_all=True
+            tables.append(
+                open_records(
+                    options, source, "train", may_miss=may_miss, reads_all=True
+                )
             )
-            tables.append(records)
     refuse_bad_sources(
         [table for table in tables if isinstance(table, Records)],
         on_bad_record=options.on_bad_record,
@@ -191,14 +192,12 @@ class CorpusFile:
     def __init__(
         self,
         path: str,
-        image_root: str | None,
-        *,
-        allow_image_urls: bool,
+        options: RecordOptions,
     ) -> None:
         place = Path(path).expanduser()
         self.reader = open_document_reader(texts_path(place, "corpus") or place)
-        folder = image_root or str(self.reader.folder)
-        self._images = ImageRoot(folder, allow_urls=allow_image_urls)
+        folder = options.image_root or str(self.reader.folder)
+        self._images = ImageRoot(folder, allow_urls=options.allow_image_urls)
 
     def item(self, record: Any) -> Item:
         """The document that a record means; `BadRecord` says why it means none."""
@@ -239,7 +238,9 @@ def read_corpus(
         raise UserError(f"{names} holds no documents")
     notes = []
     if num_bad:
-        notes = [f"left out {num_bad:,d} that cannot be used, the first: {problems[0]}"]
+        notes = [
+            f"documents: left out {num_bad:,d} that cannot be used, the first: {problems[0]}"
+        ]
     return _as_table(table), notes
 
 
@@ -265,11 +266,7 @@ class Documents:
                 table.name for table in rows.tables if isinstance(table, BeirTable)
             ]
         self._rows = rows
-        self._files = []
-        for path in paths:
-            allows = options.allow_image_urls
-            file = CorpusFile(path, options.image_root, allow_image_urls=allows)
-            self._files.append(file)
+        self._files = [CorpusFile(path, options) for path in paths]
         of_rows = array("q")
         for row in range(len(rows)):
             for slot, item in enumerate(items_of(rows.example(row))):
@@ -278,18 +275,23 @@ class Documents:
         # Without one the documents of all rows are the candidates.
         corpus = _as_table(of_rows)
         extra = corpus[:0]
-        self.notes: list[str] = []
+        notes: list[str] = []
         if self._files:
             extra = corpus
-            corpus, self.notes = read_corpus(self._files, options.on_bad_record)
+            corpus, notes = read_corpus(self._files, options.on_bad_record)
         candidates = distinct_by(corpus, KEY)
+        self.notes = [f"documents: {len(candidates):,d} to search", *notes]
+        """Lines for the log."""
+        self.num_candidates = len(candidates)
+        self._table = distinct_by(np.concatenate([candidates, extra]), KEY)
         num_copies = len(corpus) - len(candidates)
         if num_copies:
-            self.notes.append(f"joined {num_copies:,d} documents with equal content")
-        self.num_candidates = len(candidates)
-        known_keys = KeyIndex(candidates[:, KEY])
-        is_new = known_keys.find(extra[:, KEY]) < 0
-        self._table = np.concatenate([candidates, distinct_by(extra[is_new], KEY)])
+            self.notes.append(f"documents: joined {num_copies:,d} with equal content")
+        num_extra = len(self) - len(candidates)
+        if num_extra:
+            self.notes.append(
+                f"documents: {num_extra:,d} of the rows are not among them, and are no candidates"
+            )
         self.exact = self._table[:, EXACT].copy()
         """The content of each document as a number, where case and spaces count."""
         # An id leads to the document that stands for its content, also where that one came first under another id.
@@ -327,14 +329,6 @@ class Documents:
         is_known = places >= 0
         places[is_known] = self._number_of_id[places[is_known]]
         return places
-
-    def summary(self) -> str:
-        """One line for the log."""
-        extra = len(self) - self.num_candidates
-        text = f"documents: {self.num_candidates:,d} to search"
-        if extra:
-            text += f"; {extra:,d} documents of the rows are not among them, and are no candidates"
-        return text + "".join(f"; {note}" for note in self.notes)
 
 
 def _as_table(values: array[int]) -> np.ndarray:
@@ -499,11 +493,12 @@ class MiningInputs:
     def summary(self) -> list[str]:
         """Lines for the log."""
         known = self.known
-        lines = [
+        return [
             f"data: {len(self.rows):,d} rows, {known.num_queries:,d} distinct queries, "
-            f"{len(known.positives):,d} known positives, {len(known.negatives):,d} negatives that are there already"
+            f"{len(known.positives):,d} known positives, {len(known.negatives):,d} negatives that are there already",
+            *self.documents.notes,
+            *known.notes,
         ]
-        return [*lines, self.documents.summary(), *known.notes]
 
 
 def read_mining_inputs(config: DataOptions) -> MiningInputs:

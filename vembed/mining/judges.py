@@ -38,7 +38,13 @@ from vembed.mining.options import (
     WeightOptions,
     load_options,
 )
-from vembed.mining.output import check_output, row_with_negatives, write_rows
+from vembed.mining.output import (
+    JUDGEMENTS_NAME,
+    check_output,
+    row_with_negatives,
+    write_rows,
+    written_judgements,
+)
 from vembed.mining.retrievers import files_identity
 from vembed.models.families.model_files import whole_model_folder
 from vembed.parallel import collectives
@@ -315,7 +321,6 @@ def text_of(item: Item) -> str:
     return item.text
 
 
-JUDGEMENTS_NAME = "negative_judge_scores"
 PER_NEGATIVE = ("negative_ids", JUDGEMENTS_NAME)
 """Fields with one entry per negative, as `vembed mine` writes them."""
 
@@ -480,8 +485,5 @@ def _judged_rows(
                 scores = [example.negative_scores[index] for index in indices]
                 fields["negative_scores"] = scores
         if config.scores and span.start < span.stop:
-            fields[JUDGEMENTS_NAME] = [
-                None if value == UNDECIDED else round(value, 6)
-                for value in judgements[span][indices].tolist()
-            ]
+            fields[JUDGEMENTS_NAME] = written_judgements(judgements[span][indices])
         yield fields

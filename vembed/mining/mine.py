@@ -228,7 +228,7 @@ class ExampleMiner:
         rows = Rows([_ExampleTable(self.examples, corpus_path is not None)])
         self.documents = Documents(options, rows)
         self._known = KnownPositives(rows, self.documents, options)
-        self.notes = self._known.notes
+        self.notes = self.documents.notes + self._known.notes
         """Lines for the log."""
         self.fingerprint = short_hash(array_identity(self.documents.exact))
         """Hash of the documents in their order: numbers of documents mean the same only where it is the same."""

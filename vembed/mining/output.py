@@ -102,42 +102,39 @@ class RowMaker:
             ids = [self._documents.identity(document) for document in mined]
             output_row["negative_ids"] = [None] * len(kept) + ids
         if config.scores:
-            self._add_scores(
-                output_row,
-                query,
-                example,
-                kept,
-                added,
-                columns,
-            )
+            if example.scores is None:
+                positives = [*example.positives, *added]
+                output_row["positive_scores"] = self._known_scores(query, positives)
+            scores = self._known_scores(query, kept)
+            for score in self.chosen.scores[query, columns].tolist():
+                scores.append(round(score, 6))
+            output_row["negative_scores"] = scores
+        if config.scores and config.judges:
+            judgements = self.chosen.judgements[query, columns]
+            undecided = [None] * len(kept)
+            output_row[JUDGEMENTS_NAME] = undecided + written_judgements(judgements)
         return output_row
 
-    def _add_scores(
+    def _known_scores(
         self,
-        output_row: dict[str, Any],
         query: int,
-        example: Example,
-        kept: Sequence[Item],
-        added: Sequence[Item],
-        columns: np.ndarray,
-    ) -> None:
-        def known_scores(items: Sequence[Item]) -> list[float]:
-            contents = [content_key(item) for item in items]
-            codes = query << 32 | self._documents.find_contents(contents)
-            places = np.searchsorted(self._pair_codes, codes)
-            return [round(float(score), 6) for score in self._pair_scores[places]]
+        items: Sequence[Item],
+    ) -> list[float]:
+        codes = query << 32 | self._documents.find_contents(
+            list(map(content_key, items))
+        )
+        places = np.searchsorted(self._pair_codes, codes)
+        return [round(score, 6) for score in self._pair_scores[places].tolist()]
 
-        if example.scores is None:
-            output_row["positive_scores"] = known_scores([*example.positives, *added])
-        scores = known_scores(kept)
-        for score in self.chosen.scores[query, columns].tolist():
-            scores.append(round(score, 6))
-        output_row["negative_scores"] = scores
-        if self.config.judges:
-            judged = [None] * len(kept)
-            for judgement in self.chosen.judgements[query, columns].tolist():
-                judged.append(None if judgement == UNDECIDED else round(judgement, 6))
-            output_row["negative_judge_scores"] = judged
+
+JUDGEMENTS_NAME = "negative_judge_scores"
+
+
+def written_judgements(judgements: np.ndarray) -> list[float | None]:
+    """Return judgements as rows hold them: None where no judge gave an answer."""
+    return [
+        None if value == UNDECIDED else round(value, 6) for value in judgements.tolist()
+    ]
 
 
 def row_with_negatives(
@@ -202,18 +199,8 @@ def check_output(
         raise UserError(
             f"{target.absolute().parent} is no folder, so {target.name} cannot be written there"
         )
-    refuse_input(config, target, option)
-    return target
-
-
-def refuse_input(
-    config: CommandConfig,
-    target: Path,
-    option: str,
-) -> None:
-    """Raise UserError if a file to write is one that the command reads."""
     if not target.exists():
-        return
+        return target
     for name, value in config:
         if name not in INPUT_OPTIONS or not value:
             continue
@@ -222,6 +209,7 @@ def refuse_input(
                 raise UserError(
                     f"{option}: {target} is read as {name}: {source.path}, and would be replaced: give another file"
                 )
+    return target
 
 
 def _is_read_from(path: str, file: Path) -> bool:

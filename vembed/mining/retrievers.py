@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from vembed.errors import UserError
 from vembed.evaluation.bm25 import (
     best_keys,
     build_bm25_index,
-    check_bm25,
     scores_of_query,
 )
 from vembed.evaluation.top_k import (
@@ -36,7 +35,7 @@ from vembed.files import short_hash
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import check_finite, encode_items
 from vembed.mining.inputs import Documents, KnownPositives, MiningInputs
-from vembed.mining.options import ModelOptions, Retriever
+from vembed.mining.options import MineConfig, ModelOptions, Retriever
 from vembed.models.families.model_files import check_no_pickles, model_folder
 from vembed.parallel import collectives
 from vembed.parallel.placement import precision_of_use
@@ -47,26 +46,20 @@ Ranking = tuple[np.ndarray, np.ndarray]
 """[Q, k] numbers of documents, best first, -1 where there are fewer; and their scores."""
 
 
+@dataclass
 class LexicalRetriever:
     """Words in common, weighted by how rare they are. Every rank holds the index in memory."""
 
+    inputs: MiningInputs
+    session: Session
     identity = ""
     """It depends on the documents and queries alone."""
-
-    def __init__(
-        self,
-        inputs: MiningInputs,
-        session: Session,
-    ) -> None:
-        check_bm25()
-        self._documents = inputs.documents
-        self._known = inputs.known
-        self._session = session
 
     @cached_property
     def _index(self) -> Any:
         """The index, built when it is first asked: candidates may be on disk already."""
-        items = map(self._documents.item, range(len(self._documents)))
+        documents = self.inputs.documents
+        items = map(documents.item, range(len(documents)))
         return build_bm25_index(item.text for item in items)
 
     def search(
@@ -81,19 +74,18 @@ class LexicalRetriever:
         `excluded` counts queries from `first`. Collective: the ranks share the queries.
         """
         # Every rank has the index, so that the queries are shared and not the documents.
+        session = self.session
         queries = {}
-        for query in range(self._session.rank, last - first, self._session.world_size):
-            queries[query] = self._known.item(first + query).text
-        num_candidates = self._documents.num_candidates
+        for query in range(session.rank, last - first, session.world_size):
+            queries[query] = self.inputs.known.item(first + query).text
         best = best_keys(
             self._index,
             queries,
-            num_candidates,
+            self.inputs.documents.num_candidates,
             k,
             excluded,
-        )
-        device = self._session.device
-        merged = collectives.all_gather_dealt(best.to(device), last - first).cpu()
+        ).to(session.device)
+        merged = collectives.all_gather_dealt(best, last - first).cpu()
         return documents_of(merged).numpy(), scores_of(merged).numpy()
 
     def pair_scores(
@@ -104,16 +96,13 @@ class LexicalRetriever:
         """The score of each pair, whose queries count from `first`. Collective."""
         result = torch.zeros(len(pairs))
         for query in np.unique(pairs.queries).tolist():
-            if query % self._session.world_size == self._session.rank:
+            if query % self.session.world_size == self.session.rank:
                 begin, end = np.searchsorted(pairs.queries, [query, query + 1])
-                scores = self._scores(first + query)
+                text = self.inputs.known.item(first + query).text
+                scores = scores_of_query(self._index, text, len(self.inputs.documents))
                 documents = torch.from_numpy(pairs.documents[begin:end])
                 result[begin:end] = scores[documents]
         return collectives.sum_tensor(result).numpy()
-
-    def _scores(self, query: int) -> torch.Tensor:
-        text = self._known.item(query).text
-        return scores_of_query(self._index, text, len(self._documents))
 
 
 EncodeItems = Callable[[Sequence[Item], Kind], np.ndarray]
@@ -266,9 +255,8 @@ class DenseRetriever:
         name: str,
         keys: np.ndarray,
     ) -> VectorStore:
-        folder = self.folder / name
         return VectorStore(
-            folder,
+            self.folder / name,
             self.identity,
             keys,
             self.dtype,
@@ -278,11 +266,9 @@ class DenseRetriever:
     def encode(
         self,
         encode: EncodeItems,
-        title: str | None = None,
-        *,
-        together: bool = False,
+        **options: Any,
     ) -> None:
-        """Compute the vectors that are not there yet. `title`, `together`: as in `VectorStore.encode`."""
+        """Compute the vectors that are not there yet. `options`: of `VectorStore.encode`."""
 
         def encode_queries(numbers: np.ndarray) -> np.ndarray:
             return encode(list(map(self.known.item, numbers.tolist())), "query")
@@ -290,10 +276,8 @@ class DenseRetriever:
         def encode_documents(numbers: np.ndarray) -> np.ndarray:
             return encode(list(map(self.corpus.item, numbers.tolist())), "document")
 
-        self.num_encoded = self.queries.encode(encode_queries, title, together=together)
-        self.num_encoded += self.documents.encode(
-            encode_documents, title, together=together
-        )
+        self.num_encoded = self.queries.encode(encode_queries, **options)
+        self.num_encoded += self.documents.encode(encode_documents, **options)
 
     def search(
         self,
@@ -304,10 +288,9 @@ class DenseRetriever:
     ) -> Ranking:
         """[Q, k] best candidates for queries first .. last - 1 and their scores. `excluded` counts from `first`."""
         queries = self.queries.take(np.arange(first, last))
-        num_candidates = self.corpus.num_candidates
         return self.documents.search(
             queries,
-            num_candidates,
+            self.corpus.num_candidates,
             k,
             excluded,
         )
@@ -386,34 +369,34 @@ def open_dense(
     dense.summary = f"{retriever.model}: vectors are computed in {dtype} ({precision.reason}) and stored as {options.vector_dtype}"
 
     # Loaded at most once, and only where vectors are missing.
-    @cache
-    def encoder() -> EncodeItems:
-        return load_encoder(
+    encoder = cache(
+        partial(
+            load_encoder,
             retriever,
             options,
             session.device,
             precision.value,
         )
+    )
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
         return encoder()(items, kind)
 
-    dense.encode(encode, f"{retriever.model}: encoding")
+    dense.encode(encode, title=f"{retriever.model}: encoding")
     return dense
 
 
 def fuse(
     rankings: Sequence[Ranking],
-    weights: Sequence[float],
-    k: int,
-    method: str,
-    rrf_k: int,
+    config: MineConfig,
 ) -> np.ndarray:
-    """[Q, k] documents of several rankings ([Q, n] documents and scores each) as one, -1 where there are fewer."""
+    """[Q, top_k] documents of the rankings of all retrievers as one, -1 where there are fewer."""
     gains = []
-    for (documents, scores), weight in zip(rankings, weights, strict=True):
-        if method == "rrf":
-            gain = weight / (rrf_k + 1.0 + np.arange(documents.shape[1]))
+    retrievers = config.all_retrievers()
+    for (documents, scores), retriever in zip(rankings, retrievers, strict=True):
+        weight = retriever.weight
+        if config.fusion == "rrf":
+            gain = weight / (config.rrf_k + 1.0 + np.arange(documents.shape[1]))
             gain = np.broadcast_to(gain, documents.shape)
         else:
             # In standard deviations above the lowest of the query, so that a document that is missing has 0.
@@ -422,7 +405,7 @@ def fuse(
             deviation = np.maximum(valid.std(axis=1, keepdims=True), 1e-12)
             gain = weight * np.ma.filled(above / deviation, 0.0)
         gains.append(gain.tolist())
-    fused = np.full((len(gains[0]), k), -1, np.int64)
+    fused = np.full((len(gains[0]), config.top_k), -1, np.int64)
     for row in range(len(fused)):
         totals: dict[int, float] = {}
         for (documents, _), gain in zip(rankings, gains, strict=True):
@@ -430,7 +413,8 @@ def fuse(
                 if document >= 0:
                     totals[document] = totals.get(document, 0.0) + value
         # Of equal ones the lower number first.
-        best = sorted(totals, key=lambda document: (-totals[document], document))[:k]
+        best = sorted(totals, key=lambda document: (-totals[document], document))
+        best = best[: config.top_k]
         fused[row, : len(best)] = best
     return fused
 
@@ -493,7 +477,7 @@ class VectorStore:
         models with sharded weights need. Return how many vectors all ranks have computed.
         """
         session = self._session
-        todo: list[np.ndarray] = []
+        todo = []
         for first in range(0, len(self._blocks), session.world_size):
             numbers = np.zeros(0, np.int64)
             # Behind the last block the rank only takes part.
@@ -593,8 +577,5 @@ class VectorStore:
         """The keys of some items in the store: their one or two numbers, filled up with zeros."""
         keys = np.zeros((len(numbers), 2), np.int64)
         keys[:, : self._keys.shape[1]] = self._keys[numbers]
-        joined = keys.tobytes()
-        return [
-            joined[start : start + KEY_BYTES]
-            for start in range(0, len(joined), KEY_BYTES)
-        ]
+        rows: list[bytes] = keys.view(f"V{KEY_BYTES}").ravel().tolist()
+        return rows

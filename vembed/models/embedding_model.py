@@ -64,7 +64,7 @@ Backbone = Any
 POOLED = "pooled"
 """Key of inputs that are a tower's pooled output already: the tower is left out."""
 IMAGE_STATES = "image_states"
-"""Input key of the modality vision: precomputed output of the image tower, in place of the pixels."""
+"""Input key of the modality multimodal: precomputed output of the image tower, in place of the pixels."""
 SEGMENTS = "token_type_ids"
 """Input of pairs: 0 for tokens of the query and 1 for those of the document, for models that tell them apart."""
 

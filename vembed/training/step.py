@@ -32,9 +32,9 @@ After the last batch of an optimizer step, `synchronise` adds up the gradients o
 and under DDP averages those of the model.
 
 A rank that runs out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks
-raise OutOfMemory there, to repeat the step with a smaller budget. In the loss that helps only if graphs of micro-batches
-are kept meanwhile. Where a repeat does not help, the rank raises RunError. The others wait for it in a collective, and end with
-it.
+raise OutOfMemory there, to repeat the step with a smaller budget. A smaller budget keeps fewer graphs: while none is kept,
+the loss has nothing to gain by it. Where a repeat does not help, the rank raises RunError. The others wait for it in a
+collective, and end with it.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import BatchInputs, InputBuilder
 
 GROUPED_GRADIENT_BYTES = 2**30
-"""Gradients up to this size are added in one kernel for many tensors, and take twice their memory in a backward pass,
-which frees its graph meanwhile. Larger tensors take a GPU longer than a launch takes the host."""
+"""Gradients up to this size are added in one kernel for many tensors. In a backward pass they take twice their memory,
+while the pass frees that of its graph. Larger tensors take a GPU longer than a launch takes the host."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Counts:
     """What the ranks tell each other of a global batch. Each list has one entry per rank."""
 
     inputs: list[int]
-    """Distinct inputs. Their sum is U, for dense vectors."""
+    """Distinct inputs. Their sum is U."""
     vectors: list[int]
     """Vectors that the model returns for them. As many as inputs, for dense vectors."""
     rows: list[int]
@@ -104,7 +104,7 @@ class Counts:
     has_scores: list[int]
     """1 if the rank's data have scores of its positives."""
     has_negative_scores: list[int]
-    """1 if the rank's data have scores of its hard negatives, or if it has none."""
+    """1 if the rank's data have scores of its hard negatives, or if it has no hard negatives."""
     padded_tokens: list[int]
     """Tokens of its micro-batches, with padding."""
     longest: list[int]
@@ -131,7 +131,7 @@ class StepBatch:
     frozen_splits: dict[Modality, list[list[int]]] = field(init=False)
     """Micro-batches for the frozen towers."""
     num_kept_graphs: int = field(init=False)
-    """The first micro-batches keep their graphs until their backward pass. The others run again in the second phase."""
+    """The first micro-batches keep their graphs until their backward pass. The others run again in `backward`."""
 
     # Set by `encode`.
     embeddings: Tensor = field(init=False)
@@ -304,7 +304,7 @@ class ContrastiveStep:
         # The parameters stay the same until the optimizer step, and so do their copies in bfloat16.
         with self.copies.held():
             with self.timer("data"):
-                inputs = self.input_builder.build(rank_batch.features)
+                inputs = BatchInputs(self.input_builder, rank_batch.features)
                 batch = StepBatch(rank_batch, batch_number, is_last, inputs)
             if self.auxiliary_options is not None:
                 batch.auxiliary = AuxiliaryBatch(
@@ -719,7 +719,7 @@ def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
     sizes = np.array(counts).T
     per_rank = sizes.sum(axis=1).tolist()
     # [this rank's numbers], column by column. Where there is a group for CPU tensors the host gathers them: the results
-    # of a GPU would have to be waited for.
+    # on a GPU would be there only after a wait.
     rank_numbers = torch.from_numpy(np.concatenate(flat))
     rank_numbers = rank_numbers.to(collectives.number_device())
     gathered = collectives.all_gather_rows(rank_numbers, per_rank).cpu().numpy()
@@ -743,7 +743,7 @@ PHASES = ("data", "forward", "loss", "backward", "optimizer", "wait")
 class PhaseTimer:
     """Seconds per phase: wall clock on CPU; on CUDA, events that are read when the metrics are requested.
 
-    A wait of the host counts as far as the device idles meanwhile: beside kernels that still run it costs nothing.
+    A wait of the host counts as long as the device has no work. Beside kernels that still run it costs nothing.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -76,7 +76,7 @@ NO_FLAGS = DataFlags()
 
 def mine(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Find hard negatives for training data in a corpus."""
-    config = read_config("mine", MineConfig, mine.__doc__, args)
+    config = command_config("mine", MineConfig, mine.__doc__, args)
     from vembed.mining.inputs import read_mining_inputs
     from vembed.mining.mine import check_mine_config
     from vembed.mining.mine import mine as run_mine
@@ -97,7 +97,7 @@ def mine(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
 def judge(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Judge the negatives of training data by rerankers or endpoints."""
-    config = read_config("judge", JudgeConfig, judge.__doc__, args)
+    config = command_config("judge", JudgeConfig, judge.__doc__, args)
     from vembed.mining.judges import RowNegatives
     from vembed.mining.judges import judge as run_judge
     from vembed.mining.output import check_output
@@ -116,7 +116,7 @@ def judge(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
 def audit(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Look at training data: duplicates, leakage, false negatives, weak positives."""
-    config = read_config("audit", AuditConfig, audit.__doc__, args)
+    config = command_config("audit", AuditConfig, audit.__doc__, args)
     from vembed.data_tools.audit import audit as run_audit
     from vembed.data_tools.audit import check_audit, mining_config
     from vembed.mining.inputs import read_mining_inputs
@@ -132,7 +132,7 @@ def audit(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
 def generate(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Make training pairs from documents, with or without a language model."""
-    config = read_config("generate", GenerateConfig, generate.__doc__, args)
+    config = command_config("generate", GenerateConfig, generate.__doc__, args)
     from vembed.data_tools.generate import generate as run_generate
     from vembed.mining.output import check_output
 
@@ -150,7 +150,7 @@ def options_of(config: CommandConfig) -> list[str]:
     return [f"{name}: {value}" for name, value in values.items()]
 
 
-def read_config(
+def command_config(
     command_name: str,
     kind: type[Config],
     about: str | None,

@@ -72,7 +72,7 @@ class EpochMiner(Hook):
         self._numbers = torch.full(
             (len(examples), self._options.num_negatives), -1, dtype=torch.int64
         )
-        for line in (self._miner.documents.summary(), *self._miner.notes):
+        for line in self._miner.notes:
             log.info(f"mine: {line}")
 
     @override
@@ -112,12 +112,9 @@ class EpochMiner(Hook):
     @override
     def metrics(self, report: StepReport) -> Mapping[str, Any]:
         del report
-        return self._metrics
-
-    @override
-    def on_log(self, values: Mapping[str, Any]) -> None:
-        del values
+        metrics = self._metrics
         self._metrics = {}  # each mining is logged once
+        return metrics
 
     @override
     def state(self) -> dict[str, Any]:
