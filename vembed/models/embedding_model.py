@@ -44,7 +44,7 @@ from vembed.models.families.backbones import (
 )
 from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
 from vembed.models.families.family import Family, Modality, Tower
-from vembed.models.heads import Dense, Head, LanguageHead
+from vembed.models.heads import Dense, LanguageHead
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.vision import (
     LONGEST_IMAGE,
@@ -110,7 +110,7 @@ class EmbeddingModel(nn.Module):
         self,
         description: ModelDescription,
         backbone: nn.Module,
-        head: nn.Module | None = None,
+        head: Any = None,
         *,
         pooling: nn.Module | None = None,
         scale_and_bias: tuple[float, float] | None = None,
@@ -344,7 +344,7 @@ class EmbeddingModel(nn.Module):
         """The linear layer that this run added for its MRL dims, the last of the head; None where it added none."""
         if self.head is None or not self.description.adds_projection:
             return None
-        return cast(Dense, cast(Head, self.head)[-1])
+        return cast(Dense, self.head[-1])
 
 
 # ---- calls of the backbone, by kind of input ---------------------------------------------------------------------
@@ -795,11 +795,8 @@ class TwoTowers(nn.Module):
             projection.load_state_dict({"weight": weights[f"{name}.weight"]})
         self.projections_are_new = False
 
-    def save_pretrained(
-        self, folder: str | Path, *, state_dict: dict[str, Tensor]
-    ) -> None:
+    def save_pretrained(self, folder: Path, *, state_dict: dict[str, Tensor]) -> None:
         """Save the text tower and the projections in `folder`, and the image tower in a subfolder."""
-        folder = Path(folder)
         # Each tower's file has the names of the tower itself, so that it loads alone.
         text = taken(state_dict, "text_model.")
         self.text_model.save_pretrained(folder, state_dict=text)

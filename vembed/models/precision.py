@@ -337,11 +337,10 @@ class FusedRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return weight * x / sqrt(mean(x ** 2) + epsilon)."""
         dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
-        weight: Tensor | None = self.weight
+        weight: Any = self.weight
         if self.copies is not None:
             dtype = torch.bfloat16
             weight = self.copies.trained(self.weight)
-        assert weight is not None
         values = hidden_states.to(dtype)
         # The kernel takes one dtype, which autocast would change.
         with torch.autocast(values.device.type, enabled=False):

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -134,7 +134,7 @@ def save_model(
             write_layout(
                 folder,
                 description,
-                cast(Head | None, model.head),
+                model.head,
                 head_state,
                 pooling_state,
             )

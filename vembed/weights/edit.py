@@ -6,11 +6,11 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class EditResult:
     before: dict[str, float]
     after: dict[str, float]
     """`probe`, `across` and the scores on the evaluation data."""
-    trials: tuple[EditTrial, ...] = field(default=())
+    trials: tuple[EditTrial, ...]
 
 
 def edit(
@@ -336,7 +336,7 @@ class Editor:
             if self._map is not None:
                 matrix_DD, offset_D = self._map
                 # The map becomes the last Dense module of the saved model, in front of its normalisation.
-                modules = list(cast(Head, head) if head is not None else ())
+                modules = list(head or ())
                 prefix = f"head.{len(modules)}.linear"
                 weights[f"{prefix}.weight"] = matrix_DD
                 weights[f"{prefix}.bias"] = offset_D

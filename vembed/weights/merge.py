@@ -8,7 +8,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,7 +68,7 @@ class MergeTrial:
     at: float
     """Place on the line of two models, or of a base and one model."""
     score: float
-    scores: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class MergeResult:
     recipe: Recipe
     models: tuple[str, ...]
     """Those that are in it."""
-    score: float | None = None
+    score: float | None
     """On the evaluation data, where some were given."""
-    trials: tuple[MergeTrial, ...] = field(default=())
+    trials: tuple[MergeTrial, ...]
     """The points of a sweep."""
 
 

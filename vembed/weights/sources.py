@@ -163,7 +163,9 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
         names[part] = _matched_names(tensors, other.files.get(part, {}))
         for name, entry in tensors.items():
             other_name = names[part].get(name)
-            if other_name is None and _may_be_missing(name):
+            # Older versions of Transformers saved what newer ones compute from the config.
+            may_lack = is_never_used(name) or name.rsplit(".", 1)[-1] in COMPUTED
+            if other_name is None and may_lack:
                 continue
             shape = entry.shape
             other_shape = None
@@ -188,12 +190,6 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
 def _without_numbers(name: str) -> str:
     """Return a tensor's name without the number of its layer."""
     return re.sub(r"\d+", "", name)
-
-
-def _may_be_missing(name: str) -> bool:
-    """Return whether models of one architecture may differ in having a tensor: no embedding depends on it, or older
-    versions of Transformers saved what newer ones compute from the config."""
-    return is_never_used(name) or name.rsplit(".", 1)[-1] in COMPUTED
 
 
 def _matched_names(names: Iterable[str], held: Mapping[str, Stored]) -> dict[str, str]:

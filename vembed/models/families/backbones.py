@@ -159,7 +159,7 @@ def model_class(
 ) -> type[PreTrainedModel]:
     """Return the model class without a task head."""
     kind = str(config.model_type)
-    chosen: Any = None
+    chosen: type[PreTrainedModel] | None = None
     if isinstance(config, OwnConfig):
         chosen = TRUSTED.get(str(config.name_or_path))
     elif kind in ENCODER_ONLY:
@@ -169,7 +169,7 @@ def model_class(
     if chosen is None and own_code is not None and trust_remote_code:
         chosen = get_class_from_dynamic_module(own_code, config.name_or_path)
     if chosen is not None:
-        return cast(type[PreTrainedModel], chosen)
+        return chosen
     # The private mapping, since AutoModel.from_config would build the model to tell its class.
     if type(config) not in AutoModel._model_mapping:
         raise UserError(
@@ -179,10 +179,9 @@ def model_class(
         raise UserError(
             f"model_type {kind!r} is an encoder-decoder, which vembed does not support"
         )
-    chosen = AutoModel._model_mapping[type(config)]
+    mapped = AutoModel._model_mapping[type(config)]
     # Several classes for one config: the first is the plain model.
-    chosen = chosen[0] if isinstance(chosen, tuple) else chosen
-    return cast(type[PreTrainedModel], chosen)
+    return mapped[0] if isinstance(mapped, tuple) else mapped
 
 
 def language_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
