@@ -181,7 +181,8 @@ def model_class(
         )
     mapped = AutoModel._model_mapping[type(config)]
     # Several classes for one config: the first is the plain model.
-    return mapped[0] if isinstance(mapped, tuple) else mapped
+    mapped = mapped[0] if isinstance(mapped, tuple) else mapped
+    return cast(type[PreTrainedModel], mapped)
 
 
 def language_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
