@@ -19,9 +19,6 @@ _WORDS = {
     "tr": "ve bir icin",
 }
 """Frequent words by language, without accents. No word of another language is an English one."""
-FREQUENT_WORDS = {
-    language: frozenset(text.split()) for language, text in _WORDS.items()
-}
 LANGUAGE_OF_SCRIPT = {
     "HIRAGANA": "ja",
     "KATAKANA": "ja",
@@ -70,7 +67,8 @@ def language_of(texts: Sequence[str]) -> str | None:
     )
     words = re.findall(r"[a-z]+", plain)
     counts: Counter[str] = Counter()
-    for language, frequent in FREQUENT_WORDS.items():
+    for language, text_of_words in _WORDS.items():
+        frequent = text_of_words.split()
         counts[language] = sum(word in frequent for word in words)
     (likeliest, most), (_, next_most) = counts.most_common(2)
     is_clear = most >= MIN_LEAD * next_most

@@ -491,8 +491,7 @@ class ClassBatches:
         order = self._shuffled(
             self.num_batches, _OFFSET, epoch, 1
         )  # another stream than that of the offset
-        batches: np.ndarray = table[order]
-        return batches
+        return np.asarray(table[order])
 
     def positives(
         self,
@@ -510,8 +509,7 @@ class ClassBatches:
         others_of_class = (size - 1).astype(np.uint64)
         shift = 1 + (bits % others_of_class).astype(np.int64)
         position = start + (self._position[examples] - start + shift) % size
-        others: np.ndarray = self._order[position]
-        return others
+        return np.asarray(self._order[position])
 
     def _shuffled(
         self,
@@ -548,5 +546,4 @@ def _shares(
     missing = total - int(shares.sum())
     # The first classes fill their room, until nothing is missing. What classes before each take: the sum of their room.
     taken_before = np.cumsum(room) - room
-    added: np.ndarray = shares + np.clip(missing - taken_before, 0, room)
-    return added
+    return np.asarray(shares + np.clip(missing - taken_before, 0, room))

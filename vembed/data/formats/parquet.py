@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +24,7 @@ PART_ROW_BYTES = 64 * 2**20
 class ParquetFile(ArrowRows):
     """A Parquet file."""
 
-    endings: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
+    endings = (".parquet", ".pq")
     title = "Parquet"
 
     def __init__(self, path: Path) -> None:

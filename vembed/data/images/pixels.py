@@ -329,8 +329,7 @@ def _agrees(
     expected = dict(processor(images=[picture], return_tensors="pt"))
     if tensors.keys() != expected.keys():
         return False
-    same = []
-    for name, tensor in tensors.items():
-        has_same_dtype = tensor.dtype == expected[name].dtype
-        same.append(has_same_dtype and torch.equal(tensor, expected[name]))
-    return all(same)
+    return all(
+        tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
+        for name, tensor in tensors.items()
+    )
