@@ -247,9 +247,8 @@ def hold_out(
             f"val_split: {share:g} of {len(store):,d} examples with {len(sizes):,d} different queries leaves nothing "
             "to train on (equal and nearly equal queries are held out together); give val_data_path, or more data"
         )
-    held = []
-    for index in np.flatnonzero(is_held).tolist():
-        held.append((store.source_of(index), store[index]))
+    indices = np.flatnonzero(is_held).tolist()
+    held = [(store.source_of(index), store[index]) for index in indices]
     train = store.subset(~is_held, note=f"val_split {share:g}")
     is_held_pair = is_held[groups.pair_examples]
     documents = np.unique(groups.pair_documents[is_held_pair])

@@ -382,9 +382,10 @@ class PairFeaturiser(BaseFeaturiser):
         instruction, query_mark, document_mark, end_text = answer_form(self.description)
         begin, end = self._texts.tokenize([ANSWER_PROMPT, end_text])
         room = max(self.description.max_length - len(begin) - len(end), 1)
-        bodies = []
-        for query, document in zip(queries, documents, strict=True):
-            bodies.append(instruction + query_mark + query + document_mark + document)
+        bodies = [
+            instruction + query_mark + query + document_mark + document
+            for query, document in zip(queries, documents, strict=True)
+        ]
         rows = []
         encoded = self._texts.tokenize(bodies)
         for body, pair_images in zip(encoded, images, strict=True):

@@ -40,9 +40,7 @@ MAX_SAMPLED_TEXTS = 500
 
 def is_english(texts: Sequence[str]) -> bool:
     """Return whether texts may be English. Texts that show no language are taken for English."""
-    letters: list[str] = []
-    for text in texts[:MAX_SAMPLED_TEXTS]:
-        letters += filter(str.isalpha, text)
+    letters = list(filter(str.isalpha, "".join(texts[:MAX_SAMPLED_TEXTS])))
     # Accents and other scripts first: they decide without any list of words.
     num_foreign = sum(not letter.isascii() for letter in letters)
     is_ascii = num_foreign <= MIN_SHARE_OF_LETTERS * max(len(letters), 1)

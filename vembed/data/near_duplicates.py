@@ -181,10 +181,9 @@ class NearIndex:
         is_wanted: Callable[[int], bool],
     ) -> Iterator[int]:
         # For each feature of the text that the index has: its texts by group.
-        buckets_of_values = []
-        for value in values.tolist():
-            if value in postings:
-                buckets_of_values.append(postings[value])
+        buckets_of_values = [
+            postings[value] for value in values.tolist() if value in postings
+        ]
         groups = Counter(chain.from_iterable(buckets_of_values))
         for group, count in groups.items():
             if count < self._num_shared:

@@ -394,10 +394,11 @@ class Checks:
                 other = next(index.near(number), None)
                 if other is not None:
                     in_validation[key] = texts[other]
-        leaks = {}
-        for row, key in enumerate(data.query_keys):
-            if key in in_validation:
-                leaks[row] = in_validation[key]
+        leaks = {
+            row: in_validation[key]
+            for row, key in enumerate(data.query_keys)
+            if key in in_validation
+        }
         self.add_rows(
             "leakage",
             "error",

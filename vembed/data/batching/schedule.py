@@ -231,9 +231,8 @@ class BatchSchedule:
 
     def _order(self, epoch: int) -> Batches:
         """Return the batches of an epoch in their order."""
-        groups = []
-        for number in range(len(self._groups)):
-            groups.append(self._group_batches(number, epoch))
+        numbers = range(len(self._groups))
+        groups = [self._group_batches(number, epoch) for number in numbers]
         if len(groups) == 1:
             return groups[0]
         batches = list(itertools.chain.from_iterable(groups))

@@ -33,9 +33,10 @@ class ParquetFile(ArrowRows):
             metadata = file.metadata
             self.columns = tuple(file.schema_arrow.names)
         self._num_rows = int(metadata.num_rows)
-        num_bytes = 0
-        for number in range(metadata.num_row_groups):
-            num_bytes += metadata.row_group(number).total_byte_size
+        num_bytes = sum(
+            metadata.row_group(number).total_byte_size
+            for number in range(metadata.num_row_groups)
+        )
         self._row_bytes = max(1, num_bytes // max(self._num_rows, 1))
         self._copy: pa.Table | None = None
         self._lock = threading.Lock()
