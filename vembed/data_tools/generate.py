@@ -545,10 +545,11 @@ def _is_long(text: str, num_words: int) -> bool:
 def documented_functions(source: str) -> list[tuple[str, str]]:
     """Return the first paragraph of the docstring of each function that has one, and the function without it and without
     its indentation, in the order of the source. Raise SyntaxError if it is no Python."""
-    functions = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions.append(node)
+    functions = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     # As Python counts them: a form feed ends no line.
     lines = re.split(r"\r\n?|\n", source)
     pairs = []
