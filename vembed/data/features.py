@@ -491,10 +491,9 @@ class TextProcessing:
         self._template_bos: str | None = None
         """Start token that a template puts before a conversation."""
         self._pads_left = description.padding_side == "left"
-        self.fixed_length: int | None = None
+        is_fixed = description.traits.has_fixed_length
+        self.fixed_length = description.max_length if is_fixed else None
         """SigLIP pools the last position, padding included, so all texts must have the same length."""
-        if description.traits.has_fixed_length:
-            self.fixed_length = description.max_length
         if self.tokenizer.is_fast:
             # Set once: `tokenizer(...)` sets it in each call, which is slow and not thread-safe.
             core: Any = self.tokenizer.backend_tokenizer

@@ -427,7 +427,7 @@ def prompt_for(
 def cleaned(text: str) -> str:
     """Return the first line without quotes and labels. Empty where nothing usable was written."""
     line = text.strip().partition("\n")[0].strip()
-    for noun in dict.fromkeys(NOUNS.values()):
+    for noun in NOUNS.values():
         if line.lower().startswith(f"{noun}:"):
             line = line[len(noun) + 1 :]
     line = line.strip().strip("\"'").strip()
