@@ -195,13 +195,16 @@ class Cascade:
 
     def __init__(
         self,
-        judges: Sequence[Judge],
-        options: WeightOptions,
+        config: MineConfig | JudgeConfig,
         session: Session,
     ) -> None:
-        self._judges = [CachedJudge(judge, options, session.device) for judge in judges]
+        self._judges = [
+            CachedJudge(judge, config, session.device) for judge in config.judges
+        ]
         self._session = session
-        self.decided_at = sum(judges[-1].unsure) / 2 if judges else 1.0
+        self.decided_at = 1.0
+        if config.judges:
+            self.decided_at = sum(config.judges[-1].unsure) / 2
         """Probability from which on a pair is relevant."""
 
     def judge(
@@ -251,7 +254,7 @@ class Cascade:
         return judgements
 
 
-class CandidateJudge:
+class CandidateJudge(Cascade):
     """The judges of `vembed mine`, and what becomes of the candidates that they have judged."""
 
     def __init__(
@@ -260,10 +263,9 @@ class CandidateJudge:
         inputs: MiningInputs,
         session: Session,
     ) -> None:
+        super().__init__(config, session)
         self._config = config
         self._inputs = inputs
-        self._cascade = Cascade(config.judges, config, session)
-        self.summary = self._cascade.summary
         self.counts = {"judged_relevant": 0, "undecided": 0}
         self.relabelled: dict[int, list[int]] = {}
         """Query -> documents that became its positives."""
@@ -285,8 +287,8 @@ class CandidateJudge:
             return text_of(query), text_of(document)
 
         judged = chosen.judgements.copy()
-        judged[queries, columns] = self._cascade.judge(len(queries), pair_of)
-        relevant = is_candidate & (judged >= self._cascade.decided_at)
+        judged[queries, columns] = self.judge(len(queries), pair_of)
+        relevant = is_candidate & (judged >= self.decided_at)
         undecided = is_candidate & (judged == UNDECIDED)
         self.counts["judged_relevant"] += int(relevant.sum())
         self.counts["undecided"] += int(undecided.sum())
@@ -399,7 +401,7 @@ def judge(
     with open_command_session(log) as (running, log_line):
         data = RowNegatives(config)
         log_line(data.summary())
-        cascade = Cascade(config.judges, config, running)
+        cascade = Cascade(config, running)
         judgements = cascade.judge(len(data.pairs), data.texts)[data.pair_of]
         for line in cascade.summary():
             log_line(line)
