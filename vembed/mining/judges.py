@@ -88,12 +88,13 @@ def load_judge(
             prompts = []
             for query, document in pairs:
                 # About four characters to a token.
-                prompt = ENDPOINT_PROMPT.format(
-                    instruction=judge.instruction or RELEVANCE,
-                    query=query,
-                    document=document[: 4 * judge.max_length],
+                prompts.append(
+                    ENDPOINT_PROMPT.format(
+                        instruction=judge.instruction or RELEVANCE,
+                        query=query,
+                        document=document[: 4 * judge.max_length],
+                    )
                 )
-                prompts.append(prompt)
             for number, text in client.complete(prompts, max_tokens=8):
                 yield number, answer_of(text)
 
@@ -238,8 +239,6 @@ class Cascade:
         judgements = [UNDECIDED] * len(pairs)
         open_pairs = list(range(len(pairs)))
         for judge in self._judges:
-            if not open_pairs:
-                break
             answers = judge.answers([pairs[pair] for pair in open_pairs])
             is_last = judge is self._judges[-1]
             low, high = judge.judge.unsure

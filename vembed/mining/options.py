@@ -252,15 +252,13 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions, WorkOptions, CommandC
 
     def all_retrievers(self) -> list[Retriever]:
         """The retrievers with the defaults of this config filled in."""
+        prompts = self.model_dump(include={"query_prompt", "document_prompt"})
         retrievers = []
         for entry in self.retrievers or [str(self.model_name)]:
-            retriever = Retriever(model=entry) if isinstance(entry, str) else entry
-            prompts = {}
-            if retriever.query_prompt is None:
-                prompts["query_prompt"] = self.query_prompt
-            if retriever.document_prompt is None:
-                prompts["document_prompt"] = self.document_prompt
-            retrievers.append(retriever.model_copy(update=prompts))
+            values: dict[str, Any] = {"model": entry}
+            if isinstance(entry, Retriever):
+                values = entry.model_dump(exclude_none=True)
+            retrievers.append(Retriever.model_validate(prompts | values))
         return retrievers
 
     @property
