@@ -148,7 +148,16 @@ def checklist(
         yield False, f"strategy, batch, memory: {error}"
     else:
         yield _check_strategy(placement, size)
-        yield _check_batch(placement)
+        batch = placement.run.config.batch
+        passes = True
+        line = f"batch: {placement.num_examples:,d} per process"
+        # Memory depends on the micro-batch, unless the user disables Gradient Cache.
+        if batch.use_gradient_cache is False:
+            passes = placement.num_examples <= LARGEST_SIMPLE_BATCH
+            line += " at once, as use_gradient_cache: false keeps all graphs"
+        else:
+            line += f", micro_batch_tokens: {batch.micro_batch_tokens}"
+        yield passes, line
         recomputation = placement.recomputation
         is_sharded = run.strategy.value == "fsdp" and launch.world_size > 1
         # Off by default means that micro-batches fit without it; off by hand may not be meant.
@@ -181,16 +190,6 @@ def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
     if share > FITS:
         reason += f"; a whole copy takes {share:.0%} of a process's memory: use_fsdp: true on several processes"
     return share <= FITS, f"{line} {reason}"
-
-
-def _check_batch(placement: Placement) -> tuple[bool, str]:
-    batch = placement.run.config.batch
-    line = f"batch: {placement.num_examples:,d} per process"
-    # Memory depends on the micro-batch, unless the user disables Gradient Cache.
-    if batch.use_gradient_cache is not False:
-        return True, f"{line}, micro_batch_tokens: {batch.micro_batch_tokens}"
-    line += " at once, as use_gradient_cache: false keeps all graphs"
-    return placement.num_examples <= LARGEST_SIMPLE_BATCH, line
 
 
 def _check_memory(placement: Placement, size: ModelSize) -> tuple[bool, str]:
