@@ -165,7 +165,15 @@ def checklist(
         passes = passes or recomputation.origin == "default"
         state = "on" if recomputation.value else "off"
         yield passes, f"gradient checkpointing: {state} ({recomputation.reason})"
-        yield _check_memory(placement, size)
+        need = MemoryEstimate(placement, size).in_step().total
+        shard = ""
+        if placement.num_shards > 1:
+            shard = f", a shard of 1/{placement.num_shards} on each process"
+        yield (
+            need <= FITS * placement.memory,
+            f"memory: {size.total:,d} parameters need {need / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
+            f"process{shard}",
+        )
         precision = placement.precision
         is_pure = run.config.model.torch_dtype == "pure_bfloat16"
         masters = "bfloat16" if is_pure else "float32"
@@ -190,15 +198,3 @@ def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
     if share > FITS:
         reason += f"; a whole copy takes {share:.0%} of a process's memory: use_fsdp: true on several processes"
     return share <= FITS, f"{line} {reason}"
-
-
-def _check_memory(placement: Placement, size: ModelSize) -> tuple[bool, str]:
-    need = MemoryEstimate(placement, size).in_step().total
-    shard = ""
-    if placement.num_shards > 1:
-        shard = f", a shard of 1/{placement.num_shards} on each process"
-    return (
-        need <= FITS * placement.memory,
-        f"memory: {size.total:,d} parameters need {need / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
-        f"process{shard}",
-    )
