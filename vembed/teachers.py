@@ -299,7 +299,7 @@ class VectorTeacher(CachedTeacher):
     def questions(self, example: Example) -> Iterator[tuple[bytes, tuple[Item, Kind]]]:
         """Yield each input of an example."""
         yield self.question(example.query, "query")
-        for document in (*example.positives, *example.negatives):
+        for document in example.documents:
             yield self.question(document, "document")
 
     def question(self, item: Item, kind: Kind) -> tuple[bytes, tuple[Item, Kind]]:
@@ -398,7 +398,7 @@ class PairTeacher(CachedTeacher):
 
     def questions(self, example: Example) -> Iterator[tuple[bytes, Pair]]:
         """Yield the pair of each document of an example."""
-        for document in (*example.positives, *example.negatives):
+        for document in example.documents:
             yield pair_key(example.query, document), (example.query, document)
 
     def teaching(

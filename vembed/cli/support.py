@@ -134,11 +134,7 @@ LINE = "=" * 50
 
 
 class StartRanks(Exception):  # noqa: N818 - not an error: the work is for other processes
-    """Ends a command whose work is done by several processes, with the same arguments."""
-
-    def __init__(self, environments: list[dict[str, str]]) -> None:
-        super().__init__()
-        self.environments = environments
+    """Ends a command whose work is done by several processes, with the same arguments. Its own argument: their environments."""
 
 
 class Command(TyperCommand):
@@ -166,7 +162,7 @@ class Command(TyperCommand):
             from vembed.parallel.launch import run_ranks
 
             command = [sys.executable, "-m", "vembed", str(self.name), *self.words]
-            return run_ranks(command, start.environments)
+            return run_ranks(command, *start.args)
         code = 0
         if isinstance(result, tuple):
             result, code = result
@@ -356,8 +352,8 @@ def usable_model(name: str) -> str:
     if pipeline is None:
         folder = Path(load_config(name).run.output_dir)
     else:
-        trainings = [step.name for step in pipeline.steps if step.kind == "train"]
-        folder = pipeline.folder(trainings[-1])
+        trainings = [step for step in pipeline.steps if step.kind == "train"]
+        folder = trainings[-1].folder
     if not folder.is_dir():
         raise UserError(
             f"{name} has not been trained: its run would be in {folder}; give a model, or first `vembed train {name}`"

@@ -104,12 +104,16 @@ def resolve_run(
     for layer in configs:
         # Before the layers are merged, since the Accelerate file is read for that.
         notes += resolve_paths(layer.values, ("accelerate_config",), config_file)
-    if presets:
-        configs += _user_preset([*configs, command_line], presets, config_file)
-
     # The base of the FSDP options: the launcher's, those of a named file for FSDP, or the default preset.
     launcher, launcher_notes = launcher_layer(env)
     naming = _naming_layer([*configs, command_line])
+    if naming is not None and naming.value("accelerate_config") in presets:
+        # A block of the user's, as a layer in place of the option.
+        preset_name = naming.values.pop("accelerate_config").value
+        block = {"distributed": presets[preset_name]}
+        place = str(config_file or "the config")
+        configs.append(Layer(place).take_all(block, f"{USER_PRESETS}.{preset_name}."))
+        naming = _naming_layer([*configs, command_line])
     file = None
     files = []
     base = ""
@@ -194,28 +198,6 @@ def _naming_layer(layers: Sequence[Layer]) -> Layer | None:
     return None
 
 
-def _user_preset(
-    layers: Sequence[Layer],
-    presets: Mapping[str, Node],
-    file: Path | None,
-) -> list[Layer]:
-    """Return the block of `distributed_examples` that `accelerate_config` names, as a layer in place of the option.
-
-    No layer if it names a file or a preset of vembed.
-    """
-    layer = _naming_layer(layers)
-    if layer is None:
-        return []
-    named = layer.values["accelerate_config"]
-    name = named.value
-    if name in presets:
-        del layer.values["accelerate_config"]
-        block = {"distributed": presets[name]}
-        prefix = f"{USER_PRESETS}.{name}."
-        return [Layer(str(file or "the config")).take_all(block, prefix)]
-    return []
-
-
 def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
     """Merge the layers, from the weakest to the strongest. Return the values, and a note for each overridden one.
 
@@ -233,9 +215,11 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
             overridden = [] if old is None else [old]
             twin = values.get(twins.get(name, ""))
             # Both may stay: `auto` sets nothing, and one source may set both, which the rules check.
-            if twin is None or twin.option in layer.values:
-                pass
-            elif "auto" not in (new.value, twin.value):
+            if (
+                twin is not None
+                and twin.option not in layer.values
+                and "auto" not in (new.value, twin.value)
+            ):
                 overridden.append(values.pop(twin.option))
             for value in overridden:
                 # No note about the default preset, which the user has not named, nor about a stage's block that
@@ -409,6 +393,9 @@ class PipelineStep:
     options: dict[str, Any]
     """What it gives, by option. For a step that is no training, by the names of its command's options, which may
     mean other things: `output_path` of a mining is a file."""
+    folder: Path
+    before: tuple[PipelineStep, ...]
+    """The steps before it."""
     task: str
     """Task of the model that it trains, or starts from."""
     model_step: PipelineStep | None
@@ -422,6 +409,11 @@ class PipelineStep:
         """True if the step leaves a model in `final/` of its folder."""
         return self.kind in ("train", "merge")
 
+    @property
+    def result(self) -> Path:
+        """The model of a step that leaves one, the file of one that leaves training data."""
+        return self.folder / DATA_FILES.get(self.kind, "final")
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -433,22 +425,6 @@ class Pipeline:
     shared: Layer
     """What stands outside of the stages."""
     steps: tuple[PipelineStep, ...]
-
-    def folder(self, name: str) -> Path:
-        """Return the folder of a step."""
-        for step in self.steps:
-            if step.name == name and "output_dir" in step.options:
-                return Path(str(step.options["output_dir"]))
-        return Path(self.root, name)
-
-    def before(self, name: str) -> list[PipelineStep]:
-        """Return the steps before one."""
-        names = [step.name for step in self.steps]
-        return list(self.steps[: names.index(name)])
-
-    def data_of(self, step: PipelineStep) -> Path:
-        """Return the file of a step that leaves training data."""
-        return self.folder(step.name) / DATA_FILES[step.kind]
 
     def layers(self, stage: str | None) -> list[Layer]:
         """Return the layers of a training stage: the shared options, those that follow from the order of the steps,
@@ -465,18 +441,14 @@ class Pipeline:
                 f"{self.source}: {problem}: choose with --stage NAME: {names}"
             )
         step = trainings[stage]
-        source = self.source
-        # Option -> its path and where that comes from.
-        paths = {"output_dir": (self.folder(stage), f", stage {stage}")}
-        if step.model_step is not None:
-            model = self.folder(step.model_step.name) / "final"
-            paths["model_name"] = (model, f"{RESULT_OF}{step.model_step.name}")
-        if step.data_step is not None:
-            data = self.data_of(step.data_step)
-            paths["data_path"] = (data, f"{RESULT_OF}{step.data_step.name}")
-        implied = Layer(source)
-        for option, (path, place) in paths.items():
-            implied.enter(option, str(path), option, f"{source}{place}")
+        implied = Layer(self.source)
+        place = f"{self.source}, stage {stage}"
+        implied.enter("output_dir", str(step.folder), "output_dir", place)
+        sources = {"model_name": step.model_step, "data_path": step.data_step}
+        for option, earlier in sources.items():
+            if earlier is not None:
+                place = f"{self.source}{RESULT_OF}{earlier.name}"
+                implied.enter(option, str(earlier.result), option, place)
         return [self.shared, implied, step.layer]
 
 
@@ -528,8 +500,8 @@ def chosen_pipeline(
     if pipeline is None or name is None:
         return pipeline
     # A name that no step has counts as a training, which refuses it with the names that there are.
-    kinds = [step.kind for step in pipeline.steps if step.name == name]
-    return None if kinds in ([], ["train"]) else pipeline
+    kinds = {step.name: step.kind for step in pipeline.steps}
+    return None if kinds.get(name, "train") == "train" else pipeline
 
 
 def _pipeline_of(
@@ -558,11 +530,11 @@ def _pipeline_of(
         raise UserError(
             f"{source}, line {node.line}: {STAGES} must be a list of stages with their options"
         )
-    steps: list[PipelineStep] = []
-    for name, entry in entries:
-        steps.append(_step(name, dict(entry.value), source, steps, shared))
     if root is None:
         root = str(shared.value("output_dir", "output"))
+    steps: list[PipelineStep] = []
+    for name, entry in entries:
+        steps.append(_step(name, dict(entry.value), source, root, steps, shared))
     return Pipeline(source, root, shared, tuple(steps))
 
 
@@ -570,7 +542,8 @@ def _step(
     name: str | None,
     block: dict[str, Node],
     source: str,
-    before: list[PipelineStep],
+    root: str,
+    before: Sequence[PipelineStep],
     shared: Layer,
 ) -> PipelineStep:
     if not name and "name" in block:
@@ -613,7 +586,20 @@ def _step(
                 f"{source}: stage {name} starts from {start.plain()}, and the stages before it are "
                 f"{', '.join(by_name) or 'none'}"
             )
-    return PipelineStep(name, kind, layer, options, task, model_step, data_step)
+    folder = Path(root, name)
+    if "output_dir" in options:
+        folder = Path(str(options["output_dir"]))
+    return PipelineStep(
+        name,
+        kind,
+        layer,
+        options,
+        folder,
+        tuple(before),
+        task,
+        model_step,
+        data_step,
+    )
 
 
 def _kind_of(block: Mapping[str, Node]) -> StepKind:

@@ -89,20 +89,22 @@ def open_sets(
         by_source: dict[int, list[Example]] = {}
         for number, example in parts.examples:
             by_source.setdefault(number, []).append(example)
-        scored = set()
-        for number, examples in by_source.items():
-            if are_scored_pairs(examples):
-                scored.add(number)
+        scored = {
+            number
+            for number, examples in by_source.items()
+            if are_scored_pairs(examples)
+        }
         # Correlations with given scores and retrieval have no common scale: the main score is one of them.
         if len(scored) == len(by_source):
             scored.clear()
         notes = parts.notes()
         if scored:
             notes.append("without scored pairs")
-        names = []
-        for number, source_name in enumerate(store.names):
-            if number not in scored:
-                names.append(source_name)
+        names = [
+            source_name
+            for number, source_name in enumerate(store.names)
+            if number not in scored
+        ]
         evaluation = from_examples(
             [example for number, example in parts.examples if number not in scored],
             # Not rounded: a share may be less than a percent.
@@ -205,7 +207,7 @@ class HeldOut:
             # The texts of a class are relevant to each other: those of training would count as wrong.
             if example.label is None:
                 source = self.train.source_of(index)
-                for item in (*example.positives, *example.negatives):
+                for item in example.documents:
                     documents.setdefault((source, item.key()), item)
         step = max(1, -(-len(documents) // MAX_SEARCHED_DOCUMENTS))
         sampled = list(documents.items())[::step]

@@ -313,8 +313,9 @@ class ExampleStore:
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
         sources = []
-        for source, end in zip(self._sources, self._ends, strict=True):
-            numbers = np.flatnonzero(is_kept[end - len(source) : end])
+        parts = np.split(is_kept, self._ends[:-1])
+        for source, is_kept_there in zip(self._sources, parts, strict=True):
+            numbers = np.flatnonzero(is_kept_there)
             if not len(numbers):
                 raise UserError(
                     f"{note} takes all examples of {source.name}; lower it, or give val_data_path"
@@ -634,14 +635,13 @@ class PartIndex:
     def count(self, example: Example, times: int = 1) -> None:
         """Count a record, or so many of its form."""
         query = example.query
-        documents = example.positives + example.negatives
         counts = {
             "records": 1,
             "positives": len(example.positives),
             "negatives": len(example.negatives),
             "scored": example.scores is not None,
             "image_queries": bool(query.images),
-            "image_documents": sum(bool(item.images) for item in documents),
+            "image_documents": sum(bool(item.images) for item in example.documents),
         }
         for name, count in counts.items():
             self.counts[name] += count * times

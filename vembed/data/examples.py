@@ -125,9 +125,14 @@ class Example:
     """Class of the query, in labelled data; the positive is of the same class then."""
 
     @property
+    def documents(self) -> tuple[Item, ...]:
+        """Positives and negatives."""
+        return self.positives + self.negatives
+
+    @property
     def items(self) -> tuple[Item, ...]:
         """Query, positives and negatives."""
-        return (self.query, *self.positives, *self.negatives)
+        return (self.query, *self.documents)
 
     def with_items(
         self,

@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from threading import Lock
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from vembed.data.examples import Example, ImageRef, Item, Kind, input_digest
 from vembed.data.images.decoders import PIXELS_KEY
-from vembed.data.images.files import image_name, image_size
+from vembed.data.images.files import image_name
 from vembed.data.images.pixels import Pixels, blank_image
 from vembed.errors import UserError
 from vembed.models.attention import PREFIX
@@ -120,12 +121,8 @@ class BaseFeaturiser(ABC):
     def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
         """Return the tensors of features of one modality on the host: `collate` without `finished`, which runs on the
         device."""
-        images: list[ImageRef] = []
-        rows = []
-        for feature in features:
-            images += feature.images
-            if feature.token_ids is not None:
-                rows.append(feature.token_ids)
+        images = _images_of(features)
+        rows = [each.token_ids for each in features if each.token_ids is not None]
         if not images:
             assert self.texts is not None
             return self.texts.pad(rows)
@@ -149,11 +146,12 @@ class BaseFeaturiser(ABC):
 
     def decode_ahead(self, features: Sequence[Features]) -> None:
         """Begin to decode the images of these features on other cores, as many as the cache holds."""
-        images: list[ImageRef] = []
-        for feature in features:
-            images += feature.images
-        if self.pixels is not None and images:
-            self.pixels.decode_ahead(images)
+        if self.pixels is not None:
+            self.pixels.decode_ahead(_images_of(features))
+
+
+def _images_of(features: Sequence[Features]) -> list[ImageRef]:
+    return list(chain.from_iterable(feature.images for feature in features))
 
 
 class Featuriser(BaseFeaturiser):
@@ -179,7 +177,7 @@ class Featuriser(BaseFeaturiser):
     def units(self, example: Example) -> list[tuple[Item, Kind]]:
         """See BaseFeaturiser."""
         units: list[tuple[Item, Kind]] = [(example.query, "query")]
-        for document in (*example.positives, *example.negatives):
+        for document in example.documents:
             units.append((document, "document"))
         return units
 
@@ -311,8 +309,7 @@ class PairFeaturiser(BaseFeaturiser):
 
     def units(self, example: Example) -> list[Pair]:
         """See BaseFeaturiser."""
-        documents = (*example.positives, *example.negatives)
-        return [(example.query, document) for document in documents]
+        return [(example.query, document) for document in example.documents]
 
     def features(self, units: Sequence[Pair]) -> list[Features]:
         """See BaseFeaturiser. A pair that is longer than `max_length` loses tokens of the longer text."""
@@ -364,7 +361,7 @@ class PairFeaturiser(BaseFeaturiser):
             num_shared = shared_length(rows, self._template_length)
             if num_shared:
                 batch = self._texts.pad([row[num_shared:] for row in rows])
-                batch[PREFIX] = torch.from_numpy(rows[0][:num_shared]).long()
+                batch[PREFIX] = torch.tensor(rows[0][:num_shared], dtype=torch.int64)
                 return batch
         batch = super().joined(features)
         if features[0].segments is not None:
@@ -505,7 +502,6 @@ class TextProcessing:
             core.no_padding()
             core.no_truncation()
             core.encode_special_tokens = self.tokenizer.split_special_tokens
-        self.vocab_size = len(self.tokenizer)
         self._num_tokens = 0
         self._num_unknown = 0
         self._unknown: int | None = self.tokenizer.unk_token_id
@@ -705,15 +701,13 @@ class ChatProcessing(TextProcessing):
         """Return the ids of a rendered conversation with as many placeholders for each image as the model has tokens of
         it. The template has one per image."""
         self._refuse_placeholders(ids, len(images))
-        counts = []
-        for image in images:
-            width, height = image_size(image)
-            counts.append(self._pixels.num_vision_tokens(image, width, height))
-        # Each id once, and the placeholder of an image as often as the image has tokens.
-        compact = np.asarray(ids, dtype=np.int32)
-        repeats = np.ones(len(compact), dtype=np.int64)
-        repeats[compact == self.image_token_id] = counts
-        whole: list[int] = np.repeat(compact, repeats).tolist()
+        remaining = iter(images)
+        whole = []
+        for token_id in ids:
+            count = 1
+            if token_id == self.image_token_id:
+                count = self._pixels.num_vision_tokens(next(remaining))
+            whole += [token_id] * count
         return whole
 
     def check_images(

@@ -196,10 +196,9 @@ class NearIndex:
             if count < self._num_shared:
                 continue
             # One text of the group first: in a large group of copies this comparison is often enough.
-            for buckets in buckets_of_values:
-                if group in buckets:
-                    leader = buckets[group][0]
-                    break
+            leader = next(
+                buckets[group][0] for buckets in buckets_of_values if group in buckets
+            )
             if not is_wanted(leader):
                 continue
             if self._is_near(text, leader):

@@ -224,18 +224,16 @@ class TowerStore(RowStore):
     def keys(self, features: Sequence[Features]) -> list[bytes]:
         """Return a key of each input that is valid across runs. For image files it includes size and modification
         time."""
-        keys = []
-        for feature in features:
-            keys.append(
-                input_digest(
-                    feature.modality,
-                    feature.token_ids,
-                    feature.images,
-                    num_bytes=KEY_BYTES,
-                    identity_of=lasting_identity,
-                )
+        return [
+            input_digest(
+                feature.modality,
+                feature.token_ids,
+                feature.images,
+                num_bytes=KEY_BYTES,
+                identity_of=lasting_identity,
             )
-        return keys
+            for feature in features
+        ]
 
 
 def lasting_identity(image: ImageRef) -> bytes:

@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from vembed.config.schema import TrainConfig
 from vembed.data.datasets import open_sets, short_item
-from vembed.data.examples import Example, Item
+from vembed.data.examples import Example
 from vembed.data.near_duplicates import normal_key
 from vembed.data_tools.starter import local_model
 
@@ -61,7 +62,6 @@ def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
         "warnings": list(sets.warnings),
     }
     sample = [store[number] for number in _spread(len(store), MAX_READ)]
-    reads_pairs = config.model.task == "rerank"
     name = config.model.model_name
     featuriser = None
     # Of a file `describe` says that it is no model.
@@ -73,7 +73,7 @@ def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
         featuriser = build_featuriser(describe(config.model))
     sections = [
         ("what was read", lines, figures),
-        _repetitions(sample, len(store), reads_pairs),
+        _repetitions(sample, len(store), config.model.task == "rerank"),
         _negatives(sample),
     ]
     if featuriser is None:
@@ -81,9 +81,9 @@ def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
         sections.append(("lengths", [f"not measured, since {missing}"], {}))
         title = f"samples, without prompts and special tokens, since {missing}"
     else:
-        sections.append(_lengths(sample, featuriser, reads_pairs))
+        sections.append(_lengths(sample, featuriser))
         title = "samples, as the model reads them"
-    samples = _samples(sample[:NUM_SAMPLES], featuriser, reads_pairs)
+    samples = _samples(sample[:NUM_SAMPLES], featuriser)
     sections.append((title, samples, {}))
     blocks = []
     for section_title, section_lines, section_figures in sections:
@@ -102,22 +102,6 @@ def unlogged() -> Iterator[None]:
         yield
     finally:
         log.removeHandler(silent)
-
-
-def _inputs(example: Example, reads_pairs: bool) -> list[tuple[str, Any]]:
-    """Return what a model reads of an example: its texts and images, or pairs of its query and a document. Each is a unit
-    of the featuriser, with its name."""
-    inputs: list[tuple[str, Any]] = []
-    if not reads_pairs:
-        inputs.append(("query", (example.query, "query")))
-    documents = [("positive", item) for item in example.positives]
-    documents += [("negative", item) for item in example.negatives]
-    for role, item in documents:
-        if reads_pairs:
-            inputs.append((f"query and {role}", (example.query, item)))
-        else:
-            inputs.append((role, (item, "document")))
-    return inputs
 
 
 def _repetitions(
@@ -188,18 +172,15 @@ def _spread(count: int, limit: int) -> range:
     return range(0, count, max(-(-count // limit), 1))
 
 
-def _lengths(
-    examples: Sequence[Example],
-    featuriser: BaseFeaturiser,
-    reads_pairs: bool,
-) -> PageSection:
-    units_by_name: dict[str, list[Any]] = {}
+def _lengths(examples: Sequence[Example], featuriser: BaseFeaturiser) -> PageSection:
+    units_by_name: dict[str, list[Any]] = {"queries": [], "documents": [], "pairs": []}
     for number in _spread(len(examples), MAX_MEASURED):
-        for role, unit in _inputs(examples[number], reads_pairs):
-            name = "pairs" if reads_pairs else "documents"
-            if role == "query":
-                name = "queries"
-            units_by_name.setdefault(name, []).append(unit)
+        units = featuriser.units(examples[number])
+        if featuriser.reads_pairs:
+            units_by_name["pairs"] += units
+        else:
+            units_by_name["queries"].append(units.pop(0))
+            units_by_name["documents"] += units
     limit = featuriser.description.max_length
     lines = []
     figures: dict[str, Any] = {}
@@ -228,27 +209,32 @@ def _lengths(
 
 
 def _samples(
-    examples: Sequence[Example],
-    featuriser: BaseFeaturiser | None,
-    reads_pairs: bool,
+    examples: Sequence[Example], featuriser: BaseFeaturiser | None
 ) -> list[str]:
     """Return examples as the model reads them, or as they are without a featuriser."""
     lines = []
     for example in examples:
         lines.append(example.where)
         # The first positive and the first negative.
-        first: dict[str, Any] = {}
-        for name, unit in _inputs(example, reads_pairs):
-            first.setdefault(name, unit)
-        for name, unit in first.items():
-            items = [part for part in unit if isinstance(part, Item)]
-            text = " ".join(map(short_item, items))
-            if featuriser is not None:
-                (feature,) = featuriser.features([unit])
-                name = f"{name} ({feature.length:,d} tokens)"  # noqa: PLW2901
+        shortened = replace(
+            example,
+            positives=example.positives[:1],
+            negatives=example.negatives[:1],
+        )
+        names = ["query", "positive", "negative"]
+        texts = list(map(short_item, shortened.items))
+        if featuriser is not None:
+            if featuriser.reads_pairs:
+                names = ["query and positive", "query and negative"]
+                texts.pop(0)
+            features = featuriser.features(featuriser.units(shortened))
+            for number, feature in enumerate(features):
+                names[number] += f" ({feature.length:,d} tokens)"
                 if feature.token_ids is not None and featuriser.texts is not None:
-                    text = featuriser.texts.decoded(feature.token_ids)
+                    texts[number] = featuriser.texts.decoded(feature.token_ids)
+        for name, text in zip(names, texts, strict=False):
+            short_text = text
             if len(text) > SAMPLE_CHARACTERS:
-                text = text[: SAMPLE_CHARACTERS - 3] + "..."
-            lines.append(f"{name}: {text}")
+                short_text = text[: SAMPLE_CHARACTERS - 3] + "..."
+            lines.append(f"{name}: {short_text}")
     return lines

@@ -36,7 +36,7 @@ def tokenizer_of_data(
     def texts() -> Iterable[str]:
         for number in range(len(examples)):
             example = examples[number]
-            for item in (example.query, *example.positives, *example.negatives):
+            for item in example.items:
                 if item.text is not None:
                     yield item.text
 

@@ -57,10 +57,7 @@ class FileSample:
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of all columns, in order."""
-        names: dict[str, None] = {}  # as a set that keeps the order
-        for record in self.records:
-            names |= dict.fromkeys(record)
-        return tuple(names)
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(self.records)))
 
 
 def read_sample(path: Path) -> FileSample:
@@ -161,8 +158,6 @@ class ColumnFacts:
     """Share of values that end with a question mark."""
     has_paths: bool
     """More than half of the values look like paths of images."""
-    is_text: bool
-    """Texts or paths, not numbers, dates or ids."""
 
     def part(self, role: str) -> str:
         """Return what the column is as the query or the positive. A column of paths holds images."""
@@ -177,13 +172,12 @@ def guess(
     """Return a column mapping for the missing parts (query, positive), of columns that are not taken, and the reason for
     each column."""
     candidates = []
-    record_names: dict[str, None] = {}  # as a set that keeps the order
-    for record in records:
-        record_names |= dict.fromkeys(record)
+    # As a set that keeps the order.
+    record_names = dict.fromkeys(itertools.chain.from_iterable(records))
     skipped = {*taken_columns, *negative_columns(record_names)}
     for name in record_names:
         column = _facts(name, [record.get(name) for record in records])
-        if name not in skipped and column.is_text:
+        if name not in skipped and column is not None:
             candidates.append(column)
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
     mapping = {}
@@ -204,7 +198,8 @@ def guess(
     return in_file_order, reasons
 
 
-def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
+def _facts(name: str, values: Sequence[Any]) -> ColumnFacts | None:
+    """Return figures of a column; None if it has numbers, dates or ids, not texts or paths."""
     texts = []
     for value in values:
         # Of a list the first entry.
@@ -214,7 +209,7 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
         if isinstance(entry, str) and entry.strip():
             texts.append(entry.strip())
     if not texts:
-        return ColumnFacts(name, 0.0, 0.0, 0.0, has_paths=False, is_text=False)
+        return None
     unique = len(set(texts)) / len(texts)
     has_paths = mean(IMAGE_PATH.fullmatch(text) is not None for text in texts) > 0.5
     questions = mean(text.rstrip(" \"')").endswith(("?", "\uff1f")) for text in texts)
@@ -227,8 +222,9 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
     is_code = (
         spaced < 0.1 and unique > 0.9 and letters < 0.8 and not wide and length < 64
     )
-    is_text = has_paths or (letters > 0.4 and not is_id and not is_code)
-    return ColumnFacts(name, length, unique, questions, has_paths, is_text)
+    if not has_paths and (letters <= 0.4 or is_id or is_code):
+        return None
+    return ColumnFacts(name, length, unique, questions, has_paths)
 
 
 def _score(

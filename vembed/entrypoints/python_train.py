@@ -89,7 +89,7 @@ def train(
     last = next(
         (step for step in reversed(pipeline.steps) if step.kind == "train"), None
     )
-    done = None if last is None else finished_run(pipeline.folder(last.name))
+    done = None if last is None else finished_run(last.folder)
     if done is None:
         raise RunError(f"{pipeline.source}: none of its stages is a finished training")
     return TrainResult(done.model_dir, done.folder, done.scores(), done.step)

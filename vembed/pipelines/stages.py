@@ -8,7 +8,7 @@ import operator
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from vembed.config.loading import (
 )
 from vembed.config.options import command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
-from vembed.config.schema import FILE_OPTIONS, TrainConfig
+from vembed.config.schema import FILE_OPTIONS
 from vembed.config.terms import needed_teachers
 from vembed.errors import RunError, UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
@@ -72,7 +72,7 @@ def run_stages(
             # A mistake in the last step must not come out after days of training.
             stage.check()
             if not arguments.is_dry_run:
-                _require_earlier(pipeline, stage.step, chosen)
+                _require_earlier(stage.step, chosen)
     fingerprints: dict[str, str] = {}
     for stage in stages:
         step = stage.step
@@ -106,25 +106,18 @@ def run_stages(
     return 0
 
 
-def _require_earlier(
-    pipeline: Pipeline,
-    step: PipelineStep,
-    chosen: Collection[PipelineStep],
-) -> None:
+def _require_earlier(step: PipelineStep, chosen: Collection[PipelineStep]) -> None:
     """Raise UserError if a step between trainings needs the result of one that is neither there nor run now."""
     if (
         step.kind == "train"
     ):  # it may get another model and other data on the command line
         return
-    results = []
-    if step.model_step is not None:
-        results.append((step.model_step, pipeline.folder(step.model_step.name) / FINAL))
-    if step.data_step is not None:
-        results.append((step.data_step, pipeline.data_of(step.data_step)))
-    for earlier, path in results:
-        if earlier not in chosen and not path.exists():
+    for earlier in (step.model_step, step.data_step):
+        if earlier is None or earlier in chosen:
+            continue
+        if not earlier.result.exists():
             raise UserError(
-                f"stage {step.name} needs {path}, which stage {earlier.name} makes: run that one first "
+                f"stage {step.name} needs {earlier.result}, which stage {earlier.name} makes: run that one first "
                 f"(--from {earlier.name})"
             )
 
@@ -133,9 +126,8 @@ def results_of(pipeline: Pipeline) -> list[dict[str, Any]]:
     """Return the result of each training that has finished, in order, as JSON values."""
     results = []
     for step in pipeline.steps:
-        folder = pipeline.folder(step.name)
-        if step.kind == "train" and (folder / FINAL).is_dir():
-            results.append({"stage": step.name, **result_of(folder)})
+        if step.kind == "train" and step.result.is_dir():
+            results.append({"stage": step.name, **result_of(step.folder)})
     return results
 
 
@@ -152,8 +144,8 @@ class _Stage:
         self.all_arguments = arguments
         self.step = step
         self.where = f"{pipeline.source}: stage {step.name}: "
-        self.folder = pipeline.folder(step.name)
-        self.before = pipeline.before(step.name)
+        self.folder = step.folder
+        self.before = step.before
         self.options = _with_shared_data(pipeline, step)
         """Of a step between; its paths may stand beside the config file."""
         for key in (*DATA_FILE_OPTIONS, *MODELS):
@@ -168,22 +160,22 @@ class _Stage:
             stage=step.name,
             first_stage=None,
             last_stage=None,
-            overrides=self._overrides(arguments.overrides),
+            overrides=self._overrides(),
         )
 
     def check(self) -> None:
         """Raise UserError where this step cannot work, as far as can be told before the steps before it have run."""
-        future_folders = [self.pipeline.folder(step.name) for step in self.before]
+        future_folders = [step.folder for step in self.before]
         if self.step.kind == "train":
             run = self._resolve()
             require_trackers(run.config.logging.report_to)
             config = run.config
-            names = [step.name for step in self.pipeline.steps]
+            by_name = {step.name: step for step in self.pipeline.steps}
             for teacher in needed_teachers(config.objective, config.data, config.model):
                 name = teacher.model
-                if name in names and not Path(name).exists():
+                if name in by_name and not Path(name).exists():
                     raise UserError(
-                        f"{self.where}teacher: {name} is a stage: give its model, {self.pipeline.folder(name) / FINAL}"
+                        f"{self.where}teacher: {name} is a stage: give its model, {by_name[name].result}"
                     )
             if not self.arguments.is_dry_run:
                 require_paths(
@@ -227,15 +219,22 @@ class _Stage:
             before = [known[step.name] for step in self.before]
             return _digest({"options": _contents(self.options), "before": before})
         run = self._resolve()
-        start = None
-        if self.step.model_step is not None and "model_name" not in self.step.options:
-            start = known[self.step.model_step.name]
+        facts = {}
+        for name, value in run.config.to_dict().items():
+            if name in COUNTED or name not in MAY_CHANGE:
+                facts[name] = _contents(value) if name in FILE_OPTIONS else value
+        start = self.step.model_step
+        if start is not None and "model_name" not in self.step.options:
+            facts["model_name"] = known[start.name]
         world_size = 1
         if os.environ.get("WORLD_SIZE"):
             world_size = int(os.environ["WORLD_SIZE"])
         elif run.processes.value != "auto":
             world_size = int(run.processes.value) * run.machines.value
-        fingerprint = of_training(run.config, start, world_size)
+        # The gradient depends on the global batch only, so the same fingerprint holds for 2 x 32 and 4 x 16.
+        batch = run.config.batch
+        facts["global batch"] = batch.global_batch_size or batch.batch_size * world_size
+        fingerprint = _digest(facts)
         if self.step.data_step is None:
             return fingerprint
         # Such data are made anew with their step; their file need not be there yet.
@@ -260,7 +259,7 @@ class _Stage:
             if damage is None:
                 self._log("done already (nothing that it depends on has changed)")
                 return 0
-            final = self.folder / FINAL
+            final = self.step.result
             if final.is_dir():
                 # The user may have changed it on purpose.
                 raise UserError(
@@ -299,7 +298,7 @@ class _Stage:
         if not self.step.has_model:
             return checksums_of(self.folder, [self.folder / RESULTS[self.step.kind]])
         paths = []
-        for path in (self.folder / FINAL).rglob("*"):
+        for path in self.step.result.rglob("*"):
             if path.is_file() and path.name != "README.md":  # users edit the card
                 paths.append(path)
         return checksums_of(self.folder, paths)
@@ -324,7 +323,7 @@ class _Stage:
             return "mine", _pairs({**options, "output_path": target})
         if kind == "judge":
             if "data_path" not in options and self.step.data_step is not None:
-                options["data_path"] = str(self.pipeline.data_of(self.step.data_step))
+                options["data_path"] = str(self.step.data_step.result)
             if "judges" not in options:
                 options["judges"] = [{"model": self._model()}]
             return "judge", _pairs({**options, "output_path": target})
@@ -336,12 +335,11 @@ class _Stage:
             return "eval", [*words, "--json", target, *_flags(options)]
         models = options.pop("models", None)
         if models is None:
-            names = [step.name for step in self.before if step.kind == "train"]
-            models = [self._model_named(name) for name in names]
+            models = [str(step.result) for step in self.before if step.kind == "train"]
         if "last" in options:
             # A run, with its checkpoints.
             models = [model.removesuffix(f"/{FINAL}") for model in models]
-        final = str(self.folder / FINAL)
+        final = str(self.step.result)
         return "merge", [*models, "--output", final, *_flags(options)]
 
     def _run_between(self) -> tuple[int, dict[str, Any] | None]:
@@ -358,17 +356,25 @@ class _Stage:
         if self.step.kind != "evaluate":
             return 0, None
         scores = read_json_object(path)
-        problem = unmet_requirement(scores, self.options.get("require", {}))
-        if problem:
-            raise RunError(
-                f"stage {self.step.name}: {problem}; the stages after it are not run"
-            )
+        by_name = {name.lower(): value for name, value in scores.items()}
+        for name, condition in self.options.get("require", {}).items():
+            sign, limit = _parse(name, condition)
+            score = by_name.get(name.lower())
+            if score is None:
+                raise UserError(
+                    f"require: {name} is not among what is measured: {', '.join(scores)}"
+                )
+            if not COMPARE[sign](score, limit):
+                raise RunError(
+                    f"stage {self.step.name}: {name} is {score:.4f}, and {sign} {limit:g} is required; the stages after "
+                    "it are not run"
+                )
         return 0, scores
 
     def _model(self) -> str:
         """Return the model of the last step before this one that leaves one, else the config's own."""
         if self.step.model_step is not None:
-            return self._model_named(self.step.model_step.name)
+            return str(self.step.model_step.result)
         name = self.pipeline.shared.value("model_name")
         name = self.command_line.value("model_name", name)
         if name is None:
@@ -379,8 +385,9 @@ class _Stage:
 
     def _model_named(self, name: str) -> str:
         """Return the model of a stage by its name; any other name as it is."""
-        if any(step.name == name and step.has_model for step in self.before):
-            return str(self.pipeline.folder(name) / FINAL)
+        for step in self.before:
+            if step.name == name and step.has_model:
+                return str(step.result)
         return name
 
     def _located(self, name: str) -> str:
@@ -391,10 +398,10 @@ class _Stage:
         beside = Path(config).parent / name
         return str(beside) if beside.exists() else name
 
-    def _overrides(self, overrides: Sequence[str]) -> tuple[str, ...]:
+    def _overrides(self) -> tuple[str, ...]:
         """Return the overrides of a training: those of the command line that are for it."""
         kept_overrides = []
-        for override in overrides:
+        for override in self.all_arguments.overrides:
             layer, stage = command_line_layer([override])
             # A model that the command line names is the one that the first stage starts from.
             is_model = self.step.model_step is not None and "model_name" in layer.values
@@ -449,7 +456,7 @@ def _write_report(pipeline: Pipeline) -> None:
     """Write one report over all stages: what each was, how long it took, what it scored, and where its report is."""
     rows = []
     for step in pipeline.steps:
-        folder = pipeline.folder(step.name)
+        folder = step.folder
         state = _read_state(folder)
         scores = state.get("scores", {})
         link = ""
@@ -559,24 +566,8 @@ def _with_shared_data(pipeline: Pipeline, step: PipelineStep) -> dict[str, Any]:
     return options
 
 
-def unmet_requirement(
-    scores: Mapping[str, float], required: Mapping[str, Any]
-) -> str | None:
-    """Return what is not met, in words; None where all is. A plain number is the least that is required."""
-    by_name = {name.lower(): value for name, value in scores.items()}
-    for name, condition in required.items():
-        sign, limit = _parse(name, condition)
-        score = by_name.get(name.lower())
-        if score is None:
-            raise UserError(
-                f"require: {name} is not among what is measured: {', '.join(scores)}"
-            )
-        if not COMPARE[sign](score, limit):
-            return f"{name} is {score:.4f}, and {sign} {limit:g} is required"
-    return None
-
-
 def _parse(name: str, condition: Any) -> tuple[str, float]:
+    """Return the comparison and the limit. A plain number is the least that is required."""
     match = CONDITION.fullmatch(str(condition))
     if match is None:
         raise UserError(
@@ -604,24 +595,6 @@ COUNTED = (
 """Options that a resumed run may change, and that change what comes out."""
 
 
-def of_training(
-    config: TrainConfig,
-    before: str | None,
-    world_size: int,
-) -> str:
-    """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
-    facts = {}
-    for name, value in config.to_dict().items():
-        if name in COUNTED or name not in MAY_CHANGE:
-            facts[name] = _contents(value) if name in FILE_OPTIONS else value
-    # The gradient depends on the global batch only, so the same fingerprint holds for 2 x 32 and 4 x 16.
-    batch = config.batch
-    facts["global batch"] = batch.global_batch_size or batch.batch_size * world_size
-    if before is not None:
-        facts["model_name"] = before
-    return _digest(facts)
-
-
 def _contents(value: Any) -> Any:
     """Return a value with the files and folders that it names replaced by their fingerprints, at any depth."""
     if isinstance(value, list):
@@ -634,41 +607,3 @@ def _contents(value: Any) -> Any:
 def _digest(facts: Mapping[str, Any]) -> str:
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-# ---- what a plan predicts ------------------------------------------------------------------------------------------
-
-
-def planned_trainings(
-    pipeline: Pipeline,
-    arguments: TrainArguments,
-) -> list[TrainArguments]:
-    """Return the arguments of each training, as they can be planned before any stage has run: a model of an earlier stage
-    has the shapes of the one that it starts from, and data that are not mined yet are those that they come from."""
-    models: dict[str, str] = {}
-    planned = []
-    for step in pipeline.steps:
-        before = step.model_step
-        if step.kind != "train":
-            models[step.name] = models[before.name] if before is not None else ""
-            continue
-        overrides = list(arguments.overrides)
-        if before is not None and "model_name" not in step.options:
-            overrides.append(f"model_name={models[before.name]}")
-        mined = step.data_step
-        if mined is not None and "data_path" not in step.options:
-            unmined = mined.options.get("data_path")
-            is_mined = pipeline.data_of(mined).is_file()
-            if not is_mined and isinstance(unmined, str):
-                overrides.append(f"data_path={unmined}")
-        stage = replace(
-            arguments,
-            stage=step.name,
-            first_stage=None,
-            last_stage=None,
-            overrides=tuple(overrides),
-        )
-        run = resolve_run(stage.source, stage.overrides, stage=step.name)
-        models[step.name] = run.config.model.model_name
-        planned.append(stage)
-    return planned

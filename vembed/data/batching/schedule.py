@@ -22,6 +22,8 @@ from vembed.errors import UserError
 EPOCHS_KEPT = 2
 """Number of epoch orders in memory. Batches are prepared ahead, so two epochs are in use at an epoch's end."""
 
+_LOCK = threading.Lock()
+
 # Purpose of a random stream, part of its seed, so that no two streams are equal.
 _PASS = 1
 _MIX = 2
@@ -159,7 +161,6 @@ class BatchSchedule:
         self._groups = list(groups.values())
         """The sources of each group: one source, several of the same losses, or all of them."""
         self._orders: dict[int, Batches] = {}
-        self._lock = threading.Lock()
         # Epoch 0 fixes the number of batches of every epoch, so that the number of a batch in the run gives both.
         self._num_batches: list[int] = []
         """Of each group."""
@@ -177,17 +178,13 @@ class BatchSchedule:
         """Number of drawn examples that are in no batch."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process has a lock of its own, and computes its orders."""
-        return {**vars(self), "_orders": {}, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock = threading.Lock()
+        """Another process computes its orders."""
+        return {**vars(self), "_orders": {}}
 
     def batch(self, epoch: int, batch_index: int) -> np.ndarray:
         """Return the int64 indices of the examples of one global batch, in order."""
         # Threads prepare several batches at once, and must not compute one epoch's order twice.
-        with self._lock:
+        with _LOCK:
             order = self._orders.get(epoch)
             if order is None:
                 order = self._order(epoch)
@@ -264,21 +261,21 @@ class BatchSchedule:
             return [stream[start : start + size] for start in starts]
         contents = repeated_contents(*self.keys.of_all(stream))
         positions_of = arrange(contents, len(stream), size)
-        if epoch == 0:
-            if not positions_of:
-                raise UserError(
-                    f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content "
-                    "that occurs twice: lower batch_size, or turn it off"
-                )
-            return [stream[positions] for positions in positions_of]
+        if not positions_of and epoch == 0:
+            raise UserError(
+                f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content "
+                "that occurs twice: lower batch_size, or turn it off"
+            )
         # Every epoch must have as many batches as the first one, or their numbers would not map to epochs. If fewer
         # come out, the epoch has the batches of the first one in another order: no example is in two of them.
-        num_batches = self._num_batches[group]
-        if len(positions_of) < num_batches:
-            first = self._group_batches(group, 0)
-            order = shuffled(self.seed, len(first), _ORDER_OF_FIRST, epoch, group)
-            return [first[number] for number in order.tolist()]
-        return [stream[positions] for positions in positions_of[:num_batches]]
+        if epoch > 0:
+            num_batches = self._num_batches[group]
+            if len(positions_of) < num_batches:
+                first = self._group_batches(group, 0)
+                order = shuffled(self.seed, len(first), _ORDER_OF_FIRST, epoch, group)
+                return [first[number] for number in order.tolist()]
+            del positions_of[num_batches:]
+        return [stream[positions] for positions in positions_of]
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
         """Return the examples of a source in an epoch: the next ones of its random passes."""

@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -27,10 +28,9 @@ from vembed.data.batching.rank_batch import (
 from vembed.data.batching.schedule import BatchSchedule, rank_examples
 from vembed.data.child_process import Child, answers, send
 from vembed.data.example_store import ExampleStore
-from vembed.data.examples import Example, Examples, ImageRef
+from vembed.data.examples import Example, Examples
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError, UserError
-from vembed.models.families.family import Modality
 
 COLUMNS_OF = attrgetter("modality", "length", "key", "content", "images", "num_vectors")
 """Returns the fields of `Features` before its arrays."""
@@ -221,54 +221,34 @@ def prepare_for_parent(payload: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """A rank batch whose features are columns: reading many small objects would take as long as making them."""
+    """A rank batch whose features are plain values: reading many small arrays would take as long as making them."""
 
     batch: RankBatch
     """Without features."""
-    columns: list[tuple[Modality, int, int, int, tuple[ImageRef, ...], int]]
-    """The first fields of the features of each input."""
-    lengths: list[int | None]
-    """Number of token ids of each input; None for one that has none."""
-    token_ids: np.ndarray
-    """Int32, those of all inputs."""
-    segments: np.ndarray
-    """Of the same tokens; empty where the tokenizer tells none."""
+    rows: list[tuple[Any, ...]]
+    """The fields of the features of each input. Of its arrays the bytes."""
 
     def unpacked(self) -> RankBatch:
         """Return the rank batch."""
         features = []
-        start = 0
-        for columns, length in zip(self.columns, self.lengths, strict=True):
-            token_ids = None
-            segments = None
-            if length is not None:
-                end = start + length
-                token_ids = self.token_ids[start:end]
-                if len(self.segments):
-                    segments = self.segments[start:end]
-                start = end
-            features.append(Features(*columns, token_ids, segments))
+        for *columns, token_ids, segments in self.rows:
+            arrays = map(_array_of, (token_ids, segments))
+            features.append(Features(*columns, *arrays))
         return replace(self.batch, features=features)
 
 
 def pack(batch: RankBatch) -> PackedBatch:
     """Return a rank batch in the form that is sent."""
-    lengths: list[int | None] = []
-    empty = np.empty(0, dtype=np.int32)
-    token_ids = [empty]
-    segments = [empty]
+    rows = []
     for feature in batch.features:
-        if feature.token_ids is None:
-            lengths.append(None)
-            continue
-        lengths.append(len(feature.token_ids))
-        token_ids.append(feature.token_ids)
-        if feature.segments is not None:
-            segments.append(feature.segments)
-    return PackedBatch(
-        replace(batch, features=[]),
-        list(map(COLUMNS_OF, batch.features)),
-        lengths,
-        np.concatenate(token_ids),
-        np.concatenate(segments),
-    )
+        arrays = map(_bytes_of, (feature.token_ids, feature.segments))
+        rows.append((*COLUMNS_OF(feature), *arrays))
+    return PackedBatch(replace(batch, features=[]), rows)
+
+
+def _bytes_of(array: np.ndarray | None) -> bytes | None:
+    return None if array is None else array.tobytes()
+
+
+def _array_of(content: bytes | None) -> np.ndarray | None:
+    return None if content is None else np.frombuffer(content, np.int32)

@@ -34,7 +34,7 @@ from vembed.data.images.decoders import (
     ProcessorCode,
     Resizing,
 )
-from vembed.data.images.files import image_name, load_image
+from vembed.data.images.files import image_name, image_size, load_image
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription
@@ -174,13 +174,9 @@ class Pixels:
         columns = shape[-1] // self._patch_size
         return 1 + rows * columns
 
-    def num_vision_tokens(
-        self,
-        image: ImageRef,
-        width: int,
-        height: int,
-    ) -> int:
-        """Return the number of tokens of an image of this size in a vision-language model."""
+    def num_vision_tokens(self, image: ImageRef) -> int:
+        """Return the number of tokens of an image in a vision-language model. Reads only its header."""
+        width, height = image_size(image)
         try:
             patches = self._processor.get_number_of_image_patches(height, width)
         except ValueError as error:
