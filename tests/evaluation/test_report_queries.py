@@ -100,7 +100,7 @@ def test_intervals_cover_chance_and_find_differences():
 
 
 def test_images_of_changed_queries_are_shown_as_thumbnails(tmp_path):
-    """Images of files, of files that are gone, and those that the data hold themselves as bytes."""
+    """Images of files. Those of files that are gone, and those that the data hold, have their names alone."""
     Image.new("RGB", (300, 200), "red").save(tmp_path / "red.png")
     images = [
         ImageRef(data=encoded("PNG")),
@@ -133,7 +133,7 @@ def test_images_of_changed_queries_are_shown_as_thumbnails(tmp_path):
     embedded = "image of document 0"
     cells = ("first", embedded, "red.png", f"[relevant] {embedded}")
     assert better.rows[0][:4] == cells
-    assert [len(better.pictures[0, column]) for column in range(4)] == [0, 1, 1, 1]
+    assert [len(better.pictures[0, column]) for column in range(4)] == [0, 0, 1, 0]
     data_url = better.pictures[0, 2][0]
     thumbnail = Image.open(io.BytesIO(base64.b64decode(data_url.partition(",")[2])))
     assert thumbnail.size == (96, 64)

@@ -66,10 +66,9 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
         fsdp=None,
         local_world_size=1,
     )
-    optimizer = torch.optim.AdamW(model.parameters())
     longest = [SimpleNamespace(length=size.max_length)]
     actual = step_memory.find_budget(
-        config.batch, model, Featuriser(model.description), session, longest, optimizer
+        config.batch, model, Featuriser(model.description), session, longest
     )
     assert (actual.micro_batch_tokens, actual.kept_graph_tokens) == tokens_of(
         placement, estimate.demand(), size.max_length

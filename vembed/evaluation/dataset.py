@@ -92,19 +92,11 @@ class RetrievalData:
     def summary(self) -> str:
         """Return one line for logs and the report."""
         num_relevant = sum(map(len, self.relevance))
-        queries = _counted(len(self.queries), "query", "queries")
-        documents = _counted(len(self.documents), "document", "documents")
-        pairs = _counted(num_relevant, "relevant pair", "relevant pairs")
-        line = f"{queries} over {documents}, {pairs}, from {self.name}"
+        line = (
+            f"{len(self.queries):,d} queries over {len(self.documents):,d} documents, {num_relevant:,d} relevant pairs, "
+            f"from {self.name}"
+        )
         return "; ".join([line, *self.notes])
-
-
-def _counted(
-    number: int,
-    singular: str,
-    plural: str,
-) -> str:
-    return f"{number:,d} {singular if number == 1 else plural}"
 
 
 @dataclass(frozen=True)
@@ -266,24 +258,23 @@ def read_beir(
 ) -> RetrievalData:
     """Read a BEIR-style folder: every document of the corpus, and the queries with a relevant document in `qrels`."""
     problems: list[str] = []
-    corpus = read_beir_corpus(open_texts(folder, "corpus"), problems)
+    notes: list[str] = []
+    reader = open_texts(folder, "corpus")
+    documents, find_document = read_beir_corpus(reader, problems, notes)
     queries = {}
     reader = open_texts(folder, "queries")
-    problem_lines: list[tuple[int, str]] = []
-    for _, line, identity, text in identified_texts(reader, problem_lines):
+    for _, line, identity, text in identified_texts(reader, problems):
         if identity in queries:
-            problem_lines.append((line, f"_id {identity} occurs twice"))
+            problems.append(f"{reader.where(line)}: _id {identity} occurs twice")
         else:
             queries[identity] = Item(text=text)
-    for line, reason in problem_lines:
-        problems.append(f"{reader.where(line)}: {reason}")
     judgements = _Judgements()
     for where, judgement in read_judgements(qrels):
         if isinstance(judgement, str):
             problems.append(f"{where}: {judgement}")
             continue
         query, identity, grade = judgement
-        document = corpus.find(identity)
+        document = find_document(identity)
         if query not in queries:
             problems.append(f"{where}: query {query} is not in the queries")
         elif document is None:
@@ -302,20 +293,17 @@ def read_beir(
             f"{len(problems):,d} bad records in {folder}; fix them, or set on_bad_record: skip to leave them out:\n  "
             + "\n  ".join(lines)
         )
-    notes = []
     if problems:
         first = problems[0]
         notes.append(f"left out {len(problems):,d} bad records, the first: {first}")
-    if corpus.num_joined:
-        notes.append(f"joined {corpus.num_joined:,d} documents with equal content")
     name = f"{folder} ({qrels.name})"
-    data = judgements.retrieval_data(name, corpus.documents, notes)
+    data = judgements.retrieval_data(name, documents, notes)
     index_of = {key: index for index, key in enumerate(judgements.queries)}
     query_ids = {}
     for identity, item in queries.items():
         if item.key() in index_of:
             query_ids[identity] = index_of[item.key()]
-    return replace(data, query_ids=query_ids, find_document=corpus.find)
+    return replace(data, query_ids=query_ids, find_document=find_document)
 
 
 class _Judgements:
@@ -555,32 +543,18 @@ class Corpus(Sequence[Item]):
         return self.reader.read(int(self.numbers[index]))
 
 
-@dataclass(frozen=True)
-class IdentifiedCorpus:
-    """Documents of a file, by number and by `_id`."""
+def read_beir_corpus(
+    reader: Format,
+    problems: list[str],
+    notes: list[str],
+) -> tuple[Corpus, Callable[[str], int | None]]:
+    """Read a corpus once, without holding its texts. Return it, and what finds the index of a document by its `_id`.
 
-    documents: Corpus
-    num_joined: int
-    """Records with the content of an earlier one."""
-    identities: KeyIndex
-    """The records by `_id`, as hashes of 63 bits."""
-    document_of: np.ndarray
-    """Of each record, the index of its document."""
-
-    def find(self, identity: str) -> int | None:
-        """Return the index of a document; None: there is none of this name."""
-        hashes = np.array([_hash(identity)])
-        record = int(self.identities.find(hashes)[0])
-        return None if record < 0 else int(self.document_of[record])
-
-
-def read_beir_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
-    """Read a corpus once, without holding its texts. What is wrong with records is added to `problems`."""
+    What is wrong with records is added to `problems`, and how many were joined to `notes`."""
     # A plain array grows in place. A list of Python numbers would take 30 to 40 bytes for each number.
     # Number of the record, its line, length of its text, key of its content, hash of its `_id`.
     values = array("q")
-    problem_lines: list[tuple[int, str]] = []
-    for number, line, identity, text in identified_texts(reader, problem_lines):
+    for number, line, identity, text in identified_texts(reader, problems):
         key = Item(text=text).key()
         values.extend((number, line, len(text), key, _hash(identity)))
     table = np.array(values, np.int64).reshape(-1, 5)
@@ -588,17 +562,17 @@ def read_beir_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
     is_first = _first_occurrences(hashes)
     # Records with the `_id` of an earlier one are left out.
     for number, line in table[~is_first, :2].tolist():
-        reason = f"_id {document_id(reader.read(number))} occurs twice"
-        problem_lines.append((line, reason))
+        identity = str(document_id(reader.read(number)))
+        problems.append(f"{reader.where(line)}: _id {identity} occurs twice")
     numbers = numbers[is_first]
     lengths = lengths[is_first]
     keys = keys[is_first]
     hashes = hashes[is_first]
-    for line, reason in sorted(problem_lines):
-        problems.append(f"{reader.where(line)}: {reason}")
     # Records with the content of an earlier one are joined with it.
     is_first = _first_occurrences(keys)
     num_joined = len(keys) - int(is_first.sum())
+    if num_joined:
+        notes.append(f"joined {num_joined:,d} documents with equal content")
     document_of = KeyIndex(keys[is_first]).find(keys).astype(np.int32)
     documents = Corpus(
         reader,
@@ -607,31 +581,35 @@ def read_beir_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
         keys[is_first],
         ReadAs(),
     )
-    return IdentifiedCorpus(
-        documents,
-        num_joined,
-        KeyIndex(hashes),
-        document_of,
-    )
+    identities = KeyIndex(hashes)
+
+    def find(identity: str) -> int | None:
+        record = int(identities.find(np.array([_hash(identity)]))[0])
+        return None if record < 0 else int(document_of[record])
+
+    return documents, find
 
 
 def identified_texts(
-    reader: Format, problems: list[tuple[int, str]]
+    reader: Format,
+    problems: list[str],
 ) -> Iterator[tuple[int, int, str, str]]:
-    """Yield number, line, `_id` and text of the records. The line of another one, and the reason, go to `problems`."""
+    """Yield number, line, `_id` and text of the records. What is wrong with another one is added to `problems`."""
     for number, line, record in reader.rows():
         identity = document_id(record)
         text = document_text(record)
         if isinstance(record, BadRecord):
-            problems.append((line, str(record)))
+            reason = str(record)
         elif identity is None:
-            problems.append((line, f"no id ({', '.join(ID_FIELDS)} are read)"))
+            reason = f"no id ({', '.join(ID_FIELDS)} are read)"
         elif has_lone_surrogate(text):
-            problems.append((line, f"{identity} {LONE_SURROGATE}"))
+            reason = f"{identity} {LONE_SURROGATE}"
         elif not text:
-            problems.append((line, f"{identity} has no text"))
+            reason = f"{identity} has no text"
         else:
             yield number, line, identity, text
+            continue
+        problems.append(f"{reader.where(line)}: {reason}")
 
 
 def _hash(identity: str) -> int:

@@ -22,8 +22,6 @@ NUM_FOUND = 3
 MAX_QUERIES_WITH_TEXTS = 2_000
 """Queries whose texts are kept. Metrics are kept of all queries."""
 MAX_TEXT_CHARACTERS = 300
-EMBEDDED = "image of "
-"""Beginning of the name of an image that the data hold themselves."""
 EVALUATIONS_FOLDER = "evaluations"
 """Folder of the results per query, inside the run's."""
 NUM_CHANGED_QUERIES = 10
@@ -77,21 +75,15 @@ class QueryResults:
         }
 
 
-def embedded_item(data: RetrievalData, image: str) -> Item:
-    """Return the item of an embedded image, by its name in the content."""
-    kind, number = image.removeprefix(EMBEDDED).split()
-    items = data.queries if kind == "query" else data.documents
-    return items[int(number)]
-
-
 def item_content(item: Item, name: str) -> dict[str, Any]:
-    """Return text and images of an item, short enough for a report: paths, or EMBEDDED and the item's name."""
+    """Return text and images of an item, short enough for a report: paths, or the
+    item's name where the data hold the image."""
     text = " ".join((item.text or "").split())
     if len(text) > MAX_TEXT_CHARACTERS:
         text = text[: MAX_TEXT_CHARACTERS - 3] + "..."
     images = []
     for image in item.images:
-        images.append(f"{EMBEDDED}{name}" if image.path is None else image.path)
+        images.append(f"image of {name}" if image.path is None else image.path)
     return {"text": text, "images": images}
 
 
@@ -146,8 +138,6 @@ class Changed:
     found_before: Sequence[tuple[Mapping[str, Any], bool]]
     """First documents, each with whether it is relevant."""
     found_after: Sequence[tuple[Mapping[str, Any], bool]]
-    pictures: Mapping[str, str] = field(default_factory=dict)
-    """Thumbnails of images that the data hold themselves, by their names."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +163,6 @@ def compare_results(
     if len(before["values"]) != len(after["values"]) or not before["values"]:
         return None
     names = [name for name in after["metrics"] if name in before["metrics"]]
-    if not names:
-        return Comparison({}, [], [])
     scores_before = _scores(before, names)
     scores_after = _scores(after, names)
     differences_QM = scores_after - scores_before
@@ -184,7 +172,6 @@ def compare_results(
         return Comparison(intervals, [], [])
     column = names.index(metric)
     change = differences_QM[:, column]
-    pictures = {**before.get("pictures", {}), **after.get("pictures", {})}
 
     def changed(number: int) -> Changed:
         row_before = before["queries"][number]
@@ -196,7 +183,6 @@ def compare_results(
             float(scores_after[number, column]),
             list(zip(row_before["found"], row_before["is_relevant"], strict=True)),
             list(zip(row_after["found"], row_after["is_relevant"], strict=True)),
-            pictures,
         )
 
     # Metrics of all queries are recorded, and texts of the first ones alone.

@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -357,13 +358,7 @@ def _evaluate_reranker(
     """
 
     def score(pairs: Sequence[Pair]) -> np.ndarray:
-        """Return the scores [n] of this rank's pairs. Collective."""
-        # All ranks leave together: a rank without pairs goes on while another one has some.
-        longest = len(pairs)
-        if world_size > 1:
-            longest = collectives.max_ints([longest])[0]
-        if not longest:
-            return np.empty(0, np.float32)
+        """Return the scores [n, 1] of this rank's pairs. Collective: a rank may have none, but not all of them."""
         scores = encode_features(
             model,
             featuriser,
@@ -373,7 +368,7 @@ def _evaluate_reranker(
             check_interrupt=check_interrupt,
         )
         check_finite(scores, f"scores of {featuriser.role}")
-        return scores[:, 0]
+        return scores
 
     rank = session.rank if session else 0
     world_size = session.world_size if session else 1
@@ -381,7 +376,7 @@ def _evaluate_reranker(
     if isinstance(data, ScoredPairs):
         pairs = list(zip(data.first, data.second, strict=True))
         pair_scores = score(pairs[rank::world_size])
-        gathered = from_all_ranks(pair_scores[:, None], len(pairs), session)
+        gathered = from_all_ranks(pair_scores, len(pairs), session)
         return correlations(gathered[:, 0], data.scores)
 
     # ---- the first stage, once for all evaluations of these data
@@ -398,7 +393,7 @@ def _evaluate_reranker(
     num_pairs = len(query_of)
     dealt = range(rank, num_pairs, world_size)
     at_once = QUERIES_AT_ONCE * candidates.shape[1]
-    scores = [np.empty(0, np.float32)]
+    scores = [np.empty((0, 1), np.float32)]
     title = f"scoring the first {candidates.shape[1]} of {evaluation.first_stage}"
     with ProgressReport(title, active=active, log=log) as progress:
         # Equally often on every rank, because `score` is collective. A rank may have no pairs in the last round.
@@ -412,7 +407,7 @@ def _evaluate_reranker(
     if log is not None and active:
         seconds = (time.monotonic() - began) / max(1, len(candidates))
         log(f"{title}: {1000 * seconds:,.1f} ms per query")
-    all_scores = from_all_ranks(np.concatenate(scores)[:, None], num_pairs, session)
+    all_scores = from_all_ranks(np.concatenate(scores), num_pairs, session)
     keys = torch.full(candidates.shape, NOTHING)
     # Of equal scores the earlier document comes first, as in a search of vectors.
     keys[query_of, column_of] = as_keys(
@@ -454,24 +449,15 @@ def _first_stage(
         )
         return documents_of(keys).numpy()
     embedder = Embedder(evaluation.first_stage, session=session)
-    model = embedder.model
-    featuriser = embedder.featuriser
-    normalize = embedder.description.similarity == "cosine"
-    options: dict[str, Any] = {"session": session, "normalize": normalize}
-    queries = encode_items(
-        model,
-        featuriser,
-        data.queries,
-        "query",
-        **options,
+    encode = partial(
+        encode_items,
+        embedder.model,
+        embedder.featuriser,
+        session=session,
+        normalize=embedder.description.similarity == "cosine",
     )
-    documents = encode_items(
-        model,
-        featuriser,
-        data.documents,
-        "document",
-        **options,
-    )
+    queries = encode(data.queries, "query")
+    documents = encode(data.documents, "document")
     return top_k(queries, documents, k, excluded)
 
 

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -117,24 +118,18 @@ def export_model(
     missing = export_format.missing()
     if missing is not None and (check or format_name != "safetensors"):
         raise UserError(f"--format {format_name}: {missing}")
-    evaluation = None
-    if check:
-        evaluation = evaluation_data(model, data)
+    evaluation = evaluation_data(model, data) if check else None
     if is_reranker(model):
-        precision = precision or "float32"
-        with replaced_folder(target) as folder:
-            description, scores = export_reranker(
-                model,
-                folder,
-                precision,
-                check=check,
-                data=evaluation,
-                tolerance=tolerance,
-                trust_remote_code=trust_remote_code,
-                log=log,
-            )
-            facts = _describe(folder, description, format_name, precision, scores)
-        return Exported(target, scores, description, facts)
+        return export_reranker(
+            model,
+            target,
+            precision or "float32",
+            check=check,
+            data=evaluation,
+            tolerance=tolerance,
+            trust_remote_code=trust_remote_code,
+            log=log,
+        )
     # Float32 for every precision: each format rounds the weights itself, and the check compares with unrounded ones.
     embedder = Embedder(
         model,
@@ -168,9 +163,7 @@ def export_model(
     with replaced_folder(target) as folder:
         result = None
         if check:
-            result = _write_and_check(
-                export_format, format_name, job, folder, tolerance, evaluation
-            )
+            result = _write_and_check(format_name, job, folder, tolerance, evaluation)
         else:
             log(f"writing the {format_name} files in {precision}")
             export_format.write(job, folder)
@@ -245,7 +238,6 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
 
 
 def _write_and_check(
-    export_format: ExportFormat,
     format_name: FormatName,
     job: ExportJob,
     folder: Path,
@@ -253,6 +245,7 @@ def _write_and_check(
     data: EvalData | None,
 ) -> Check:
     """Write the export and return its comparison with the model. Raise UserError if it differs."""
+    export_format = EXPORT_FORMATS[format_name]
     embedder = job.embedder
     description = embedder.description
     has_texts = "text" in description.modalities
@@ -395,18 +388,13 @@ class OnnxReranker:
 
     def scores_of(self, features: Sequence[Features]) -> np.ndarray:
         """Return [n, 1] float32 scores of tokenized pairs."""
-
-        def batch_of(numbers: list[int]) -> Mapping[str, Any]:
-            batch = [features[number] for number in numbers]
-            return padded_inputs(self.featuriser, batch)
-
         lengths = [feature.length for feature in features]
-        logits: np.ndarray = self.graph.run(lengths, batch_of)
+        collate = partial(padded_inputs, self.featuriser)
+        logits: np.ndarray = self.graph.run(lengths, features, collate)
         if logits.shape[1] == 1:
             return logits
         # As vembed.models.heads has it for two labels.
-        difference: np.ndarray = logits[:, 1:] - logits[:, :1]
-        return difference
+        return np.diff(logits, axis=1)
 
 
 def padded_inputs(
@@ -420,7 +408,7 @@ def padded_inputs(
 
 def export_reranker(
     model: str,
-    folder: Path,
+    target: Path,
     precision: WeightPrecision,
     *,
     check: bool,
@@ -428,8 +416,8 @@ def export_reranker(
     tolerance: float | None,
     trust_remote_code: bool,
     log: Callable[[str], object],
-) -> tuple[ModelDescription, Check | None]:
-    """Write a reranker into a folder. With `check`, raise UserError if its scores differ from the model's."""
+) -> Exported:
+    """Write a reranker into the new folder `target`. With `check`, raise UserError if its scores differ from the model's."""
     reranker = Reranker(
         model,
         device="cpu",
@@ -452,50 +440,51 @@ def export_reranker(
         log(f"scoring {len(features):,d} pairs with the model")
         expected = reranker.scores_of(features)
     del reranker
-    log(f"writing the onnx file in {precision}")
-    save_processors(description, folder)
-    write_reranker_layout(folder, description)
-    write_json(folder / DESCRIPTION_FILE, description.to_dict())
-    source = Path(description.source)
-    classifier = read_weights(
-        AutoModelForSequenceClassification, source, torch.float32, trust_remote_code
-    )
-    if classifier.config.pad_token_id is None:
-        # Decoders look for the last token that is no padding.
-        classifier.config.pad_token_id = load_tokenizer(description).pad_token_id
-    classifier.config.save_pretrained(folder)
-    # Two pairs of different lengths: sizes of 1 would be taken for constants.
-    inputs = padded_inputs(PairFeaturiser(description), features[:2])
-    names = [
-        name for name in ("input_ids", "attention_mask", SEGMENTS) if name in inputs
-    ]
-    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
-    write_graph(
-        PairGraph(classifier),
-        tuple(inputs[name] for name in names),
-        dict.fromkeys(names, shape),
-        folder / ONNX_FILE,
-        precision,
-        output="logits",
-    )
-    if not check:
-        return description, None
-    exported = OnnxReranker(folder)
-    log(f"scoring the same pairs with the export in {exported.graph.runtime}")
-    scores = exported.scores_of(features)[:, 0]
-    largest = float(np.abs(scores - expected[:, 0]).max())
-    result = Check(
-        runtime=exported.graph.runtime,
-        num_pairs=len(features),
-        largest_difference=largest / max(float(np.abs(expected).max()), 1.0),
-        tolerance=SCORE_TOLERANCE[precision] if tolerance is None else tolerance,
-    )
-    if not result.passes:
-        raise UserError(
-            f"the onnx export of {model} differs from the model: {result.lines()[0]}; nothing was written "
-            "(--tolerance allows more)"
+    with replaced_folder(target) as folder:
+        log(f"writing the onnx file in {precision}")
+        save_processors(description, folder)
+        write_reranker_layout(folder, description)
+        write_json(folder / DESCRIPTION_FILE, description.to_dict())
+        source = Path(description.source)
+        classifier = read_weights(
+            AutoModelForSequenceClassification, source, torch.float32, trust_remote_code
         )
-    return description, result
+        if classifier.config.pad_token_id is None:
+            # Decoders look for the last token that is no padding.
+            classifier.config.pad_token_id = load_tokenizer(description).pad_token_id
+        classifier.config.save_pretrained(folder)
+        # Two pairs of different lengths: sizes of 1 would be taken for constants.
+        padded = padded_inputs(PairFeaturiser(description), features[:2])
+        names = ("input_ids", "attention_mask", SEGMENTS)
+        write_graph(
+            PairGraph(classifier),
+            {name: padded[name] for name in names if name in padded},
+            {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")},
+            folder / ONNX_FILE,
+            precision,
+            output="logits",
+        )
+        result = None
+        if check:
+            exported = OnnxReranker(folder)
+            log(f"scoring the same pairs with the export in {exported.graph.runtime}")
+            scores = exported.scores_of(features)[:, 0]
+            largest = float(np.abs(scores - expected[:, 0]).max())
+            result = Check(
+                runtime=exported.graph.runtime,
+                num_pairs=len(features),
+                largest_difference=largest / max(float(np.abs(expected).max()), 1.0),
+                tolerance=SCORE_TOLERANCE[precision]
+                if tolerance is None
+                else tolerance,
+            )
+            if not result.passes:
+                raise UserError(
+                    f"the onnx export of {model} differs from the model: {result.lines()[0]}; nothing was written "
+                    "(--tolerance allows more)"
+                )
+        facts = _describe(folder, description, "onnx", precision, result)
+    return Exported(target, result, description, facts)
 
 
 # ---- servers of other projects: which export each reads, and the command that starts it ----------------------------
@@ -792,8 +781,7 @@ def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
     longest = min(max_length, 512) + 8
     num_made = NUM_TEXTS - len(texts)
     lengths = [1, 2, 3, longest]
-    while len(lengths) < num_made:
-        lengths.append(int(draw.integers(1, min(longest, 40))))
+    lengths += draw.integers(1, min(longest, 40), NUM_TEXTS).tolist()
     for number, length in enumerate(lengths[:num_made]):
         text = " ".join(draw.choice(WORDS.split(), length))
         texts.append((text, "document" if number % 2 else "query"))

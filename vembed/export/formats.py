@@ -99,6 +99,8 @@ class ExportFormat(ABC):
     """Modules that writing or checking it imports."""
     install: ClassVar[str] = ""
     """The command that installs them."""
+    reader: ClassVar[Any]
+    """The class that reads a folder of the export: an ExportReader."""
 
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
@@ -114,10 +116,6 @@ class ExportFormat(ABC):
     @abstractmethod
     def write(self, job: ExportJob, folder: Path) -> None:
         """Write the export into an existing folder."""
-
-    @abstractmethod
-    def reader(self, folder: Path) -> ExportReader:
-        """Return the export in its own runtime."""
 
 
 class FolderTexts:
@@ -184,33 +182,6 @@ def write_texts(
 # ---- safetensors: the folder of Sentence Transformers, with weights in a chosen dtype ----------------------------------
 
 
-class SafetensorsFormat(ExportFormat):
-    """Whole weights, adapters merged, in the layout that Sentence Transformers, TEI, vLLM and infinity read."""
-
-    precisions = ("float32", "float16", "bfloat16")
-    packages = ("sentence_transformers",)
-    install = "`pip install sentence-transformers`, or --no-check"
-
-    def refusal(self, embedder: Embedder) -> str | None:
-        """Return why this model cannot be exported; None if it can."""
-        if "text" not in embedder.description.modalities:
-            return f"the check takes texts, and this model embeds images only; {COPY}"
-        if embedder.description.traits.sentence_transformers is None:
-            return f"Sentence Transformers cannot read its layout; {COPY}"
-        return None
-
-    def write(self, job: ExportJob, folder: Path) -> None:
-        """Write the model's folder."""
-        model = job.embedder.model
-        assert isinstance(model, EmbeddingModel)  # an export has no shards
-        dtype = getattr(torch, job.precision)
-        save_model(folder, model, model.state_dict(), dtype=dtype)
-
-    def reader(self, folder: Path) -> ExportReader:
-        """Return the export in Sentence Transformers."""
-        return SentenceTransformersReader(folder)
-
-
 class SentenceTransformersReader:
     """A folder in Sentence Transformers."""
 
@@ -243,6 +214,30 @@ class SentenceTransformersReader:
         return vectors.astype(np.float32)
 
 
+class SafetensorsFormat(ExportFormat):
+    """Whole weights, adapters merged, in the layout that Sentence Transformers, TEI, vLLM and infinity read."""
+
+    precisions = ("float32", "float16", "bfloat16")
+    packages = ("sentence_transformers",)
+    install = "`pip install sentence-transformers`, or --no-check"
+    reader = SentenceTransformersReader
+
+    def refusal(self, embedder: Embedder) -> str | None:
+        """Return why this model cannot be exported; None if it can."""
+        if "text" not in embedder.description.modalities:
+            return f"the check takes texts, and this model embeds images only; {COPY}"
+        if embedder.description.traits.sentence_transformers is None:
+            return f"Sentence Transformers cannot read its layout; {COPY}"
+        return None
+
+    def write(self, job: ExportJob, folder: Path) -> None:
+        """Write the model's folder."""
+        model = job.embedder.model
+        assert isinstance(model, EmbeddingModel)  # an export has no shards
+        dtype = getattr(torch, job.precision)
+        save_model(folder, model, model.state_dict(), dtype=dtype)
+
+
 # ---- gguf: a file for llama.cpp, written by its own converter and checked in xllamacpp -----------------------------
 
 
@@ -253,12 +248,48 @@ NUM_SPECIAL_TOKENS = 8
 """Room for special tokens beside a text of the greatest length."""
 
 
+class GgufServer:
+    """An export in llama.cpp's own server, inside this process, by xllamacpp."""
+
+    def __init__(self, folder: Path) -> None:
+        module = import_module("xllamacpp")
+        self.runtime = f"llama.cpp (xllamacpp {module.__version__})"
+        self.texts = FolderTexts(folder)
+        settings = module.CommonParams()
+        settings.model.path = str(folder / GGUF_FILE)
+        settings.embedding = True
+        settings.n_parallel = 1
+        settings.cpuparams.n_threads = torch.get_num_threads()
+        num_tokens = self.texts.max_length + NUM_SPECIAL_TOKENS
+        settings.n_ctx = num_tokens
+        settings.n_batch = num_tokens
+        settings.n_ubatch = num_tokens
+        self.server: Any = module.Server(settings)
+
+    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
+        """Return [n, d] embeddings."""
+        vectors = []
+        for text in texts:
+            (ids,) = self.texts.token_ids([text], kind)
+            # The server refuses what is longer than its context; clients cut such texts, and so it is done here.
+            is_cut = len(ids) >= self.texts.max_length
+            content = ids if is_cut else self.texts.with_prompt(text, kind)
+            answer = self.server.handle_embeddings({"input": content})
+            if "data" not in answer:
+                raise RunError(
+                    f"llama.cpp gave no embedding of a text of {len(ids):,d} tokens: {answer}"
+                )
+            vectors.append(answer["data"][0]["embedding"])
+        return np.array(vectors, np.float32)
+
+
 class GgufFormat(ExportFormat):
     """GGUF. llama.cpp pools and normalises itself; a Dense module or truncation has no place in the file."""
 
     precisions = ("float32", "float16", "bfloat16", "int8")
     packages = ("xllamacpp",)
     install = "`pip install xllamacpp`"
+    reader = GgufServer
 
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
@@ -306,45 +337,6 @@ class GgufFormat(ExportFormat):
                 path.rename(folder / path.name)
         shutil.rmtree(whole)
 
-    def reader(self, folder: Path) -> ExportReader:
-        """Return the export in llama.cpp."""
-        return GgufServer(folder)
-
-
-class GgufServer:
-    """An export in llama.cpp's own server, inside this process, by xllamacpp."""
-
-    def __init__(self, folder: Path) -> None:
-        module = import_module("xllamacpp")
-        self.runtime = f"llama.cpp (xllamacpp {module.__version__})"
-        self.texts = FolderTexts(folder)
-        settings = module.CommonParams()
-        settings.model.path = str(folder / GGUF_FILE)
-        settings.embedding = True
-        settings.n_parallel = 1
-        settings.cpuparams.n_threads = torch.get_num_threads()
-        num_tokens = self.texts.max_length + NUM_SPECIAL_TOKENS
-        settings.n_ctx = num_tokens
-        settings.n_batch = num_tokens
-        settings.n_ubatch = num_tokens
-        self.server: Any = module.Server(settings)
-
-    def encode(self, texts: list[str], kind: Kind) -> np.ndarray:
-        """Return [n, d] embeddings."""
-        vectors = []
-        for text in texts:
-            (ids,) = self.texts.token_ids([text], kind)
-            # The server refuses what is longer than its context; clients cut such texts, and so it is done here.
-            is_cut = len(ids) >= self.texts.max_length
-            content = ids if is_cut else self.texts.with_prompt(text, kind)
-            answer = self.server.handle_embeddings({"input": content})
-            if "data" not in answer:
-                raise RunError(
-                    f"llama.cpp gave no embedding of a text of {len(ids):,d} tokens: {answer}"
-                )
-            vectors.append(answer["data"][0]["embedding"])
-        return np.array(vectors, np.float32)
-
 
 # ---- static: a student without layers, one vector per token and their mean, distilled from the model ---------------
 
@@ -372,6 +364,7 @@ class StaticFormat(ExportFormat):
     precisions = ("float32", "float16")
     packages = ("sentence_transformers",)
     install = "`pip install sentence-transformers`"
+    reader = SentenceTransformersReader
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
@@ -423,10 +416,6 @@ class StaticFormat(ExportFormat):
         write_json(folder / "modules.json", modules)
         write_texts(folder, "", "", MAX_LENGTH_TOKENS, "cosine")
 
-    def reader(self, folder: Path) -> ExportReader:
-        """Return the export in Sentence Transformers."""
-        return SentenceTransformersReader(folder)
-
 
 def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tensor:
     """Return [vocabulary, d] token vectors. Frequencies follow Zipf's law by the order of ids, as vocabularies are
@@ -447,9 +436,8 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tenso
             chunks.append(vectors.float())
     vectors_VD = torch.cat(chunks)
     is_special = torch.zeros(size, dtype=torch.bool)
-    for token in tokenizer.all_special_ids:
-        if token < size:
-            is_special[token] = True
+    special_ids = [token for token in tokenizer.all_special_ids if token < size]
+    is_special[special_ids] = True
     centred_VD = (vectors_VD - vectors_VD[~is_special].mean(dim=0)).double()
     covariance_DD = centred_VD[~is_special].T @ centred_VD[~is_special]
     # eigh gives ascending eigenvalues: the last vectors are the principal components.

@@ -7,6 +7,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from vembed.errors import UserError
 from vembed.export.formats import (
     ExportFormat,
     ExportJob,
-    ExportReader,
     FolderTexts,
     WeightPrecision,
     write_texts,
@@ -40,7 +40,6 @@ from vembed.models.processors import save_processors
 ONNX_FILE = "model.onnx"
 IMAGE_FILE = "image_model.onnx"
 OPENVINO_FILE = "openvino_model.xml"
-TEXT_INPUTS = ("input_ids", "attention_mask")
 PIXELS = "pixel_values"
 OUTPUT = "sentence_embedding"
 BATCH_TOKENS = 256
@@ -99,28 +98,28 @@ class TextGraph(Graph):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Map [n, tokens] ids and mask to [n, d] embeddings."""
-        return self.finish(self._pooled(input_ids, attention_mask))
-
-    def _pooled(self, input_ids: Tensor, mask: Tensor) -> Tensor:
         traits = self.description.traits
         arguments: dict[str, Any] = {"input_ids": input_ids}
         if traits.forwards["text"] == "pooled_towers":
             # Texts of fixed length were trained without a mask.
             if not traits.has_fixed_length:
-                arguments["attention_mask"] = mask
+                arguments["attention_mask"] = attention_mask
             tower = tower_module(self.backbone, traits, "text")
-            pooled: Tensor = tower(**arguments).pooler_output
-            return pooled
+            return self.finish(tower(**arguments).pooler_output)
         model = _text_model(self.backbone, traits)
-        arguments["attention_mask"] = mask
+        arguments["attention_mask"] = attention_mask
         if is_decoder_only(model.config):
             arguments["use_cache"] = False
             if self.description.padding_side == "left":
                 # Padded on the left, a text's first token must still have position 0; without this its position depends
                 # on the batch.
-                arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+                arguments["position_ids"] = (attention_mask.cumsum(dim=1) - 1).clamp(
+                    min=0
+                )
         hidden = model(**arguments).last_hidden_state
-        return pool(self.description.pooling, hidden, mask, module=self.model.pooling)
+        module = self.model.pooling
+        pooled = pool(self.description.pooling, hidden, attention_mask, module=module)
+        return self.finish(pooled)
 
 
 class ImageGraph(Graph):
@@ -145,22 +144,21 @@ def _text_model(backbone: Any, traits: Any) -> Any:
 
 def trace(
     graph: nn.Module,
-    example: tuple[Tensor, ...],
-    shapes: Mapping[str, Mapping[int, Any]],
+    inputs: Mapping[str, Tensor],
+    shape: Mapping[int, Any],
     target: Path,
-    output: str = OUTPUT,
+    output: str,
 ) -> None:
-    """Save a module as a float32 graph. `shapes`: the dimensions of each input that vary. `output`: name of its
-    output."""
+    """Save a module as a float32 graph. `shape`: the dimensions of every input that vary. `output`: name of its output."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # deprecations inside torch and onnxscript
         program: Any = torch.onnx.export(
             graph.eval(),
-            example,
+            tuple(inputs.values()),
             dynamo=True,
-            input_names=list(shapes),
+            input_names=list(inputs),
             output_names=[output],
-            dynamic_shapes={name: dict(shape) for name, shape in shapes.items()},
+            dynamic_shapes=dict.fromkeys(inputs, shape),
             verbose=False,
         )
     size = sum(weight.nbytes for weight in graph.parameters())
@@ -203,8 +201,8 @@ def convert(
 
 def write_graph(
     graph: nn.Module,
-    example: tuple[Tensor, ...],
-    shapes: Mapping[str, Mapping[int, Any]],
+    inputs: Mapping[str, Tensor],
+    shape: Mapping[int, Any],
     target: Path,
     precision: WeightPrecision,
     *,
@@ -216,7 +214,7 @@ def write_graph(
     # nothing here.
     logging.disable(logging.WARNING)
     try:
-        trace(graph, example, shapes, target, output)
+        trace(graph, inputs, shape, target, output)
         if precision != "float32":
             convert(target, precision, int8_operators)
     finally:
@@ -247,18 +245,19 @@ class OnnxGraph:
     def run(
         self,
         lengths: Sequence[int],
-        batch_of: Callable[[list[int]], Mapping[str, Any]],
+        entries: Sequence[Any],
+        collate: Callable[[list[Any]], Mapping[str, Any]],
     ) -> np.ndarray:
-        """Return the float32 outputs of some rows in their order. `lengths`: in tokens. `batch_of`: gives the inputs of rows
-        by their numbers.
+        """Return the float32 outputs of some entries in their order. `lengths`: in tokens. `collate`: gives the inputs of
+        a batch of entries.
 
-        Rows of similar length share a batch, because padding costs time. As many batches are computed at a time as
+        Entries of similar length share a batch, because padding costs time. As many batches are computed at a time as
         there are threads: a single one shares its operators among them, which is slower where these are small.
         """
         batches = split_by_length(lengths, BATCH_TOKENS)
         inputs = []
         for numbers in batches:
-            batch = batch_of(numbers)
+            batch = collate([entries[number] for number in numbers])
             inputs.append({name: np.asarray(batch[name]) for name in self.shapes})
         num_threads = torch.get_num_threads()
         with ThreadPoolExecutor(num_threads, thread_name_prefix="vembed-onnx") as pool:
@@ -270,87 +269,6 @@ class OnnxGraph:
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------------
-
-
-class OnnxFormat(ExportFormat):
-    """ONNX by torch's exporter; int8 and float16 by onnxruntime's converters."""
-
-    precisions = ("float32", "float16", "int8")
-    packages = ("onnx", "onnxscript", "onnxruntime")
-    install = "`pip install 'vembed[export]'`"
-
-    def refusal(self, embedder: Embedder) -> str | None:
-        """Return why this model cannot be exported; None if it can."""
-        description = embedder.description
-        if description.traits.reads_chats:
-            return "the ONNX graphs take texts and images apart, and a vision-language model reads them together"
-        if "image" in description.modalities and list(image_inputs(embedder)) != [
-            PIXELS
-        ]:
-            return "the ONNX graph takes images of one size, and this model takes them in any shape"
-        return None
-
-    def write(self, job: ExportJob, folder: Path) -> None:
-        """Write a graph for each modality, the tokenizer, the prompts, the image processor and the model's config."""
-        description = job.embedder.description
-        save_processors(description, folder)
-        if "text" in description.modalities:
-            write_text_graph(job.embedder, job.precision, folder)
-        if "image" in description.modalities:
-            example = (image_inputs(job.embedder)[PIXELS].float(),)
-            write_graph(
-                ImageGraph(job.embedder),
-                example,
-                {PIXELS: {0: torch.export.Dim("batch")}},
-                folder / IMAGE_FILE,
-                job.precision,
-                int8_operators=INT8_IMAGE_OPERATORS,
-            )
-
-    def reader(self, folder: Path) -> ExportReader:
-        """Return the texts of the export in onnxruntime."""
-        return OnnxReader(folder)
-
-
-def write_text_graph(
-    embedder: Embedder,
-    precision: WeightPrecision,
-    folder: Path,
-) -> None:
-    """Write `model.onnx`, the prompts and the config of the text model."""
-    description = embedder.description
-    write_texts(
-        folder,
-        description.query_prompt,
-        description.document_prompt,
-        description.max_length,
-        description.similarity,
-    )
-    model = _text_model(embedder.backbone, description.traits)
-    model.config.save_pretrained(folder)
-    config = read_object(folder / "config.json") or {}
-    # It names Python code that a graph does without, and that is not in this folder.
-    if config.pop("auto_map", None):
-        write_json(folder / "config.json", config)
-    # Dimensions that may vary; texts of fixed length have one only.
-    shape = {0: torch.export.Dim("batch")}
-    length = description.max_length
-    if not description.traits.has_fixed_length:
-        shape[1] = torch.export.Dim("tokens")
-        length = TRACED_LENGTH
-    # A class of the user's own has a config without vocab_size.
-    text_config = model.config.get_text_config().to_dict()
-    vocab_size = int(text_config.get("vocab_size", TRACED_VOCAB_SIZE))
-    # Sizes of 1 would be taken for constants.
-    ids = torch.arange(2 * length).remainder(max(vocab_size, 1))
-    ids = ids.view(2, length)
-    write_graph(
-        TextGraph(embedder),
-        (ids, torch.ones_like(ids)),
-        dict.fromkeys(TEXT_INPUTS, shape),
-        folder / ONNX_FILE,
-        precision,
-    )
 
 
 class GraphReader(ABC):
@@ -387,46 +305,86 @@ class OnnxReader(GraphReader):
 
     def encode_ids(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Return [n, d] embeddings."""
-
-        def batch_of(numbers: list[int]) -> Mapping[str, Any]:
-            batch = [rows[number] for number in numbers]
-            return self.texts.padded(batch, self.fixed_length)
-
         lengths = [self.fixed_length or len(row) for row in rows]
-        return self.graph.run(lengths, batch_of)
+        collate = partial(self.texts.padded, length=self.fixed_length)
+        return self.graph.run(lengths, rows, collate)
 
 
-class OpenvinoFormat(ExportFormat):
-    """OpenVINO, converted from the float32 graph of ONNX."""
+class OnnxFormat(ExportFormat):
+    """ONNX by torch's exporter; int8 and float16 by onnxruntime's converters."""
 
-    precisions = ("float32", "float16")
-    packages = ("openvino", *OnnxFormat.packages)
-    install = "`pip install openvino 'vembed[export]'`"
+    precisions = ("float32", "float16", "int8")
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    install = "`pip install 'vembed[export]'`"
+    reader = OnnxReader
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
-        if "text" not in embedder.description.modalities:
-            return "the OpenVINO graph takes texts, and this model embeds images only; export it as onnx"
-        if embedder.description.traits.has_fixed_length:
-            return "the OpenVINO graph pads texts to the longest of a batch, and this model needs texts of fixed length"
-        return OnnxFormat().refusal(embedder)
+        description = embedder.description
+        if description.traits.reads_chats:
+            return "the ONNX graphs take texts and images apart, and a vision-language model reads them together"
+        if "image" in description.modalities and list(image_inputs(embedder)) != [
+            PIXELS
+        ]:
+            return "the ONNX graph takes images of one size, and this model takes them in any shape"
+        return None
 
     def write(self, job: ExportJob, folder: Path) -> None:
-        """Write the model, the tokenizer and the prompts."""
-        save_processors(job.embedder.description, folder)
-        write_text_graph(job.embedder, "float32", folder)
-        openvino = import_module("openvino")
-        model = openvino.convert_model(str(folder / ONNX_FILE))
-        # Named, because save_model's own default stores float16.
-        is_float16 = job.precision == "float16"
-        target = str(folder / OPENVINO_FILE)
-        openvino.save_model(model, target, compress_to_fp16=is_float16)
-        for path in folder.glob(ONNX_FILE + "*"):
-            path.unlink()
+        """Write a graph for each modality, the tokenizer, the prompts, the image processor and the model's config."""
+        description = job.embedder.description
+        save_processors(description, folder)
+        if "text" in description.modalities:
+            write_text_graph(job.embedder, job.precision, folder)
+        if "image" in description.modalities:
+            pixels = image_inputs(job.embedder)[PIXELS].float()
+            write_graph(
+                ImageGraph(job.embedder),
+                {PIXELS: pixels},
+                {0: torch.export.Dim("batch")},
+                folder / IMAGE_FILE,
+                job.precision,
+                int8_operators=INT8_IMAGE_OPERATORS,
+            )
 
-    def reader(self, folder: Path) -> ExportReader:
-        """Return the export in OpenVINO."""
-        return OpenvinoReader(folder)
+
+def write_text_graph(
+    embedder: Embedder,
+    precision: WeightPrecision,
+    folder: Path,
+) -> None:
+    """Write `model.onnx`, the prompts and the config of the text model."""
+    description = embedder.description
+    write_texts(
+        folder,
+        description.query_prompt,
+        description.document_prompt,
+        description.max_length,
+        description.similarity,
+    )
+    model = _text_model(embedder.backbone, description.traits)
+    model.config.save_pretrained(folder)
+    config = read_object(folder / "config.json") or {}
+    # It names Python code that a graph does without, and that is not in this folder.
+    if config.pop("auto_map", None):
+        write_json(folder / "config.json", config)
+    # Dimensions that may vary; texts of fixed length have one only.
+    shape = {0: torch.export.Dim("batch")}
+    length = description.max_length
+    if not description.traits.has_fixed_length:
+        shape[1] = torch.export.Dim("tokens")
+        length = TRACED_LENGTH
+    # A class of the user's own has a config without vocab_size.
+    text_config = model.config.get_text_config().to_dict()
+    vocab_size = int(text_config.get("vocab_size", TRACED_VOCAB_SIZE))
+    # Sizes of 1 would be taken for constants.
+    ids = torch.arange(2 * length).remainder(max(vocab_size, 1)).view(2, length)
+    write_graph(
+        TextGraph(embedder),
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        shape,
+        folder / ONNX_FILE,
+        precision,
+    )
 
 
 class OpenvinoReader(GraphReader):
@@ -450,6 +408,36 @@ class OpenvinoReader(GraphReader):
             inputs = {name: padded[name] for name in self.names}
             embeddings.append(np.array(self.model(inputs)[OUTPUT], np.float32))
         return np.concatenate(embeddings)
+
+
+class OpenvinoFormat(ExportFormat):
+    """OpenVINO, converted from the float32 graph of ONNX."""
+
+    precisions = ("float32", "float16")
+    packages = ("openvino", *OnnxFormat.packages)
+    install = "`pip install openvino 'vembed[export]'`"
+    reader = OpenvinoReader
+
+    def refusal(self, embedder: Embedder) -> str | None:
+        """Return why this model cannot be exported; None if it can."""
+        if "text" not in embedder.description.modalities:
+            return "the OpenVINO graph takes texts, and this model embeds images only; export it as onnx"
+        if embedder.description.traits.has_fixed_length:
+            return "the OpenVINO graph pads texts to the longest of a batch, and this model needs texts of fixed length"
+        return OnnxFormat().refusal(embedder)
+
+    def write(self, job: ExportJob, folder: Path) -> None:
+        """Write the model, the tokenizer and the prompts."""
+        save_processors(job.embedder.description, folder)
+        write_text_graph(job.embedder, "float32", folder)
+        openvino = import_module("openvino")
+        model = openvino.convert_model(str(folder / ONNX_FILE))
+        # Named, because save_model's own default stores float16.
+        is_float16 = job.precision == "float16"
+        target = str(folder / OPENVINO_FILE)
+        openvino.save_model(model, target, compress_to_fp16=is_float16)
+        for path in folder.glob(ONNX_FILE + "*"):
+            path.unlink()
 
 
 # ---- images --------------------------------------------------------------------------------------------------------
@@ -487,10 +475,9 @@ class OnnxImages:
     def encode(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Return [n, d] embeddings of images in RGB."""
 
-        def batch_of(numbers: list[int]) -> Mapping[str, Any]:
-            batch = [images[number] for number in numbers]
+        def collate(batch: list[Any]) -> Mapping[str, Any]:
             pixels = self.processor(images=batch, return_tensors="pt")[PIXELS]
             return {PIXELS: pixels.float()}
 
         # One at a time.
-        return self.graph.run([BATCH_TOKENS] * len(images), batch_of)
+        return self.graph.run([BATCH_TOKENS] * len(images), images, collate)

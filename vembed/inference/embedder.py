@@ -27,7 +27,6 @@ from vembed.errors import UserError
 from vembed.inference.encoding import (
     EmbeddingPrecision,
     checked_ranges,
-    default_budget,
     encode_items,
     first_dims,
     quantized,
@@ -73,7 +72,9 @@ class Embedder:
         keeps the first coordinates of every embedding. `session`: of processes that use this Embedder together; all of
         them make each call, with the same inputs, share the work and get the same result. Where its strategy is fsdp,
         each holds a shard of the model."""
-        self.device = session.device if session is not None else _device(device)
+        self.device = (
+            session.device if session is not None else inference_device(device)
+        )
         model = load_embedder(
             path_or_name,
             device=self.device if session is None else session.model_device,
@@ -167,7 +168,6 @@ class Embedder:
                 self.featuriser,
                 items,
                 kind,
-                budget_tokens=default_budget(self.device),
                 max_inputs=batch_size,
                 session=self.session,
                 normalize=False,
@@ -237,7 +237,7 @@ class Embedder:
             self.featuriser,
             items,
             kind,
-            budget_tokens=budget_tokens or default_budget(self.device),
+            budget_tokens=budget_tokens,
             max_inputs=batch_size,
             session=self.session,
             normalize=False,
@@ -279,7 +279,7 @@ class Embedder:
         return truncate_dim
 
 
-def _device(asked: str | torch.device | None) -> torch.device:
+def inference_device(asked: str | torch.device | None) -> torch.device:
     """Return the device: the one asked for, by default the GPU if there is one."""
     if asked is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -128,16 +127,8 @@ def encode_chunks(
     order = np.argsort(-lengths, kind="stable")
     size = INPUTS_PER_CHUNK * world_size
     chunks = [order[start : start + size] for start in range(0, len(order), size)]
-    encode_rank = partial(
-        _encode_rank,
-        model,
-        Feeder(featuriser, device),
-        budget=budget_tokens or default_budget(device),
-        max_inputs=max_inputs,
-        world_size=world_size,
-        check_interrupt=check_interrupt,
-        frozen_towers=frozen_towers,
-    )
+    feeder = Feeder(featuriser, device)
+    budget = budget_tokens or default_budget(device)
     with (
         _evaluating(model),
         copies_of(model).held(),
@@ -150,7 +141,17 @@ def encode_chunks(
             features = waiting.result()
             if number + 1 < len(chunks):
                 waiting = ahead.submit(featurise, chunks[number + 1])
-            embeddings = encode_rank(features, after=after)
+            embeddings = _encode_rank(
+                model,
+                feeder,
+                features,
+                budget=budget,
+                max_inputs=max_inputs,
+                world_size=world_size,
+                check_interrupt=check_interrupt,
+                frozen_towers=frozen_towers,
+                after=after,
+            )
             if world_size > 1:
                 embeddings = collectives.all_gather_dealt(embeddings, len(chunk))
             take(chunk, embeddings.float().cpu().numpy())

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from vembed.config.schema import ModelSection
-from vembed.data.features import Features, Pair, PairFeaturiser
+from vembed.data.features import Features, PairFeaturiser
 from vembed.errors import UserError
 from vembed.files import check_weights
-from vembed.inference.embedder import Input, to_item
+from vembed.inference.embedder import Input, inference_device, to_item
 from vembed.inference.encoding import encode_features
 from vembed.models.building import build_model
 from vembed.models.families.backbones import quiet_transformers
@@ -56,9 +56,7 @@ class Reranker:
         if session is not None:
             device = session.device
             holds = session.model_device
-        elif device is None:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        self.device = inference_device(device)
         self.session = session
         options = ModelSection(
             model_name=str(model),
@@ -96,21 +94,14 @@ class Reranker:
             self.model = session.prepare(built, description.layer_classes).eval()
         self.description = description
 
-    def pair_scores(self, pairs: Sequence[Pair], world_size: int = 1) -> np.ndarray:
-        """Return [n, 1] float32 scores of this rank's pairs.
+    def scores_of(
+        self, features: Sequence[Features], world_size: int = 1
+    ) -> np.ndarray:
+        """Return [n, 1] float32 scores of this rank's tokenized pairs.
 
         With `world_size` > 1 it is collective: ranks pass pairs of their own, and all run
         equally many forward passes, as sharded models need.
         """
-        # With several ranks one without pairs goes on: the forward passes of the others gather its shards.
-        if not pairs and world_size == 1:
-            return np.empty((0, 1), np.float32)
-        return self.scores_of(self.featuriser.features(pairs), world_size)
-
-    def scores_of(
-        self, features: Sequence[Features], world_size: int = 1
-    ) -> np.ndarray:
-        """Return [n, 1] float32 scores of tokenized pairs. `world_size`: as in `pair_scores`."""
         return encode_features(
             self.model, self.featuriser, features, self.device, world_size=world_size
         )
@@ -127,16 +118,16 @@ class Reranker:
                 )
             query, document = pair
             items.append((to_item(query), to_item(document)))
-        scores: np.ndarray
-        if self.session is None or self.session.world_size == 1:
-            scores = self.pair_scores(items)[:, 0]
-            return scores
-        world_size = self.session.world_size
-        # Pair i is scored on rank i % world_size, and every rank gets all scores back in the order of the pairs.
-        dealt = self.pair_scores(items[self.session.rank :: world_size], world_size)
-        rows = torch.from_numpy(dealt).to(self.device)
-        scores = collectives.all_gather_dealt(rows, len(items))[:, 0].cpu().numpy()
-        return scores
+        rank = self.session.rank if self.session else 0
+        world_size = self.session.world_size if self.session else 1
+        # Pair i is scored on rank i % world_size, and every rank gets all scores back in the order of the pairs. A rank
+        # without pairs goes on: the forward passes of the others gather its shards.
+        features = self.featuriser.features(items[rank::world_size])
+        scores = self.scores_of(features, world_size)
+        if world_size > 1:
+            rows = torch.from_numpy(scores).to(self.device)
+            scores = collectives.all_gather_dealt(rows, len(items)).cpu().numpy()
+        return np.ravel(scores)
 
     def rank(
         self,

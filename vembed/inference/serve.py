@@ -96,7 +96,7 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client, not a fault o
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.headers = headers
+        self.headers = headers or {}
 
 
 @dataclass
@@ -138,15 +138,17 @@ class Service:
     async def openai_embeddings(self, request: Request, values: Values) -> Any:
         """Return the vectors of the texts as they are sent. `input_type`, which OpenAI does not have: query or document
         puts the model's prompt before them."""
-        encoded = await self.encode(request, values, "input", "input_type")
-        return await asyncio.to_thread(openai_answer, values, encoded, self.name)
+        inputs = self._inputs(values, "input", "input_type")
+        encoded = await self.compute(request, inputs)
+        return await asyncio.to_thread(self._openai_answer, values, encoded)
 
     async def tei_embeddings(self, request: Request, values: Values) -> Any:
         """Return a list of vectors. `prompt_name`: query or document."""
         normalize = values.get("normalize")
         if normalize is False and self.batcher.encoder.gives_unit_vectors:
             raise Refusal("normalize is false, and this model normalises; leave it out")
-        embeddings, _ = await self.encode(request, values, "inputs", "prompt_name")
+        inputs = self._inputs(values, "inputs", "prompt_name")
+        embeddings, _ = await self.compute(request, inputs)
         if normalize:
             embeddings = first_dims(embeddings, embeddings.shape[1], True)
         return await asyncio.to_thread(embeddings.tolist)
@@ -157,8 +159,8 @@ class Service:
         if is_tei and "documents" in values:
             raise Refusal("send texts (TEI) or documents (Cohere), not both")
         key = "texts" if is_tei else "documents"
-        documents = request_texts(values, key, self.limits)
-        queries = request_texts(values, "query", self.limits)
+        documents = self._texts(values, key)
+        queries = self._texts(values, "query")
         if len(queries) != 1:
             raise Refusal(f"there are {len(queries):,d} queries; send one")
         top_n = values.get("top_n")
@@ -208,9 +210,8 @@ class Service:
         model = {"id": self.name, "object": "model", "owned_by": "vembed"}
         return json_response(200, {"object": "list", "data": [model]})
 
-    async def no_such_route(self, request: Request, error: Exception) -> Response:
+    async def no_such_route(self, request: Request, error: Any) -> Response:
         """Answer a request for another path or with another method."""
-        assert isinstance(error, HTTPException)
         path = request.url.path
         message = f"there is no {request.method} {path:.200}; {self._routes()}"
         await discard_body(request)
@@ -236,7 +237,7 @@ class Service:
                 answer = await self.answers[path](request, values)
                 response = await asyncio.to_thread(json_response, 200, answer)
         except Refusal as refusal:
-            if refusal.headers is not None and "Connection" in refusal.headers:
+            if "Connection" in refusal.headers:
                 await discard_body(request)
             response = refusal_response(refusal)
         except asyncio.CancelledError:
@@ -327,19 +328,6 @@ class Service:
         finally:
             self.held_bytes -= len(body)
 
-    async def encode(
-        self,
-        request: Request,
-        values: Values,
-        key: str,
-        kind_key: str,
-    ) -> Encoded:
-        """Return the embeddings of a request. `key`, `kind_key`: of its inputs and their kind."""
-        inputs = request_inputs(
-            values, key, kind_key, self.batcher.encoder, self.limits
-        )
-        return await self.compute(request, inputs)
-
     async def compute(self, request: Request, inputs: Sequence[ServedInput]) -> Encoded:
         """Return what the model gives for the inputs of a request when its turn has come."""
         job = self.batcher.submit(inputs)
@@ -366,6 +354,111 @@ class Service:
         except UserError as error:
             raise Refusal(str(error)) from error
 
+    def _inputs(
+        self,
+        values: Values,
+        key: str,
+        kind_key: str,
+    ) -> list[ServedInput]:
+        """Return the inputs under `key`, with the prompt that `kind_key` asks for. Raise Refusal beyond the self.limits."""
+        kind = values.get(kind_key)
+        if kind not in (None, "query", "document"):
+            said = reprlib.repr(kind)
+            raise Refusal(
+                f"{kind_key} is {said}; give query or document, or leave it out"
+            )
+        encoder = self.batcher.encoder
+        content: Any = values.get(key)
+        # A single text, or the token ids of one, need not be in a list.
+        is_list = isinstance(content, list) and content and type(content[0]) is not int
+        contents = content if is_list else [content]
+        self._check_count(key, contents)
+        are_texts = isinstance(contents[0], str)
+        for number, content in enumerate(contents):
+            name = f"{key}[{number}]"
+            if are_texts and isinstance(content, str):
+                if not content:
+                    raise Refusal(f"{name} is an empty text; leave it out")
+                self._check_text(name, content)
+                continue
+            are_ids = isinstance(content, list) and {*map(type, content)} == {int}
+            if are_texts or not are_ids:
+                raise Refusal(
+                    f"{key} must be a text, a list of texts, or lists of token ids, and has {reprlib.repr(content)}",
+                )
+            if kind is not None:
+                raise Refusal(
+                    f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
+                )
+            if encoder.vocab_size is None:
+                raise Refusal(f"{name}: this model takes texts, no token ids")
+            are_known = min(content) >= 0 and max(content) < encoder.vocab_size
+            if len(content) > encoder.max_length or not are_known:
+                raise Refusal(
+                    f"{name} must be at most {encoder.max_length:,d} token ids from 0 to {encoder.vocab_size - 1}, and is "
+                    f"{reprlib.repr(content)}"
+                )
+        return [ServedInput(content, kind) for content in contents]
+
+    def _texts(self, values: Values, key: str) -> list[str]:
+        """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
+        content = values.get(key)
+        entries = content if isinstance(content, list) else [content]
+        self._check_count(key, entries)
+        texts = []
+        for number, entry in enumerate(entries):
+            text = entry.get("text") if isinstance(entry, dict) else entry
+            if not isinstance(text, str):
+                raise Refusal(
+                    f"{key} must be a text or a list of texts, and has {reprlib.repr(entry)}",
+                )
+            self._check_text(f"{key}[{number}]", text)
+            texts.append(text)
+        return texts
+
+    def _check_count(self, key: str, contents: Sequence[Any]) -> None:
+        if not 1 <= len(contents) <= self.limits.inputs:
+            raise Refusal(
+                f"{key} has {len(contents):,d} texts; send 1 to {self.limits.inputs:,d} in one request",
+            )
+
+    def _check_text(self, name: str, text: str) -> None:
+        if len(text) > self.limits.text_characters:
+            raise Refusal(
+                f"{name} has {len(text):,d} characters; send at most {self.limits.text_characters:,d}",
+                413,
+            )
+        if has_lone_surrogate(text):
+            raise Refusal(f"{name} {LONE_SURROGATE}: cut texts between characters")
+
+    def _openai_answer(self, values: Values, encoded: Encoded) -> Any:
+        """Return the answer of `/v1/embeddings`."""
+        vectors, num_tokens = encoded
+        dimensions = values.get("dimensions")
+        if dimensions is not None:
+            if type(dimensions) is not int or not 1 <= dimensions <= vectors.shape[1]:
+                raise Refusal(
+                    f"dimensions must be a whole number from 1 to {vectors.shape[1]}, and is {reprlib.repr(dimensions)}",
+                )
+            vectors = first_dims(vectors, dimensions, True)  # of length 1, as OpenAI's
+        encoding = values.get("encoding_format") or "float"
+        if encoding not in ("float", "base64"):
+            raise Refusal(
+                f"encoding_format is {reprlib.repr(encoding)}; give float or base64"
+            )
+        rows = []
+        for index, vector in enumerate(vectors):
+            embedding = vector.tolist()
+            if encoding == "base64":
+                embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            rows.append({"object": "embedding", "index": index, "embedding": embedding})
+        return {
+            "object": "list",
+            "data": rows,
+            "model": self.name,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
 
 async def wait_for_disconnect(request: Request) -> None:
     """Return when the client has closed its connection."""
@@ -386,10 +479,7 @@ def parse_object(body: bytearray) -> Values:
     """Return the JSON object of a request."""
     try:
         values = json.loads(body, parse_constant=refuse_constant)
-    except RecursionError:
-        message = "the body is nested too deeply; send an object of texts and lists"
-        raise Refusal(message) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refusal(f"the body is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise Refusal("the body must be a JSON object")
@@ -421,130 +511,6 @@ def json_response(
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
-def request_inputs(
-    values: Values,
-    key: str,
-    kind_key: str,
-    encoder: TextEncoder,
-    limits: RequestLimits,
-) -> list[ServedInput]:
-    """Return the inputs under `key`, with the prompt that `kind_key` asks for. Raise Refusal beyond the limits."""
-    kind = values.get(kind_key)
-    if kind not in (None, "query", "document"):
-        said = reprlib.repr(kind)
-        raise Refusal(f"{kind_key} is {said}; give query or document, or leave it out")
-    content: Any = values.get(key)
-    # A single text, or the token ids of one, need not be in a list.
-    is_list = isinstance(content, list) and content and type(content[0]) is not int
-    contents = content if is_list else [content]
-    _check_count(key, contents, limits)
-    are_texts = isinstance(contents[0], str)
-    for number, content in enumerate(contents):
-        name = f"{key}[{number}]"
-        if are_texts and isinstance(content, str):
-            if not content:
-                raise Refusal(f"{name} is an empty text; leave it out")
-            _check_text(name, content, limits)
-            continue
-        are_ids = isinstance(content, list) and {*map(type, content)} == {int}
-        if are_texts or not are_ids:
-            raise Refusal(
-                f"{key} must be a text, a list of texts, or lists of token ids, and has {reprlib.repr(content)}",
-            )
-        if kind is not None:
-            raise Refusal(
-                f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
-            )
-        if encoder.vocab_size is None:
-            raise Refusal(f"{name}: this model takes texts, no token ids")
-        are_known = min(content) >= 0 and max(content) < encoder.vocab_size
-        if len(content) > encoder.max_length or not are_known:
-            raise Refusal(
-                f"{name} must be at most {encoder.max_length:,d} token ids from 0 to {encoder.vocab_size - 1}, and is "
-                f"{reprlib.repr(content)}"
-            )
-    return [ServedInput(content, kind) for content in contents]
-
-
-def request_texts(
-    values: Values,
-    key: str,
-    limits: RequestLimits,
-) -> list[str]:
-    """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
-    content = values.get(key)
-    entries = content if isinstance(content, list) else [content]
-    _check_count(key, entries, limits)
-    texts = []
-    for number, entry in enumerate(entries):
-        text = entry.get("text") if isinstance(entry, dict) else entry
-        if not isinstance(text, str):
-            raise Refusal(
-                f"{key} must be a text or a list of texts, and has {reprlib.repr(entry)}",
-            )
-        _check_text(f"{key}[{number}]", text, limits)
-        texts.append(text)
-    return texts
-
-
-def _check_count(
-    key: str,
-    contents: Sequence[Any],
-    limits: RequestLimits,
-) -> None:
-    if not 1 <= len(contents) <= limits.inputs:
-        raise Refusal(
-            f"{key} has {len(contents):,d} texts; send 1 to {limits.inputs:,d} in one request",
-        )
-
-
-def _check_text(
-    name: str,
-    text: str,
-    limits: RequestLimits,
-) -> None:
-    if len(text) > limits.text_characters:
-        raise Refusal(
-            f"{name} has {len(text):,d} characters; send at most {limits.text_characters:,d}",
-            413,
-        )
-    if has_lone_surrogate(text):
-        raise Refusal(f"{name} {LONE_SURROGATE}: cut texts between characters")
-
-
-def openai_answer(
-    values: Values,
-    encoded: Encoded,
-    model_name: str,
-) -> Any:
-    """Return the answer of `/v1/embeddings`."""
-    vectors, num_tokens = encoded
-    dimensions = values.get("dimensions")
-    if dimensions is not None:
-        if type(dimensions) is not int or not 1 <= dimensions <= vectors.shape[1]:
-            raise Refusal(
-                f"dimensions must be a whole number from 1 to {vectors.shape[1]}, and is {reprlib.repr(dimensions)}",
-            )
-        vectors = first_dims(vectors, dimensions, True)  # of length 1, as OpenAI's
-    encoding = values.get("encoding_format") or "float"
-    if encoding not in ("float", "base64"):
-        raise Refusal(
-            f"encoding_format is {reprlib.repr(encoding)}; give float or base64"
-        )
-    rows = []
-    for index, vector in enumerate(vectors):
-        embedding = vector.tolist()
-        if encoding == "base64":
-            embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        rows.append({"object": "embedding", "index": index, "embedding": embedding})
-    return {
-        "object": "list",
-        "data": rows,
-        "model": model_name,
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-    }
-
-
 # ---- uvicorn around the application, with limits on connections and an orderly end -------------------------------------
 
 
@@ -562,14 +528,6 @@ class Connection(H11Protocol):
     def __init__(self, limits: RequestLimits, **options: Any) -> None:
         super().__init__(**options)
         self.limits = limits
-        self.waits_since = time.monotonic()
-        self.deadline: asyncio.TimerHandle | None = None
-
-    @property
-    def waits_for_client(self) -> bool:
-        """Return whether the request is not complete yet, or the last one is answered."""
-        cycle = self.cycle
-        return cycle is None or cycle.response_complete or cycle.more_body
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Make room for a connection, or refuse it."""
@@ -577,13 +535,14 @@ class Connection(H11Protocol):
         self._start_deadline()
         if len(self.connections) <= self.limits.connections:
             return
-        waiting = [
-            connection
-            for connection in self.connections
-            if isinstance(connection, Connection)
-            and connection is not self
-            and connection.waits_for_client
-        ]
+        waiting = []
+        connection: Any
+        for connection in self.connections:
+            cycle = connection.cycle
+            # The request is not complete yet, or the last one is answered.
+            waits = cycle is None or cycle.response_complete or cycle.more_body
+            if waits and connection is not self:
+                waiting.append(connection)
         if waiting:
             oldest = min(waiting, key=lambda connection: connection.waits_since)
             oldest.transport.abort()
@@ -595,32 +554,27 @@ class Connection(H11Protocol):
         """Take bytes of the client. A request whose head is complete has no deadline here: the application has one."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_deadline()
+            self.deadline.cancel()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
+        self.deadline.cancel()
         self._start_deadline()
         super().on_response_complete()
         # The next request may have arrived already.
         if not self.cycle.response_complete:
-            self._stop_deadline()
+            self.deadline.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the deadline."""
-        self._stop_deadline()
+        self.deadline.cancel()
         super().connection_lost(exc)
 
     def _start_deadline(self) -> None:
-        self._stop_deadline()
         self.waits_since = time.monotonic()
         self.deadline = self.loop.call_later(
             self.limits.head_seconds, self.transport.abort
         )
-
-    def _stop_deadline(self) -> None:
-        if self.deadline is not None:
-            self.deadline.cancel()
-            self.deadline = None
 
 
 def serve(
@@ -656,13 +610,11 @@ def serve(
             ws="none",
             lifespan="off",
             loop="asyncio",
-            interface="asgi3",
             log_config=None,
             log_level="error",
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=BACKLOG,
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=int(limits.head_seconds) + 1,
             timeout_graceful_shutdown=int(limits.drain_seconds),
@@ -800,7 +752,7 @@ class ExportEncoder(TextEncoder):
         missing = export_format.missing()
         if missing is not None:
             raise UserError(f"{folder}: {missing}")
-        self.reader = cast(GraphReader, export_format.reader(folder))
+        self.reader: GraphReader = export_format.reader(folder)
         self.max_length = self.reader.texts.max_length
         self.vocab_size = len(self.reader.texts.tokenizer)
 
@@ -826,30 +778,31 @@ def open_encoder(
     folder = Path(model).expanduser()
     facts = read_object(folder / EXPORT_FILE) or {}
     format_name = str(facts.get("format"))
-    if format_name not in SERVED_RUNTIMES:
-        if is_reranker(model):
-            if truncate_dim is not None:
-                raise UserError(
-                    f"--truncate-dim {truncate_dim}: {model} is a reranker and gives scores; leave it out"
-                )
-            reranker = Reranker(
-                model, device=device, trust_remote_code=trust_remote_code
+    is_export = format_name in SERVED_RUNTIMES
+    if is_export and (truncate_dim is not None or device not in (None, "cpu")):
+        raise UserError(
+            f"{model} is an export to {format_name}: it runs on the CPU at its own size"
+        )
+    if is_reranker(model):
+        if is_export:
+            return PairScorer(OnnxReranker(folder))
+        if truncate_dim is not None:
+            raise UserError(
+                f"--truncate-dim {truncate_dim}: {model} is a reranker and gives scores; leave it out"
             )
-            return PairScorer(reranker)
-        embedder = Embedder(
+        return PairScorer(
+            Reranker(model, device=device, trust_remote_code=trust_remote_code)
+        )
+    if is_export:
+        return ExportEncoder(folder, format_name)
+    return ModelEncoder(
+        Embedder(
             model,
             device=device,
             truncate_dim=truncate_dim,
             trust_remote_code=trust_remote_code,
         )
-        return ModelEncoder(embedder)
-    if truncate_dim is not None or device not in (None, "cpu"):
-        raise UserError(
-            f"{model} is an export to {format_name}: it runs on the CPU at its own size"
-        )
-    if is_reranker(model):
-        return PairScorer(OnnxReranker(folder))
-    return ExportEncoder(folder, format_name)
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,11 +130,10 @@ def fsdp_empty_cache() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     elif platform.libc_ver()[0] == "glibc":
         # What `keep_freed_memory` holds for the next step.
         ctypes.CDLL(None).malloc_trim(0)
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     switch = Path("/proc/self/clear_refs")
     if switch.exists():
         # Linux: 5 resets VmHWM, the peak of resident memory. Not all containers may.

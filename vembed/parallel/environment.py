@@ -53,17 +53,18 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
         )
     _whole_number(env, "MASTER_PORT")
     # Started by hand: the processes of each machine are counted when all have met (meeting.counted).
-    if not env.get("LOCAL_WORLD_SIZE"):
-        return RankInfo(
-            rank,
-            world_size,
-            local_rank,
-            world_size,
-            launched=True,
-            is_counted=world_size == 1,
-        )
-    local_world_size = min(_whole_number(env, "LOCAL_WORLD_SIZE"), world_size)
-    return RankInfo(rank, world_size, local_rank, local_world_size, launched=True)
+    is_counted = bool(env.get("LOCAL_WORLD_SIZE"))
+    local_world_size = world_size
+    if is_counted:
+        local_world_size = min(_whole_number(env, "LOCAL_WORLD_SIZE"), world_size)
+    return RankInfo(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        launched=True,
+        is_counted=is_counted or world_size == 1,
+    )
 
 
 def _whole_number(env: Mapping[str, str], name: str) -> int:

@@ -7,7 +7,6 @@ of rank 0. The first that finds a difference writes one sentence, with which all
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
@@ -202,10 +201,13 @@ class LaunchCheck:
             "host": socket.gethostname(),
             "machine": machine_name(),
             "run": os.environ.get(RUN_ID) or uuid.uuid4().hex[:12],
-            "facts": {**launch, **versions()},
+            "facts": {
+                **launch,
+                **versions(),
+                # By which the machine of another run is told apart.
+                f"the run id ({RUN_ID})": os.environ.get(RUN_ID) or None,
+            },
         }
-        # By which the machine of another run is told apart.
-        record["facts"][f"the run id ({RUN_ID})"] = os.environ.get(RUN_ID) or None
 
         def refuse(problem: str) -> None:
             store.compare_set("error", "", problem)  # of several, the first one counts
@@ -266,14 +268,7 @@ class LaunchCheck:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all ranks."""
-    # Checkouts of different days have one version number: their sources differ.
-    digest = hashlib.blake2b(digest_size=4)
-    folder = Path(vembed.__file__).parent
-    for path in sorted(folder.rglob("*.py")):
-        name = path.relative_to(folder).as_posix()
-        digest.update(name.encode() + b"\0" + path.read_bytes())
-    version = f"{vembed.__version__} (sources {digest.hexdigest()})"
-    versions = {"vembed's version": version}
+    versions = {"vembed's version": vembed.__version__}
     for name in COMPARED_PACKAGES:
         versions[f"{name}'s version"] = metadata.version(name)
     return versions

@@ -28,7 +28,6 @@ from vembed.parallel import collectives
 from vembed.parallel.devices import GIB, is_shortage, memory_snapshot, seed_draws
 from vembed.parallel.parameters import (
     discard_passes,
-    forget_forward,
     num_parameters,
     set_gradient_sync,
     set_keep_gathered,
@@ -381,9 +380,10 @@ def find_budget(
     featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
-    optimizer: torch.optim.Optimizer | None = None,
 ) -> Budget:
     """Return the budget of the config, or what the device holds. Collective; the same on every rank.
+
+    Call it before the optimizer has state.
 
     Nothing is tried out: memory that runs out on one rank would leave the others waiting for it.
     """
@@ -407,8 +407,7 @@ def find_budget(
         to_come = MemoryEstimate(placement).loss_bytes(
             featuriser.description.embedding_dim
         )
-        has_state = optimizer is not None and bool(optimizer.state)
-        if not has_state and not placement.offloads:
+        if not placement.offloads:
             trained = num_parameters(model, trainable_only=True) / placement.num_shards
             to_come += (
                 trained * OPTIMIZERS[placement.run.config.optimizer.optim].state_bytes
@@ -509,7 +508,7 @@ def bytes_per_token(
         storages = [tensor.untyped_storage() for tensor in saved.values()]
         num_bytes = sum(storage.nbytes() for storage in storages)
         del outputs
-        forget_forward(model)
+        discard_passes(model)  # a checkpoint is restored into shards
         saved.clear()
         return num_bytes
 

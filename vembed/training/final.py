@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 
-from vembed.config.schema import TrainConfig, option_fields
+from vembed.config.schema import option_fields
 from vembed.data.example_store import ExampleStore
 from vembed.data.language import MAX_SAMPLED_TEXTS, is_english, language_of
 from vembed.errors import RunError
@@ -21,14 +20,12 @@ from vembed.evaluation.report.report import write_report
 from vembed.models.precision import is_quantized, saved_dtype, store_rounded
 from vembed.parallel import collectives
 from vembed.parallel.parameters import full_state_dict, num_parameters
-from vembed.parallel.session import Session
 from vembed.saving.card import Card, properties_of
 from vembed.saving.files import save_model
 from vembed.training.checkpoint.folders import newest_checkpoint
-from vembed.training.setup import RunData, TrainingComponents
 
 if TYPE_CHECKING:
-    from vembed.training.trainer import LoopState
+    from vembed.training.trainer import Trainer
 
 log = logging.getLogger("vembed")
 
@@ -36,61 +33,80 @@ WHOLE_MODEL = "model"
 """Folder of the whole model inside a checkpoint, for fsdp_state_dict_type: FULL_STATE_DICT."""
 
 
-@dataclass(frozen=True)
-class ModelWriter:
-    """Writes the model of a run, gathered on rank 0, in the layout of Sentence Transformers."""
+def write_whole(trainer: Trainer, checkpoint: Path) -> None:
+    """Write the model into a checkpoint under fsdp_state_dict_type: FULL_STATE_DICT. Collective.
 
-    config: TrainConfig
-    session: Session
-    components: TrainingComponents
+    Beside its pieces, from which the run resumes on any number of processes.
+    """
+    fsdp = trainer.session.fsdp
+    if fsdp is None or fsdp.state_dict_type != "FULL_STATE_DICT":
+        return
+    log.info(
+        f"fsdp_state_dict_type: FULL_STATE_DICT: the checkpoint holds the whole model too, in {WHOLE_MODEL}/"
+    )
+    weights = full_state_dict(trainer.components.model)
+    if trainer.session.is_main:
+        _store(trainer, checkpoint / WHOLE_MODEL, weights)
 
-    def write_whole(self, checkpoint: Path) -> None:
-        """Write the model into a checkpoint under fsdp_state_dict_type: FULL_STATE_DICT. Collective.
 
-        Beside its pieces, from which the run resumes on any number of processes.
-        """
-        fsdp = self.session.fsdp
-        if fsdp is None or fsdp.state_dict_type != "FULL_STATE_DICT":
-            return
-        log.info(
-            f"fsdp_state_dict_type: FULL_STATE_DICT: the checkpoint holds the whole model too, in {WHOLE_MODEL}/"
+def _store(
+    trainer: Trainer,
+    folder: Path,
+    weights: dict[str, Tensor],
+    card: Card | None = None,
+) -> None:
+    """Write the model with gathered weights, in the layout of Sentence Transformers. Runs on rank 0."""
+    config = trainer.config
+    embedder = trainer.components.embedder
+    # Learned by the loss, and used by CLIP and SigLIP models: they go into the model's own file.
+    learned = trainer.components.loss.scale_and_bias()
+    if learned is not None:
+        embedder.write_scale_and_bias(*learned, weights)
+    save_model(
+        folder,
+        embedder,
+        weights,
+        dtype=saved_dtype(config.model.torch_dtype, embedder.description),
+        merge_adapters=config.adapters.save_merged,
+        card=card,
+    )
+
+
+def save_final(trainer: Trainer, metric: str) -> Path:
+    """Write final/ and the report; return the model's folder. `metric`: the deciding score, or "".
+
+    Collective: every rank contributes its shards. Raise RunError, and write nothing, if the model is not finite.
+    """
+    config = trainer.config
+    session = trainer.session
+    components = trainer.components
+    data = trainer.data
+    state = trainer.state
+    output = trainer.output
+    embedder = components.embedder
+    folder = output / "final"
+    newest = newest_checkpoint(output)
+    weights = full_state_dict(components.model)
+    problem = _not_finite(embedder, weights)
+    if problem is not None:
+        advice = f"resume from an earlier checkpoint ({newest} is the newest)"
+        raise RunError(
+            f"final/ is not written: the trained weights of {problem} are not finite; lower learning_rate (now "
+            f"{config.optimizer.learning_rate:g}) or max_grad_norm, and {advice if newest else 'train again'}"
         )
-        self.store(checkpoint / WHOLE_MODEL, full_state_dict(self.components.model))
-
-    def store(
-        self,
-        folder: Path,
-        weights: dict[str, Tensor],
-        card: Card | None = None,
-    ) -> None:
-        """Write the model with gathered weights. Only rank 0 does anything; no collective operations."""
-        if not self.session.is_main:
-            return
-        embedder = self.components.embedder
-        # Learned by the loss, and used by CLIP and SigLIP models: they go into the model's own file.
-        learned = self.components.loss.scale_and_bias()
-        if learned is not None:
-            embedder.write_scale_and_bias(*learned, weights)
-        save_model(
-            folder,
-            embedder,
-            weights,
-            dtype=saved_dtype(self.config.model.torch_dtype, embedder.description),
-            merge_adapters=self.config.adapters.save_merged,
-            card=card,
-        )
-
-    def card(self, data: RunData, state: LoopState) -> Card:
-        """Return the facts of the model card, with the scores of the newest evaluation."""
+    evaluation = "" if data.evaluation is None else data.evaluation.summary()
+    language = None
+    if session.is_main:
+        language = _language(data.examples)
         settings = {}
         fields = option_fields()
-        for name, value in self.config.to_dict().items():
+        for name, value in config.to_dict().items():
             if value != fields[name].get_default(call_default_factory=True):
                 settings[name] = value
-        evaluation = "" if data.evaluation is None else data.evaluation.summary()
-        return Card(
+        # The scores are those of the newest evaluation.
+        card = Card(
             data=tuple(data.examples.summary()),
-            language=_language(data.examples),
+            language=language,
             settings=settings,
             scores=state.scores,
             before=state.before,
@@ -98,40 +114,12 @@ class ModelWriter:
             num_steps=state.step,
             versions=collect_versions(),
         )
-
-
-def save_final(
-    writer: ModelWriter,
-    data: RunData,
-    state: LoopState,
-    metric: str,
-) -> Path:
-    """Write final/ and the report; return the model's folder. `metric`: the deciding score, or "".
-
-    Collective: every rank contributes its shards. Raise RunError, and write nothing, if the model is not finite.
-    """
-    config = writer.config
-    session = writer.session
-    components = writer.components
-    embedder = components.embedder
-    output = Path(config.run.output_dir)
-    folder = output / "final"
-    newest = newest_checkpoint(output)
-    weights = full_state_dict(components.model)
-    problem = _not_finite(writer, weights)
-    if problem is not None:
-        advice = f"resume from an earlier checkpoint ({newest} is the newest)"
-        raise RunError(
-            f"final/ is not written: the trained weights of {problem} are not finite; lower learning_rate (now "
-            f"{config.optimizer.learning_rate:g}) or max_grad_norm, and {advice if newest else 'train again'}"
-        )
-    if session.is_main:
         store_rounded(embedder, weights)
         dtype = saved_dtype(config.model.torch_dtype, embedder.description)
         stored = f"in {dtype}" if dtype else "as they are held"
         log.info(f"weights: stored {stored} (torch_dtype: {config.model.torch_dtype})")
         try:
-            writer.store(folder, weights, writer.card(data, state))
+            _store(trainer, folder, weights, card)
         except (OSError, SafetensorError) as error:
             advice = "train again (save_steps would have kept checkpoints)"
             if newest:
@@ -167,8 +155,8 @@ def save_final(
         properties=properties_of(embedder.description),
         start_changes=start_changes,
         data=list(data.examples.summary()),
-        language=_language(data.examples) if session.is_main else None,
-        evaluation=data.evaluation.summary() if data.evaluation else "",
+        language=language,
+        evaluation=evaluation,
         metric=metric,
         final_step=state.scored_step if state.scores else state.step,
         num_steps=state.step,
@@ -200,11 +188,11 @@ def save_final(
     return folder
 
 
-def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
+def _not_finite(embedder: nn.Module, weights: dict[str, Tensor]) -> str | None:
     """Return the name of a weight that is not finite, of any rank. Collective."""
     # 4-bit weights are stored as 16-bit floats, and any bits may look like a NaN.
     packed = set()
-    for name, module in writer.components.embedder.named_modules():
+    for name, module in embedder.named_modules():
         if is_quantized(module):
             packed.add(f"{name}.weight")
     first_broken = None

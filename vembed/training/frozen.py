@@ -132,10 +132,6 @@ class InputBuilder:
                 "memory)"
             )
 
-    def build(self, features: Sequence[Features]) -> BatchInputs:
-        """Return the inputs of one rank batch. Reads the stores; local to the rank."""
-        return BatchInputs(self, features)
-
     def look_up(
         self, features: Sequence[Features]
     ) -> tuple[dict[Modality, CachedRows], dict[Modality, list[int]]]:
@@ -239,6 +235,7 @@ class BatchInputs:
     """Inputs of one rank batch. They may be fed twice: Gradient Cache runs every micro-batch again."""
 
     def __init__(self, builder: InputBuilder, features: Sequence[Features]) -> None:
+        """Reads the stores; local to the rank."""
         self.builder = builder
         self.features = features
         self._cached, self.missing = builder.look_up(features)

@@ -102,13 +102,14 @@ class Interrupts:
 
     def stopped(self, step: int, checkpoint: Path) -> Stopped:
         """Return the exception to raise after `agree_on_stop` returned True."""
-        saved = f"saved in {checkpoint}; go on with --resume"
-        if self.reason_to_stop == _TIME_IS_UP:
-            reason = "max_train_minutes: the time is up;"
-            return Stopped(f"{reason} stopped after step {step:,d}, {saved}", 0)
-        name = signal.Signals(self.reason_to_stop).name
+        reason = "max_train_minutes: the time is up;"
+        number = 0
+        if self.reason_to_stop != _TIME_IS_UP:
+            number = self.reason_to_stop
+            reason = f"{signal.Signals(number).name}:"
         return Stopped(
-            f"{name}: stopped after step {step:,d}, {saved}", self.reason_to_stop
+            f"{reason} stopped after step {step:,d}, saved in {checkpoint}; go on with --resume",
+            number,
         )
 
     def _ask_ranks(self, step_seconds: float = 0.0) -> bool:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
@@ -26,13 +26,7 @@ from vembed.config.decisions import (
 )
 from vembed.config.schema import (
     FILE_OPTIONS,
-    AdapterSection,
-    DataSection,
     DataSource,
-    EvaluationSection,
-    ModelSection,
-    ObjectiveSection,
-    RunSection,
     TrainConfig,
     parse_sampling,
 )
@@ -318,14 +312,7 @@ def build_components(
     if model_options.torch_compile == "auto" and session.device.type == "cuda":
         decide_compilation(data, featuriser, session)
     log.info(f"compiled layers: {session.placement.compilation}")
-    embedder = unsharded_model(
-        config.model,
-        config.adapters,
-        config.objective,
-        config.run.seed,
-        description,
-        session,
-    )
+    embedder = unsharded_model(config, description, session)
 
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
     if config.optimizer.learning_rate == "auto":
@@ -397,10 +384,7 @@ def describe_model(config: TrainConfig, data: RunData) -> ModelDescription:
 
 
 def unsharded_model(
-    model: ModelSection,
-    adapters: AdapterSection,
-    objective: ObjectiveSection,
-    seed: int,
+    config: TrainConfig,
     description: ModelDescription,
     session: Session,
 ) -> EmbeddingModel:
@@ -408,10 +392,10 @@ def unsharded_model(
     placement = session.placement
     embedder = build_model(
         description,
-        model,
-        adapters,
-        objective=objective,
-        seed=seed,
+        config.model,
+        config.adapters,
+        objective=config.objective,
+        seed=config.run.seed,
         device=session.model_device,
         computes_on=session.device,
         compute_dtype=placement.compute_dtype,
@@ -452,18 +436,13 @@ def configured_hooks(trainer: Trainer) -> list[Hook]:
 
 
 def open_stream(
-    options: DataSection,
+    config: TrainConfig,
     data: RunData,
     featuriser: BaseFeaturiser,
     session: Session,
-    *,
-    encodes_copies: bool,
 ) -> RankBatchStream:
-    """Return the stream of this rank's batches.
-
-    `encodes_copies`: equal inputs pass the model as often as they occur. Otherwise an input would weigh in the statistics
-    of shared batch norms by the number of processes that have it.
-    """
+    """Return the stream of this rank's batches."""
+    options = config.data
     # For texts one thread suffices: the tokenizer is parallel itself.
     is_text = featuriser.description.modalities == ("text",)
     num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
@@ -478,7 +457,9 @@ def open_stream(
         num_workers,
         data.examples.pair,
         options.in_batch_negatives,
-        encodes_copies=encodes_copies,
+        # Equal inputs pass the model as often as they occur: an input would otherwise weigh in the statistics of shared
+        # batch norms by the number of processes that have it.
+        encodes_copies=config.parallel.sync_batchnorm,
         # On CPUs a process would take the cores that compute. Images are decoded by processes in any case.
         uses_process=session.device.type == "cuda" and num_workers == 1,
     )
@@ -581,9 +562,7 @@ def decide_rates(
 
 
 def decide_intervals(
-    evaluation: EvaluationSection,
-    run_options: RunSection,
-    logging_steps: int | Literal["auto"],
+    config: TrainConfig,
     data: RunData,
     model: nn.Module,
     *,
@@ -606,7 +585,9 @@ def decide_intervals(
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
         is_length_given=is_length_given,
     )
-    intervals, reasons = run_intervals(evaluation, run_options, logging_steps, size)
+    intervals, reasons = run_intervals(
+        config.evaluation, config.run, config.logging.logging_steps, size
+    )
     for name, reason in reasons.items():
         interval = getattr(intervals, name)
         value = "none" if interval is None else str(interval).lower()

@@ -304,7 +304,7 @@ class ContrastiveStep:
         # The parameters stay the same until the optimizer step, and so do their copies in bfloat16.
         with self.copies.held():
             with self.timer("data"):
-                inputs = self.input_builder.build(rank_batch.features)
+                inputs = BatchInputs(self.input_builder, rank_batch.features)
                 batch = StepBatch(rank_batch, batch_number, is_last, inputs)
             if self.auxiliary_options is not None:
                 batch.auxiliary = AuxiliaryBatch(

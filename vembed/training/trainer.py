@@ -2,8 +2,8 @@
 
 Each part of the set-up needs the ones before it:
 
-    checkpoint to resume from -> data and number of steps -> model, loss, optimizer -> intervals -> hooks -> restored
-    state -> step
+    checkpoint to resume from -> data and number of steps -> model, loss, optimizer -> intervals -> hooks -> step ->
+    restored state
 
 A checkpoint holds the weights of model and loss, the optimizer's state, the tensors of hooks, and `LoopState`. Data
 order, dropout and learning rate are pure functions of the step, so nothing else is needed to resume. What watches the
@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ from vembed.training.checkpoint.folders import (
     of_option,
     require_output_folder,
 )
-from vembed.training.final import ModelWriter, save_final
+from vembed.training.final import save_final, write_whole
 from vembed.training.frozen import log_store_use
 from vembed.training.hooks.base import (
     Evaluation,
@@ -173,18 +174,16 @@ def facts_of(resolved: ResolvedRun) -> dict[str, Any]:
         elif name not in MAY_DIFFER:
             facts[name] = value
     # What follows from options, files and the environment together.
-    decisions: dict[str, Any] = {
-        "strategy": resolved.strategy.value,
-        "gradient checkpointing": resolved.recomputation.value,
-        "mixed precision": resolved.precision.value,
-        "dist_timeout_minutes": resolved.timeout_minutes.value,
+    facts |= {
+        "strategy (decided)": resolved.strategy.value,
+        "gradient checkpointing (decided)": resolved.recomputation.value,
+        "mixed precision (decided)": resolved.precision.value,
+        "dist_timeout_minutes (decided)": resolved.timeout_minutes.value,
     }
     if resolved.fsdp is not None:
         for name, value in asdict(resolved.fsdp).items():
             if name != "source":
-                decisions[f"fsdp {name}"] = str(value)
-    for name, value in decisions.items():
-        facts[f"{name} (decided)"] = value
+                facts[f"fsdp {name} (decided)"] = str(value)
     return facts
 
 
@@ -282,14 +281,11 @@ class Trainer:
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
         self.components, decided = build_components(resumed, data, session)
-        is_length_given = asked.optimizer.gives_length()
         self.intervals = decide_intervals(
-            decided.evaluation,
-            decided.run,
-            decided.logging.logging_steps,
+            decided,
             data,
             self.components.model,
-            is_length_given=is_length_given,
+            is_length_given=asked.optimizer.gives_length(),
         )
         intervals = asdict(self.intervals)
         if decided.optimizer.max_steps is None:
@@ -301,30 +297,35 @@ class Trainer:
             self.config.optimizer, data.total_steps, data.examples_per_step
         )
         log_parameter_summary(self.components.model)
-        self.model_writer = ModelWriter(self.config, session, self.components)
         self.hooks = Hooks([*configured_hooks(self), *hooks])
         for hook in self.hooks:
             hook.on_build(self)
 
+        self._open_step()
         # All state of the loop. After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
         self.state = LoopState() if point is None else self._restore(point)
-        self._open_step()
+        self.update = Update(
+            self.components.model,
+            self.components.loss,
+            self.components.optimizer,
+            session,
+            self.config.optimizer.max_grad_norm,
+            self.state.scale,
+        )
 
     def _open_step(self) -> None:
-        """Open the stream of batches, and build the step and the update.
+        """Open the stream of batches, and build the step.
 
-        After the checkpoint: the budget is estimated from free memory. Optimizer state that is restored takes its memory
-        already, and is not added to the estimate.
+        Before a checkpoint is restored: the budget is estimated from free memory, and counts the optimizer's state.
         """
         config = self.config
         session = self.session
         components = self.components
         self.stream = open_stream(
-            config.data,
+            config,
             self.data,
             components.featuriser,
             session,
-            encodes_copies=config.parallel.sync_batchnorm,
         )
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
@@ -334,7 +335,6 @@ class Trainer:
             components.featuriser,
             session,
             sample,
-            components.optimizer,
         )
         self.stream.micro_batch_tokens = budget.micro_batch_tokens
         self.contrastive_step = ContrastiveStep(
@@ -346,14 +346,6 @@ class Trainer:
             config.run.seed,
             components.teachers,
             config.objective if components.embedder.has_auxiliary else None,
-        )
-        self.update = Update(
-            components.model,
-            components.loss,
-            components.optimizer,
-            session,
-            config.optimizer.max_grad_norm,
-            self.state.scale,
         )
 
     def run(self) -> TrainResult:
@@ -446,7 +438,7 @@ class Trainer:
             # After the evaluation, so that the checkpoint holds its scores. `run` writes the checkpoint of a stopped run.
             if must_stop:
                 raise StopRequested
-            if self._checkpoint_is_due():
+            if self.checkpoint_is_due():
                 self.save()
         # The last step. Returns at once if it is scored.
         self.evaluate()
@@ -545,7 +537,7 @@ class Trainer:
         # best step is reported and not loaded.
         is_recoverable = (
             self.intervals.save_steps is None
-            or self._checkpoint_is_due()
+            or self.checkpoint_is_due()
             or self._is_last()
         )
         is_better = state.best is None or scores[metric] > state.best
@@ -564,7 +556,7 @@ class Trainer:
         """Write a checkpoint of the current step, unless there is one. Collective."""
         self.state.hooks = self.hooks.states()
         self.checkpointer.save(
-            asdict(self.state), self._trained(), self.model_writer.write_whole
+            asdict(self.state), self._trained(), partial(write_whole, self)
         )
 
     def finish(self) -> TrainResult:
@@ -612,7 +604,7 @@ class Trainer:
         if data is not None and state.scores:
             metric = deciding_metric(self.config.evaluation.eval_metric, data)
         with self.hooks.evaluation_weights():
-            model_dir = save_final(self.model_writer, self.data, state, metric)
+            model_dir = save_final(self, metric)
         before = {f"before/{name}": score for name, score in state.before.items()}
         return TrainResult(
             model_dir=model_dir,
@@ -675,7 +667,7 @@ class Trainer:
         for hook in self.hooks:
             hook.before_step(self.state.step + 1)
 
-    def _checkpoint_is_due(self) -> bool:
+    def checkpoint_is_due(self) -> bool:
         """Return whether this step gets a checkpoint.
 
         No checkpoint after a skipped step: broken weights must not replace the good ones of earlier checkpoints.

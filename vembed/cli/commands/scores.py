@@ -74,7 +74,7 @@ def eval(
     from rich.console import Console
 
     from vembed.evaluation.report.page import render_page
-    from vembed.evaluation.report.report import stored_table, stored_values
+    from vembed.evaluation.report.report import stored_values
     from vembed.evaluation.scores import evaluate
     from vembed.files import replace_text
 
@@ -97,13 +97,14 @@ def eval(
         if options["session"].is_main:
             console = Console()
             console.print(metrics_table(scores))
-            stored = stored_table(scores)
-            if compressed is not None and stored is not None:
-                console.print(" ", number_table(stored.header, stored.rows), sep="\n")
+            stored = stored_values(scores)
+            table = stored["stored"]
+            if compressed is not None and table is not None:
+                console.print(" ", number_table(table.header, table.rows), sep="\n")
                 page = render_page(
                     "stored.html.j2",
                     title=f"{model} - vembed eval",
-                    **stored_values(scores),
+                    **stored,
                 )
                 replace_text(Path(compressed), page)
     return scores

@@ -66,13 +66,10 @@ def render_page(template: str, **values: Any) -> str:
 
 def thumbnail(path: str) -> str | None:
     """Return the data address of an image file, or None if it cannot be read. Addresses are not fetched."""
-    return None if "://" in path else thumbnail_of(ImageRef(path=path))
-
-
-def thumbnail_of(image: ImageRef) -> str | None:
-    """Return the data address of an image that is no address, or None if it cannot be read."""
+    if "://" in path:
+        return None
     try:
-        picture = load_image(image)
+        picture = load_image(ImageRef(path=path))
     except UserError:
         # The report of a run whose images have moved still shows their names.
         return None

@@ -135,15 +135,12 @@ class RunRecord:
     @property
     def final(self) -> RecordedEvaluation | None:
         """Evaluation of the weights in `final/`."""
-        newest = None
-        for evaluation in self.evaluations:
-            if evaluation.step > 0:
-                newest = evaluation
+        trained = [evaluation for evaluation in self.evaluations if evaluation.step > 0]
         # A step may be evaluated again in a resumed run. The last evaluation counts.
-        for evaluation in reversed(self.evaluations):
-            if 0 < evaluation.step == self.summary.final_step:
+        for evaluation in reversed(trained):
+            if evaluation.step == self.summary.final_step:
                 return evaluation
-        return newest
+        return trained[-1] if trained else None
 
     @property
     def after(self) -> dict[str, float]:
@@ -185,6 +182,10 @@ class RunRecord:
             if key not in defaults or defaults[key] != value:
                 changed[key] = value
         return changed
+
+    def name(self) -> str:
+        """Name of the run, by default its folder's."""
+        return str(self.config.get("run_name") or self.folder.resolve().name)
 
     def model_name(self) -> str:
         """Short name of the model: the last part of a path or Hub name."""

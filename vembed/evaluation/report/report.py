@@ -44,13 +44,12 @@ from vembed.progress import duration
 STEP_COLUMNS = ("loss", "learning_rate", "grad_norm")
 """Columns, behind the step, of the steps since the last logged line."""
 FORMS = {
-    "float32": "float32",
-    "int8": "int8",
-    "binary": "binary",
-    "binary_rescored": "binary, rescored",
+    "float32": ("float32", 32, "var(--ink-soft)"),
+    "int8": ("int8", 8, "var(--before)"),
+    "binary": ("binary", 1, "var(--bad)"),
+    "binary_rescored": ("binary, rescored", 1, ACCENT),
 }
-"""Stored forms of documents, and their names on pages."""
-FORM_COLOURS = ("var(--ink-soft)", "var(--before)", "var(--bad)", ACCENT)
+"""Stored forms of documents: name on pages, bits of a coordinate, and colour."""
 MAX_CURVE_POINTS = 150
 """Of more values neighbours are averaged: a plot is about 300 units wide, and single steps are noisy."""
 
@@ -140,7 +139,7 @@ def changed_table(
                 parts.append(" ".join(filter(None, [item["text"], *names])))
             texts.append(mark + "; ".join(parts))
             paths = items[0]["images"] if items else ()
-            addresses = [query.pictures.get(path) or thumbnail(path) for path in paths]
+            addresses = [thumbnail(path) for path in paths]
             pictures[row, column] = tuple(filter(None, addresses))
         rows.append((*texts, f"{query.before:.3f} -> {query.after:.3f}"))
     header = ("query", "relevant", before, after, "score")
@@ -259,17 +258,14 @@ def curves(record: RunRecord) -> list[Curve]:
         if len(key_points) < 2 or not any(value for _, value in key_points):
             continue
         steps, values = _thinned(key_points)
-        if key in QUANTITIES:
-            title, note, write = QUANTITIES[key]
-            from_zero = key not in ("loss", "grad_norm")
-            curve = Curve(title, note, steps, values, write, from_zero)
-        elif key.startswith("loss/"):
+        of_score = (metric_name(key), "", "{:.4f}".format)
+        title, note, write = QUANTITIES.get(key, of_score)
+        if key.startswith("loss/"):
             title = f"Loss, {key.removeprefix('loss/')}"
             note = "mean between two log lines"
-            curve = Curve(title, note, steps, values, "{:.3g}".format)
-        else:
-            curve = Curve(metric_name(key), "", steps, values, "{:.4f}".format)
-        drawn.append(curve)
+            write = "{:.3g}".format
+        from_zero = key in QUANTITIES and key not in ("loss", "grad_norm")
+        drawn.append(Curve(title, note, steps, values, write, from_zero))
     return drawn
 
 
@@ -300,58 +296,40 @@ def _evaluations_curve(record: RunRecord, key: str) -> Curve:
     )
 
 
-def stored_points(
-    scores: Mapping[str, float],
-) -> dict[str, list[tuple[int, int, float]]]:
-    """Return (size, bytes per document, nDCG@10) of each form of stored documents, smallest size first."""
-    points: dict[str, list[tuple[int, int, float]]] = {form: [] for form in FORMS}
+def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
+    """Return what the template of the stored forms shows: a table with the share of the float score at full size, which
+    is None without their scores, and nDCG@10 by the bytes of a document, a line for each form."""
+    scores_by_dim: dict[str, dict[int, float]] = {form: {} for form in FORMS}
     for key, value in scores.items():
         if key.startswith("compressed/"):
-            _, form, name, _ = key.split("/")
-            dim = int(name)
-            num_bytes = -(-dim // 8)  # a bit for each coordinate, rounded up
-            if form == "float32":
-                num_bytes = 4 * dim
-            elif form == "int8":
-                num_bytes = dim
-            points[form].append((dim, num_bytes, value))
-    return {form: sorted(rows) for form, rows in points.items()}
-
-
-def stored_table(scores: Mapping[str, float]) -> ReportTable | None:
-    """Return a table of the stored forms, with the share of the float score at full size; None without scores."""
-    points = stored_points(scores)
-    full_score = points["float32"][-1][2] if points["float32"] else 0.0
+            _, form, dim, _ = key.split("/")
+            scores_by_dim[form][int(dim)] = value
+    _, full_score = max(scores_by_dim["float32"].items(), default=(0, 0.0))
     rows = []
-    for form, of_form in points.items():
-        for dim, num_bytes, value in reversed(of_form):
-            share = f"{value / full_score:.3f}" if full_score else "-"
-            row = (FORMS[form], str(dim), f"{num_bytes:,d}", f"{value:.4f}", share)
-            rows.append(row)
-    header = ("vectors", "size", "bytes", "nDCG@10", "of float32")
-    return ReportTable(header, tuple(rows)) if rows else None
-
-
-def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
-    """Return what the template of the stored forms shows: a table, which is None without their scores, and nDCG@10 by
-    the bytes of a document, a line for each form."""
     lines = []
-    points = stored_points(scores)
-    for form, colour in zip(FORMS, FORM_COLOURS, strict=True):
-        if points[form]:
-            powers = [math.log2(num_bytes) for _, num_bytes, _ in points[form]]
-            values = [value for _, _, value in points[form]]
-            write = "{:.2f}".format
-            curve = Curve(FORMS[form], "", powers, values, write, has_points=True)
+    for form, (name, bits, colour) in FORMS.items():
+        powers = []
+        values = []
+        for size, value in sorted(scores_by_dim[form].items(), reverse=True):
+            num_bytes = math.ceil(size * bits / 8)
+            share = f"{value / full_score:.3f}" if full_score else "-"
+            rows.append((name, str(size), f"{num_bytes:,d}", f"{value:.4f}", share))
+            powers.append(math.log2(num_bytes))
+            values.append(value)
+        write = "{:.2f}".format
+        curve = Curve(name, "", powers, values, write, has_points=True)
+        if values:
             lines.append((colour, curve))
-    plot = None
-    if lines:
-        plot = plot_curves(
-            lines,
-            x_label="bytes per document",
-            write_x=lambda power: f"{2**power:,.0f}",
-        )
-    return {"stored": stored_table(scores), "stored_lines": lines, "stored_plot": plot}
+    if not rows:
+        return {"stored": None, "stored_lines": [], "stored_plot": None}
+    plot = plot_curves(
+        lines,
+        x_label="bytes per document",
+        write_x=lambda power: f"{2**power:,.0f}",
+    )
+    header = ("vectors", "size", "bytes", "nDCG@10", "of float32")
+    table = ReportTable(header, tuple(rows))
+    return {"stored": table, "stored_lines": lines, "stored_plot": plot}
 
 
 def _rate(value: float) -> str:
@@ -398,7 +376,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         scores_plot = plot_curves([(ACCENT, curve)], kept_step)
     return {
         "title": f"{record.model_name()} - vembed report",
-        "name": str(record.config.get("run_name") or record.folder.resolve().name),
+        "name": record.name(),
         "label": metric_name(key),
         "before": record.before.get(key),
         "after": record.after.get(key),
@@ -442,13 +420,6 @@ class ComparedRun:
     has_other_data: bool = False
     """True if its scores are of other queries, so that they must not be compared."""
 
-    @property
-    def state(self) -> str:
-        """Finished, or stopped and where."""
-        if self.record.summary.finished:
-            return "finished"
-        return f"stopped after step {self.record.last_step:,d}"
-
     def interval(self, metric: str) -> Interval | None:
         """Return the difference from the first run in a metric. None: not known."""
         return None if self.changes is None else self.changes.intervals.get(metric)
@@ -484,9 +455,9 @@ class SeveralRuns:
     def best(self) -> ComparedRun | None:
         """The run with the highest deciding metric."""
         scores = self.comparable(self.metric)
-        compared_runs = [run for run in self.runs if run.name in scores]
         # Of equal scores the first run counts.
-        return max(compared_runs, key=lambda run: scores[run.name], default=None)
+        name = max(scores, key=scores.__getitem__, default=None)
+        return next((run for run in self.runs if run.name == name), None)
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options and versions that differ, with the value of each run."""
@@ -541,7 +512,10 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
             metric = record.headline
             break
     runs: list[ComparedRun] = []
-    for name, record in zip(_names(records), records, strict=True):
+    names = [record.name() for record in records]
+    if len(set(names)) < len(names):
+        names = [str(record.folder) for record in records]
+    for name, record in zip(names, records, strict=True):
         run = ComparedRun(name, record)
         if record.final is not None:
             run.queries = read_queries(path_of(record.folder, record.final.step))
@@ -549,17 +523,6 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
             _compare(runs[0], run, metric)
         runs.append(run)
     return SeveralRuns(runs, metric)
-
-
-def _names(records: Sequence[RunRecord]) -> list[str]:
-    """Return the name of each run: run_name or folder, or the paths where two of these are equal."""
-    names = []
-    for record in records:
-        name = record.config.get("run_name") or record.folder.resolve().name
-        names.append(str(name))
-    if len(set(names)) < len(names):
-        names = [str(record.folder) for record in records]
-    return names
 
 
 def _compare(
@@ -682,7 +645,8 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
     warnings = []
     for run in runs.runs:
         if not run.record.summary.finished:
-            warnings.append(f"{run.name}: {run.state}.")
+            step = run.record.last_step
+            warnings.append(f"{run.name}: stopped after step {step:,d}.")
         if runs.metric and run.not_paired:
             warnings.append(f"Not paired: {run.not_paired}.")
     settings = []

@@ -93,8 +93,7 @@ from vembed.training.checkpoint.folders import (
 log = logging.getLogger("vembed")
 
 NO_BEST: dict[str, Any] = {"best": None, "best_step": None, "best_scores": {}}
-NO_GUARDED: dict[str, Any] = {"guarded_step": None, "guarded_scores": {}}
-"""State of the loop that names no checkpoint for `final/`."""
+"""State of the loop without a best step."""
 
 
 @dataclass(frozen=True)
@@ -305,18 +304,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             state["hooks"].pop("patience", None)
         if "val_data_path" in changed:
             # Scores on other data do not belong in this run's report and do not count as an evaluation of this step.
-            no_scores: dict[str, Any] = {
-                "before": {},
-                "scores": {},
-                "guarded_scores": {},
-            }
-            state |= {**no_scores, "scored_step": None}
+            state.update(before={}, scores={}, guarded_scores={}, scored_step=None)
         if not self._has(point):
             # The checkpoints that it names are in the other folder.
             log.info(
                 f"the best score is reset (its checkpoint is not in {self.output})"
             )
-            state |= {**NO_BEST, **NO_GUARDED}
+            state.update(NO_BEST, guarded_step=None, guarded_scores={})
         return state
 
     def load_weights(self, directory: Path, trained: Trained) -> bool:

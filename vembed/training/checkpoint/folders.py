@@ -416,15 +416,11 @@ def of_option(
         return {key: of_option(name, entry, revision) for key, entry in value.items()}
     if not isinstance(value, str):
         return value
-    kind = FILE_OPTIONS[name]
-    if kind == "model":
+    if FILE_OPTIONS[name] == "model":
         fingerprint = of_model(value, revision)
     else:
-        # Code is named as path/to/file.py:Name.
-        file = value if kind == "data" else value.rpartition(":")[0] or value
-        path = existing(file)
-        fingerprint = None if path is None else _content(path)
-    return value if fingerprint is None else f"content {fingerprint}"
+        fingerprint = of_local(value)
+    return value if fingerprint in (None, value) else f"content {fingerprint}"
 
 
 def of_model(name: str, revision: str | None = None) -> str | None:

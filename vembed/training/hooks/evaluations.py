@@ -18,15 +18,10 @@ from vembed.config.schema import Guard
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.query_results import (
-    EMBEDDED,
     EVALUATIONS_FOLDER,
-    compare_results,
-    embedded_item,
     path_of,
-    read_queries,
     write_queries,
 )
-from vembed.evaluation.report.page import thumbnail_of
 from vembed.evaluation.report.record import TABLE
 from vembed.evaluation.scores import evaluate_model
 from vembed.models.families.backbones import unwrapped_name
@@ -178,15 +173,12 @@ class Guards(Hook):
             )
             return state.guard_drop
         # The checkpoint that `final/` gets if a guard falls later.
-        intervals = self._run.intervals
-        step = evaluation.step
-        save_steps = intervals.save_steps
-        has_checkpoint = save_steps and step % save_steps == 0
-        if step > 0 and has_checkpoint and not state.skipped_in_a_row:
-            state.guarded_step = step
+        if evaluation.step > 0 and self._run.checkpoint_is_due():
+            state.guarded_step = evaluation.step
             state.guarded_scores = evaluation.scores
-        has_best = intervals.load_best_model_at_end and state.best_step is not None
-        if has_best and state.guarded_step is not None:
+        loads_best = self._run.intervals.load_best_model_at_end
+        has_both = None not in (state.best_step, state.guarded_step)
+        if loads_best and has_both:
             state.guarded_step = state.best_step
             state.guarded_scores = state.best_scores
         return None
@@ -236,7 +228,6 @@ class QueryRecord(Hook):
         metrics = list(dict.fromkeys((evaluation.metric, *TABLE)))
         try:
             content = evaluation.queries.content(data, metrics)
-            content["pictures"] = self._pictures(content, data, evaluation.metric)
             write_queries(path_of(self._output, evaluation.step), content)
             recorded = (0, self._best_step, evaluation.step)
             for path in (self._output / EVALUATIONS_FOLDER).glob("step-*.json"):
@@ -246,38 +237,6 @@ class QueryRecord(Hook):
             log.warning(
                 f"the results of the queries could not be written ({error}); the report lacks them"
             )
-
-    def _pictures(
-        self,
-        content: dict[str, Any],
-        data: RetrievalData,
-        metric: str,
-    ) -> dict[str, str]:
-        """Return thumbnails of the images that the data hold themselves, of the queries that changed most.
-
-        The report is written from the run's folder, where only images with paths can be read again.
-        """
-        before = read_queries(path_of(self._output, 0))
-        changes = compare_results(before, content, metric)
-        if changes is None:
-            return {}
-        names = []
-        for change in (*changes.better, *changes.worse):
-            cells = [change.query, *change.relevant[:1]]
-            for results in (change.found_before, change.found_after):
-                cells += [item for item, _ in results[:1]]
-            for cell in cells:
-                names += [name for name in cell["images"] if name.startswith(EMBEDDED)]
-        pictures: dict[str, str] = {}
-        for name in names:
-            for image in embedded_item(data, name).images:
-                if image.data is None:
-                    continue
-                thumbnail = thumbnail_of(image)
-                if thumbnail is not None:
-                    pictures[name] = thumbnail
-                break
-        return pictures
 
 
 # ---- the average of the weights (`ema`) ------------------------------------------

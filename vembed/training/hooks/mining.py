@@ -112,12 +112,9 @@ class EpochMiner(Hook):
     @override
     def metrics(self, report: StepReport) -> Mapping[str, Any]:
         del report
-        return self._metrics
-
-    @override
-    def on_log(self, values: Mapping[str, Any]) -> None:
-        del values
+        metrics = self._metrics
         self._metrics = {}  # each mining is logged once
+        return metrics
 
     @override
     def state(self) -> dict[str, Any]:
