@@ -167,7 +167,7 @@ def said(options, num_ranks):
     asked = resolve_launch(run, env={"CUDA_VISIBLE_DEVICES": ""})
     launch = asked if run.processes.value != "auto" else Launch(num_ranks, "--nproc")
     device = torch.device("cpu")
-    ranks = RankInfo(0, launch.world_size, 0, launch.num_processes, launched=True)
+    ranks = RankInfo(0, launch.world_size, 0, launch.num_processes)
     return (
         run,
         launch,

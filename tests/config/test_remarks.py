@@ -35,7 +35,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_by_python_too():
     with pytest.raises(
         UserError, match="global_batch_size: 10 cannot be divided among 3 processes"
     ):
-        place(run, RankInfo(0, 3, 0, 3, launched=True), CPU, 2**30)
+        place(run, RankInfo(0, 3, 0, 3), CPU, 2**30)
 
 
 def test_processes_that_nobody_started_are_said(tmp_path):
@@ -51,9 +51,11 @@ def test_processes_that_nobody_started_are_said(tmp_path):
     )
     log = (result.output_dir / "training_log.txt").read_text()
     assert (
-        "num_processes: 4 (the config) has no effect: this run is 1 process(es)" in log
+        "num_processes: 4 (the config) has no effect: this run has 1 process(es)" in log
     )
-    assert "num_machines: 2 (the config) has no effect: this run is 1 machine(s)" in log
+    assert (
+        "num_machines: 2 (the config) has no effect: this run has 1 machine(s)" in log
+    )
     assert len(lines_of(result.output_dir)) == 1
 
 
@@ -88,9 +90,7 @@ class OnTwoRanks:
     keeps_gathered = False
 
     def __init__(self, **options):
-        self.placement = place(
-            resolve(options), RankInfo(0, 2, 0, 2, launched=True), CPU, 2**34
-        )
+        self.placement = place(resolve(options), RankInfo(0, 2, 0, 2), CPU, 2**34)
         self.strategy = self.placement.strategy.value
 
 

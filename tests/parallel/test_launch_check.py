@@ -201,8 +201,8 @@ def test_files_versions_and_launches_are_compared(what, named, meetings):
 # ---- processes that do not find each other, on loopback ----------------------
 
 SHORT = 1.0 / 60
-FIRST = RankInfo(0, 2, 0, 1, launched=True)
-SECOND = RankInfo(1, 2, 0, 1, launched=True)
+FIRST = RankInfo(0, 2, 0, 1)
+SECOND = RankInfo(1, 2, 0, 1)
 
 
 @pytest.fixture

@@ -49,15 +49,13 @@ SHORT = 3 / 60
 @pytest.mark.promise("B26")
 def test_no_variables_mean_one_process():
     assert read_rank_info({}) == RankInfo(
-        rank=0, world_size=1, local_rank=0, local_world_size=1, launched=False
+        rank=0, world_size=1, local_rank=0, local_world_size=1
     )
 
 
 @pytest.mark.promise("A10", "C26")
 def test_variables_have_torchs_meaning():
-    assert read_rank_info(GROUP | {"LOCAL_WORLD_SIZE": "1"}) == RankInfo(
-        1, 2, 1, 1, launched=True
-    )
+    assert read_rank_info(GROUP | {"LOCAL_WORLD_SIZE": "1"}) == RankInfo(1, 2, 1, 1)
 
 
 @pytest.mark.promise("C26")

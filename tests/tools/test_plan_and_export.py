@@ -28,7 +28,7 @@ def placed(num_ranks=1, **options):
     )
     return place(
         run,
-        RankInfo(0, num_ranks, 0, num_ranks, launched=True),
+        RankInfo(0, num_ranks, 0, num_ranks),
         torch.device("cpu"),
         2**40,
     )

@@ -38,7 +38,7 @@ def placed(num_ranks=1, memory=2**30, **options):
     run = resolve_run(
         {"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options}
     )
-    ranks = RankInfo(0, num_ranks, 0, num_ranks, launched=True)
+    ranks = RankInfo(0, num_ranks, 0, num_ranks)
     return place(run, ranks, torch.device("cuda", 0), memory, gpu=GPU)
 
 

@@ -59,7 +59,7 @@ class Launch:
     @property
     def first_rank(self) -> RankInfo:
         """Rank 0 of these processes, for what is predicted without starting them."""
-        return RankInfo(0, self.world_size, 0, self.num_processes, launched=True)
+        return RankInfo(0, self.world_size, 0, self.num_processes)
 
 
 def run_train(

@@ -26,8 +26,6 @@ class RankInfo:
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    launched: bool = False
-    """True if a launcher has set the variables; False for a plain process."""
     is_counted: bool = True
     """False if nobody has said how many processes run on this machine; `local_world_size` then is that of all."""
 
@@ -62,8 +60,7 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
         world_size,
         local_rank,
         local_world_size,
-        launched=True,
-        is_counted=is_counted or world_size == 1,
+        is_counted or world_size == 1,
     )
 
 

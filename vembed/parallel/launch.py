@@ -43,11 +43,10 @@ GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 def num_visible_devices(env: Mapping[str, str] = os.environ) -> int:
     """Return the number of GPUs that child processes see. Imports torch only if the machine may have a GPU."""
-    if env.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles") or not any(
-        Path(node).exists() for node in GPU_NODES
-    ):
-        return 0
     chosen = env.get("CUDA_VISIBLE_DEVICES")
+    has_gpu = any(Path(node).exists() for node in GPU_NODES)
+    if chosen in ("", "-1", "NoDevFiles") or not has_gpu:
+        return 0
     if chosen is not None and chosen != os.environ.get("CUDA_VISIBLE_DEVICES"):
         return len(chosen.split(","))  # torch would look at this process's own variable
     import torch

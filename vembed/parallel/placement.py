@@ -414,15 +414,14 @@ def _without_effect(
     if strategy.value != "fsdp" and run.fsdp is not None:
         for option in run.fsdp_given:
             notes.append(f"{option} has no effect: the strategy is {strategy.value}")
-    how = "was started with" if ranks.launched else "is"
     running = f"{ranks.local_world_size} process(es) on this machine"
     if run.processes.value not in ("auto", ranks.local_world_size):
         asked = f"num_processes: {run.processes.value} ({run.processes.origin})"
         notes.append(
-            f"{asked} has no effect: this run {how} {running}; `vembed train` starts as many as it says"
+            f"{asked} has no effect: this run has {running}; `vembed train` starts as many as it says"
         )
     num_machines = ranks.world_size // ranks.local_world_size
     if run.machines.origin != "default" and run.machines.value != num_machines:
         asked = f"num_machines: {run.machines.value} ({run.machines.origin})"
-        notes.append(f"{asked} has no effect: this run {how} {num_machines} machine(s)")
+        notes.append(f"{asked} has no effect: this run has {num_machines} machine(s)")
     return notes
