@@ -31,7 +31,7 @@ from vembed.files import cache_folder, short_hash
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
 from vembed.inference.reranker import Reranker
-from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors, Teaching
+from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
 from vembed.losses.similarity import arithmetic_dtype
 from vembed.models.building import load_embedder
 from vembed.models.families.description import describe
@@ -192,20 +192,6 @@ class CachedTeacher(ABC):
         """Return answers [n, dim] to this rank's questions. Collective: ranks may ask different things, and at least one
         rank asks something."""
 
-    @abstractmethod
-    def questions(self, example: Example) -> Iterator[tuple[bytes, Any]]:
-        """Yield the key and each question about an example."""
-
-    @abstractmethod
-    def teaching(
-        self,
-        rank_batch: RankBatch,
-        by_row: list[int],
-        by_negative: list[int],
-        dtype: torch.dtype,
-    ) -> Teaching:
-        """Return what it says about a global batch. `dtype`: of vectors. Collective: see `Teachers.attach`."""
-
     def answers(self, keys: Sequence[bytes], questions: Sequence[Any]) -> np.ndarray:
         """Return [n, dim] float32. Collective: ranks may ask different things, and compute together what is missing."""
         stored = self.store.find_rows(keys)
@@ -231,7 +217,7 @@ class CachedTeacher(ABC):
         session = self.session
         # Rank 0 decides for all: the files may change while the ranks look at them.
         found_missing = self.store.missing(keys) if session.is_main else []
-        missing: list[int] = collectives.broadcast_object(found_missing)
+        missing = collectives.broadcast_object(found_missing)
         log.info(
             f"teacher {self.teacher.label}: {len(missing):,d} of {len(keys):,d} answers are missing"
         )
@@ -297,7 +283,7 @@ class VectorTeacher(CachedTeacher):
         return unit
 
     def questions(self, example: Example) -> Iterator[tuple[bytes, tuple[Item, Kind]]]:
-        """Yield each input of an example."""
+        """Yield the key of each input of an example, and the input."""
         yield self.question(example.query, "query")
         for document in example.documents:
             yield self.question(document, "document")
@@ -323,7 +309,8 @@ class VectorTeacher(CachedTeacher):
         by_negative: list[int],
         dtype: torch.dtype,
     ) -> TeacherVectors:
-        """See CachedTeacher. An input has one vector for each of its roles, if the teacher's differ."""
+        """Return what it says about a global batch. An input has one vector for each of its roles, if the teacher's differ.
+        `dtype`: of the vectors. Collective: see `Teachers.attach`."""
         questions: dict[bytes, tuple[Item, Kind]] = {}
         places: dict[bytes, int] = {}
 
@@ -397,7 +384,7 @@ class PairTeacher(CachedTeacher):
         return scores
 
     def questions(self, example: Example) -> Iterator[tuple[bytes, Pair]]:
-        """Yield the pair of each document of an example."""
+        """Yield the key of each pair of the query and a document, and the pair."""
         for document in example.documents:
             yield pair_key(example.query, document), (example.query, document)
 
@@ -408,7 +395,7 @@ class PairTeacher(CachedTeacher):
         by_negative: list[int],
         dtype: torch.dtype,
     ) -> TeacherScores:
-        """See CachedTeacher. Scores are float64, times the teacher's `scale`."""
+        """Return what it says about a global batch, in float64, times the teacher's `scale`. Collective: see `Teachers.attach`."""
         del dtype
         keys = []
         questions = {}

@@ -148,7 +148,16 @@ def checklist(
         yield False, f"strategy, batch, memory: {error}"
     else:
         yield _check_strategy(placement, size)
-        yield _check_batch(placement)
+        batch = placement.run.config.batch
+        passes = True
+        line = f"batch: {placement.num_examples:,d} per process"
+        # Memory depends on the micro-batch, unless the user disables Gradient Cache.
+        if batch.use_gradient_cache is False:
+            passes = placement.num_examples <= LARGEST_SIMPLE_BATCH
+            line += " at once, as use_gradient_cache: false keeps all graphs"
+        else:
+            line += f", micro_batch_tokens: {batch.micro_batch_tokens}"
+        yield passes, line
         recomputation = placement.recomputation
         is_sharded = run.strategy.value == "fsdp" and launch.world_size > 1
         # Off by default means that micro-batches fit without it; off by hand may not be meant.
@@ -156,7 +165,15 @@ def checklist(
         passes = passes or recomputation.origin == "default"
         state = "on" if recomputation.value else "off"
         yield passes, f"gradient checkpointing: {state} ({recomputation.reason})"
-        yield _check_memory(placement, size)
+        need = MemoryEstimate(placement, size).in_step().total
+        shard = ""
+        if placement.num_shards > 1:
+            shard = f", a shard of 1/{placement.num_shards} on each process"
+        yield (
+            need <= FITS * placement.memory,
+            f"memory: {size.total:,d} parameters need {need / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
+            f"process{shard}",
+        )
         precision = placement.precision
         is_pure = run.config.model.torch_dtype == "pure_bfloat16"
         masters = "bfloat16" if is_pure else "float32"
@@ -181,25 +198,3 @@ def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
     if share > FITS:
         reason += f"; a whole copy takes {share:.0%} of a process's memory: use_fsdp: true on several processes"
     return share <= FITS, f"{line} {reason}"
-
-
-def _check_batch(placement: Placement) -> tuple[bool, str]:
-    batch = placement.run.config.batch
-    line = f"batch: {placement.num_examples:,d} per process"
-    # Memory depends on the micro-batch, unless the user disables Gradient Cache.
-    if batch.use_gradient_cache is not False:
-        return True, f"{line}, micro_batch_tokens: {batch.micro_batch_tokens}"
-    line += " at once, as use_gradient_cache: false keeps all graphs"
-    return placement.num_examples <= LARGEST_SIMPLE_BATCH, line
-
-
-def _check_memory(placement: Placement, size: ModelSize) -> tuple[bool, str]:
-    need = MemoryEstimate(placement, size).in_step().total
-    shard = ""
-    if placement.num_shards > 1:
-        shard = f", a shard of 1/{placement.num_shards} on each process"
-    return (
-        need <= FITS * placement.memory,
-        f"memory: {size.total:,d} parameters need {need / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
-        f"process{shard}",
-    )

@@ -500,8 +500,8 @@ def chosen_pipeline(
     if pipeline is None or name is None:
         return pipeline
     # A name that no step has counts as a training, which refuses it with the names that there are.
-    kinds = [step.kind for step in pipeline.steps if step.name == name]
-    return None if kinds in ([], ["train"]) else pipeline
+    kinds = {step.name: step.kind for step in pipeline.steps}
+    return None if kinds.get(name, "train") == "train" else pipeline
 
 
 def _pipeline_of(

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, create_model, model_validator
+from pydantic import Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from vembed.config.values import (
@@ -54,19 +54,11 @@ else:
 
 # ---- entries of options that hold several values
 
-# The numbers of the pattern are 0, 1, .5, 0.5 and 1.0; values above 1 are refused by `parse_sampling`.
-_SAMPLING = re.compile(
-    r"(proportional|round_robin|weights)|temperature\(\s*(0|1|0?\.\d+|[01]\.\d*)\s*\)"
+# The numbers of the pattern are 0, 1, .5, 0.5 and 1.0.
+SAMPLING = (
+    r"^(?:(proportional|round_robin|weights)"
+    r"|temperature\(\s*(0|1|0?\.\d+|0\.|1\.0*)\s*\))$"
 )
-SAMPLING_FORMS = (
-    "proportional, temperature(alpha) with alpha from 0 to 1, round_robin or weights"
-)
-
-
-def checked_sampling(text: str) -> str:
-    """Return a value of `sampling` as it is. Raise ValueError if it has another form."""
-    parse_sampling(text)
-    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +76,21 @@ PROPORTIONAL = Sampling()
 
 def parse_sampling(text: str) -> Sampling:
     """Return the sampling that a value of the option stands for."""
-    match = _SAMPLING.fullmatch(text)
-    alpha = 1.0 if match is None or match[2] is None else float(match[2])
-    if match is None or alpha > 1.0:
-        raise ValueError(f"must be {SAMPLING_FORMS}")
+    match = re.fullmatch(SAMPLING, text)
+    assert match is not None
+    alpha = float(match[2] or 1.0)
     kind = match[1] or "temperature"
     # Power 0: the size does not count.
     return Sampling(kind, 0.0 if kind == "weights" else alpha)
 
 
-SamplingName = Annotated[str, AfterValidator(checked_sampling), Form(SAMPLING_FORMS)]
+SamplingName = Annotated[
+    str,
+    Field(pattern=SAMPLING),
+    Form(
+        "proportional, temperature(alpha) with alpha from 0 to 1, round_robin or weights"
+    ),
+]
 
 
 class Guard(Immutable):

@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import IO, Any
 
 
@@ -20,16 +19,17 @@ class Child:
     def __init__(
         self,
         code: str,
-        environment: Mapping[str, str] = os.environ,
         **options: Any,
     ) -> None:
-        """`options`: of subprocess.Popen."""
+        """`options`: of subprocess.Popen. A session of its own: signals for the whole group are answered by this
+        process."""
         paths = os.pathsep.join(path for path in sys.path if path)
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**environment, "PYTHONPATH": paths},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
+            start_new_session=True,
             **options,
         )
 

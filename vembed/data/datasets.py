@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -97,7 +98,7 @@ def open_sets(
         # Correlations with given scores and retrieval have no common scale: the main score is one of them.
         if len(scored) == len(by_source):
             scored.clear()
-        notes = parts.notes()
+        notes = parts.notes
         if scored:
             notes.append("without scored pairs")
         names = [
@@ -128,16 +129,15 @@ def open_sets(
     for name, data in by_task.items():
         log.info("task %s: %s", name, data.summary())
     # On one rank: all would find the same, and it reads all data.
-    overlaps = []
     if compares:
         if isinstance(evaluation, RetrievalData):
             queries = evaluation.queries
         else:
             queries = evaluation.first
-        overlaps = overlap_warnings(store, queries)
-    for line in overlaps:
-        log.warning(line)
-    return Sets(store, evaluation, (*doubts, *overlaps), by_task)
+        for line in overlap_warnings(store, queries):
+            log.warning(line)
+            doubts.append(line)
+    return Sets(store, evaluation, tuple(doubts), by_task)
 
 
 def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:
@@ -189,43 +189,23 @@ class HeldOut:
     train: ExampleStore
     examples: Sequence[tuple[int, Example]]
     """Examples that are held out, each with the number of its source."""
-    by_documents: bool
-    """True: no document is on both sides. False: queries alone are held out."""
-    num_documents: int
-    """Different positives of the examples that are held out; 0 for texts with labels."""
-    num_trained_documents: int
-    """Those of them that are positives of training examples too."""
+    notes: list[str]
+    """What the score on these data has to be read with."""
 
     @cached_property
     def documents(self) -> Sequence[tuple[int, Item]]:
         """Documents of the training examples, each with the number of its source: all, or of large data a sample that
         is spread evenly."""
         documents: dict[tuple[int, int], Item] = {}
-        step = max(1, -(-len(self.train) // MAX_SEARCHED_DOCUMENTS))
-        for index in range(0, len(self.train), step):
+        for index in spread(len(self.train), MAX_SEARCHED_DOCUMENTS):
             example = self.train[index]
             # The texts of a class are relevant to each other: those of training would count as wrong.
             if example.label is None:
                 source = self.train.source_of(index)
                 for item in example.documents:
                     documents.setdefault((source, item.key()), item)
-        step = max(1, -(-len(documents) // MAX_SEARCHED_DOCUMENTS))
-        sampled = list(documents.items())[::step]
-        return [(source, item) for (source, _), item in sampled]
-
-    def notes(self) -> list[str]:
-        """Return what the score on these data has to be read with."""
-        if not self.num_documents:
-            return []
-        notes = [
-            f"{self.num_trained_documents:,d} of the {self.num_documents:,d} documents that should be found are "
-            "positives of training examples too"
-        ]
-        if not self.by_documents:
-            notes.append(
-                "queries alone are held out, because most examples are connected by equal or nearly equal texts"
-            )
-        return notes
+        keyed = [(source, item) for (source, _), item in documents.items()]
+        return [keyed[place] for place in spread(len(keyed), MAX_SEARCHED_DOCUMENTS)]
 
 
 def hold_out(
@@ -237,13 +217,13 @@ def hold_out(
     groups = example_groups(store)
     num_held_out = max(1, round(share * len(store)))
     group_of = groups.connected
-    sizes = _sizes(group_of)
+    sizes = Counter(group_of.tolist())
     # Examples of groups that are small enough to be held out.
     num_available = sum(size for size in sizes.values() if size <= num_held_out)
     by_documents = num_available >= MIN_CHOICE * num_held_out
     if not by_documents:
         group_of = groups.by_query
-        sizes = _sizes(group_of)
+        sizes = Counter(group_of.tolist())
     # Texts from one template are one group through chains of near-duplicates, which may be most of the data. A large
     # group would be most of what is held out, so smaller ones are taken where there are enough.
     largest = max(1, num_held_out // SMALL_GROUPS)
@@ -267,14 +247,24 @@ def hold_out(
             f"val_split: {share:g} of {len(store):,d} examples with {len(sizes):,d} different queries leaves nothing "
             "to train on (equal and nearly equal queries are held out together); give val_data_path, or more data"
         )
-    held = []
-    for index in np.flatnonzero(is_held).tolist():
-        held.append((store.source_of(index), store[index]))
+    indices = np.flatnonzero(is_held).tolist()
+    held = [(store.source_of(index), store[index]) for index in indices]
     train = store.subset(~is_held, note=f"val_split {share:g}")
     is_held_pair = is_held[groups.pair_examples]
     documents = np.unique(groups.pair_documents[is_held_pair])
     trained = np.intersect1d(documents, groups.pair_documents[~is_held_pair])
-    return HeldOut(train, held, by_documents, len(documents), len(trained))
+    notes = []
+    # Texts with labels have no documents.
+    if len(documents):
+        notes.append(
+            f"{len(trained):,d} of the {len(documents):,d} documents that should be found are positives of training "
+            "examples too"
+        )
+        if not by_documents:
+            notes.append(
+                "queries alone are held out, because most examples are connected by equal or nearly equal texts"
+            )
+    return HeldOut(train, held, notes)
 
 
 @dataclass(frozen=True)
@@ -350,9 +340,9 @@ def _near_links(
     return [(keys[first], keys[second]) for first, second in links]
 
 
-def _sizes(groups: np.ndarray) -> dict[int, int]:
-    names, counts = np.unique(groups, return_counts=True)
-    return dict(zip(names.tolist(), counts.tolist(), strict=True))
+def spread(count: int, limit: int) -> range:
+    """Return at most `limit` numbers, spread over all."""
+    return range(0, count, max(-(-count // limit), 1))
 
 
 def overlap_warnings(train: Examples, queries: Iterable[Item]) -> list[str]:
@@ -363,9 +353,7 @@ def overlap_warnings(train: Examples, queries: Iterable[Item]) -> list[str]:
     """
     validation = {normal_key(query): query for query in queries}
     shared: dict[int, Item] = {}
-    # Every n-th example of a large store, from all of its sources.
-    step = max(1, -(-len(train) // MAX_COMPARED_EXAMPLES))  # rounded up
-    for index in range(0, len(train), step):
+    for index in spread(len(train), MAX_COMPARED_EXAMPLES):
         key = normal_key(train[index].query)
         if key in validation:
             shared[key] = validation[key]

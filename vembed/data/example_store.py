@@ -426,9 +426,16 @@ def open_examples(
     identities = []
     for source in sources:
         entry = source.entry
-        identity: list[Any] = [entry.column_mapping, entry.max_negatives]
-        identity += [*astuple(source.read_as), source.index.fingerprint]
-        identities.append([*identity, len(source), entry.weight])
+        identities.append(
+            [
+                entry.column_mapping,
+                entry.max_negatives,
+                *astuple(source.read_as),
+                source.index.fingerprint,
+                len(source),
+                entry.weight,
+            ]
+        )
     options = [data.retrieval_mode, data.column_mapping, run_limit]
     return ExampleStore(sources, short_hash(options, identities))
 
@@ -506,8 +513,16 @@ def open_records(
         numbers_in_text=reader.numbers_are_text,
         **requirements,
     )
-    identity = [reader.name, mapping, options.retrieval_mode, images.folder]
-    identity += [images.allow_urls, texts_alone, reads_all, requirements]
+    identity = [
+        reader.name,
+        mapping,
+        options.retrieval_mode,
+        images.folder,
+        images.allow_urls,
+        texts_alone,
+        reads_all,
+        requirements,
+    ]
     index = cached_index(reader, form, identity)
     if index.missing and not may_miss:
         raise UserError(

@@ -21,8 +21,6 @@ LONE_SURROGATE = "has a lone surrogate in it, which is no character"
 
 def has_lone_surrogate(text: str) -> bool:
     """Return whether a text has half of a character in it, as JSON may; no tokenizer takes it."""
-    if text.isascii():
-        return False
     try:
         text.encode()
     except UnicodeEncodeError:

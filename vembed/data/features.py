@@ -382,9 +382,10 @@ class PairFeaturiser(BaseFeaturiser):
         instruction, query_mark, document_mark, end_text = answer_form(self.description)
         begin, end = self._texts.tokenize([ANSWER_PROMPT, end_text])
         room = max(self.description.max_length - len(begin) - len(end), 1)
-        bodies = []
-        for query, document in zip(queries, documents, strict=True):
-            bodies.append(instruction + query_mark + query + document_mark + document)
+        bodies = [
+            instruction + query_mark + query + document_mark + document
+            for query, document in zip(queries, documents, strict=True)
+        ]
         rows = []
         encoded = self._texts.tokenize(bodies)
         for body, pair_images in zip(encoded, images, strict=True):
@@ -489,13 +490,10 @@ class TextProcessing:
         self._after = whole[start + len(inner) :]
         self._template_bos: str | None = None
         """Start token that a template puts before a conversation."""
-        self._pad_id = int(self.tokenizer.pad_token_id)
         self._pads_left = description.padding_side == "left"
-        self._is_masked = "attention_mask" in self.tokenizer.model_input_names
-        self.fixed_length: int | None = None
+        is_fixed = description.traits.has_fixed_length
+        self.fixed_length = description.max_length if is_fixed else None
         """SigLIP pools the last position, padding included, so all texts must have the same length."""
-        if description.traits.has_fixed_length:
-            self.fixed_length = description.max_length
         if self.tokenizer.is_fast:
             # Set once: `tokenizer(...)` sets it in each call, which is slow and not thread-safe.
             core: Any = self.tokenizer.backend_tokenizer
@@ -529,12 +527,11 @@ class TextProcessing:
         rows = []
         for number, ids in enumerate(self.tokenize(rendered)):
             text = texts[number]
-            whole = rendered[number]
             is_cut = len(beginnings[number]) < len(text)
             if is_cut and len(ids) <= self._max_length:
                 whole = self._render(prompts[number], text)
                 (ids,) = self.tokenize([whole])  # noqa: PLW2901
-            row = self._cut(whole, ids, limits[number])
+            row = self._cut(rendered[number], ids, limits[number])
             if not row:
                 raise UserError(
                     f"the text {text!r:.60} becomes no token at all with this model's tokenizer; take it out"
@@ -557,14 +554,15 @@ class TextProcessing:
         """Return input_ids [n, length], and attention_mask if a row is padded."""
         lengths = [len(row) for row in rows]
         longest = self.fixed_length or max(lengths)
-        ids = np.full((len(rows), longest), self._pad_id, dtype=np.int64)
+        ids = np.full((len(rows), longest), self.tokenizer.pad_token_id, dtype=np.int64)
         mask = np.zeros(ids.shape, dtype=np.int64)
         for at, row in enumerate(rows):
             start = longest - len(row) if self._pads_left else 0
             ids[at, start : start + len(row)] = row
             mask[at, start : start + len(row)] = 1
         batch = {"input_ids": torch.from_numpy(ids)}
-        if self._is_masked and min(lengths) < longest:
+        is_masked = "attention_mask" in self.tokenizer.model_input_names
+        if is_masked and min(lengths) < longest:
             batch["attention_mask"] = torch.from_numpy(mask)
         return batch
 
@@ -655,9 +653,7 @@ class ChatProcessing(TextProcessing):
         images: Sequence[tuple[ImageRef, ...]],
     ) -> list[np.ndarray]:
         """Return the int32 token ids of conversations with images. Only the headers of the images are read."""
-        rendered = []
-        for prompt, text, item_images in zip(prompts, texts, images, strict=True):
-            rendered.append(self._render(prompt, text, len(item_images)))
+        rendered = list(map(self._render, prompts, texts, map(len, images)))
         rows = []
         encoded = self.tokenize(rendered)
         for text, ids, item_images in zip(rendered, encoded, images, strict=True):

@@ -19,9 +19,6 @@ _WORDS = {
     "tr": "ve bir icin",
 }
 """Frequent words by language, without accents. No word of another language is an English one."""
-FREQUENT_WORDS = {
-    language: frozenset(text.split()) for language, text in _WORDS.items()
-}
 LANGUAGE_OF_SCRIPT = {
     "HIRAGANA": "ja",
     "KATAKANA": "ja",
@@ -43,9 +40,7 @@ MAX_SAMPLED_TEXTS = 500
 
 def is_english(texts: Sequence[str]) -> bool:
     """Return whether texts may be English. Texts that show no language are taken for English."""
-    letters: list[str] = []
-    for text in texts[:MAX_SAMPLED_TEXTS]:
-        letters += filter(str.isalpha, text)
+    letters = list(filter(str.isalpha, "".join(texts[:MAX_SAMPLED_TEXTS])))
     # Accents and other scripts first: they decide without any list of words.
     num_foreign = sum(not letter.isascii() for letter in letters)
     is_ascii = num_foreign <= MIN_SHARE_OF_LETTERS * max(len(letters), 1)
@@ -70,7 +65,8 @@ def language_of(texts: Sequence[str]) -> str | None:
     )
     words = re.findall(r"[a-z]+", plain)
     counts: Counter[str] = Counter()
-    for language, frequent in FREQUENT_WORDS.items():
+    for language, text_of_words in _WORDS.items():
+        frequent = text_of_words.split()
         counts[language] = sum(word in frequent for word in words)
     (likeliest, most), (_, next_most) = counts.most_common(2)
     is_clear = most >= MIN_LEAD * next_most

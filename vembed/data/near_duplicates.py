@@ -29,7 +29,6 @@ COUNTERS = 2**22
 KEPT_TEXTS = 16_384
 """Texts whose features are kept as sets while pairs are verified."""
 
-_ASCII_WORD = re.compile(r"\w+", re.ASCII)
 _LAST_MARK = 0xFFFF
 """Marks of rare scripts beyond it would make the regular expressions many times slower."""
 # Thai and Lao, Myanmar, Khmer, Hiragana and Katakana, Chinese characters with extension A, Hangul syllables.
@@ -56,11 +55,8 @@ def image_digest(image: ImageRef) -> bytes:
 
 def normal_text(text: str) -> str:
     """Return a text without differences of case, width, spaces and punctuation."""
-    plain = text
-    word = _ASCII_WORD
-    if not text.isascii():
-        plain = unicodedata.normalize("NFKC", text)
-        word, _ = _word_patterns()
+    plain = unicodedata.normalize("NFKC", text)
+    word, _ = _word_patterns()
     words = word.findall(plain.casefold())
     # A text without any word, of punctuation alone, is compared as it is.
     return " ".join(words) or " ".join(plain.split())
@@ -84,9 +80,7 @@ def _word_patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 def casefolded(text: str) -> str:
     """Return the text without differences of case, width and spaces."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFKC", text)
-    return " ".join(text.casefold().split())
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
 def words(text: str) -> list[str]:
@@ -187,10 +181,9 @@ class NearIndex:
         is_wanted: Callable[[int], bool],
     ) -> Iterator[int]:
         # For each feature of the text that the index has: its texts by group.
-        buckets_of_values = []
-        for value in values.tolist():
-            if value in postings:
-                buckets_of_values.append(postings[value])
+        buckets_of_values = [
+            postings[value] for value in values.tolist() if value in postings
+        ]
         groups = Counter(chain.from_iterable(buckets_of_values))
         for group, count in groups.items():
             if count < self._num_shared:

@@ -160,9 +160,10 @@ class RecordFormat:
         values = _as_list(value)
         images: list[tuple[ImageRef, ...]] = [()] * len(values)
         if image_name is not None and record[image_name] is not None:
-            images = []
-            for image_value in _as_list(record[image_name]):
-                images.append(self._image_list(image_value, image_name))
+            images = [
+                self._image_list(image_value, image_name)
+                for image_value in _as_list(record[image_name])
+            ]
             if value is None:
                 values = [None] * len(images)
             if len(values) != len(images):
@@ -693,10 +694,11 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
 
 def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | None:
     """Return what a record without a query or a positive lacks, and how to say which column it is."""
-    missing = []
-    for role in ("query", "positive"):
-        if not names_of[role] and not names_of[f"{role}_image"]:
-            missing.append(role)
+    missing = [
+        role
+        for role in ("query", "positive")
+        if not names_of[role] and not names_of[f"{role}_image"]
+    ]
     if not missing:
         return None
     entries = ", ".join(f"your_{role}: {role}" for role in missing)

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +91,11 @@ class RowStore:
 
     def find_rows(self, keys: Sequence[bytes]) -> dict[int, np.ndarray]:
         """Return a map from position in `keys` to the stored row, without the missing ones."""
-        rows: dict[int, np.ndarray] = {}
-        for position, place in enumerate(self._find(keys)):
-            if place >= 0:
-                rows[position] = self._read(place, keys[position])
+        rows = {
+            position: self._read(place, keys[position])
+            for position, place in enumerate(self._find(keys))
+            if place >= 0
+        }
         self.num_read += len(rows)
         return rows
 
@@ -211,29 +212,20 @@ def _record_of(width: int, itemsize: int) -> np.dtype[np.void]:
 
 # ---- outputs of frozen towers ---------------------------------------------------
 
-SUFFIX = ".features"
 
-
-class TowerStore(RowStore):
-    """Store of the pooled outputs of one frozen tower by input."""
-
-    def __init__(self, folder: Path, identity: str) -> None:
-        """`identity`: hash of all that the rows depend on besides their inputs; also the name of the subfolder."""
-        super().__init__(folder, identity, "cache_frozen_features", SUFFIX)
-
-    def keys(self, features: Sequence[Features]) -> list[bytes]:
-        """Return a key of each input that is valid across runs. For image files it includes size and modification
-        time."""
-        return [
-            input_digest(
-                feature.modality,
-                feature.token_ids,
-                feature.images,
-                num_bytes=KEY_BYTES,
-                identity_of=lasting_identity,
-            )
-            for feature in features
-        ]
+def tower_keys(features: Iterable[Features]) -> list[bytes]:
+    """Return a key of each input of a frozen tower that is valid across runs. For image files it includes size and
+    modification time."""
+    return [
+        input_digest(
+            feature.modality,
+            feature.token_ids,
+            feature.images,
+            num_bytes=KEY_BYTES,
+            identity_of=lasting_identity,
+        )
+        for feature in features
+    ]
 
 
 def lasting_identity(image: ImageRef) -> bytes:

@@ -110,9 +110,8 @@ def audit(
             checks.near_duplicates(config.near_duplicate)
         if validation is not None:
             checks.leakage(validation)
-        sources = {}
-        for name, size in zip(data.names, data.sizes, strict=True):
-            sources[name] = {"rows": size}
+        sizes = zip(data.names, data.sizes, strict=True)
+        sources = {name: {"rows": size} for name, size in sizes}
         if config.model_name is not None:
             folder = work_folder(mining)
             search = open_candidates(mining, inputs, folder, running)
@@ -345,11 +344,10 @@ class Checks:
     def near_duplicates(self, threshold: float) -> None:
         """Rows that, query and positive together, are near-duplicates of an earlier row that stays."""
         data = self.data
-        texts = []
-        for example in data.examples:
-            texts.append(
-                f"{example.query.text or ''}\n{example.positives[0].text or ''}"
-            )
+        texts = [
+            f"{example.query.text or ''}\n{example.positives[0].text or ''}"
+            for example in data.examples
+        ]
         index = NearIndex(map(ngrams, texts), threshold)
         near = {}
         for row in range(len(texts)):
@@ -396,10 +394,11 @@ class Checks:
                 other = next(index.near(number), None)
                 if other is not None:
                     in_validation[key] = texts[other]
-        leaks = {}
-        for row, key in enumerate(data.query_keys):
-            if key in in_validation:
-                leaks[row] = in_validation[key]
+        leaks = {
+            row: in_validation[key]
+            for row, key in enumerate(data.query_keys)
+            if key in in_validation
+        }
         self.add_rows(
             "leakage",
             "error",

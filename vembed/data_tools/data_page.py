@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.config.schema import TrainConfig
-from vembed.data.datasets import open_sets, short_item
+from vembed.data.datasets import open_sets, short_item, spread
 from vembed.data.examples import Example
 from vembed.data.near_duplicates import normal_key
 from vembed.data_tools.starter import local_model
@@ -61,7 +61,7 @@ def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
         "validation": validation,
         "warnings": list(sets.warnings),
     }
-    sample = [store[number] for number in _spread(len(store), MAX_READ)]
+    sample = [store[number] for number in spread(len(store), MAX_READ)]
     name = config.model.model_name
     featuriser = None
     # Of a file `describe` says that it is no model.
@@ -167,14 +167,9 @@ def _negatives(examples: Sequence[Example]) -> PageSection:
     return "negatives", lines, {"negatives_per_example": dict(by_number)}
 
 
-def _spread(count: int, limit: int) -> range:
-    """Return at most `limit` numbers, spread over all."""
-    return range(0, count, max(-(-count // limit), 1))
-
-
 def _lengths(examples: Sequence[Example], featuriser: BaseFeaturiser) -> PageSection:
     units_by_name: dict[str, list[Any]] = {"queries": [], "documents": [], "pairs": []}
-    for number in _spread(len(examples), MAX_MEASURED):
+    for number in spread(len(examples), MAX_MEASURED):
         units = featuriser.units(examples[number])
         if featuriser.reads_pairs:
             units_by_name["pairs"] += units

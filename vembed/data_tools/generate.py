@@ -427,7 +427,7 @@ def prompt_for(
 def cleaned(text: str) -> str:
     """Return the first line without quotes and labels. Empty where nothing usable was written."""
     line = text.strip().partition("\n")[0].strip()
-    for noun in dict.fromkeys(NOUNS.values()):
+    for noun in NOUNS.values():
         if line.lower().startswith(f"{noun}:"):
             line = line[len(noun) + 1 :]
     line = line.strip().strip("\"'").strip()
@@ -545,10 +545,11 @@ def _is_long(text: str, num_words: int) -> bool:
 def documented_functions(source: str) -> list[tuple[str, str]]:
     """Return the first paragraph of the docstring of each function that has one, and the function without it and without
     its indentation, in the order of the source. Raise SyntaxError if it is no Python."""
-    functions = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            functions.append(node)
+    functions = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     # As Python counts them: a form feed ends no line.
     lines = re.split(r"\r\n?|\n", source)
     pairs = []

@@ -159,10 +159,6 @@ class ColumnFacts:
     has_paths: bool
     """More than half of the values look like paths of images."""
 
-    def part(self, role: str) -> str:
-        """Return what the column is as the query or the positive. A column of paths holds images."""
-        return f"{role}_image" if self.has_paths else role
-
 
 def guess(
     records: Sequence[Record],
@@ -188,7 +184,8 @@ def guess(
         pairs = [(column, role) for column in candidates for role in unassigned]
         # Of equal scores the earlier column.
         best, role = max(pairs, key=lambda pair: _score(pair[0], pair[1], longest))
-        mapping[best.name] = best.part(role)
+        # A column of paths holds images.
+        mapping[best.name] = f"{role}_image" if best.has_paths else role
         reasons[best.name] = (
             f"{best.mean_length:,.0f} characters on average, {best.questions:.0%} end with a question mark"
         )

@@ -381,7 +381,7 @@ class OnnxReranker:
     """A reranker exported to ONNX, in onnxruntime. It uses the exported files alone."""
 
     def __init__(self, folder: Path) -> None:
-        values = read_object(folder / DESCRIPTION_FILE) or {}
+        values = read_object(folder / DESCRIPTION_FILE)
         self.description = ModelDescription.from_dict(values, folder)
         self.featuriser = PairFeaturiser(self.description)
         self.graph = OnnxGraph(folder / ONNX_FILE)

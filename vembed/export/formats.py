@@ -122,7 +122,7 @@ class FolderTexts:
     """Prompts, tokenizer and maximum length of an exported folder, read from its files alone."""
 
     def __init__(self, folder: Path) -> None:
-        stored = (read_object(folder / PROMPTS_FILE) or {}).get("prompts") or {}
+        stored = read_object(folder / PROMPTS_FILE).get("prompts") or {}
         self.prompts = {name: prompt or "" for name, prompt in stored.items()}
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.max_length = int(self.tokenizer.model_max_length)

@@ -363,7 +363,7 @@ def write_text_graph(
     )
     model = _text_model(embedder.backbone, description.traits)
     model.config.save_pretrained(folder)
-    config = read_object(folder / "config.json") or {}
+    config = read_object(folder / "config.json")
     # It names Python code that a graph does without, and that is not in this folder.
     if config.pop("auto_map", None):
         write_json(folder / "config.json", config)

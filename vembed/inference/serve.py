@@ -776,7 +776,7 @@ def open_encoder(
 ) -> TextEncoder:
     """Return the encoder of a model, a run, or a folder that `vembed export` wrote."""
     folder = Path(model).expanduser()
-    facts = read_object(folder / EXPORT_FILE) or {}
+    facts = read_object(folder / EXPORT_FILE)
     format_name = str(facts.get("format"))
     is_export = format_name in SERVED_RUNTIMES
     if is_export and (truncate_dim is not None or device not in (None, "cpu")):

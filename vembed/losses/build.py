@@ -87,7 +87,7 @@ class TermModule(LossModule):
 
     def parameter(self, name: str, embeddings: Tensor) -> Tensor:
         """Return a learned parameter on the device and in the dtype of the scores."""
-        value: Tensor = self.get_parameter(name)
+        value = self.get_parameter(name)
         return value.to(embeddings.device, arithmetic_dtype(embeddings))
 
     def scale(self, embeddings: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def build_loss(
     # For each source the index of the first source of its task: sources of one task share a loss, and so its learned
     # parameters. Without tasks all sources have the loss of the first.
     first_of_task = source_groups(config.data) if has_several else [0]
-    by_task: dict[int, LossModule] = {}
+    by_task = {}
     for index in sorted(set(first_of_task)):
         terms = terms_by_source[index]
         by_task[index] = _loss_of_terms(terms, similarity, start, teacher_dims or {})

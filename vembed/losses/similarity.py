@@ -357,7 +357,7 @@ class _KnownGradients(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
         # The loss is a scalar, so the chain rule is one multiplication. The arguments `loss` and `gradients` of
         # `forward` get no gradient.
-        products: list[Tensor | None] = [None, None]
+        products = [None, None]
         for needs_gradient, gradient in zip(
             ctx.needs_input_grad[2:], ctx.saved_tensors, strict=True
         ):

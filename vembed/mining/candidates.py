@@ -407,15 +407,14 @@ class Choice:
 
 def choose_negatives(
     search: CandidateSearch,
-    options: ChoiceOptions,
     seed: int,
     documents: Documents,
-    session: Session,
     *,
     depth: int,
     judge: JudgeChunk | None = None,
 ) -> Choice:
     """Choose at most `depth` negatives of each query. `judge` keeps some of those of a chunk. Collective."""
+    options = search.options
     calibration = None
     limits = Limits.of(options)
     if options.threshold == "auto":
@@ -426,7 +425,6 @@ def choose_negatives(
         seed,
         limits,
         documents,
-        session,
     )
     chunks = []
     # Chunk by chunk: choice and judging look at one query at a time.
@@ -450,7 +448,6 @@ class Chooser:
     seed: int
     limits: Limits
     documents: Documents
-    session: Session
     num_left_out: Counter[str] = field(default_factory=Counter)
     """Candidates of this rank, and how many of them were left out for which reason."""
 
@@ -466,8 +463,7 @@ class Chooser:
         depth: int,
     ) -> Chosen:
         """At most `depth` negatives for each query. Collective: the ranks share the queries."""
-        session = self.session
-        queries = range(session.rank, len(candidates), session.world_size)
+        queries = range(collectives.rank(), len(candidates), collectives.world_size())
         documents = np.full((len(queries), depth), -1, np.int64)
         scores = np.full((len(queries), depth), -np.inf, np.float32)
         allowed = self._allowed(candidates, queries)

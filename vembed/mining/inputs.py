@@ -269,7 +269,7 @@ class Documents:
         self._files = [CorpusFile(path, options) for path in paths]
         of_rows = array("q")
         for row in range(len(rows)):
-            for slot, item in enumerate(items_of(rows.example(row))):
+            for slot, item in enumerate(rows.example(row).documents):
                 of_rows.extend((ROWS, row, slot, content_key(item), item.key(), 0))
         # With a corpus, documents of the rows that it lacks are scored as positives and negatives, and never mined.
         # Without one the documents of all rows are the candidates.
@@ -308,7 +308,7 @@ class Documents:
         """A document as it is encoded."""
         file, start, slot = map(int, self._table[number, : SLOT + 1])
         if file == ROWS:
-            return items_of(self._rows.example(start))[slot]
+            return self._rows.example(start).documents[slot]
         return self._files[file].read(start)
 
     def identity(self, number: int) -> str | None:
@@ -333,11 +333,6 @@ class Documents:
 
 def _as_table(values: array[int]) -> np.ndarray:
     return np.array(values, np.int64).reshape(-1, NUM_COLUMNS)
-
-
-def items_of(example: Example) -> tuple[Item, ...]:
-    """The documents of a row: positives, then negatives."""
-    return example.positives + example.negatives
 
 
 def row_values(items: Iterable[Item], image_folder: str) -> list[Any]:

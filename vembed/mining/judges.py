@@ -88,12 +88,13 @@ def load_judge(
             prompts = []
             for query, document in pairs:
                 # About four characters to a token.
-                prompt = ENDPOINT_PROMPT.format(
-                    instruction=judge.instruction or RELEVANCE,
-                    query=query,
-                    document=document[: 4 * judge.max_length],
+                prompts.append(
+                    ENDPOINT_PROMPT.format(
+                        instruction=judge.instruction or RELEVANCE,
+                        query=query,
+                        document=document[: 4 * judge.max_length],
+                    )
                 )
-                prompts.append(prompt)
             for number, text in client.complete(prompts, max_tokens=8):
                 yield number, answer_of(text)
 
@@ -195,13 +196,16 @@ class Cascade:
 
     def __init__(
         self,
-        judges: Sequence[Judge],
-        options: WeightOptions,
+        config: MineConfig | JudgeConfig,
         session: Session,
     ) -> None:
-        self._judges = [CachedJudge(judge, options, session.device) for judge in judges]
+        self._judges = [
+            CachedJudge(judge, config, session.device) for judge in config.judges
+        ]
         self._session = session
-        self.decided_at = sum(judges[-1].unsure) / 2 if judges else 1.0
+        self.decided_at = 1.0
+        if config.judges:
+            self.decided_at = sum(config.judges[-1].unsure) / 2
         """Probability from which on a pair is relevant."""
 
     def judge(
@@ -235,8 +239,6 @@ class Cascade:
         judgements = [UNDECIDED] * len(pairs)
         open_pairs = list(range(len(pairs)))
         for judge in self._judges:
-            if not open_pairs:
-                break
             answers = judge.answers([pairs[pair] for pair in open_pairs])
             is_last = judge is self._judges[-1]
             low, high = judge.judge.unsure
@@ -251,7 +253,7 @@ class Cascade:
         return judgements
 
 
-class CandidateJudge:
+class CandidateJudge(Cascade):
     """The judges of `vembed mine`, and what becomes of the candidates that they have judged."""
 
     def __init__(
@@ -260,10 +262,9 @@ class CandidateJudge:
         inputs: MiningInputs,
         session: Session,
     ) -> None:
+        super().__init__(config, session)
         self._config = config
         self._inputs = inputs
-        self._cascade = Cascade(config.judges, config, session)
-        self.summary = self._cascade.summary
         self.counts = {"judged_relevant": 0, "undecided": 0}
         self.relabelled: dict[int, list[int]] = {}
         """Query -> documents that became its positives."""
@@ -285,8 +286,8 @@ class CandidateJudge:
             return text_of(query), text_of(document)
 
         judged = chosen.judgements.copy()
-        judged[queries, columns] = self._cascade.judge(len(queries), pair_of)
-        relevant = is_candidate & (judged >= self._cascade.decided_at)
+        judged[queries, columns] = self.judge(len(queries), pair_of)
+        relevant = is_candidate & (judged >= self.decided_at)
         undecided = is_candidate & (judged == UNDECIDED)
         self.counts["judged_relevant"] += int(relevant.sum())
         self.counts["undecided"] += int(undecided.sum())
@@ -399,7 +400,7 @@ def judge(
     with open_command_session(log) as (running, log_line):
         data = RowNegatives(config)
         log_line(data.summary())
-        cascade = Cascade(config.judges, config, running)
+        cascade = Cascade(config, running)
         judgements = cascade.judge(len(data.pairs), data.texts)[data.pair_of]
         for line in cascade.summary():
             log_line(line)

@@ -94,10 +94,8 @@ def mine(
         judge = CandidateJudge(config, inputs, running)
         choice = choose_negatives(
             search,
-            config,
             config.seed,
             inputs.documents,
-            running,
             depth=config.depth,
             judge=judge.apply if config.judges else None,
         )
@@ -270,10 +268,8 @@ class ExampleMiner:
         )
         choice = choose_negatives(
             search,
-            options,
             self.seed + epoch,
             self.documents,
-            session,
             depth=options.budget,
         )
         note = ""

@@ -252,15 +252,13 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions, WorkOptions, CommandC
 
     def all_retrievers(self) -> list[Retriever]:
         """The retrievers with the defaults of this config filled in."""
+        prompts = self.model_dump(include={"query_prompt", "document_prompt"})
         retrievers = []
         for entry in self.retrievers or [str(self.model_name)]:
-            retriever = Retriever(model=entry) if isinstance(entry, str) else entry
-            prompts = {}
-            if retriever.query_prompt is None:
-                prompts["query_prompt"] = self.query_prompt
-            if retriever.document_prompt is None:
-                prompts["document_prompt"] = self.document_prompt
-            retrievers.append(retriever.model_copy(update=prompts))
+            values: dict[str, Any] = {"model": entry}
+            if isinstance(entry, Retriever):
+                values = entry.model_dump(exclude_none=True)
+            retrievers.append(Retriever.model_validate(prompts | values))
         return retrievers
 
     @property
@@ -340,6 +338,7 @@ ModelFreeKind = Literal[
     "crop",
 ]
 WrittenKind = Literal["question", "keywords", "claim", "instruction"]
+WRITTEN_KINDS = get_args(WrittenKind)
 
 
 class Writer(Endpoint):
@@ -397,17 +396,17 @@ class GenerateConfig(RecordOptions, ModelOptions, WorkOptions, CommandConfig):
 
     @model_validator(mode="after")
     def _check(self) -> GenerateConfig:
-        written = [kind for kind in self.kinds if kind in get_args(WrittenKind)]
+        written = [kind for kind in self.kinds if kind in WRITTEN_KINDS]
         if written and self.writer is None:
             raise ValueError(f"kinds: {written[0]} needs writer, a language model")
         if self.writer is not None and self.kinds and not written:
             raise ValueError(
                 "writer has no effect: kinds has none of question, keywords, claim and instruction"
             )
-        unknown = sorted(set(self.prompts) - set(get_args(WrittenKind)))
+        unknown = sorted(set(self.prompts) - set(WRITTEN_KINDS))
         if unknown:
             raise ValueError(
-                f"prompts: {unknown[0]} is none of {', '.join(get_args(WrittenKind))}"
+                f"prompts: {unknown[0]} is none of {', '.join(WRITTEN_KINDS)}"
             )
         for kind, prompt in self.prompts.items():
             try:
@@ -426,9 +425,7 @@ class GenerateConfig(RecordOptions, ModelOptions, WorkOptions, CommandConfig):
 
     def written_kinds(self) -> list[str]:
         """The kinds that the writer writes."""
-        chosen: list[str] = [
-            kind for kind in self.kinds if kind in get_args(WrittenKind)
-        ]
+        chosen: list[str] = [kind for kind in self.kinds if kind in WRITTEN_KINDS]
         return chosen or (["question"] if self.writer is not None else [])
 
 
@@ -479,7 +476,8 @@ def load_options(
             hint = f", did you mean {near!r}?"
         problems.append(f"{place}: unknown key {quoted(name)}{hint}")
 
-    training = Layer(source_name)
+    # Weaker than the options of the command.
+    training = Layer(source_name, Level.FILE)
     if source is not None:
         tree = tree_of_mapping(source) if file is None else read_tree(file)
         nodes = {key: key.replace("-", "_") for key in tree.value}
@@ -532,16 +530,15 @@ def load_options(
         kinds = options[name].kinds
         if isinstance(parsed, str) and "list" in kinds and "text" not in kinds:
             parsed = [part.strip() for part in parsed.split(",")]
-        level = Level.COMMAND_LINE
         values[name] = OptionValue(
             name,
             parsed,
             key,
             COMMAND_LINE,
-            level,
+            Level.COMMAND_LINE,
         )
 
-    _choose_model(values, training)
+    _choose_model(values)
     for name, option in options.items():
         if name in values:
             value = values[name]
@@ -567,18 +564,16 @@ def load_options(
         raise UserError(f"{source_name}: " + "\nalso: ".join(rules)) from error
 
 
-def _choose_model(values: dict[str, OptionValue], training: Layer) -> None:
-    """Leave one of model_name and retrievers where they come from two places: the command line wins."""
-    model = values.get("model_name")
-    retrievers = values.get("retrievers")
-    if model is None or retrievers is None:
-        return
-    # A training config has one model. The command's own list of models is instead of it.
-    if model is training.values.get("model_name"):
-        del values["model_name"]
-    elif model.value and retrievers.value and model.level != retrievers.level:
-        is_model_chosen = model.level == Level.COMMAND_LINE
-        del values["retrievers" if is_model_chosen else "model_name"]
+def _choose_model(values: dict[str, OptionValue]) -> None:
+    """Leave one of model_name and retrievers where they come from two places: the stronger one wins."""
+    names = ("model_name", "retrievers")
+    levels = {
+        name: values[name].level
+        for name in names
+        if name in values and values[name].value
+    }
+    if len(set(levels.values())) == 2:
+        del values[min(levels, key=lambda name: levels[name])]
 
 
 def describe_options(kind: type[CommandConfig]) -> list[tuple[str, str, str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -253,11 +253,9 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     remaining = iter(rows)
     try:
         while group := list(islice(remaining, ROWS_PER_GROUP)):
-            names: dict[str, None] = {}  # as a set that keeps the order
-            for row in group:
-                names |= dict.fromkeys(row)
             columns = {}
-            for name in names:
+            # As a set that keeps the order.
+            for name in dict.fromkeys(chain.from_iterable(group)):
                 columns[name] = pa.array([row.get(name) for row in group])
             tables.append(pa.table(columns))
         table = pa.concat_tables(tables[1:] or tables, promote_options="permissive")

@@ -269,12 +269,11 @@ def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
 
 
 def save_adapter(
-    folder: str | Path,
+    folder: Path,
     backbone: Any,
     state: Mapping[str, Tensor],
-) -> Path:
+) -> None:
     """Save the adapter alone, in peft's layout. `state`: the backbone's full state dict under its own names."""
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     from peft import get_peft_model_state_dict
 
@@ -284,7 +283,6 @@ def save_adapter(
     weights = {_PREFIX + name: tensor.contiguous() for name, tensor in adapter.items()}
     save_file(weights, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     backbone.peft_config[_NAME].save_pretrained(folder)
-    return folder
 
 
 def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
@@ -309,7 +307,7 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
         raise UserError(
             f"the adapter of {folder} does not fit {type(backbone).__name__}: {error_sentence(error)}"
         ) from error
-    layers: dict[str, LoraLayer] = {}
+    layers = {}
     for name, module in backbone.named_modules():
         if isinstance(module, LoraLayer):
             layers[name] = module

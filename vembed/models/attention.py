@@ -436,8 +436,8 @@ def rotate_both(
         return plain(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
     cos = cos.unsqueeze(unsqueeze_dim)
     sin = sin.unsqueeze(unsqueeze_dim)
-    queries: Tensor = _Rotated.apply(query, cos, sin)  # type: ignore[no-untyped-call]
-    keys: Tensor = _Rotated.apply(key, cos, sin)  # type: ignore[no-untyped-call]
+    queries = _Rotated.apply(query, cos, sin)  # type: ignore[no-untyped-call]
+    keys = _Rotated.apply(key, cos, sin)  # type: ignore[no-untyped-call]
     return queries, keys
 
 
@@ -653,7 +653,7 @@ class _DroppedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        saved = ctx.saved_tensors
         # One buffer for each of query, key and value. The pieces cover all their tokens, so nothing stays unset.
         results = [gradients[0].new_empty(shape) for shape in ctx.shapes]
         for index, piece in enumerate(ctx.pieces):

@@ -8,14 +8,13 @@ import math
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import nn
-from transformers import PreTrainedModel
 
 from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
@@ -318,7 +317,7 @@ def build_backbone(
     """Return the backbone with its weights. `meta`: empty parameters. `has_head`: return the model with a head, whose base
     model is the backbone. `device`, `precisions`: where and how it will compute (see `_load`)."""
     folder = Path(description.source)
-    load: Any = partial(
+    load = partial(
         _load, description, options, adapters, device, meta=meta, **precisions
     )
     whole: nn.Module = load(folder=folder, has_head=has_head)
@@ -360,7 +359,7 @@ def _load(
     compute_dtype: torch.dtype = torch.float32,
     keeps_masters: bool = True,
     has_head: bool = False,
-) -> PreTrainedModel:
+) -> Any:
     """Return the Transformers model of one folder.
 
     Dtype first, then attention, which depends on it, then the weights, which are loaded with both. Log the choices.
@@ -488,7 +487,7 @@ def _load(
     if config.model_type in ENCODER_ONLY:
         # T5's embedding matrix is registered in two modules, which FSDP would shard as two parameters.
         backbone.set_input_embeddings(backbone.get_input_embeddings())
-    return cast(PreTrainedModel, backbone)
+    return backbone
 
 
 def _cast_frozen_towers(
@@ -517,7 +516,7 @@ def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
 
     The model's own parameters may be empty (meta) or sharded.
     """
-    values: dict[str, float] = {}
+    values = {}
     if description.traits.has_scale_and_bias:
         for path in Path(description.source).glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:

@@ -44,7 +44,7 @@ from vembed.models.families.backbones import (
 )
 from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
 from vembed.models.families.family import Family, Modality, Tower
-from vembed.models.heads import Dense, Head, LanguageHead
+from vembed.models.heads import Dense, LanguageHead
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.vision import (
     LONGEST_IMAGE,
@@ -110,7 +110,7 @@ class EmbeddingModel(nn.Module):
         self,
         description: ModelDescription,
         backbone: nn.Module,
-        head: nn.Module | None = None,
+        head: Any = None,
         *,
         pooling: nn.Module | None = None,
         scale_and_bias: tuple[float, float] | None = None,
@@ -155,11 +155,11 @@ class EmbeddingModel(nn.Module):
         autocast: Any = nullcontext()
         if self._autocasts and not torch.is_autocast_enabled(device_type):
             autocast = torch.autocast(device_type, dtype=torch.bfloat16)
-        outputs: list[Tensor] = []
-        losses: list[dict[str, Tensor]] = []
+        outputs = []
+        losses = []
         with autocast:
             for modality, inputs in slices:
-                slice_losses: dict[str, Tensor] = {}
+                slice_losses = {}
                 if until == "images":
                     vectors = image_states(self.backbone, inputs)
                 elif POOLED in inputs:
@@ -202,7 +202,7 @@ class EmbeddingModel(nn.Module):
             inputs = with_prefix(inputs)
         mask = padding_mask(inputs)
         if forward == "pooled_towers":
-            arguments: dict[str, Any] = {**inputs, "attention_mask": mask}
+            arguments = {**inputs, "attention_mask": mask}
             # A family with texts of fixed length was trained without a mask.
             if mask is None or family.has_fixed_length:
                 del arguments["attention_mask"]
@@ -271,7 +271,7 @@ class EmbeddingModel(nn.Module):
         parameters. One forward pass of each input is enough for them."""
         family = self.description.traits
         frozen = set(frozen_towers(self.backbone, family))
-        modalities: list[Modality] = []
+        modalities = []
         for modality in family.modalities:
             # A trained pooling stands between the tower and the pooled output.
             has_pooling = self.pooling is not None and not (
@@ -305,7 +305,7 @@ class EmbeddingModel(nn.Module):
         They compute in float32 in every precision, because they are small and give the
         embedding. They learn at `head_learning_rate`.
         """
-        modules: dict[str, nn.Module] = {}
+        modules = {}
         for name in self.description.traits.projections.values():
             modules[f"backbone.{name}"] = self.backbone.get_submodule(name)
         if self.pooling is not None:
@@ -344,7 +344,7 @@ class EmbeddingModel(nn.Module):
         """The linear layer that this run added for its MRL dims, the last of the head; None where it added none."""
         if self.head is None or not self.description.adds_projection:
             return None
-        return cast(Dense, cast(Head, self.head)[-1])
+        return cast(Dense, self.head[-1])
 
 
 # ---- calls of the backbone, by kind of input ---------------------------------------------------------------------
@@ -416,7 +416,7 @@ def run_packed(
     starts = starts.to(torch.int32)
     if backbone.config.model_type == OwnConfig.model_type:
         return backbone(input_ids=tokens[None], cu_seqlens=starts)
-    arguments: dict[str, Any] = {
+    arguments = {
         "input_ids": tokens[None],
         "position_ids": positions[None],
         # Transformers passes a 4D mask on unchanged instead of building one. The attention of vembed ignores it.
@@ -624,7 +624,7 @@ class HiddenStates(nn.Module):
         states = []
         for modality_slice in slices:
             inputs = modality_slice[1]
-            captured: dict[int, Tensor] = {}
+            captured = {}
 
             def capture_input(
                 _: nn.Module,
@@ -719,11 +719,11 @@ def names_frozen_by(
         for tower, tower_prefix in family.towers.items():
             if id(module) in layer_ids and module_name.startswith(tower_prefix):
                 layers[tower].append(f"{module_name}.")
-    frozen: set[str] = set()
+    frozen = set()
     for part in parts:
         kind, _, count = part.rpartition("=")
         tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
-        beginnings: list[str] = []
+        beginnings = []
         if part in family.towers:
             beginnings = [family.towers[cast(Tower, part)]]
         elif part == "embeddings":
@@ -795,11 +795,8 @@ class TwoTowers(nn.Module):
             projection.load_state_dict({"weight": weights[f"{name}.weight"]})
         self.projections_are_new = False
 
-    def save_pretrained(
-        self, folder: str | Path, *, state_dict: dict[str, Tensor]
-    ) -> None:
+    def save_pretrained(self, folder: Path, *, state_dict: dict[str, Tensor]) -> None:
         """Save the text tower and the projections in `folder`, and the image tower in a subfolder."""
-        folder = Path(folder)
         # Each tower's file has the names of the tower itself, so that it loads alone.
         text = taken(state_dict, "text_model.")
         self.text_model.save_pretrained(folder, state_dict=text)

@@ -75,7 +75,7 @@ class Dense(nn.Module):
     def forward(self, vectors: Tensor) -> Tensor:
         """Map [n, in_features] to [n, out_features], in the dtype of the weights."""
         # Autocast is off here: without the cast a bfloat16 input would meet float32 weights.
-        linear: Tensor = self.linear(vectors.to(self.linear.weight.dtype))
+        linear = self.linear(vectors.to(self.linear.weight.dtype))
         activated: Tensor = self.activation(linear)
         return activated
 

@@ -103,8 +103,9 @@ _RMS_NORMS = frozenset(
         "Qwen3RMSNorm",
         "Qwen2VLRMSNorm",
         "Qwen2_5_VLRMSNorm",
+        "Qwen3VLTextRMSNorm",
+        "EuroBertRMSNorm",
     }
-    | {"Qwen3VLTextRMSNorm", "EuroBertRMSNorm"}
 )
 """Classes with the formula weight * x / sqrt(mean(x ** 2) + variance_epsilon)."""
 
@@ -167,7 +168,7 @@ class WeightCopies:
         A GPU takes one kernel for many tensors, where autograd starts one for each. Inside, `.grad` of the parameters
         is that of this backward pass alone, so they take the memory of their gradients twice.
         """
-        earlier: dict[nn.Parameter, Tensor] = {}
+        earlier = {}
         for parameter in parameters:
             if parameter.grad is not None:
                 earlier[parameter] = parameter.grad
@@ -187,7 +188,7 @@ class WeightCopies:
 
     def _not_copied(self, but: Tensor) -> list[Tensor]:
         """Return the weights of `layers` on the device of a weight that have no copy yet, without this weight."""
-        weights: dict[int, Tensor] = {}
+        weights = {}
         for layer in self.layers:
             for weight in layer.parameters(recurse=False):
                 is_copied = _version_of(weight) in self.by_weight
@@ -199,8 +200,8 @@ class WeightCopies:
 
 def _add_gradients(gradients: Mapping[nn.Parameter, Tensor]) -> None:
     """Add gradients to those that the parameters have."""
-    sums: list[Tensor] = []
-    summands: list[Tensor] = []
+    sums = []
+    summands = []
     for parameter, gradient in gradients.items():
         if parameter.grad is not None:
             sums.append(gradient)
@@ -336,11 +337,10 @@ class FusedRMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Return weight * x / sqrt(mean(x ** 2) + epsilon)."""
         dtype = torch.promote_types(hidden_states.dtype, self.weight.dtype)
-        weight: Tensor | None = self.weight
+        weight: Any = self.weight
         if self.copies is not None:
             dtype = torch.bfloat16
             weight = self.copies.trained(self.weight)
-        assert weight is not None
         values = hidden_states.to(dtype)
         # The kernel takes one dtype, which autocast would change.
         with torch.autocast(values.device.type, enabled=False):
@@ -392,7 +392,7 @@ def use_bf16(backbone: nn.Module) -> None:
 
 def weight_in_use(layer: Any) -> Tensor:
     """Return the weight that a linear layer computes with: the bfloat16 copy, if it has one."""
-    weight: Tensor = layer.weight
+    weight = layer.weight
     return layer.copies.of(weight) if isinstance(layer, Bf16Linear) else weight
 
 

@@ -50,7 +50,7 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         source, trust_remote_code=description.trust_remote_code, **options
     )
     folder = Path(description.source)
-    values = read_object(folder / "config.json") or {}
+    values = read_object(folder / "config.json")
     values = values.get("text_config") or values
     num_rows = values.get("vocab_size") or math.inf
     # Added tokens may be beyond the rows of the embedding matrix: they may never occur.
@@ -61,7 +61,7 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
             f"the tokenizer of {source} has tokens up to number {largest:,d}, and config.json has vocab_size "
             f"{num_rows:,d}: one of the two is of another model; copy the model again"
         )
-    numbers: dict[str, int] = {}
+    numbers = {}
     for name in ("pad", "bos", "eos", "cls", "sep"):
         key = f"{name}_token_id"
         if isinstance(values.get(key), int) and not is_own(folder):
@@ -83,7 +83,7 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     if not has_row and tokenizer.eos_token is not None:
         # Any token serves as padding, since padding is masked everywhere.
         tokenizer.pad_token = tokenizer.eos_token
-    settings = read_object(source / "sentence_bert_config.json") or {}
+    settings = read_object(source / "sentence_bert_config.json")
     if tokenizer.is_fast and settings.get("do_lower_case", False):
         # In the normalizer, so that it is saved with the tokenizer.
         backend: Any = tokenizer.backend_tokenizer
@@ -111,7 +111,7 @@ def open_tokenizer(
     try:
         # Transformers does not know the model type of an own model, and warns of it.
         with quiet_transformers() if is_own(folder) else nullcontext():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, **options
             )
     except Exception as error:
@@ -165,13 +165,13 @@ def load_chat_template(
     token becomes part of the template unless the tokenizer adds it.
     """
     folder = _texts_folder(description)
-    old_file = read_object(folder / "chat_template.json") or {}
+    old_file = read_object(folder / "chat_template.json")
     template = old_file.get("chat_template") or tokenizer.chat_template
     if not isinstance(template, str):
         raise UserError(
             f"{folder} has no chat template, which a vision-language model needs; add chat_template.jinja"
         )
-    settings = read_object(folder / "sentence_bert_config.json") or {}
+    settings = read_object(folder / "sentence_bert_config.json")
     if "message" in settings.get("modality_config", {}):
         options = (settings.get("processing_kwargs") or {}).get("chat_template") or {}
         options.pop("restore_suffix", None)
@@ -185,7 +185,7 @@ def load_chat_template(
 
 def image_placeholder(description: ModelDescription) -> str:
     """Return what stands for an image in the conversations of a vision-language model."""
-    config = read_object(Path(description.source) / "config.json") or {}
+    config = read_object(Path(description.source) / "config.json")
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     tokenizer = load_tokenizer(description)
     return "".join(tokenizer.convert_ids_to_tokens([config[name] for name in names]))
@@ -207,7 +207,7 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
         # The key names of Transformers 4 (used by Sentence Transformers 3 to 5.1); version 5 reads them as well.
         path = folder / "tokenizer_config.json"
-        values = read_object(path) or {}
+        values = read_object(path)
         if values.get("tokenizer_class") == "TokenizersBackend":
             values["tokenizer_class"] = "PreTrainedTokenizerFast"
         if isinstance(values.get("extra_special_tokens"), list):
@@ -235,7 +235,7 @@ def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
         return
     size = dict(load_image_processor(description).size)
     for name in PROCESSOR_FILES[:2]:
-        values = read_object(folder / name) or {}
+        values = read_object(folder / name)
         settings = values.get("image_processor", values)
         if not settings:
             continue

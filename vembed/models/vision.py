@@ -92,7 +92,7 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
 
     if not vars(vision_utils).keys() >= _NEEDED:  # an older version
         return {}
-    vision: Mapping[str, Any] = config["vision_config"]
+    vision = config["vision_config"]
     merge = int(vision["spatial_merge_size"])
     inputs = {
         "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
@@ -150,7 +150,7 @@ def pack_images(
 def run_image_tower(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:
     """Return what the image tower gives for all images of a batch: `pooler_output` and `deepstack_features`, each as a
     tuple of one tensor for all images."""
-    arguments: dict[str, Any] = {}
+    arguments = {}
     for name, value in inputs.items():
         if name.startswith(VISION_PREFIX):
             is_length = name in (LONGEST_IMAGE, LONGEST_WINDOW)

@@ -70,7 +70,7 @@ def render_card(
     `adapter_alone`: the folder has an adapter and no other weights.
     """
     # Of an own model it names the class.
-    config = read_object(Path(description.source, "config.json")) or {}
+    config = read_object(Path(description.source, "config.json"))
     scores = []
     for key, value in card.scores.items():
         row = [key, f"{value:.4f}"]

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -134,7 +134,7 @@ def save_model(
             write_layout(
                 folder,
                 description,
-                cast(Head | None, model.head),
+                model.head,
                 head_state,
                 pooling_state,
             )
@@ -206,7 +206,7 @@ def _write_backbone(
     widest = str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
     # rglob: also the image tower's config.json of a composed model.
     for path in folder.rglob("config.json"):
-        settings = read_object(path) or {}
+        settings = read_object(path)
         settings["dtype"] = widest
         for inner in settings.values():
             if isinstance(inner, dict) and "dtype" in inner:
@@ -232,7 +232,7 @@ def write_layout(
     pooling_state: dict[str, Tensor],
 ) -> None:
     """Write modules.json and the files of each module, beside the weights and processors in `folder`."""
-    config = read_object(folder / "config.json") or {}
+    config = read_object(folder / "config.json")
     is_static = config.get("model_type") == STATIC_TYPE
     name = description.traits.sentence_transformers
     backbone_type = TWO_TOWERS if name is None else MODULE + name
@@ -293,7 +293,7 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
         "modality_config": {"text": text},
         "module_output_name": "scores",
     }
-    prompts: dict[str, str] = {}
+    prompts = {}
     if description.scores == "answer":
         settings["transformer_task"] = "text-generation"
         placeholder = ""
@@ -377,8 +377,8 @@ def _backbone_settings(folder: Path, description: ModelDescription) -> dict[str,
         if family.has_fixed_length:
             # The joint processor of version 6 would use its own defaults for SigLIP 2 with variable resolution.
             values = read_object(folder / "preprocessor_config.json")
-            if values is None:
-                values = read_object(folder / "processor_config.json") or {}
+            if not values:
+                values = read_object(folder / "processor_config.json")
                 values = values.get("image_processor", {})
             image = {}
             for key in {"max_num_patches", "patch_size"}.intersection(values):

@@ -28,7 +28,7 @@ from vembed.data.batching.rank_batch import (
     to_device,
 )
 from vembed.data.features import Features
-from vembed.data.row_store import TowerStore
+from vembed.data.row_store import RowStore, tower_keys
 from vembed.errors import UserError
 from vembed.files import cache_folder
 from vembed.inference.encoding import InterruptCheck, split_in_step
@@ -47,7 +47,7 @@ from vembed.parallel.session import Session
 
 log = logging.getLogger("vembed")
 
-Stores = Mapping[Modality, TowerStore]
+Stores = Mapping[Modality, RowStore]
 CachedRows = dict[int, np.ndarray]
 """Position of an input in its rank batch -> what its frozen tower gave, pooled, of one modality."""
 IMAGES_SHARE = 0.05
@@ -75,9 +75,11 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
             )
     identities = collectives.broadcast_object(identities)
     folder = cache_folder() / "features"
-    stores: dict[Modality, TowerStore] = {}
+    stores: dict[Modality, RowStore] = {}
     for modality in modalities:
-        store = TowerStore(folder, identities[modality])
+        store = RowStore(
+            folder, identities[modality], "cache_frozen_features", ".features"
+        )
         stores[modality] = store
         log.info(
             f"frozen {modality} tower: {len(store):,d} outputs kept in {store.folder}"
@@ -141,7 +143,7 @@ class InputBuilder:
             rows: CachedRows = {}
             if modality in self.stores:
                 store = self.stores[modality]
-                keys = store.keys([features[index] for index in indices])
+                keys = tower_keys(features[index] for index in indices)
                 for position, row in store.find_rows(keys).items():
                     rows[indices[position]] = row
             cached[modality] = rows
@@ -196,7 +198,7 @@ class InputBuilder:
                 tables[modality][row_index(indices, output.device)] = output
                 if modality in self.stores:
                     store = self.stores[modality]
-                    keys = store.keys([features[index] for index in indices])
+                    keys = tower_keys(features[index] for index in indices)
                     store.add_rows(keys, output.cpu().numpy())
             if check_interrupt is not None:
                 check_interrupt()

@@ -6,11 +6,11 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -89,7 +89,7 @@ class EditResult:
     before: dict[str, float]
     after: dict[str, float]
     """`probe`, `across` and the scores on the evaluation data."""
-    trials: tuple[EditTrial, ...] = field(default=())
+    trials: tuple[EditTrial, ...]
 
 
 def edit(
@@ -165,7 +165,7 @@ def edit(
     after = editor.scores()
     editor.save(target)
     result = EditResult(target, plan, before, after, tuple(tried))
-    if session is None or session.is_main:
+    if collectives.rank() == 0:
         _write_result(result)
     collectives.barrier()
     return result
@@ -328,7 +328,7 @@ class Editor:
         restore_local_shards(self._model, self._original)
         self._map = None
 
-    def save(self, target: Path) -> Path:
+    def save(self, target: Path) -> None:
         """Write the model as it is now."""
         weights = full_state_dict(self._model)
         if collectives.rank() == 0:
@@ -336,7 +336,7 @@ class Editor:
             if self._map is not None:
                 matrix_DD, offset_D = self._map
                 # The map becomes the last Dense module of the saved model, in front of its normalisation.
-                modules = list(cast(Head, head) if head is not None else ())
+                modules = list(head or ())
                 prefix = f"head.{len(modules)}.linear"
                 weights[f"{prefix}.weight"] = matrix_DD
                 weights[f"{prefix}.bias"] = offset_D
@@ -350,7 +350,6 @@ class Editor:
             )
             save_model(target, model, weights, card=Card())
         collectives.barrier()
-        return target
 
     def _edit_layers(self, plan: EditPlan) -> None:
         first = self.first[0::2]
@@ -497,10 +496,8 @@ def _search(
             last_layer = max(writer.layer for writer in editor.writers)
             first = asked.suggest_int("first_layer", 0, last_layer)
             last = asked.suggest_int("last_layer", 0, last_layer)
-            values["layers"] = list(range(min(first, last), max(first, last) + 1))
+            values["layers"] = tuple(range(min(first, last), max(first, last) + 1))
         values = collectives.broadcast_object(values)
-        if values["layers"] is not None:
-            values["layers"] = tuple(values["layers"])
         candidate = replace(plan, **values)
         editor.apply(candidate)
         scores = editor.scores()

@@ -8,7 +8,7 @@ import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,10 +45,18 @@ log = logging.getLogger("vembed")
 
 RECIPE_FILE = "merge.json"
 """File in a merged model's folder that lists its sources."""
-NOT_COPIED = frozenset(
-    {ADAPTER_FOLDER, CHECKSUMS, RECIPE_FILE, "README.md", "onnx", "openvino"}
+NOT_COPIED = (
+    ADAPTER_FOLDER,
+    CHECKSUMS,
+    RECIPE_FILE,
+    "README.md",
+    "onnx",
+    "openvino",
+    "checkpoint-*",
+    ".*",
+    "*.safetensors",
 )
-"""In a model's folder: what is of this model alone."""
+"""In a model's folder: what is of this model alone, and the weights, which are written anew."""
 SlerpOf = Literal["auto", "weights", "differences"]
 MergeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -60,7 +68,7 @@ class MergeTrial:
     at: float
     """Place on the line of two models, or of a base and one model."""
     score: float
-    scores: dict[str, float] = field(default_factory=dict)
+    scores: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -71,9 +79,9 @@ class MergeResult:
     recipe: Recipe
     models: tuple[str, ...]
     """Those that are in it."""
-    score: float | None = None
+    score: float | None
     """On the evaluation data, where some were given."""
-    trials: tuple[MergeTrial, ...] = field(default=())
+    trials: tuple[MergeTrial, ...]
     """The points of a sweep."""
 
 
@@ -135,7 +143,7 @@ def merge(
         and (of == "differences" or (of == "auto" and base is not None)),
         seed=seed,
     )
-    is_main = session is None or session.is_main
+    is_main = collectives.rank() == 0
     stored_dtype = None if dtype == "auto" else dtype
     evaluation = None
     if data is not None:
@@ -299,17 +307,8 @@ def write_merge(
     files = set()
     for tensors in sources[0].files.values():
         files |= {entry.path for entry in tensors.values()}
-
-    def not_copied(folder: str, names: list[str]) -> set[str]:
-        """Weights are written anew; an adapter, a recipe and a report are of another model."""
-        left = set(names) & NOT_COPIED if Path(folder) == root else set()
-        for name in names:
-            is_other = name.startswith(("checkpoint-", "."))
-            if is_other or name.endswith(".safetensors"):
-                left.add(name)
-        return left
-
-    described: dict[str, Any] = {
+    not_copied = shutil.ignore_patterns(*NOT_COPIED)
+    described = {
         "models": [source.name for source in sources],
         "base": base.name if base is not None and recipe.needs_base else None,
         **asdict(recipe),
@@ -320,7 +319,7 @@ def write_merge(
             merged_file = folder / path.relative_to(root)
             _write_file(sources, base, dtype, recipe, path, merged_file)
         settings = read_object(folder / "config.json")
-        if dtype is not None and settings is not None:
+        if dtype is not None and settings:
             # The key's older name would contradict.
             settings.pop("torch_dtype", None)
             write_json(folder / "config.json", {**settings, "dtype": dtype})
@@ -381,8 +380,7 @@ def _card(described: dict[str, Any]) -> str:
 
 def _public(name: str) -> str:
     """Return a Hub name as it is, and of a folder only its last two parts, which name nothing of the machine."""
-    is_hub_name = name.count("/") == 1 and not name.startswith((".", "~", "/"))
-    return name if is_hub_name else "/".join(Path(name).parts[-2:])
+    return "/".join(Path(name).parts[-2:])
 
 
 # ---- arithmetic: how the values of one tensor in several models become one, in pieces and in float64 ---------------

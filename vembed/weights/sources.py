@@ -132,7 +132,7 @@ def default_base(sources: Sequence[ModelFolder]) -> str | None:
     """Return the model that all were tuned from, where their vembed.json say so and agree."""
     names = set()
     for source in sources:
-        description = read_object(source.folder / DESCRIPTION_FILE) or {}
+        description = read_object(source.folder / DESCRIPTION_FILE)
         names.add(str(description.get("name", "")))
     return names.pop() or None if len(names) == 1 else None
 
@@ -150,7 +150,7 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
     Tensors that no embedding depends on may be missing.
     """
     first_type, other_type = (
-        (read_object(source.folder / "config.json") or {}).get("model_type")
+        read_object(source.folder / "config.json").get("model_type")
         for source in (first, other)
     )
     if first_type and other_type and first_type != other_type:
@@ -163,7 +163,9 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
         names[part] = _matched_names(tensors, other.files.get(part, {}))
         for name, entry in tensors.items():
             other_name = names[part].get(name)
-            if other_name is None and _may_be_missing(name):
+            # Older versions of Transformers saved what newer ones compute from the config.
+            may_lack = is_never_used(name) or name.rsplit(".", 1)[-1] in COMPUTED
+            if other_name is None and may_lack:
                 continue
             shape = entry.shape
             other_shape = None
@@ -188,12 +190,6 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
 def _without_numbers(name: str) -> str:
     """Return a tensor's name without the number of its layer."""
     return re.sub(r"\d+", "", name)
-
-
-def _may_be_missing(name: str) -> bool:
-    """Return whether models of one architecture may differ in having a tensor: no embedding depends on it, or older
-    versions of Transformers saved what newer ones compute from the config."""
-    return is_never_used(name) or name.rsplit(".", 1)[-1] in COMPUTED
 
 
 def _matched_names(names: Iterable[str], held: Mapping[str, Stored]) -> dict[str, str]:

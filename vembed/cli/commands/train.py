@@ -16,7 +16,6 @@ from vembed.cli.support import (
     ConfigArguments,
     number_table,
     plain_console,
-    print_lines,
 )
 
 if TYPE_CHECKING:
@@ -98,20 +97,10 @@ def plan(
     """
     # A dry run needs no machine rank, and may describe GPUs of other machines.
     arguments = replace(use, is_dry_run=True).with_words(args)
-    from vembed.config.loading import chosen_pipeline
     from vembed.parallel.devices import read_hardware
-    from vembed.pipelines.stages import planned_trainings
 
-    hardware = read_hardware(gpu, memory)
-    pipeline = chosen_pipeline(arguments.source, arguments.overrides, arguments.stage)
-    if pipeline is None:
-        result = show(arguments, hardware)
-        return result, 0 if result["fits"] else 1
-    results = []
-    for stage in planned_trainings(pipeline, arguments):
-        print_lines(f"==== {stage.stage}")
-        results.append(show(stage, hardware))
-    return results, 0 if all(result["fits"] for result in results) else 1
+    result = show(arguments, read_hardware(gpu, memory))
+    return result, 0 if result["fits"] else 1
 
 
 def show(arguments: TrainArguments, hardware: Hardware | None) -> dict[str, Any]:

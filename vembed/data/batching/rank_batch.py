@@ -366,10 +366,8 @@ class Feeder:
         for modality, indices in micro_batch:
             lengths = [features[index].length for index in indices]
             is_packed = modality == "text" and self.packs_texts
-            if is_packed:
-                total += sum(lengths)
-            else:
-                total += len(indices) * max(lengths, default=0)
+            padded = len(indices) * max(lengths, default=0)
+            total += sum(lengths) if is_packed else padded
         return total
 
     def _collate(

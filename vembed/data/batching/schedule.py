@@ -231,9 +231,8 @@ class BatchSchedule:
 
     def _order(self, epoch: int) -> Batches:
         """Return the batches of an epoch in their order."""
-        groups = []
-        for number in range(len(self._groups)):
-            groups.append(self._group_batches(number, epoch))
+        numbers = range(len(self._groups))
+        groups = [self._group_batches(number, epoch) for number in numbers]
         if len(groups) == 1:
             return groups[0]
         batches = list(itertools.chain.from_iterable(groups))
@@ -491,8 +490,7 @@ class ClassBatches:
         order = self._shuffled(
             self.num_batches, _OFFSET, epoch, 1
         )  # another stream than that of the offset
-        batches: np.ndarray = table[order]
-        return batches
+        return np.asarray(table[order])
 
     def positives(
         self,
@@ -510,8 +508,7 @@ class ClassBatches:
         others_of_class = (size - 1).astype(np.uint64)
         shift = 1 + (bits % others_of_class).astype(np.int64)
         position = start + (self._position[examples] - start + shift) % size
-        others: np.ndarray = self._order[position]
-        return others
+        return np.asarray(self._order[position])
 
     def _shuffled(
         self,
@@ -548,5 +545,4 @@ def _shares(
     missing = total - int(shares.sum())
     # The first classes fill their room, until nothing is missing. What classes before each take: the sum of their room.
     taken_before = np.cumsum(room) - room
-    added: np.ndarray = shares + np.clip(missing - taken_before, 0, room)
-    return added
+    return np.asarray(shares + np.clip(missing - taken_before, 0, room))

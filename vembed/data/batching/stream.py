@@ -153,10 +153,7 @@ class BatchProcess:
     def __init__(self, stream: RankBatchStream) -> None:
         self._stream = stream
         payload = pickle.dumps(stream)
-        # A session of its own: signals for the whole group are answered by this process.
-        self._child = Child(
-            _CODE.format(num_bytes=len(payload)), start_new_session=True
-        )
+        self._child = Child(_CODE.format(num_bytes=len(payload)))
         assert self._child.process.stdin is not None
         self._child.process.stdin.write(payload)
         self._child.process.stdin.flush()

@@ -7,6 +7,7 @@ import os
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
@@ -131,13 +132,9 @@ class ArrowRows(Format):
     def rows(self, part: range | None = None) -> Iterator[Row]:
         """Yield rows with the number of each."""
         part = self.numbers if part is None else part
-        number = part.start
-        line = 1
-        for batch in self.batches(part):
-            for record in python_rows(batch):
-                yield number, line, record
-                number += 1
-                line += 1
+        records = chain.from_iterable(map(python_rows, self.batches(part)))
+        for line, record in enumerate(records, 1):
+            yield part.start + line - 1, line, record
 
     def read(self, number: int) -> Any:
         """Return one record again."""

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 from vembed.data.examples import BadRecord
 from vembed.data.formats.base import (
@@ -29,7 +29,7 @@ _SEPARATOR = re.compile(r"sep=(.)\r?\n")
 class DelimitedFile(TextFormat):
     """CSV with a header. Fields may be quoted and then hold newlines; empty cells are None."""
 
-    endings: ClassVar[tuple[str, ...]] = (".csv",)
+    endings = (".csv",)
     title = "CSV"
     numbers_are_text = True
     expected_delimiter = ","
@@ -169,7 +169,7 @@ class DelimitedFile(TextFormat):
 class TsvFile(DelimitedFile):
     """TSV with a header."""
 
-    endings: ClassVar[tuple[str, ...]] = (".tsv",)
+    endings = (".tsv",)
     title = "TSV"
     expected_delimiter = "\t"
 

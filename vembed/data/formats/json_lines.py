@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from vembed.data.examples import BadRecord
 from vembed.data.formats.base import Format, LineFormat, Row
@@ -30,7 +30,7 @@ _decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
 class JsonLines(LineFormat):
     """A file with one JSON object per line. Blank lines are ignored."""
 
-    endings: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json")
+    endings = (".jsonl", ".ndjson", ".json")
     title = "JSON Lines"
 
     @classmethod

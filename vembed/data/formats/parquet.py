@@ -6,7 +6,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -25,7 +24,7 @@ PART_ROW_BYTES = 64 * 2**20
 class ParquetFile(ArrowRows):
     """A Parquet file."""
 
-    endings: ClassVar[tuple[str, ...]] = (".parquet", ".pq")
+    endings = (".parquet", ".pq")
     title = "Parquet"
 
     def __init__(self, path: Path) -> None:
@@ -34,9 +33,10 @@ class ParquetFile(ArrowRows):
             metadata = file.metadata
             self.columns = tuple(file.schema_arrow.names)
         self._num_rows = int(metadata.num_rows)
-        num_bytes = 0
-        for number in range(metadata.num_row_groups):
-            num_bytes += metadata.row_group(number).total_byte_size
+        num_bytes = sum(
+            metadata.row_group(number).total_byte_size
+            for number in range(metadata.num_row_groups)
+        )
         self._row_bytes = max(1, num_bytes // max(self._num_rows, 1))
         self._copy: pa.Table | None = None
         self._lock = threading.Lock()

@@ -327,14 +327,13 @@ def files_of_pattern(path: str) -> list[Path]:
 
 def data_files(folder: Path) -> list[Path]:
     """Return the data files of a folder, sorted by name. A folder of one kind of file is one source."""
-    files = []
-    for path in sorted(folder.iterdir()):
-        if (
-            ending_of(path) in FORMAT_BY_ENDING
-            and path.is_file()
-            and path.stat().st_size
-        ):
-            files.append(path)
+    files = [
+        path
+        for path in sorted(folder.iterdir())
+        if ending_of(path) in FORMAT_BY_ENDING
+        and path.is_file()
+        and path.stat().st_size
+    ]
     return files if len({ending_of(path) for path in files}) == 1 else []
 
 

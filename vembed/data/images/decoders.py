@@ -94,11 +94,8 @@ class _Threads:
             return [_decoded(image, self._first) for image in images]
         child: Child | None = getattr(self._of_thread, "child", None)
         if child is None:
-            # A session of its own: signals for the whole group are answered by this process.
             child = Child(
                 "from vembed.data.images.decoders import decode_for_parent as run; run()",
-                {**os.environ, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
                 pipesize=PIPE_BYTES,
             )
             self._of_thread.child = child

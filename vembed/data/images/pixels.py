@@ -140,10 +140,11 @@ class Pixels:
         """Begin to decode images. No more than half of the cache is decoded ahead: what is not read yet would push out
         what is."""
         with self._lock:
-            missing = []
-            for image in dict.fromkeys(images):
-                if image not in self._kept and image not in self._decoding:
-                    missing.append(image)
+            missing = [
+                image
+                for image in dict.fromkeys(images)
+                if image not in self._kept and image not in self._decoding
+            ]
             fits = self._cache_bytes // (2 * self._bytes_of_one)
             most = max(fits, 2 * self._num_decoders) - len(self._decoding)
             chosen = missing[: max(most, 0)]
@@ -329,8 +330,7 @@ def _agrees(
     expected = dict(processor(images=[picture], return_tensors="pt"))
     if tensors.keys() != expected.keys():
         return False
-    same = []
-    for name, tensor in tensors.items():
-        has_same_dtype = tensor.dtype == expected[name].dtype
-        same.append(has_same_dtype and torch.equal(tensor, expected[name]))
-    return all(same)
+    return all(
+        tensor.dtype == expected[name].dtype and torch.equal(tensor, expected[name])
+        for name, tensor in tensors.items()
+    )

@@ -166,7 +166,7 @@ def own_folder(options: ModelSection) -> Path:
             )
         _trust(source, code)
         return source
-    files: list[Path] = []
+    files = []
     texts = source
     if options.tokenizer_name is not None:
         texts = model_folder(options.tokenizer_name, option="tokenizer_name")
@@ -256,7 +256,7 @@ def _write_code(folder: Path, code: type[nn.Module]) -> None:
 
 def _code_files(code: type[nn.Module]) -> list[Path]:
     """Return the user's file and those beside it that it imports with a dot (`from .layers import Block`)."""
-    files: list[Path] = []
+    files = []
     waiting = [Path(inspect.getfile(code)).resolve()]
     for path in waiting:
         if path in files or not path.is_file():
@@ -287,7 +287,7 @@ def settings_of(code: type[nn.Module], arguments: Mapping[str, Any]) -> dict[str
             module = construct(code, arguments)
         hidden = _output_of(module, torch.device("cpu"))
     stem = Path(CODE).stem
-    values: dict[str, Any] = {
+    values = {
         "model_type": OwnConfig.model_type,
         "architectures": ["OwnModel"],
         "auto_map": {
@@ -314,7 +314,7 @@ def settings_of(code: type[nn.Module], arguments: Mapping[str, Any]) -> dict[str
 def _output_of(module: nn.Module, device: torch.device) -> Tensor:
     """Return what a module gives for two texts of three tokens, or two images, on a device."""
     accepted = accepted_inputs(type(module))
-    inputs: dict[str, Tensor] = {}
+    inputs = {}
     if "input_ids" in accepted:
         for name in {"input_ids", "attention_mask"}.intersection(accepted):
             inputs[name] = torch.ones(2, 3, dtype=torch.int64, device=device)

@@ -90,15 +90,15 @@ def read_config(
         f"{folder} needs Python code of its own, and trust_remote_code is false; set trust_remote_code: true if you trust "
         "this code (of a class of yours, give model_class instead)"
     )
-    if (read_object(path) or {}).get("model_type") == OwnConfig.model_type:
-        custom: OwnConfig = OwnConfig.from_pretrained(folder)
+    if read_object(path).get("model_type") == OwnConfig.model_type:
+        custom = OwnConfig.from_pretrained(folder)
         custom.name_or_path = str(folder)
         if str(folder) not in TRUSTED and not trust_remote_code:
             raise UserError(needs_trust)
         return custom
     try:
         with quiet_transformers():
-            config: PretrainedConfig = AutoConfig.from_pretrained(
+            config = AutoConfig.from_pretrained(
                 folder, trust_remote_code=trust_remote_code
             )
     except LIBRARY_ERRORS as error:
@@ -125,7 +125,7 @@ def _changed_config(
         # One for each layer. Of a model that is cut, the first layers stay.
         values["layer_types"] = kinds[:num_layers]
     try:
-        changed: PretrainedConfig = type(config).from_dict(values)
+        changed = type(config).from_dict(values)
     except LIBRARY_ERRORS as error:
         raise UserError(
             f"model_arguments: {dict(changes)} does not fit {type(config).__name__}: {error_sentence(error)}"
@@ -159,7 +159,7 @@ def model_class(
 ) -> type[PreTrainedModel]:
     """Return the model class without a task head."""
     kind = str(config.model_type)
-    chosen: Any = None
+    chosen: type[PreTrainedModel] | None = None
     if isinstance(config, OwnConfig):
         chosen = TRUSTED.get(str(config.name_or_path))
     elif kind in ENCODER_ONLY:
@@ -169,7 +169,7 @@ def model_class(
     if chosen is None and own_code is not None and trust_remote_code:
         chosen = get_class_from_dynamic_module(own_code, config.name_or_path)
     if chosen is not None:
-        return cast(type[PreTrainedModel], chosen)
+        return chosen
     # The private mapping, since AutoModel.from_config would build the model to tell its class.
     if type(config) not in AutoModel._model_mapping:
         raise UserError(
@@ -179,10 +179,10 @@ def model_class(
         raise UserError(
             f"model_type {kind!r} is an encoder-decoder, which vembed does not support"
         )
-    chosen = AutoModel._model_mapping[type(config)]
+    mapped = AutoModel._model_mapping[type(config)]
     # Several classes for one config: the first is the plain model.
-    chosen = chosen[0] if isinstance(chosen, tuple) else chosen
-    return cast(type[PreTrainedModel], chosen)
+    mapped = mapped[0] if isinstance(mapped, tuple) else mapped
+    return cast(type[PreTrainedModel], mapped)
 
 
 def language_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
@@ -288,8 +288,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     Most models of Transformers mark layers by the base class GradientCheckpointingLayer. Otherwise the layers are the
     repeated modules named in `_no_split_modules`, and without such names the longest list of equal modules.
     """
-    layers: list[nn.Module] = []
-    stacks: list[list[nn.Module]] = []
+    layers = []
+    stacks = []
     names: set[str] = set()
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):

@@ -273,10 +273,9 @@ def describe(
             f"use_qlora: {model.model_name} is an adapter without the weights below it; "
             "merge it first with `vembed export --merge`, and train the result"
         )
-    saved_values = read_object(files.folder / DESCRIPTION_FILE)
-    saved: dict[str, Any] = {}
-    if saved_values is not None:
-        saved = vars(ModelDescription.from_dict(saved_values, files.folder))
+    saved = read_object(files.folder / DESCRIPTION_FILE)
+    if saved:
+        saved = vars(ModelDescription.from_dict(saved, files.folder))
     trust = model.trust_remote_code
     # With model_class they are arguments of the class.
     changes = {} if model.model_class else dict(model.model_arguments or {})
@@ -323,7 +322,7 @@ def describe(
                 f"{folder}: a Dense module for {settings.in_features} inputs follows {size} outputs"
             )
         size = settings.out_features
-    mrl_dims: tuple[int, ...] = tuple(saved.get("mrl_dims", ()))
+    mrl_dims = tuple(saved.get("mrl_dims", ()))
     adds_projection = False
     if matryoshka is not None and matryoshka.mrl_dims is not None:
         mrl_dims = _matryoshka_sizes(reading, matryoshka, size)
@@ -458,7 +457,7 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
 
 def without_effect(description: ModelDescription, options: ModelSection) -> list[str]:
     """Return a line for each option that is given and that a model of this kind does not look at."""
-    unused: list[str] = []
+    unused = []
     if "multimodal" not in description.modalities:
         unused += ["min_pixels", "max_pixels"]
     if description.modalities == ("image",):

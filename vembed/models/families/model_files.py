@@ -85,7 +85,7 @@ def check_weight_files(folder: Path) -> None:
     config.json names, also a pickle, and also in another folder.
     """
     for index in sorted(folder.glob("*" + INDEX)):
-        names = (read_object(index) or {}).get("weight_map")
+        names = read_object(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise UserError(
                 f"{index} is not an index of weights: it needs a weight_map"
@@ -93,7 +93,7 @@ def check_weight_files(folder: Path) -> None:
         for name in names.values():
             _check_name(index, "weight_map", name)
     path = folder / "config.json"
-    named = (read_object(path) or {}).get("transformers_weights")
+    named = read_object(path).get("transformers_weights")
     if named is not None:
         _check_name(
             path, "transformers_weights", str(named).removesuffix(".index.json")
@@ -117,7 +117,7 @@ def check_whole_weights(folder: Path) -> None:
     """Raise UserError unless the folder holds weights of its own and no adapter, which Transformers would follow."""
     check_weight_files(folder)
     if not list(folder.glob("*" + WEIGHTS_ENDING)):
-        exported = (read_object(folder / EXPORT_FILE) or {}).get("format")
+        exported = read_object(folder / EXPORT_FILE).get("format")
         if exported is not None:
             raise UserError(
                 f"{folder} is an export in {exported}, which other programs run (onnx and openvino also "
@@ -179,9 +179,9 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     return tensors, metadata
 
 
-def read_object(path: Path) -> dict[str, Any] | None:
-    """Read a JSON file that holds an object; None if it does not exist."""
-    return read_json_object(path) if path.is_file() else None
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object; empty if it does not exist."""
+    return read_json_object(path) if path.is_file() else {}
 
 
 # ---- schemas of the small files, and checks of config.json -------------------------------------------------------
@@ -464,7 +464,7 @@ def _stated_kind(folder: Path) -> str | None:
     unknown class is a kind of its own."""
     path = folder / "config_sentence_transformers.json"
     stated: str | None = read_settings(path, ModelSettings, is_optional=True).model_type
-    config = read_object(folder / "config.json") or {}
+    config = read_object(folder / "config.json")
     # CrossEncoder writes its settings into config.json, up to version 5 nothing else.
     if stated is None and "sentence_transformers" in config:
         return "reranker"
@@ -478,7 +478,7 @@ def kind_of(folder: Path) -> str:
         return stated
     if (folder / "modules.json").is_file():
         return "embedder"
-    config = read_object(folder / "config.json") or {}
+    config = read_object(folder / "config.json")
     names = " ".join(config.get("architectures") or ())
     if "ForSequenceClassification" in names:
         return "reranker"
@@ -507,13 +507,13 @@ def read_sentence_transformers(folder: Path) -> ModelFiles:
     elif first_kind not in ("Transformer", "CLIPModel", "TwoTowers"):
         # Vision-language models had custom code before Sentence Transformers had chat templates (GME). vembed's
         # template is equivalent.
-        values = read_object(inner / "config.json") or {}
+        values = read_object(inner / "config.json")
         if first_kind is not None or "vision_config" not in values:
             unsupported = first.type
     pooling_folder = None
     include_prompt = True
     normalize = False
-    dense: list[Path] = []
+    dense = []
     for module in others:
         inner_folder = folder / module.path
         kind = _kind_of_module(module)
@@ -630,7 +630,7 @@ OWN_MODEL_TYPE = "vembed_own"
 
 def is_own(folder: Path) -> bool:
     """Return True if a folder holds an own model."""
-    values = read_object(folder / "config.json") or {}
+    values = read_object(folder / "config.json")
     return values.get("model_type") == OWN_MODEL_TYPE
 
 
@@ -639,7 +639,7 @@ def has_tokenizer_files(folder: Path) -> bool:
     for path in folder.iterdir():
         if path.name in _VOCABULARIES or path.suffix in _VOCABULARY_SUFFIXES:
             return True
-    settings = read_object(folder / _TOKENIZER_SETTINGS) or {}
+    settings = read_object(folder / _TOKENIZER_SETTINGS)
     # Code of the model's own may read any file.
     return "auto_map" in settings or (
         settings.get("tokenizer_class") in _WITHOUT_VOCABULARY
