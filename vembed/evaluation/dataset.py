@@ -345,13 +345,11 @@ class _Judgements:
             raise UserError(
                 f"{name} has no query with a relevant document, so there is nothing to evaluate on"
             )
-        queries = tuple(self.queries.values())
-        relevance = tuple(self.grades.values())
         return RetrievalData(
             name,
-            queries,
+            tuple(self.queries.values()),
             documents,
-            relevance,
+            tuple(self.grades.values()),
             tuple(notes),
         )
 

@@ -48,11 +48,10 @@ class QueryResults:
         columns = [self.names.index(name) for name in chosen]
 
         def contents(documents: Sequence[int]) -> list[dict[str, Any]]:
-            shortened = []
-            for document in documents:
-                item = data.documents[document]
-                shortened.append(item_content(item, f"document {document}"))
-            return shortened
+            return [
+                item_content(data.documents[document], f"document {document}")
+                for document in documents
+            ]
 
         texts = []
         for number, row in enumerate(self.found[:MAX_QUERIES_WITH_TEXTS]):

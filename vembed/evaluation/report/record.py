@@ -177,11 +177,11 @@ class RunRecord:
     def changed_settings(self) -> dict[str, Any]:
         """Settings that differ from their defaults."""
         defaults = TrainConfig(model_name="", data_path="").to_dict()
-        changed = {}
-        for key, value in self.config.items():
-            if key not in defaults or defaults[key] != value:
-                changed[key] = value
-        return changed
+        return {
+            key: value
+            for key, value in self.config.items()
+            if (key, value) not in defaults.items()
+        }
 
     def name(self) -> str:
         """Name of the run, by default its folder's."""

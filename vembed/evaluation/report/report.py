@@ -162,9 +162,9 @@ def _before_after(record: RunRecord, key: str) -> tuple[str, str, str]:
 
 def verdict(record: RunRecord, changes: Comparison | None) -> str:
     """Return whether the change of the deciding metric is more than chance, in one sentence; empty if not known."""
-    interval = changes.intervals.get(record.headline) if changes else None
-    if changes is None or interval is None:
+    if changes is None or record.headline not in changes.intervals:
         return ""
+    interval = changes.intervals[record.headline]
     counts = (
         f"{changes.num_better:,d} of {changes.num_queries:,d} queries got better and "
         f"{changes.num_worse:,d} worse"
