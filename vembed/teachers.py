@@ -380,7 +380,11 @@ class PairTeacher(CachedTeacher):
     def compute(self, pairs: Sequence[Pair]) -> np.ndarray:
         """Return scores [n, 1] of this rank's pairs, before `scale`. Collective, where the teacher is sharded."""
         self._loaded = self._loaded or self._load()
-        scores: np.ndarray = self._loaded.pair_scores(pairs, self._world_size)
+        # With several ranks one without pairs goes on: the forward passes of the others gather its shards.
+        if not pairs and self._world_size == 1:
+            return np.empty((0, self.dim), np.float32)
+        features = self._loaded.featuriser.features(pairs)
+        scores: np.ndarray = self._loaded.scores_of(features, self._world_size)
         return scores
 
     def questions(self, example: Example) -> Iterator[tuple[bytes, Pair]]:
