@@ -77,7 +77,7 @@ def check_spelling(
     """
     classes = inspect.getmro(part)
     num_new = classes.index(base)
-    known: set[str] = set()
+    known = set()
     for inherited in classes[num_new:]:
         known |= vars(inherited).keys() | inspect.get_annotations(inherited).keys()
     for owner in reversed(classes[:num_new]):

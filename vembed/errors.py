@@ -45,7 +45,7 @@ def printable(name: str, longest: int = 40) -> str:
 
 def joined(problems: Sequence[str]) -> list[str]:
     """Return problems of the form "place: reason", with consecutive equal reasons merged."""
-    lines: list[str] = []
+    lines = []
     last = None
     for problem in problems:
         place, _, reason = problem.partition(": ")

@@ -109,7 +109,7 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
     source = str(path)
     if path.parent == PRESETS_FOLDER:
         source = f"configs/{path.name}"
-    notes: list[str] = []
+    notes = []
     keys = dict(read_tree(path).value)
     if "compute_device" in keys:
         device = keys.pop("compute_device")

@@ -614,7 +614,7 @@ def run_intervals(
     """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run, with the reason
     by option."""
     has_validation = size.num_evaluated > 0
-    reasons: dict[str, str] = {}
+    reasons = {}
     steps = size.total_steps
     needs_checkpoints = (
         bool(evaluation.guards) or run_options.load_best_model_at_end is True

@@ -98,7 +98,7 @@ def resolve_run(
             return source
         source = source.config
     config_file = Path(source) if isinstance(source, str | Path) else None
-    notes: list[str] = []
+    notes = []
     command_line, chosen_stage = command_line_layer(overrides)
     configs, presets = source_layers(source, stage or chosen_stage, command_line)
     for layer in configs:
@@ -147,7 +147,7 @@ def resolve_run(
             level = Level.COMMAND_LINE
             chosen.values[name] = replace(value, place=place, level=level)
         layers.insert(-1, chosen)
-    problems: list[str] = []
+    problems = []
     for layer in layers:
         problems += layer.problems
         notes += layer.notes
@@ -663,7 +663,7 @@ def config_yaml(
     if mine is not None:
         # Its other defaults depend on which options are given.
         values["mine"] = mine.model_dump(mode="json", exclude_unset=True)
-    lines: list[str] = []
+    lines = []
     section = ""
     for name, option in all_options().items():
         if name not in values or (values[name] is None and option.default is None):

@@ -850,9 +850,9 @@ def _accepted(
         inner, *extra = get_args(annotation)
         return _accepted(inner, [*metadata, *extra])
     if origin in (Union, types.UnionType):
-        words: list[str] = []
-        choices: list[str] = []
-        kinds: set[str] = set()
+        words = []
+        choices = []
+        kinds = set()
         for member in get_args(annotation):
             member_words, member_choices, member_kinds = _accepted(member, metadata)
             words += member_words

@@ -336,7 +336,7 @@ def remarks(config: TrainConfig) -> list[str]:
     terms = run_terms(config.objective, data, model.model_name)
 
     # Reason -> the options that have no effect for it.
-    unread: dict[str, set[str]] = {}
+    unread = {}
     for switch, names in NEEDED_BY.items():
         if not values[switch]:
             unread[f"without {switch}"] = set(names.split())

@@ -769,7 +769,7 @@ class TrainConfig(Immutable):
 
     def given_options(self) -> dict[str, Any]:
         """Return the options that were set, rather than left at their default."""
-        values: dict[str, Any] = {}
+        values = {}
         for _, section in self:
             for name, value in section:
                 if name in section.model_fields_set:

@@ -253,7 +253,7 @@ def needed_teachers(
         max_length=model.max_length,
     )
     by_label.setdefault(model.model_name, start_model)
-    needed: dict[str, Teacher] = {}
+    needed = {}
     for term in run_terms(objective, data, model.model_name):
         for name in (term.teacher, term.guide):
             if name is not None and name != SCORES:

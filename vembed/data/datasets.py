@@ -145,7 +145,7 @@ def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:
     names = source_group_names(data, parts.train.names)
     if not data.homogeneous_batches or len(set(names)) < 2:
         return {}
-    by_task: dict[str, EvalData] = {}
+    by_task = {}
     for name in dict.fromkeys(names):
         examples = [each for source, each in parts.examples if names[source] == name]
         documents = [item for source, item in parts.documents if names[source] == name]
@@ -230,7 +230,7 @@ def hold_out(
     num_small = sum(size for size in sizes.values() if size <= largest)
     if num_small < MIN_CHOICE * num_held_out:
         largest = max(num_held_out, min(sizes.values()))
-    chosen: list[int] = []
+    chosen = []
     count = 0
 
     # By a hash of seed and content: what is held out does not depend on the order of the records.
@@ -352,7 +352,7 @@ def overlap_warnings(train: Examples, queries: Iterable[Item]) -> list[str]:
     are shared are no fault: a corpus serves both.
     """
     validation = {normal_key(query): query for query in queries}
-    shared: dict[int, Item] = {}
+    shared = {}
     for index in spread(len(train), MAX_COMPARED_EXAMPLES):
         key = normal_key(train[index].query)
         if key in validation:

@@ -378,7 +378,7 @@ def open_examples(
     sources = []
     for entry in entries:
         terms = loss_terms(objective, model_name, entry)
-        requirements: dict[str, Any] = {}
+        requirements = {}
         if is_training:
             requirements = _requirements(data, objective, entry, terms)
         # Validation data may use vembed's own names.
@@ -538,7 +538,7 @@ def refuse_bad_sources(
     on_bad_record: str,
 ) -> None:
     """Raise UserError with the first bad records, unless they are left out; and for a source without a good one."""
-    problems: list[str] = []
+    problems = []
     for source in sources:
         problems += source.index.problems
     refuse_bad_records(
@@ -796,7 +796,7 @@ def _refuse_bad_images(
         return known[image.path]
 
     images: list[ImageRef] = []
-    places: list[int] = []
+    places = []
     for place, outcome in enumerate(outcomes):
         if isinstance(outcome, Example):
             for item in outcome.items:

@@ -183,8 +183,8 @@ class Featuriser(BaseFeaturiser):
 
     def features(self, units: Sequence[tuple[Item, Kind]]) -> list[Features]:
         """See BaseFeaturiser."""
-        addresses: list[Address] = []
-        known: dict[Address, Features] = {}
+        addresses = []
+        known = {}
         missing: dict[Modality, dict[Address, Item]] = {}
         for item, kind in units:
             prompt = self._prompts[kind] if item.prompt is None else item.prompt

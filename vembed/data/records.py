@@ -733,7 +733,7 @@ def is_conversation(record: dict[str, Any]) -> bool:
 def fields_of(columns: Iterable[str]) -> dict[str, str]:
     """Return the field as which each column of a table is read: its own name, except in a table of conversations."""
     names = list(columns)
-    known: dict[str, str] = {}
+    known = {}
     if QUERY_MESSAGES in names and POSITIVE_MESSAGES in names:
         for messages, images, field in _SIDES:
             known[messages] = field

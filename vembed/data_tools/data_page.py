@@ -178,7 +178,7 @@ def _lengths(examples: Sequence[Example], featuriser: BaseFeaturiser) -> PageSec
             units_by_name["documents"] += units
     limit = featuriser.description.max_length
     lines = []
-    figures: dict[str, Any] = {}
+    figures = {}
     for name, units in units_by_name.items():
         features = featuriser.features(units)
         lengths = [each.length for each in features if each.modality == "text"]

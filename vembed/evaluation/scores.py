@@ -485,7 +485,7 @@ def run_file_rankings(
             f"first_stage: {path} names queries and documents by id, and {data.name} has none: give a BEIR-style folder "
             "as val_data_path, or a run file of texts (.jsonl)"
         )
-    named: list[tuple[str, str, float]] = []
+    named = []
     line = ""
     try:
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -14,7 +14,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from PIL import Image
 from scipy.stats import spearmanr
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
@@ -251,7 +250,7 @@ def _write_and_check(
     has_texts = "text" in description.modalities
     nothing = "nothing was written (--tolerance allows more)"
     # The model's own vectors first: a format may change the attention function of the modules.
-    images: list[Image.Image] = []
+    images = []
     if format_name == "onnx" and "image" in description.modalities:
         images = made_images(NUM_IMAGES)
     image_ND = embedder.encode(images)
@@ -765,7 +764,7 @@ def evaluation_data(model: str, data: str | None) -> EvalData | None:
 
 def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
     """Return NUM_TEXTS texts: half queries and half documents of the evaluation data, filled up with made ones."""
-    texts: Texts = []
+    texts = []
     collections = () if data is None else data.collections
     for items, kind in zip(collections, get_args(Kind), strict=False):
         of_kind: dict[str, None] = {}

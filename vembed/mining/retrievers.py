@@ -221,7 +221,7 @@ def files_identity(model: str) -> list[list[object]]:
         cached = try_to_load_from_cache(model, "config.json") if "/" in model else None
         return [[model, str(cached)]]
     # Size and time instead of content: gigabytes would be read at every start.
-    identity: list[list[object]] = []
+    identity = []
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             stat = path.stat()

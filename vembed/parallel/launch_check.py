@@ -142,7 +142,7 @@ class LaunchCheck:
 
     def _join_store(self) -> Store:
         problem = "nothing answers there"
-        stores: list[Store] = []
+        stores = []
 
         def is_listening() -> bool:
             nonlocal problem
@@ -443,7 +443,7 @@ class Heartbeats:
                 last_changes.clear()
             waited = time.monotonic() - self._still_since
             number += 1
-            values: list[bytes] = []
+            values = []
             # Of the store: rank 0 has ended, or does not answer in time.
             with suppress(RuntimeError):
                 store.set(keys[self._rank], json.dumps([number, asdict(beat)]))

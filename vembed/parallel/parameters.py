@@ -41,7 +41,7 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
     dtypes = {parameter.dtype for parameter in together}
     # float32 also for bfloat16 beside float16: neither can represent the other's values.
     widest = torch.float64 if torch.float64 in dtypes else torch.float32
-    narrow: list[Tensor] = []
+    narrow = []
     if len(dtypes) > 1:
         narrow += [tensor for tensor in together if tensor.dtype != widest]
         num_values = sum(tensor.numel() for tensor in narrow)
@@ -284,7 +284,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     The other ranks get an empty dictionary. At most one parameter (FSDP1: the model) is gathered on a GPU at a time.
     """
     keeps = collectives.rank() == 0
-    state: dict[str, Tensor] = {}
+    state = {}
     with _gathered_by_fsdp1(model):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             # A collective: all ranks call it, in the same order.

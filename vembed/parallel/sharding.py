@@ -110,7 +110,7 @@ def shard(
     fsdp = layout.fsdp
     assert fsdp is not None
     unify_model_dtype_for_fsdp(model, fsdp.version)
-    wide: list[nn.Module] = []
+    wide = []
     if layout.computes_in_half and isinstance(model, EmbeddingModel):
         # Units of their own: a unit that computes in 16 bits would gather their weights in 16 bits, and without sharding
         # they compute in float32.
@@ -334,7 +334,7 @@ def _hand_out(
 
 def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules of the named classes (`BertLayer`, or a dotted path). Raise UserError if a name has none."""
-    units: dict[nn.Module, None] = {}
+    units = {}
     for name in names:
         fitting = []
         for module in model.modules():
@@ -353,7 +353,7 @@ def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 def layer_candidates(model: nn.Module) -> list[str]:
     """Return likely layer classes: those that the model declares, then those in module lists."""
-    declared: set[str] = set()
+    declared = set()
     in_lists: dict[str, None] = {}
     present = {type(module).__name__ for module in model.modules()}
     for module in model.modules():
@@ -385,7 +385,7 @@ def size_units(
     `leaves`: modules without children may be units. A single linear layer is a bad unit: little to overlap, and FSDP2
     warns about its output, which is a view.
     """
-    units: list[nn.Module] = []
+    units = []
 
     def visit(module: nn.Module) -> int:
         """Return the number of the module's parameters in units."""
@@ -426,7 +426,7 @@ def choose_units(
     layer_classes: Sequence[str],
 ) -> list[nn.Module]:
     """Return all units except the root, inner modules first."""
-    units: list[nn.Module] = []
+    units = []
     if fsdp.wrap_function is not None:
         chooses = find(fsdp.wrap_function, "fsdp_auto_wrap_policy")
         for module in model.modules():

@@ -140,7 +140,7 @@ def measure(config: TrainConfig) -> ModelSize:
             description, config.model, adapters, objective=config.objective, meta=True
         )
     backbone = model.backbone
-    packed: set[str] = set()
+    packed = set()
     if config.adapters.use_qlora:
         for name in linear_names_inside_layers(backbone):
             packed |= {f"backbone.{name}.weight", f"backbone.{name}.base_layer.weight"}
@@ -485,7 +485,7 @@ def bytes_per_token(
     sample: Sequence[Features],
 ) -> int:
     """Return the graph bytes per token of the longest inputs, measured on small forward passes. Collective."""
-    saved: dict[int, Tensor] = {}
+    saved = {}
     nothing = torch.empty(0)
 
     def pack(tensor: Tensor) -> Tensor:
@@ -615,7 +615,7 @@ def advice(
     num_ranks = session.world_size
     max_length = estimate.size.max_length
     cache = "use_gradient_cache: true (the result is the same)"
-    steps: list[str] = []
+    steps = []
     if in_loss:
         place = "out of device memory in the loss"
         if not budget.use_gradient_cache:

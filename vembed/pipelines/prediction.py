@@ -126,7 +126,7 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
     for source in data.sources():
         mapping = source.column_mapping or data.column_mapping
         sample = read_sample(Path(source.path).expanduser())
-        texts: list[Any] = []
+        texts = []
         for record in sample.records:
             texts += _texts(record, mapping, data.max_negatives)
         if not texts or None in texts:

@@ -540,7 +540,7 @@ def _with_names(value: Any, change: Callable[[str], str]) -> Any:
 
 def _names_in(value: Any) -> list[str]:
     """Return the paths and names in the value of an option."""
-    names: list[str] = []
+    names = []
 
     def add(name: str) -> str:
         names.append(name)

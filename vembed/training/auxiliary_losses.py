@@ -94,7 +94,7 @@ class AuxiliaryBatch:
 
     def surrogate(self, micro_batch: MicroBatch, losses: SliceLosses) -> Tensor | None:
         """Return what one micro-batch adds to the weighted sum, with its graph; None if nothing has a graph."""
-        terms: list[Tensor] = []
+        terms = []
         for (_, inputs), slice_losses in zip(micro_batch, losses, strict=True):
             for name, values in slice_losses.items():
                 if not values.requires_grad:

@@ -75,7 +75,7 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
             )
     identities = collectives.broadcast_object(identities)
     folder = cache_folder() / "features"
-    stores: dict[Modality, RowStore] = {}
+    stores = {}
     for modality in modalities:
         store = RowStore(
             folder, identities[modality], "cache_frozen_features", ".features"
@@ -137,10 +137,10 @@ class InputBuilder:
     ) -> tuple[dict[Modality, CachedRows], dict[Modality, list[int]]]:
         """Return what the stores hold for each frozen modality, and the indices of inputs that its tower must
         encode. Local to the rank."""
-        cached: dict[Modality, CachedRows] = {}
-        missing: dict[Modality, list[int]] = {}
+        cached = {}
+        missing = {}
         for modality, indices in indices_by_modality(features, self.modalities).items():
-            rows: CachedRows = {}
+            rows = {}
             if modality in self.stores:
                 store = self.stores[modality]
                 keys = tower_keys(features[index] for index in indices)
@@ -176,12 +176,12 @@ class InputBuilder:
         Collective: `splits` must hold equally many micro-batches of the missing inputs on every rank. `check_interrupt` is
         called after each micro-batch.
         """
-        tables: dict[Modality, Tensor] = {}
+        tables = {}
         # Before the micro-batches and on every rank: a dummy is a forward pass, which is collective under FSDP.
         for modality in self.modalities:
             dummy = self._dummy(modality)
             tables[modality] = dummy.new_zeros(len(features), dummy.shape[1])
-        micro_batches: list[MicroBatch] = []
+        micro_batches = []
         for modality, table in tables.items():
             rows = cached[modality]
             if rows:

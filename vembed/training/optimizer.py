@@ -110,7 +110,7 @@ def trained_parameters(
     options: OptimizerSection,
 ) -> list[TrainedParameter]:
     """Return every trainable parameter with its learning rate and weight decay, in the order of the model."""
-    named: list[tuple[str, nn.Parameter]] = []
+    named = []
     for prefix, module in (("", model), ("loss", loss)):
         for name, parameter in module.named_parameters(prefix=prefix):
             named.append((unwrapped_name(name), parameter))

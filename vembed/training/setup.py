@@ -613,7 +613,7 @@ def decide_compilation(
     The first examples, by which they are estimated, are the same on every rank.
     """
     num_first = min(NUM_FIRST_EXAMPLES, len(data.examples))
-    units: list[Any] = []
+    units = []
     for number in range(num_first):
         units += featuriser.units(data.examples[number])
     features = featuriser.features(units)

@@ -234,8 +234,8 @@ def order_micro_batches(
     """
     # False sorts before True, and the sort is stable: the order is the same on every rank.
     modalities = sorted(splits, key=lambda modality: modality in frozen)
-    micro_batches: list[MicroBatch] = []
-    last: MicroBatch = []
+    micro_batches = []
+    last = []
     for modality in modalities:
         *earlier, last_inputs = splits[modality]
         for inputs in earlier:
@@ -551,8 +551,8 @@ class ContrastiveStep:
             # and gather every unit twice.
             self._keep_gathered(not batch.is_last_backward(micro_index))
             # The roots of this backward pass, each with the gradient that it starts from.
-            roots: list[Tensor] = []
-            gradients: list[Tensor] = []
+            roots = []
+            gradients = []
             for (_, inputs), output in zip(micro_batch, outputs, strict=True):
                 if not output.requires_grad:
                     continue

@@ -163,7 +163,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
 def facts_of(resolved: ResolvedRun) -> dict[str, Any]:
     """Return what must be equal on all ranks, by name: the options, the decisions behind them, and their files."""
     config = resolved.config
-    facts: dict[str, Any] = {}
+    facts = {}
     for name, value in config.to_dict().items():
         if name == "resume":
             # Rank 0 chooses the checkpoint; the ranks compare it when they have found it.

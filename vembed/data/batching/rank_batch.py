@@ -83,10 +83,10 @@ def make_rank_batch(
     `encodes_copies`: keep duplicates.
     """
     units: list[Any] = []
-    row_items: list[tuple[Item, Item]] = []
-    negative_items: list[tuple[Item, Item]] = []
-    rows: list[tuple[int, int, int]] = []
-    negatives: list[tuple[int, int]] = []
+    row_items = []
+    negative_items = []
+    rows = []
+    negatives = []
     scores: list[float] = []
     negative_scores: list[float] = []
     # Positions in the global batch, so that all ranks name an example alike.
@@ -393,7 +393,7 @@ class Feeder:
         return inputs
 
     def _to_device(self, inputs: ModelInputs) -> ModelInputs:
-        moved: ModelInputs = []
+        moved = []
         for modality, batch in inputs:
             tensors = {}
             for name, tensor in batch.items():

@@ -363,7 +363,7 @@ def arrange(
     coming = iter(range(num_examples))
     batches: list[list[int]] = []
     while True:
-        batch: list[int] = []
+        batch = []
         held: set[int] = set()
         for example in itertools.chain(_first_waiting(waiting), coming):
             example_contents = contents.get(example, set())

@@ -260,7 +260,7 @@ def class_records(folder: Path) -> Path | None:
     entries = sorted(folder.iterdir())
     if any(map(_is_image, entries)):
         return None
-    lines: list[str] = []
+    lines = []
     classes: dict[str, None] = {}
     for entry in entries:
         for image in filter(_is_image, sorted(entry.rglob("*"))):

@@ -101,7 +101,7 @@ class _Threads:
             self._of_thread.child = child
             self.children.append(child)
             child.send(self._first)
-        results: list[Arrays | Exception] = []
+        results = []
         try:
             child.send(images)
             for _ in images:

@@ -105,7 +105,7 @@ class Pixels:
             entries = [
                 self._kept.get(image) or self._decoding.get(image) for image in images
             ]
-        decoded: dict[ImageRef, Arrays] = {}
+        decoded = {}
         image = None
         try:
             for image, entry in zip(images, entries, strict=True):

@@ -550,7 +550,7 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         """Divide the pieces of each process among files of FILE_BYTES. Runs on the coordinator."""
         plans = super().prepare_global_plan(plans)
         for plan in plans:
-            file_numbers: dict[str, int] = {}
+            file_numbers = {}
             num_bytes = 0
             for item in plan.items:
                 file_numbers[item.index.fqn] = 1 + num_bytes // FILE_BYTES
@@ -675,8 +675,8 @@ def restore(
     for name, value in trained.of_hooks.items():
         if _HOOKS + name in stored:
             tensors[_HOOKS + name] = value
-    state: dict[str, Any] = {}
-    groups: Any = []
+    state = {}
+    groups = []
     # Collective under FSDP, like each get_ and set_ below. All ranks read the same files, so all take the same branch.
     if optimizer is not None and any(name.startswith(_OPTIMIZER) for name in stored):
         # torch allocates the state tensors by a step with zero gradients, and only if there are none yet.
@@ -749,7 +749,7 @@ def _state_tensors(state: Any) -> dict[str, Any]:
     if any(isinstance(value, DTensor) for value in values.values()):
         quantised.update(*collectives.gather_objects(quantised))
     shard = f"rank{collectives.rank()}of{collectives.world_size()}"
-    tensors: dict[str, Any] = {}
+    tensors = {}
     for name, value in values.items():
         local: Any = local_tensor(value)
         if name not in quantised:

@@ -455,7 +455,7 @@ def of_local(name: str) -> str:
 def of_images(*collections: ExampleStore | Sequence[Example | Item]) -> str | None:
     """Return the fingerprint of the image files that samples of these collections name; None if they name none."""
     # Without their names: machines may keep the images in other folders.
-    digests: dict[str, str] = {}
+    digests = {}
     for entries in collections:
         interval = max(-(-len(entries) // MAX_SAMPLED_EXAMPLES), 1)
         for index in range(0, len(entries), interval):

@@ -290,7 +290,7 @@ class MetricsLog(Hook):
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in values, with one name each. A list of mappings has one entry per rank."""
-    numbers: dict[str, float] = {}
+    numbers = {}
     for key, value in values.items():
         if isinstance(value, int | float) and key != "step":
             numbers[key] = float(value)
@@ -467,7 +467,7 @@ class Watch(Hook):
         step = report.step
         finite_rows = torch.isfinite(report.embeddings).all(dim=1)
         has_broken_weights = step > 1 and not bool(finite_rows.any())
-        examples: list[str] = []
+        examples = []
         for rank_batch, result in report.batches:
             if not bool(result.is_finite):
                 examples += rank_batch.where
