@@ -31,14 +31,12 @@ def as_path(name: str, value: Any) -> Any:
             f"data[{next(iter(value), 'train')!r}]"
         )
     if isinstance(value, list):
-        if value and all(map(_is_record, value)):
+        if value and all(
+            isinstance(entry, Mapping) and "path" not in entry for entry in value
+        ):
             return _stored_rows(name, value)
         return [as_path(name, entry) for entry in value]
     return value
-
-
-def _is_record(value: Any) -> bool:
-    return isinstance(value, Mapping) and "path" not in value
 
 
 def _is_of(
