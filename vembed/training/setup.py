@@ -26,7 +26,10 @@ from vembed.config.decisions import (
 )
 from vembed.config.schema import (
     FILE_OPTIONS,
+    DataSection,
     DataSource,
+    EvaluationSection,
+    RunSection,
     TrainConfig,
     parse_sampling,
 )
@@ -36,6 +39,7 @@ from vembed.config.terms import (
     source_batch_sizes,
     source_groups,
 )
+from vembed.config.values import Auto
 from vembed.data.batching.rank_batch import (
     Feeder,
 )
@@ -436,13 +440,12 @@ def configured_hooks(trainer: Trainer) -> list[Hook]:
 
 
 def open_stream(
-    config: TrainConfig,
+    options: DataSection,
     data: RunData,
     featuriser: BaseFeaturiser,
     session: Session,
 ) -> RankBatchStream:
     """Return the stream of this rank's batches."""
-    options = config.data
     # For texts one thread suffices: the tokenizer is parallel itself.
     is_text = featuriser.description.modalities == ("text",)
     num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
@@ -459,7 +462,7 @@ def open_stream(
         options.in_batch_negatives,
         # Equal inputs pass the model as often as they occur: an input would otherwise weigh in the statistics of shared
         # batch norms by the number of processes that have it.
-        encodes_copies=config.parallel.sync_batchnorm,
+        encodes_copies=session.syncs_batch_norms,
         # On CPUs a process would take the cores that compute. Images are decoded by processes in any case.
         uses_process=session.device.type == "cuda" and num_workers == 1,
     )
@@ -562,7 +565,9 @@ def decide_rates(
 
 
 def decide_intervals(
-    config: TrainConfig,
+    evaluation: EvaluationSection,
+    run_options: RunSection,
+    logging_steps: int | Auto,
     data: RunData,
     model: nn.Module,
     *,
@@ -585,9 +590,7 @@ def decide_intervals(
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
         is_length_given=is_length_given,
     )
-    intervals, reasons = run_intervals(
-        config.evaluation, config.run, config.logging.logging_steps, size
-    )
+    intervals, reasons = run_intervals(evaluation, run_options, logging_steps, size)
     for name, reason in reasons.items():
         interval = getattr(intervals, name)
         value = "none" if interval is None else str(interval).lower()

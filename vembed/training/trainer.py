@@ -282,7 +282,9 @@ class Trainer:
         # The model, and everything that was left to `auto`. From here on the config does not change.
         self.components, decided = build_components(resumed, data, session)
         self.intervals = decide_intervals(
-            decided,
+            decided.evaluation,
+            decided.run,
+            decided.logging.logging_steps,
             data,
             self.components.model,
             is_length_given=asked.optimizer.gives_length(),
@@ -322,7 +324,7 @@ class Trainer:
         session = self.session
         components = self.components
         self.stream = open_stream(
-            config,
+            config.data,
             self.data,
             components.featuriser,
             session,
