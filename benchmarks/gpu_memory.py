@@ -79,9 +79,7 @@ def peak(record: Record, shape: Shape, folder: Path) -> Values:
         else 8 * GIB
     )
     run = resolve_run({"model_name": str(model), "data_path": str(data), **options})
-    placement = place(
-        run, RankInfo(0, 1, 0, 1, launched=True), record.device, available
-    )
+    placement = place(run, RankInfo(0, 1, 0, 1), record.device, available)
     predicted = MemoryEstimate(placement).in_step().total / GIB
     trained = train(record, model, data, room / "out", max_steps=steps, **options)
     if not on_gpu:
