@@ -237,8 +237,8 @@ class LaunchCheck:
                 raise self.not_found("rank 0 did not answer")
             if not store.check(["error"]):
                 first = json.loads(store.get(keys[0]))
-                own = json.loads(store.get(keys[ranks.rank]))
-                problem = rank_difference(first, own)
+                rank_record = json.loads(store.get(keys[ranks.rank]))
+                problem = rank_difference(first, rank_record)
                 if problem is not None:
                     refuse(f"{problem}: {ADVICE}")
             store.add("arrived", 1)
