@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -329,6 +329,7 @@ class Trainer:
             components.featuriser,
             session,
         )
+        self.batches = self.stream.from_batch(0, 0)
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         budget = find_budget(
@@ -362,6 +363,8 @@ class Trainer:
                 step = self.state.step
                 path = self.checkpointer.path_of(step)
                 raise self.interrupts.stopped(step, path) from None
+            finally:
+                self.batches.close()
             return self.finish()
 
     def start(self) -> None:
@@ -624,7 +627,8 @@ class Trainer:
         num_batches = self.data.batches_per_step
         first_batch = self.state.step * num_batches
         end = self.data.total_steps * num_batches
-        self.batches: Iterator[RankBatch] = self.stream.from_batch(first_batch, end)
+        self.batches.close()
+        self.batches = self.stream.from_batch(first_batch, end)
 
     # ---- parts of the loop ---------------------------------------------------
 

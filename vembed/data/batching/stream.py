@@ -11,7 +11,7 @@ import select
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
@@ -115,8 +115,9 @@ class RankBatchStream:
             features += self.rank_batch(number).features
         return features
 
-    def from_batch(self, first: int, end: int) -> Iterator[RankBatch]:
-        """Yield the rank batches first .. end-1, in order."""
+    def from_batch(self, first: int, end: int) -> Generator[RankBatch, None, None]:
+        """Yield the rank batches first .. end-1, in order. Close it: the garbage collector may run inside the start of a
+        thread, where nothing can be joined."""
         if self.num_workers == 0:
             yield from map(self.rank_batch, range(first, end))
             return
