@@ -1,5 +1,6 @@
 """`vembed.train` with Python objects for data, and with callbacks."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,12 @@ def test_a_dataset_dict_is_refused_with_its_splits():
     splits = datasets.DatasetDict(train=rows, test=rows)
     with pytest.raises(vembed.UserError, match="splits train, test"):
         as_path("data_path", splits)
+
+
+def test_no_thread_prepares_batches_after_a_run(tmp_path):
+    vembed.train(config(tmp_path, data_path=ROWS, max_steps=2))
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("vembed-data")
+    ]
