@@ -63,8 +63,9 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
 ):
     options = settings(tmp_path, **MANY)
     whole = vembed.train({**options, "output_dir": str(tmp_path / "whole")})
-    options |= {"output_dir": str(tmp_path / "cut")}
+    options |= {"output_dir": str(tmp_path / "cut"), "resume": "auto"}
     said = stop_in_evaluation(options, number)
+    assert said.endswith("run it again to go on")
     assert said.startswith(
         f"SIGTERM: stopped after step {3 * number}, saved in {tmp_path}/cut/checkpoint-{3 * number}"
     )

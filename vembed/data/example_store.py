@@ -324,6 +324,14 @@ class ExampleStore:
             sources.append(replace(source, index=index))
         return ExampleStore(sources, short_hash(self.fingerprint, note))
 
+    def with_all_negatives(self) -> ExampleStore:
+        """Return a store of the same examples, each with all negatives of its record."""
+        sources = []
+        for source in self._sources:
+            form = replace(source.form, max_negatives=None)
+            sources.append(replace(source, form=form))
+        return ExampleStore(sources, self.fingerprint)
+
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
         values = [source.index.keys for source in self._sources]

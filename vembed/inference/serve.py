@@ -409,8 +409,9 @@ class Service:
         for number, entry in enumerate(entries):
             text = entry.get("text") if isinstance(entry, dict) else entry
             if not isinstance(text, str):
+                expected = "one text" if key == "query" else "a text or a list of texts"
                 raise Refusal(
-                    f"{key} must be a text or a list of texts, and has {reprlib.repr(entry)}",
+                    f"{key} must be {expected}, and has {reprlib.repr(entry)}"
                 )
             self._check_text(f"{key}[{number}]", text)
             texts.append(text)

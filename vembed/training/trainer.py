@@ -362,7 +362,8 @@ class Trainer:
                 self.checkpointer.wait()  # with async_save, until it is on disk
                 step = self.state.step
                 path = self.checkpointer.path_of(step)
-                raise self.interrupts.stopped(step, path) from None
+                resumes = self.config.run.resume in (True, "auto", "force")
+                raise self.interrupts.stopped(step, path, resumes=resumes) from None
             finally:
                 self.batches.close()
             return self.finish()

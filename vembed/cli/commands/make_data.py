@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,8 @@ class DataFlags(MachineFlags):
     nproc: Nproc = 1
     num_machines: PositiveNumber = 1
 
-    def start_processes(self) -> None:
-        """End the command here if other processes are to do its work."""
+    def run(self, work: Callable[..., Any], config: CommandConfig) -> Any:
+        """Do the work of a command and return its result. With several processes, the command ends here."""
         num_machines = self.num_machines or 1
         if num_machines > 1 and self.main_process_ip is None:
             raise UserError(
@@ -69,6 +69,7 @@ class DataFlags(MachineFlags):
             main_process_ip=self.main_process_ip,
             main_process_port=self.main_process_port,
         )
+        return work(config, log=print_progress)
 
 
 NO_FLAGS = DataFlags()
@@ -83,8 +84,7 @@ def mine(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
     target = check_mine_config(config)
     if not use.is_dry_run:
-        use.start_processes()
-        return run_mine(config, log=print_progress)
+        return use.run(run_mine, config)
     inputs = read_mining_inputs(config)
     lines = [*options_of(config), "", *inputs.summary()]
     counts = f"{len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries"
@@ -104,8 +104,7 @@ def judge(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
     target = check_output(config, config.output_path)
     if not use.is_dry_run:
-        use.start_processes()
-        return run_judge(config, log=print_progress)
+        return use.run(run_judge, config)
     lines = [RowNegatives(config).summary()]
     for entry in config.judges:
         where = f" at {entry.base_url}" if entry.base_url else ""
@@ -123,8 +122,7 @@ def audit(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
     page = check_audit(config)
     if not use.is_dry_run:
-        use.start_processes()
-        return run_audit(config, log=print_progress)
+        return use.run(run_audit, config)
     inputs = read_mining_inputs(mining_config(config))
     print_lines(*inputs.summary(), f"would write: {page}")
     return None
@@ -138,8 +136,7 @@ def generate(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
     target = check_output(config, config.output_path)
     if not use.is_dry_run:
-        use.start_processes()
-        return run_generate(config, log=print_progress)
+        return use.run(run_generate, config)
     print_lines(*options_of(config), f"would write: {target}")
     return None
 

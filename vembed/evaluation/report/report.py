@@ -473,10 +473,13 @@ class SeveralRuns:
         for name in names:
             if name in NEVER_COMPARED:
                 continue
-            # A run that was stopped tells no versions.
-            known = [named[name] for named in options if name in named]
-            if any(value != known[0] for value in known):
-                settings[name] = [named.get(name) for named in options]
+            values = [named.get(name) for named in options]
+            compared = values
+            if name.endswith(" version"):
+                # A run that was stopped tells no versions.
+                compared = [value for value in values if value is not None]
+            if any(value != compared[0] for value in compared):
+                settings[name] = values
         return settings
 
     def figures(self) -> list[tuple[Curve, Plot]]:
