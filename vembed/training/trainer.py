@@ -547,7 +547,8 @@ class Trainer:
             or self._is_last()
         )
         is_better = state.best is None or scores[metric] > state.best
-        is_best = is_better and is_recoverable and state.step > 0
+        is_better = is_better and state.step > 0
+        is_best = is_better and is_recoverable
         if is_best:
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
@@ -557,6 +558,9 @@ class Trainer:
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.end_requested = True
         self.interrupts.share_end_request()
+        if is_better and self._is_last():
+            # A hook may have made this step the last one just now.
+            state.set_best(metric)
 
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective."""

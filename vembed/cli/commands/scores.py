@@ -56,6 +56,8 @@ def eval(
 ) -> dict[str, float]:
     """Score a model: nDCG, MRR, Recall and MAP over the whole corpus, or correlations for scored pairs.
 
+    A reranker sorts the first 50 documents of BM25.
+
     Args:
         data: A BEIR-style folder, or a file of pairs or scored pairs.
         dims: Also score at these sizes, as 256,128. Default: the model's own.
@@ -70,6 +72,8 @@ def eval(
     mapping = option("column_mapping", column_mapping)
     if compressed is not None and Path(compressed).suffix != ".html":
         raise UserError(f"--compressed {compressed}: the page is written as .html")
+    if compressed is not None:
+        require_folder(Path(compressed))
     use.share()
     from rich.console import Console
 
@@ -99,7 +103,7 @@ def eval(
             console.print(metrics_table(scores))
             stored = stored_values(scores)
             table = stored["stored"]
-            if compressed is not None and table is not None:
+            if compressed is not None:
                 console.print(" ", number_table(table.header, table.rows), sep="\n")
                 page = render_page(
                     "stored.html.j2",
@@ -111,19 +115,20 @@ def eval(
 
 
 def metrics_table(scores: dict[str, float]) -> Table:
-    """Return a table of all metrics, with a column for each size of the embedding."""
+    """Return a table of all metrics, with a column for each size of the embedding, and for a reranker's first stage."""
     from vembed.evaluation.report.record import metric_name
 
-    sizes = [match[0] for key in scores if (match := re.match(r"dim\d+/", key))]
-    prefixes = list(dict.fromkeys(["", *sizes]))
-    header = ["metric", "whole"]
-    header += [prefix.removeprefix("dim").removesuffix("/") for prefix in prefixes[1:]]
+    columns = {"": "whole"}
+    for key in scores:
+        match = re.match(r"(?:dim(\d+)|first_stage)/", key)
+        if match:
+            columns[match[0]] = match[1] or "first stage"
     rows = []
     for key in scores:
         if "/" not in key:
-            values = [f"{scores[prefix + key]:.4f}" for prefix in prefixes]
+            values = [f"{scores[prefix + key]:.4f}" for prefix in columns]
             rows.append([metric_name(key), *values])
-    return number_table(header, rows)
+    return number_table(["metric", *columns.values()], rows)
 
 
 def score(
