@@ -31,7 +31,7 @@ from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
 from vembed.training.frozen import InputBuilder
 from vembed.training.step import (
-    ContrastiveStep,
+    TrainingStep,
     order_micro_batches,
     seed_of,
 )
@@ -155,7 +155,7 @@ def step_of(
     rank_batch = make_rank_batch(rows[rank], rank.start, featuriser)
     feeder = Feeder(featuriser, session.device)
     builder = InputBuilder(model, feeder, session, **inputs)
-    step = ContrastiveStep(
+    step = TrainingStep(
         model, loss, builder, session, budget, SEED, teachers, auxiliary
     )
     return step, rank_batch

@@ -268,7 +268,7 @@ class KL(SoftmaxLoss, CandidateLoss):
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
-        from vembed.losses.candidates import CandidateRule, find_candidates
+        from vembed.losses.candidates import CandidateRule, plan_scores
         from vembed.losses.tiles import DivergenceRows, Scoring, tiled_loss
 
         if self.distill_candidates == "listed":
@@ -280,7 +280,7 @@ class KL(SoftmaxLoss, CandidateLoss):
             return term.mean(losses, batch.num_rows)
         rule = CandidateRule(self.hard_negatives_scope)
         scoring = Scoring(
-            candidates=find_candidates(batch, rule),
+            plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=partial(DivergenceRows, target_scale=self.target_scale()),
             coefficients=(1.0 / max(1, batch.num_rows),),
