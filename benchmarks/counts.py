@@ -180,7 +180,7 @@ def loss_elements(num_rows: int, dim: int = 64) -> int:
         example=rows,
         negative=nothing,
         negative_example=nothing,
-        scores=None,
+        label_scores=None,
         rank_rows=slice(0, num_rows),
         rank_negatives=slice(0, 0),
     )

@@ -101,9 +101,9 @@ class Counts:
     """Rows of the loss: pairs of a query and a positive."""
     negatives: list[int]
     """Hard negatives."""
-    has_scores: list[int]
+    has_label_scores: list[int]
     """1 if the rank's data have scores of its positives."""
-    has_negative_scores: list[int]
+    has_negative_label_scores: list[int]
     """1 if the rank's data have scores of its hard negatives, or if it has no hard negatives."""
     padded_tokens: list[int]
     """Tokens of its micro-batches, with padding."""
@@ -365,14 +365,15 @@ class TrainingStep:
         lengths = model_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
-        has_negative_scores = rank_batch.negative_scores is not None
+        has_negative_label_scores = rank_batch.negative_label_scores is not None
         rank_counts = {
             "inputs": len(features),
             "vectors": sum(feature.num_vectors for feature in features),
             "rows": len(rank_batch.query),
             "negatives": num_negatives,
-            "has_scores": rank_batch.scores is not None,
-            "has_negative_scores": has_negative_scores or num_negatives == 0,
+            "has_label_scores": rank_batch.label_scores is not None,
+            "has_negative_label_scores": has_negative_label_scores
+            or num_negatives == 0,
             "padded_tokens": model_split.padded_tokens,
             "longest": max(lengths, default=0),
             "failed": self._ran_out_of_memory,  # in the batch before
@@ -612,13 +613,13 @@ class TrainingStep:
             )
             columns["num_vectors"] = Column(num_vectors, counts.inputs)
         # Scores are used only if every rank has them: all ranks pass the same columns.
-        if all(counts.has_scores) and rank_batch.scores is not None:
-            columns["scores"] = Column(rank_batch.scores, counts.rows)
-        if any(counts.negatives) and all(counts.has_negative_scores):
-            negative_scores = rank_batch.negative_scores
-            if negative_scores is None:  # a rank without negatives
-                negative_scores = np.empty(0, dtype=np.float64)
-            columns["negative_scores"] = Column(negative_scores, counts.negatives)
+        if all(counts.has_label_scores) and rank_batch.label_scores is not None:
+            columns["label_scores"] = Column(rank_batch.label_scores, counts.rows)
+        if any(counts.negatives) and all(counts.has_negative_label_scores):
+            negative_labels = rank_batch.negative_label_scores
+            if negative_labels is None:  # a rank without negatives
+                negative_labels = np.empty(0, dtype=np.float64)
+            columns["negative_label_scores"] = Column(negative_labels, counts.negatives)
         return columns
 
     def _forward(
