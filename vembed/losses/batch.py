@@ -30,7 +30,7 @@ INDEX_FIELDS = (
 """Fields of a LossBatch that hold integers."""
 
 
-def copied_together(
+def to_device_together(
     tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
     """Return host tensors on a device, by one copy for each dtype, which the host does not wait for."""
@@ -243,7 +243,7 @@ class LossBatch:
             "groups": torch.cat((rows, negative_rows)) - first,
         }
         return ListedPairs(
-            **copied_together(tensors, self.query.device),
+            **to_device_together(tensors, self.query.device),
             num_groups=len(rows),
             num_negative_pairs=len(row),
         )
@@ -281,7 +281,7 @@ class LossBatch:
             "groups": example[pair_rows],
         }
         return ListedPairs(
-            **copied_together(tensors, self.query.device),
+            **to_device_together(tensors, self.query.device),
             num_groups=len(examples),
             num_negative_pairs=num_negative_pairs,
         )
@@ -487,7 +487,7 @@ def draw_mixtures(
         "share": share.flatten(),
         "example": example.repeat_interleave(count),
     }
-    return Mixtures(**copied_together(mixtures, batch.negative.device))
+    return Mixtures(**to_device_together(mixtures, batch.negative.device))
 
 
 def with_mixtures(

@@ -43,7 +43,7 @@ from vembed.losses.batch import (
     NO_KEY_ROW,
     LossBatch,
     compact_keys,
-    copied_together,
+    to_device_together,
 )
 from vembed.losses.similarity import length_of
 
@@ -194,7 +194,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     occurrence = torch.cat(parts)
     tensors["index"] = batch.occurrences()[occurrence]
     tensors["occurrence"] = occurrence
-    copies = copied_together(tensors, device)
+    copies = to_device_together(tensors, device)
     explicit = []
     if explicit_negatives.numel():
         pairs = ExplicitPairs(

@@ -142,7 +142,7 @@ class SpreadOut(LossDeclaration):
         """See LossDeclaration."""
         import torch
 
-        from vembed.losses.batch import compact_keys, copied_together
+        from vembed.losses.batch import compact_keys, to_device_together
         from vembed.losses.candidates import ExclusionMask
 
         num_rows = batch.num_rows
@@ -153,7 +153,7 @@ class SpreadOut(LossDeclaration):
             "content": compact_keys(host.content),
             "example": compact_keys(host.example),
         }
-        keys = copied_together(keys, batch.query.device)
+        keys = to_device_together(keys, batch.query.device)
         coefficient = 1.0 / max(1, num_rows * (num_rows - 1))
         occurrences = torch.arange(2 * num_rows, device=batch.query.device)
         share = batch.embeddings.new_zeros(())

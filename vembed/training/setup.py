@@ -462,7 +462,7 @@ def open_stream(
         options.in_batch_negatives,
         # Equal inputs pass the model as often as they occur: an input would otherwise weigh in the statistics of shared
         # batch norms by the number of processes that have it.
-        encodes_copies=session.syncs_batch_norms,
+        encodes_duplicates=session.syncs_batch_norms,
         # On CPUs a process would take the cores that compute. Images are decoded by processes in any case.
         uses_process=session.device.type == "cuda" and num_workers == 1,
     )
