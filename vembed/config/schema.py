@@ -448,11 +448,6 @@ class DataSection(Section):
         """True if there are validation data."""
         return self.val_data_path is not None or self.val_split is not None
 
-    def adds_negatives(self) -> bool:
-        """Return whether records get further negatives, so that they need none of their own."""
-        is_mined = self.mine is not None and self.mine.at_start
-        return is_mined or self.in_batch_negatives > 0
-
     def sources(self) -> list[DataSource]:
         """Return an entry for each source of `data_path`."""
         return sources_of(self.data_path)

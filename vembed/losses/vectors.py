@@ -224,7 +224,7 @@ def _squared_errors(
         plan=plan,
         similarity=term.similarity(embeddings),
         row_loss=SquaredErrorRows,
-        coefficients=(coefficient,),
+        direction_factors=(coefficient,),
         teacher=teacher,
     )
     scale = batch.like_scores(torch.ones((), device=embeddings.device))
@@ -239,7 +239,7 @@ def _mean_distance(
 ) -> Tensor:
     """Return this rank's share of the mean of 1 - cos(W z, t) over all M occurrences.
 
-    `projection`: W [E, D]. With several sizes, their weighted sum. Differentiable once, in the embeddings and W.
+    `projection`: W [width, D]. With several sizes, their weighted sum. Differentiable once, in the embeddings and W.
     """
     import torch
 
@@ -256,7 +256,7 @@ def _mean_distance(
     d_embeddings = torch.zeros_like(embeddings, dtype=dtype)
     d_projection = torch.zeros_like(projection)
     with torch.autocast(device.type, enabled=False):
-        # Autograd for one chunk at a time: the projected vectors [M, E] of all occurrences never exist at once.
+        # Autograd for one chunk at a time: the projected vectors [M, width] of all occurrences never exist at once.
         for chunk in chunks(index.numel(), OCCURRENCES_AT_ONCE):
             with torch.enable_grad():
                 z = embeddings.detach()[index[chunk]]
@@ -281,7 +281,7 @@ def _sum_of_distances(
     vectors: Tensor,
     similarity: Similarity,
 ) -> Tensor:
-    """Return the sum over z [m, D] and sizes of weight * (1 - cos(W z, t)), for the teacher's vectors t [m, E]."""
+    """Return the sum over z [m, D] and sizes of weight * (1 - cos(W z, t)), for the teacher's vectors t [m, width]."""
     import torch
 
     # Inputs that the teacher does not know have a vector of zeros, and count as 0.

@@ -151,7 +151,7 @@ def build_model(
         backbone,
         head,
         pooling=pooling,
-        scale_and_bias=scale_and_bias(description),
+        logit_scale_and_bias=logit_scale_and_bias(description),
         language_head=language_head,
     )
     freeze_unused(backbone)
@@ -511,13 +511,13 @@ def _cast_frozen_towers(
         tower_module(backbone, description.traits, tower).to(dtype)
 
 
-def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
+def logit_scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
     """Return the scale and bias that CLIP or SigLIP was trained with, read from the weight files.
 
     The model's own parameters may be empty (meta) or sharded.
     """
     values = {}
-    if description.traits.has_scale_and_bias:
+    if description.traits.has_logit_scale_and_bias:
         for path in Path(description.source).glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:
                 for name in set(file.keys()).intersection(LOSS_PARAMETERS):

@@ -340,7 +340,6 @@ class TrainingStep:
             loss_on_host = HostCopy(loss_share)
             with self.timer("backward"), self._watching_memory(can_repeat=can_repeat):
                 self.backward(batch, gradient, scaled_weight)
-        num_micro_batches = len(batch.micro_batches)
         feeder = self.input_builder.feeder
         padded_tokens = 0
         for micro_batch in batch.micro_batches:
@@ -350,7 +349,7 @@ class TrainingStep:
             loss_share=loss_share,
             loss_on_host=loss_on_host,
             padded_tokens=padded_tokens,
-            num_forwards=2 * num_micro_batches - batch.num_kept_graphs,
+            num_forwards=2 * len(batch.micro_batches) - batch.num_kept_graphs,
             num_kept_graphs=batch.num_kept_graphs,
             embeddings=batch.embeddings,
             is_finite=torch.isfinite(batch.embeddings).all(),
