@@ -71,7 +71,6 @@ from vembed.data.batching.rank_batch import (
     RankBatch,
     row_index,
 )
-from vembed.data.features import PairFeaturiser
 from vembed.errors import RunError
 from vembed.losses.batch import (
     INDEX_FIELDS,
@@ -489,7 +488,7 @@ class TrainingStep:
             rank_negatives=rank_slice(rank, counts.negatives),
             batch_number=batch.batch_number,
             source_index=rank_batch.source_index,
-            embeddings_are_scores=isinstance(featuriser, PairFeaturiser),
+            embeddings_are_scores=featuriser.reads_pairs,
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
         )
         if self.teachers is None:
