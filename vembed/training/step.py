@@ -151,8 +151,8 @@ class StepBatch:
 
         None where each input has one: dense vectors of texts and images, scores of pairs.
         """
-        num_vectors = [feature.num_vectors for feature in self.rank_batch.features]
-        if all(count == 1 for count in num_vectors):
+        num_vectors = self.rank_batch.num_vectors
+        if sum(num_vectors) == len(num_vectors):
             return None
         return np.cumsum([0, *num_vectors])
 
@@ -366,7 +366,7 @@ class ContrastiveStep:
         has_negative_scores = rank_batch.negative_scores is not None
         rank_counts = {
             "inputs": len(features),
-            "vectors": sum(feature.num_vectors for feature in features),
+            "vectors": sum(rank_batch.num_vectors),
             "rows": len(rank_batch.query),
             "negatives": num_negatives,
             "has_scores": rank_batch.scores is not None,
@@ -590,13 +590,10 @@ class ContrastiveStep:
         """
         rank_batch = batch.rank_batch
         counts = batch.counts
-        features = rank_batch.features
         # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
         offset = sum(counts.inputs[: self.session.rank])
-        contents = [feature.content for feature in features]
-        content = np.array(contents, dtype=np.int64)
         columns = {
-            "content": Column(content, counts.inputs),
+            "content": Column(rank_batch.content, counts.inputs),
             "query": Column(rank_batch.query + offset, counts.rows),
             "positive": Column(rank_batch.positive + offset, counts.rows),
             "example": Column(rank_batch.example, counts.rows),
@@ -605,9 +602,7 @@ class ContrastiveStep:
         }
         # Some inputs have several vectors. Every rank sees this in the shared counts.
         if counts.vectors != counts.inputs:
-            num_vectors = np.array(
-                [feature.num_vectors for feature in features], dtype=np.int64
-            )
+            num_vectors = np.array(rank_batch.num_vectors, dtype=np.int64)
             columns["num_vectors"] = Column(num_vectors, counts.inputs)
         # Scores are used only if every rank has them: all ranks pass the same columns.
         if all(counts.has_scores) and rank_batch.scores is not None:
