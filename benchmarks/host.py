@@ -29,7 +29,7 @@ from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
 from vembed.models.families.description import describe
 from vembed.training.optimizer import Update
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 
 ROWS = 256
 STEPS = 30
@@ -38,10 +38,10 @@ SECONDS = 3.0
 """Time for which calls are counted."""
 MODEL_STAGES = ("encode", "backward")
 HOST_STAGES = {
-    "split": ContrastiveStep,
-    "gather": ContrastiveStep,
-    "score": ContrastiveStep,
-    "synchronise": ContrastiveStep,
+    "split": TrainingStep,
+    "gather": TrainingStep,
+    "differentiate": TrainingStep,
+    "synchronise": TrainingStep,
     "apply": Update,
 }
 
@@ -59,7 +59,7 @@ def timed_stages(seconds: dict[str, list[float]]) -> Iterator[None]:
 
         return call
 
-    owners: dict[str, type] = dict.fromkeys(MODEL_STAGES, ContrastiveStep)
+    owners: dict[str, type] = dict.fromkeys(MODEL_STAGES, TrainingStep)
     owners |= HOST_STAGES
     with ExitStack() as stack:
         for name, owner in owners.items():

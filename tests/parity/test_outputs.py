@@ -23,7 +23,7 @@ from vembed.losses.batch import LossModule
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
 from vembed.training.frozen import InputBuilder
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 
 NUM_EXAMPLES = 5
 
@@ -108,7 +108,7 @@ def step_on_rank(strategy, cache):
             for feature in batch.features
         ]
         model = session.prepare(model, ())
-        step = ContrastiveStep(
+        step = TrainingStep(
             model,
             loss,
             InputBuilder(model, Feeder(featuriser, session.device), session),

@@ -45,10 +45,10 @@ class RankBatch:
     negative: np.ndarray
     """[H] index of each occurrence of a hard negative."""
     negative_example: np.ndarray
-    scores: np.ndarray | None
+    label_scores: np.ndarray | None
     """[R] score of each row, where the data have one for all of them."""
-    negative_scores: np.ndarray | None
-    """[H] score of each hard negative, as `scores`."""
+    negative_label_scores: np.ndarray | None
+    """[H] score of each hard negative, as `label_scores`."""
     num_inputs: int
     """Number of inputs before the removal of duplicates."""
     where: list[str]
@@ -111,8 +111,8 @@ def make_rank_batch(
     where_to = np.arange(len(units))
     if not encodes_copies:
         features, where_to = distinct(features, key=lambda feature: feature.key)
-    has_scores = len(scores) == len(rows) > 0
-    has_negative_scores = len(negative_scores) == len(negatives) > 0
+    has_label_scores = len(scores) == len(rows) > 0
+    has_negative_label_scores = len(negative_scores) == len(negatives) > 0
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
     return RankBatch(
@@ -126,8 +126,10 @@ def make_rank_batch(
         example=row_table[:, 2],
         negative=where_to[negative_table[:, 0]],
         negative_example=negative_table[:, 1],
-        scores=np.array(scores) if has_scores else None,
-        negative_scores=np.array(negative_scores) if has_negative_scores else None,
+        label_scores=np.array(scores) if has_label_scores else None,
+        negative_label_scores=np.array(negative_scores)
+        if has_negative_label_scores
+        else None,
         num_inputs=len(units),
         where=[example.where for example in examples],
         row_items=row_items,
