@@ -31,12 +31,7 @@ from vembed.config.values import (
     Task,
 )
 from vembed.errors import UserError
-from vembed.losses.table import (
-    ENTRY_OPTIONS,
-    LOSS_OPTIONS,
-    LOSSES,
-    with_constraints,
-)
+from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSSES, with_constraints
 from vembed.models.families.table import FamilyName
 from vembed.models.poolings.table import PoolingName, pooling_text
 from vembed.training.optimizer_kinds import OPTIMIZERS

@@ -38,10 +38,9 @@ def to_device_together(
         return {name: tensor.to(device) for name, tensor in tensors.items()}
     on_device = {}
     for dtype in {tensor.dtype for tensor in tensors.values()}:
-        of_dtype = {}
-        for name, tensor in tensors.items():
-            if tensor.dtype == dtype:
-                of_dtype[name] = tensor
+        of_dtype = {
+            name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype
+        }
         flat = torch.cat([tensor.reshape(-1) for tensor in of_dtype.values()])
         if flat.numel() and flat.device != device:
             flat = flat.pin_memory()

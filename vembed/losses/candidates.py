@@ -39,12 +39,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from vembed.losses.batch import (
-    NO_KEY_ROW,
-    LossBatch,
-    compact_keys,
-    to_device_together,
-)
+from vembed.losses.batch import NO_KEY_ROW, LossBatch, compact_keys, to_device_together
 from vembed.losses.similarity import length_of
 
 NO_KEY_COLUMN = -2

@@ -42,11 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vembed.losses.batch import TeacherVectors
-from vembed.losses.candidates import (
-    FORWARD,
-    ScorePlan,
-    shifted,
-)
+from vembed.losses.candidates import FORWARD, ScorePlan, shifted
 from vembed.losses.similarity import (
     Entries,
     PrefixTable,
@@ -625,8 +621,9 @@ class _ScorePass:
         )
         self.guide_table: _VectorTable | None = None
         if scoring.guide is not None:
-            vectors = scoring.guide.vectors
-            self.guide_table = _VectorTable(vectors, plan, self.logit_scale)
+            self.guide_table = _VectorTable(
+                scoring.guide.vectors, plan, self.logit_scale
+            )
         self.teacher_table: _VectorTable | None = None
         if scoring.teacher is not None:
             self.teacher_table = _VectorTable(scoring.teacher, plan, self.logit_scale)

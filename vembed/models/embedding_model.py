@@ -619,7 +619,7 @@ class HiddenStates(nn.Module):
         hidden_dim = description.text_hidden_dim or config.get_text_config().hidden_size
         self.width = POOLINGS[self.pooling].width(int(hidden_dim))
 
-    def forward(self, slices: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
+    def forward(self, slices: list[ModalitySlice]) -> list[Tensor]:
         """Return for each slice (modality, inputs) [n, layers * width], layer by layer."""
         states = []
         for modality_slice in slices:
@@ -662,7 +662,7 @@ class HiddenStates(nn.Module):
             states.append(torch.cat([captured[layer] for layer in self.layers], dim=1))
         return states
 
-    def pooled(self, hidden: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    def pooled(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """Pool the states of a layer, padded [n, tokens, dim] or packed [1, all tokens, dim], to [n, width]."""
         mask = padding_mask(inputs)
         if self._packs:

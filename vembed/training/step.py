@@ -72,24 +72,14 @@ from vembed.data.batching.rank_batch import (
     row_index,
 )
 from vembed.errors import RunError
-from vembed.losses.batch import (
-    INDEX_FIELDS,
-    LossBatch,
-    LossModule,
-    to_device_together,
-)
+from vembed.losses.batch import INDEX_FIELDS, LossBatch, LossModule, to_device_together
 from vembed.models.families.family import Modality
 from vembed.models.precision import bf16_weights_of
 from vembed.parallel import collectives
 from vembed.parallel.devices import is_shortage, matmul_precision, seed_draws
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.parallel.session import Session
-from vembed.parallel.step_memory import (
-    SMALLEST_BUDGET,
-    Budget,
-    OutOfMemory,
-    advice,
-)
+from vembed.parallel.step_memory import SMALLEST_BUDGET, Budget, OutOfMemory, advice
 from vembed.teachers import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import BatchInputs, InputBuilder
@@ -161,8 +151,8 @@ class BatchState:
 
         None where each input has one: dense vectors of texts and images, scores of pairs.
         """
-        num_vectors = [feature.num_vectors for feature in self.rank_batch.features]
-        if all(count == 1 for count in num_vectors):
+        num_vectors = self.rank_batch.num_vectors
+        if sum(num_vectors) == len(num_vectors):
             return None
         return np.cumsum([0, *num_vectors])
 
@@ -378,7 +368,7 @@ class TrainingStep:
         has_negative_label_scores = rank_batch.negative_label_scores is not None
         rank_counts = {
             "inputs": len(features),
-            "vectors": sum(feature.num_vectors for feature in features),
+            "vectors": sum(rank_batch.num_vectors),
             "rows": len(rank_batch.query),
             "negatives": num_negatives,
             "has_label_scores": rank_batch.label_scores is not None,
@@ -606,13 +596,10 @@ class TrainingStep:
         """
         rank_batch = batch.rank_batch
         counts = batch.counts
-        features = rank_batch.features
         # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
         offset = sum(counts.inputs[: self.session.rank])
-        contents = [feature.content for feature in features]
-        content = np.array(contents, dtype=np.int64)
         parts = {
-            "content": FieldPart(content, counts.inputs),
+            "content": FieldPart(rank_batch.content, counts.inputs),
             "query": FieldPart(rank_batch.query + offset, counts.rows),
             "positive": FieldPart(rank_batch.positive + offset, counts.rows),
             "example": FieldPart(rank_batch.example, counts.rows),
@@ -623,9 +610,7 @@ class TrainingStep:
         }
         # Some inputs have several vectors. Every rank sees this in the shared counts.
         if counts.vectors != counts.inputs:
-            num_vectors = np.array(
-                [feature.num_vectors for feature in features], dtype=np.int64
-            )
+            num_vectors = np.array(rank_batch.num_vectors, dtype=np.int64)
             parts["num_vectors"] = FieldPart(num_vectors, counts.inputs)
         # Scores are used only if every rank has them: all ranks pass the same fields.
         if all(counts.has_label_scores) and rank_batch.label_scores is not None:

@@ -51,12 +51,7 @@ from vembed.training.checkpoint.folders import (
 )
 from vembed.training.final import save_final, write_whole
 from vembed.training.frozen import log_store_use
-from vembed.training.hooks.base import (
-    Evaluation,
-    Hook,
-    Hooks,
-    StepReport,
-)
+from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
 from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.interrupts import Interrupts, StopRequested
 from vembed.training.optimizer import GradientScale, Schedule, Update

@@ -31,6 +31,12 @@ class RankBatch:
     modalities: tuple[Modality, ...]
     """Those of the model, in the order in which all ranks run them."""
     features: list[Features]
+    content: np.ndarray
+    """[n] hash of each input's content, without prompt and truncation. The loss finds duplicates by it."""
+    num_vectors: list[int]
+    """Number of vectors that the model gives for each input."""
+    useful_tokens: int
+    """Tokens and patches of the distinct inputs, without padding."""
     query: np.ndarray
     """[R] index of the query of each row; there is one row per (query, positive) pair."""
     positive: np.ndarray
@@ -63,11 +69,6 @@ class RankBatch:
             indices = indices_by_modality(self.features, self.modalities)
             self.splits[budget] = LockstepSplit(lengths, indices, budget)
         return self.splits[budget]
-
-    @property
-    def useful_tokens(self) -> int:
-        """Tokens and patches of the distinct inputs, without padding."""
-        return sum(feature.length for feature in self.features)
 
 
 def make_rank_batch(
@@ -117,6 +118,9 @@ def make_rank_batch(
     return RankBatch(
         modalities=featuriser.modalities,
         features=features,
+        content=np.array([feature.content for feature in features], np.int64),
+        num_vectors=[feature.num_vectors for feature in features],
+        useful_tokens=sum(feature.length for feature in features),
         query=where_to[row_table[:, 0]],
         positive=where_to[row_table[:, 1]],
         example=row_table[:, 2],
