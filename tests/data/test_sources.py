@@ -278,6 +278,9 @@ def test_images_start_from_the_folder_of_the_file(tmp_path):
     options = {"image_root": str(picture.parent), "retrieval_mode": "t2i"}
     store = open_rows(tmp_path, [pair(positive="cat.jpg")], **options)
     assert store[0].positives == expected
+    rows = [pair(positive={"image": "https://x.org/y.png"})]
+    assert "allow_image_urls: true" in refused_rows(tmp_path, rows)
+    assert len(open_rows(tmp_path, rows, allow_image_urls=True)) == 1
 
 
 def test_bad_images_are_named_with_their_lines(tmp_path):
