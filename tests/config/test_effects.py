@@ -135,12 +135,12 @@ BUILT = {
     ),
     "micro_batch_tokens": (
         "many",
-        "contrastive_step.budget.micro_batch_tokens",
+        "training_step.budget.micro_batch_tokens",
         99,
     ),
     "use_gradient_cache": (
         "many",
-        "contrastive_step.budget.use_gradient_cache",
+        "training_step.budget.use_gradient_cache",
         False,
     ),
     "epochs": ("other", "data.total_steps", 20),

@@ -278,6 +278,12 @@ class Update:
     def __post_init__(self) -> None:
         # Copies on every rank, also where the model is sharded.
         self._loss_parameters = list(self.loss.parameters())
+        # From the optimizer, not from the modules: sharding exchanges theirs, and each step would have to walk them.
+        self._model_parameters: list[nn.Parameter] = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not any(parameter is weight for weight in self._loss_parameters):
+                    self._model_parameters.append(parameter)
         self._fsdp1_group = fsdp1_group(self.model)
         self.uses_scale = self.session.mixed_precision == "fp16"
         # Unless a checkpoint has restored a later value.
@@ -287,11 +293,9 @@ class Update:
 
     def apply(self, loss: float) -> Outcome:
         """Take one optimizer step with the current gradients, then clear them. Collective. `loss`: of all ranks."""
-        # Read anew: sharding may exchange the parameters of the modules after the first step.
-        model_parameters = list(self.model.parameters())
-        parameters = [*model_parameters, *self._loss_parameters]
+        parameters = [*self._model_parameters, *self._loss_parameters]
         norm_tensor = gradient_norm(
-            model_parameters, self._fsdp1_group, self._loss_parameters
+            self._model_parameters, self._fsdp1_group, self._loss_parameters
         )
         # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one
         # multiplication below.
