@@ -253,7 +253,7 @@ def wanted(name):
         example=torch.from_numpy(rank_batch.example),
         negative=torch.from_numpy(rank_batch.negative),
         negative_example=torch.from_numpy(rank_batch.negative_example),
-        scores=None,
+        label_scores=None,
         rank_rows=slice(0, len(rank_batch.query)),
         rank_negatives=slice(0, len(rank_batch.negative)),
     )

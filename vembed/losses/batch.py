@@ -133,9 +133,9 @@ class LossBatch:
     """Rows whose loss terms this rank computes. Both slices have plain bounds."""
     rank_negatives: slice
     """Hard negatives of this rank's examples."""
-    scores: Tensor | None = None
+    label_scores: Tensor | None = None
     """[R] label score of each row's pair. None if the data have no scores."""
-    negative_scores: Tensor | None = None
+    negative_label_scores: Tensor | None = None
     """[H] score of each hard negative, where the data have scores for them."""
     negative_parts: Tensor | None = None
     """[H, 2] indices of what each hard negative is made of, where some are mixtures. Twice its own otherwise."""
@@ -288,14 +288,14 @@ class LossBatch:
 
     # ---- Scores of the data and of teachers --------------------------------------------
 
-    def required_scores(self, loss: str) -> Tensor:
+    def required_label_scores(self, loss: str) -> Tensor:
         """Return the label scores. Raise UserError if the data have none."""
-        if self.scores is None:
+        if self.label_scores is None:
             raise UserError(
                 f"loss: {loss} needs a score for every pair, and the training data have none; "
                 "add them (sentence1, sentence2, score) or use loss: infonce."
             )
-        return self.scores
+        return self.label_scores
 
     def teacher_vectors(self, name: str | None) -> TeacherVectors:
         """Return the vectors of a teacher, for what needs more than scores of listed pairs."""

@@ -105,7 +105,7 @@ class ExplicitPairs:
 
 
 @dataclass(frozen=True)
-class LossCandidates:
+class ScorePlan:
     """The table of N entries, and all scores of this rank's share of the loss."""
 
     index: Tensor
@@ -152,7 +152,7 @@ class _Layout:
     """Positives of this rank's rows."""
 
 
-def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
+def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     """Lay out the table, the column groups and the explicit pairs that a rule asks for."""
     device = batch.query.device
     # The host knows every integer. It makes the table and the keys, which are then copied at once: what is read from a
@@ -206,7 +206,7 @@ def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
         explicit.append(pairs)
         if rule.document_document:
             explicit.append(replace(pairs, row_entries=layout.rank_positives))
-    return LossCandidates(
+    return ScorePlan(
         index=copies["index"],
         occurrence=copies["occurrence"],
         rank_queries=layout.rank_queries,

@@ -84,7 +84,7 @@ class GuidedLoss(CandidateLoss):
         lists_own_negatives: bool = False,
     ) -> Tensor:
         """Return 1/N times the sum of the row losses of this rank's rows."""
-        from vembed.losses.candidates import CandidateRule, find_candidates
+        from vembed.losses.candidates import CandidateRule, plan_scores
         from vembed.losses.tiles import Guide, Scoring, tiled_loss
 
         rule = CandidateRule(
@@ -107,7 +107,7 @@ class GuidedLoss(CandidateLoss):
         share = 1.0 / max(1, batch.num_rows)
         coefficients = (share / 2, share / 2) if both_directions else (share,)
         scoring = Scoring(
-            candidates=find_candidates(batch, rule),
+            plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=row_loss,
             coefficients=coefficients,

@@ -10,10 +10,10 @@ row blocks, and each block into tiles of columns:
             +---------+---------+---------+------  n rows and t columns
     block   | ...
 
-For a loss L = sum over rows of l(row), with logits z = scale * score, the gradient with respect to the vectors x of rows
+For a loss L = sum over rows of l(row), with logits z = logit_scale * score, the gradient with respect to the vectors x of rows
 and y of columns is as follows. For the cosine x and y are normalised, and `PrefixTable` adds the derivative of that.
 
-    dL/dx_i = scale * sum_j dl/dz_ij * y_j          dL/dy_j = scale * sum_i dl/dz_ij * x_i
+    dL/dx_i = logit_scale * sum_j dl/dz_ij * y_j          dL/dy_j = logit_scale * sum_i dl/dz_ij * x_i
 
 dl/dz_ij depends on sums over the whole row, such as the sum of a softmax. So all tiles of one row block are scored
 and kept: O(N * block) memory for N columns and `block` rows. The sums of its rows are then complete, and the gradient
@@ -44,7 +44,7 @@ from torch import Tensor
 from vembed.losses.batch import TeacherVectors
 from vembed.losses.candidates import (
     FORWARD,
-    LossCandidates,
+    ScorePlan,
     shifted,
 )
 from vembed.losses.similarity import (
@@ -106,7 +106,7 @@ class Guide:
 class Scoring:
     """Definition of a loss over scores: candidates, similarity, row loss and options."""
 
-    candidates: LossCandidates
+    plan: ScorePlan
     similarity: Similarity
     row_loss: Callable[[RowStart], RowLoss]
     """Makes the losses of a row block."""
@@ -122,21 +122,21 @@ class Scoring:
 def tiled_loss(
     embeddings: Tensor,
     scoring: Scoring,
-    scale: Tensor,
+    logit_scale: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Return the sum over this rank's rows, sizes and directions of coefficient * size weight * row loss.
 
-    `embeddings`: E [U, D]. Logits are scale * score. The row loss adds the bias. Differentiable once, in embeddings,
-    scale and bias.
+    `embeddings`: E [U, D]. Logits are logit_scale * score. The row loss adds the bias. Differentiable once, in embeddings,
+    logit_scale and bias.
     """
     # Gradients are computed by hand. Autocast would run the products in 16 bits.
     with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-        score_pass = _ScorePass(embeddings, scoring, scale, bias)
+        score_pass = _ScorePass(embeddings, scoring, logit_scale, bias)
         score_pass.run()
         d_embeddings = score_pass.table.gradient().to(embeddings.dtype)
-    inputs = [embeddings, scale]
-    gradients = [d_embeddings, score_pass.d_scale]
+    inputs = [embeddings, logit_scale]
+    gradients = [d_embeddings, score_pass.d_logit_scale]
     if bias is not None:
         inputs.append(bias)
         gradients.append(score_pass.d_bias)
@@ -149,16 +149,16 @@ class _VectorTable:
     def __init__(
         self,
         teacher: TeacherVectors,
-        candidates: LossCandidates,
+        plan: ScorePlan,
         like: Tensor,
     ) -> None:
         """`like`: has the device and dtype of the scores."""
-        # [V, E] vectors, and [N] the vector of each entry.
+        # [V, W] vectors of the teacher, whose width W is not D, and [N] the vector of each entry.
         self.vectors = teacher.vectors.to(like.device, like.dtype)
-        self.index = teacher.occurrences()[candidates.occurrence]
+        self.index = teacher.occurrences()[plan.occurrence]
 
     def at(self, entries: Entries) -> Tensor:
-        """Return [n, E] vectors."""
+        """Return [n, W] vectors."""
         return self.vectors[self.index[entries]]
 
     def score(self, rows: slice, columns: slice, out: Tensor) -> None:
@@ -223,31 +223,31 @@ class _ScorePass:
         self,
         embeddings: Tensor,
         scoring: Scoring,
-        scale: Tensor,
+        logit_scale: Tensor,
         bias: Tensor | None,
     ) -> None:
-        candidates = scoring.candidates
+        plan = scoring.plan
         dtype = arithmetic_dtype(embeddings)
         self.scoring = scoring
-        self.candidates = candidates
-        self.scale = scale.detach().to(embeddings.device, dtype)
+        self.plan = plan
+        self.logit_scale = logit_scale.detach().to(embeddings.device, dtype)
         self.bias = bias
         if bias is not None:
             self.bias = bias.detach().to(embeddings.device, dtype)
         self.num_sizes = len(scoring.similarity.dims)
         self.table = PrefixTable(
-            embeddings, candidates.index, scoring.similarity, with_gradient=True
+            embeddings, plan.index, scoring.similarity, with_gradient=True
         )
         self.guide_table: _VectorTable | None = None
         if scoring.guide is not None:
             vectors = scoring.guide.vectors
-            self.guide_table = _VectorTable(vectors, candidates, self.scale)
+            self.guide_table = _VectorTable(vectors, plan, self.logit_scale)
         self.teacher_table: _VectorTable | None = None
         if scoring.teacher is not None:
-            self.teacher_table = _VectorTable(scoring.teacher, candidates, self.scale)
+            self.teacher_table = _VectorTable(scoring.teacher, plan, self.logit_scale)
         # A tile's logits at all sizes, and the teacher's scores where there is one.
         self.num_matrices = self.num_sizes + (self.teacher_table is not None)
-        widths = [length_of(group.columns) for group in candidates.column_groups]
+        widths = [length_of(group.columns) for group in plan.column_groups]
         num_columns = sum(widths)
         scores_per_row = num_columns * self.num_matrices
         self.tiling = Tiling.for_scores(scores_per_row, embeddings)
@@ -256,27 +256,27 @@ class _ScorePass:
         # of the size of a tile.
         widest_group = max(widths, default=0)
         widest_tile = min(widest_group, self.tiling.columns)
-        max_rows = min(self.tiling.rows, length_of(candidates.rank_queries))
+        max_rows = min(self.tiling.rows, length_of(plan.rank_queries))
         width = num_columns if self.keeps_tiles else widest_tile
         size = self.num_matrices * max_rows * width
-        self.logits_buffer = self.scale.new_empty(size)
-        self.scratch_buffer = self.scale.new_empty(2, max_rows * widest_tile)
-        self.loss = self.scale.new_zeros(())
-        self.d_scale = self.scale.new_zeros(())
-        self.d_bias = self.scale.new_zeros(())
+        self.logits_buffer = self.logit_scale.new_empty(size)
+        self.scratch_buffer = self.logit_scale.new_empty(2, max_rows * widest_tile)
+        self.loss = self.logit_scale.new_zeros(())
+        self.d_logit_scale = self.logit_scale.new_zeros(())
+        self.d_bias = self.logit_scale.new_zeros(())
 
     def run(self) -> None:
-        """Accumulate `loss`, `d_scale`, `d_bias` and the table's gradient."""
-        num_rows = length_of(self.candidates.rank_queries)
+        """Accumulate `loss`, `d_logit_scale`, `d_bias` and the table's gradient."""
+        num_rows = length_of(self.plan.rank_queries)
         for rows in chunks(num_rows, self.tiling.rows):
             # The positives first: they start the online softmax and define the ceilings.
             block = self._start(rows)
             explicit = self._score_explicit(rows, block)
             row_vectors = []
-            for group in self.candidates.column_groups:
+            for group in self.plan.column_groups:
                 entries = shifted(rows, group.row_entries.start)
                 # Scale the n vectors [n, d] rather than the n * N scores.
-                x = self.table.x[entries] * self.scale
+                x = self.table.x[entries] * self.logit_scale
                 row_vectors.append(RowVectors(entries, x, torch.zeros_like(x)))
             kept_tiles = []
             for tile in self._scored_tiles(rows, block, row_vectors):
@@ -292,14 +292,14 @@ class _ScorePass:
             for tile in kept_tiles:
                 self._differentiate(tile, block)
             for vectors in row_vectors:
-                self.d_scale += self.table.finish(vectors, self.scale)
+                self.d_logit_scale += self.table.finish(vectors, self.logit_scale)
 
     # ---- Single pairs: positives and explicit pairs -----------------------------------
 
     def _start(self, rows: slice) -> _RowBlock:
         """Start the losses of a row block with its positives."""
-        queries = shifted(rows, self.candidates.rank_queries.start)
-        positives = shifted(rows, self.candidates.rank_positives.start)
+        queries = shifted(rows, self.plan.rank_queries.start)
+        positives = shifted(rows, self.plan.rank_positives.start)
         positive_scores = self.table.pair_scores(queries, positives)  # [K, n]
         target = None
         if self.teacher_table is not None:
@@ -310,7 +310,7 @@ class _ScorePass:
         for scores, weight in zip(positive_scores, weights, strict=True):
             by_direction = []
             for factor in self.scoring.coefficients:
-                logits = scores * self.scale
+                logits = scores * self.logit_scale
                 start = RowStart(logits, weight * factor, self.bias, target)
                 by_direction.append(self.scoring.row_loss(start))
             losses.append(by_direction)
@@ -318,7 +318,7 @@ class _ScorePass:
         ceilings = None
         if self.scoring.margin_above_positive is not None:
             ceilings = positive_scores + self.scoring.margin_above_positive
-            ceilings = _with_tolerance(ceilings) * self.scale
+            ceilings = _with_tolerance(ceilings) * self.logit_scale
         guide_ceilings = None
         guide = self.scoring.guide
         if self.guide_table is not None and guide is not None:
@@ -332,7 +332,7 @@ class _ScorePass:
     def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ScoredPairs]:
         """Score the explicit pairs of a row block, and add them to the row losses."""
         explicit = []
-        for pairs in self.candidates.explicit:
+        for pairs in self.plan.explicit:
             # Pairs ascend by row: those of a block are adjacent.
             first = int(torch.searchsorted(pairs.host_row, rows.start))
             stop = int(torch.searchsorted(pairs.host_row, rows.stop))
@@ -343,7 +343,7 @@ class _ScorePass:
             # EXCLUDED, a finite number.
             scores = self.table.pair_scores(left, right)
             if block.ceilings is not None:
-                is_above = scores * self.scale > block.ceilings[:, row]
+                is_above = scores * self.logit_scale > block.ceilings[:, row]
                 scores.masked_fill_(is_above, EXCLUDED)
             if block.guide_ceilings is not None:
                 assert self.guide_table is not None
@@ -354,7 +354,7 @@ class _ScorePass:
             if self.teacher_table is not None:
                 target = self.teacher_table.pair_scores(left, right)
             by_size = []
-            for logits in scores * self.scale:
+            for logits in scores * self.logit_scale:
                 by_size.append(CandidateLogits(logits, target, row=row))
             for candidates, by_direction in zip(by_size, block.losses, strict=True):
                 by_direction[FORWARD].add(candidates)
@@ -379,9 +379,9 @@ class _ScorePass:
             d_logits = torch.stack(by_size)  # [K, P]
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
-            # logits = scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
-            self.d_scale += (d_logits * pairs.scores).sum()
-            d_scores = d_logits * self.scale
+            # logits = logit_scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
+            self.d_logit_scale += (d_logits * pairs.scores).sum()
+            d_scores = d_logits * self.logit_scale
             self.table.add_pair_gradient(
                 pairs.left, pairs.right, pairs.scores, d_scores
             )
@@ -400,7 +400,7 @@ class _ScorePass:
         """
         num_rows = length_of(rows)
         offset = 0
-        groups = self.candidates.column_groups
+        groups = self.plan.column_groups
         tile_width = self.tiling.columns
         for group, vectors in zip(groups, row_vectors, strict=True):
             # Each mask yields its part of every tile, in the order of the loop below.
@@ -493,7 +493,7 @@ def _with_tolerance(ceilings: Tensor) -> Tensor:
 
 def is_excluded(logits: Tensor) -> Tensor:
     """Return true where a candidate is excluded."""
-    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times the scale, which is above 1e-6.
+    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times the logit_scale, which is above 1e-6.
     return logits <= EXCLUDED * 1e-6
 
 

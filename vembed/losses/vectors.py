@@ -175,7 +175,7 @@ class SpreadOut(LossDeclaration):
 
 
 class NoLoss(LossDeclaration):
-    """Zero, for runs that train by the model's own losses alone."""
+    """Zero, for runs that train by the model's auxiliary losses alone."""
 
     name = "none"
     is_of_model = True
@@ -204,7 +204,7 @@ def _squared_errors(
     """
     import torch
 
-    from vembed.losses.candidates import ColumnGroup, LossCandidates
+    from vembed.losses.candidates import ColumnGroup, ScorePlan
     from vembed.losses.tiles import Scoring, SquaredErrorRows, tiled_loss
 
     # The table has this rank's rows first, then all columns. There is no positive pair: the rows stand in for both
@@ -212,7 +212,7 @@ def _squared_errors(
     occurrence = torch.cat((rows, columns))
     row_entries = slice(0, rows.numel())
     column_entries = slice(rows.numel(), occurrence.numel())
-    candidates = LossCandidates(
+    plan = ScorePlan(
         index=batch.occurrences()[occurrence],
         occurrence=occurrence,
         rank_queries=row_entries,
@@ -221,7 +221,7 @@ def _squared_errors(
     )
     embeddings = batch.embeddings
     scoring = Scoring(
-        candidates=candidates,
+        plan=plan,
         similarity=term.similarity(embeddings),
         row_loss=SquaredErrorRows,
         coefficients=(coefficient,),

@@ -29,8 +29,8 @@ from vembed.models.adapters import (
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.embedding_model import (
     LOSS_PARAMETERS,
+    ComposedModel,
     EmbeddingModel,
-    TwoTowers,
     freeze_unused,
     frozen_towers,
     names_frozen_by,
@@ -237,7 +237,7 @@ def has_language_head(
         description.scores is None
         and not is_own_model
         and description.traits.reads_only_text
-        and not description.traits.has_two_models
+        and not description.traits.is_composed
         # Each token would see the next one, which it would predict.
         and not description.bidirectional_attention
         and not description.quantized
@@ -254,7 +254,7 @@ def has_language_head(
 
 def is_embedding_model(folder: Path) -> bool:
     """Return whether a folder is that of an embedding model: it names a pooling, and has learned from pairs."""
-    # A run of vembed by the model's own losses (such as one on the next token) writes the same layout.
+    # A run of vembed by the model's auxiliary losses (such as one on the next token) writes the same layout.
     config_path = folder.parent / "config.yaml"
     if folder.name == "final" and config_path.is_file():
         options = read_yaml(config_path)
@@ -333,11 +333,11 @@ def build_backbone(
                     weight: Any = text.get_submodule(name).weight
                     weight.copy_(rounded_to_four_bits(weight))
         merge_saved_adapter(text, Path(description.adapter))
-    if not description.traits.has_two_models:
+    if not description.traits.is_composed:
         return whole
     assert description.image_source is not None
     image_tower = load(folder=Path(description.image_source))
-    towers = TwoTowers(text, image_tower, description)
+    towers = ComposedModel(text, image_tower, description)
     if (folder / DESCRIPTION_FILE).is_file():
         towers.load_projections(folder)
     return towers

@@ -207,14 +207,27 @@ def global_grad_norm(
 
     The result equals the norm in one process under every strategy.
     """
+    return gradient_norm(model.parameters(), fsdp1_group(model), replicated)
+
+
+def fsdp1_group(model: nn.Module) -> ProcessGroup | None:
+    """Return the group of ranks that hold the shards of FSDP1; None for other models."""
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    return units[0].process_group if units else None
+
+
+def gradient_norm(
+    parameters: Iterable[nn.Parameter],
+    fsdp1_group: ProcessGroup | None,
+    replicated: Iterable[nn.Parameter] = (),
+) -> Tensor:
+    """Return `global_grad_norm` of the parameters of a model."""
     whole = [weight.grad for weight in replicated if weight.grad is not None]
     sharded: dict[ProcessGroup | None, list[Tensor]] = {}
-    fsdp1_units = FullyShardedDataParallel.fsdp_modules(model)
-    fsdp1_group = fsdp1_units[0].process_group if fsdp1_units else None
     if fsdp1_group is not None:
         # Also where no shard of any gradient is on this rank: the collective needs all ranks.
         sharded[fsdp1_group] = []
-    for parameter in model.parameters():
+    for parameter in parameters:
         gradient = parameter.grad
         if gradient is None:
             continue

@@ -26,7 +26,8 @@ from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.parameters import (
     clip_gradients,
     flat_pieces,
-    global_grad_norm,
+    fsdp1_group,
+    gradient_norm,
 )
 from vembed.parallel.session import Session
 from vembed.training.optimizer_kinds import OPTIMIZERS, OptimizerInputs
@@ -257,6 +258,13 @@ class Update:
     def __post_init__(self) -> None:
         # Copies on every rank, also where the model is sharded.
         self._loss_parameters = list(self.loss.parameters())
+        # From the optimizer, not from the modules: sharding exchanges theirs, and each step would have to walk them.
+        self._model_parameters: list[nn.Parameter] = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not any(parameter is weight for weight in self._loss_parameters):
+                    self._model_parameters.append(parameter)
+        self._fsdp1_group = fsdp1_group(self.model)
         self.uses_scale = self.session.mixed_precision == "fp16"
         # Unless a checkpoint has restored a later value.
         if self.uses_scale and not self.scale.is_started:
@@ -265,7 +273,10 @@ class Update:
 
     def apply(self, loss: float) -> Outcome:
         """Take one optimizer step with the current gradients, then clear them. Collective. `loss`: of all ranks."""
-        norm_tensor = global_grad_norm(self.model, self._loss_parameters)
+        parameters = [*self._model_parameters, *self._loss_parameters]
+        norm_tensor = gradient_norm(
+            self._model_parameters, self._fsdp1_group, self._loss_parameters
+        )
         # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one
         # multiplication below.
         norm = float(norm_tensor) / self.scale.value
@@ -277,10 +288,7 @@ class Update:
                 # 1e-6 as in torch.nn.utils.clip_grad_norm_.
                 factor *= self.max_grad_norm / (norm + 1e-6)
             if factor != 1.0:
-                # Read anew: sharding may exchange the parameters of the modules after the first step.
-                clip_gradients(
-                    [*self.model.parameters(), *self._loss_parameters], factor
-                )
+                clip_gradients(parameters, factor)
             self.optimizer.step()
             self.loss.project_parameters()
         # Also after a skipped step: its gradients must not be added to those of the next.

@@ -58,7 +58,7 @@ from vembed.models.building import (
     has_initial_norms,
     is_embedding_model,
 )
-from vembed.models.embedding_model import EmbeddingModel, TwoTowers
+from vembed.models.embedding_model import ComposedModel, EmbeddingModel
 from vembed.models.families.description import (
     ModelDescription,
     describe,
@@ -554,7 +554,7 @@ def decide_rates(
     log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
     new_layers = None
     backbone = embedder.backbone
-    if isinstance(backbone, TwoTowers) and backbone.projections_are_new:
+    if isinstance(backbone, ComposedModel) and backbone.projections_are_new:
         new_layers = "the projections of the two towers are"
     elif getattr(embedder.head, "is_new", False):
         new_layers = "the layer of the score is"

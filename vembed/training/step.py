@@ -21,7 +21,7 @@ Five stages, five methods:
                as many as fit: Gradient Cache replays the others.
                Outputs of frozen towers are computed first, or read from the cache. Gradients do not reach them.
 3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them.
-4. `score`     L is a sum over the rows. This rank computes the part of its rows, and its gradient with respect to all
+4. `differentiate`  L is a sum over the rows. This rank computes the part of its rows, and its gradient with respect to all
                of E. Their sum over the ranks is G. Each rank gets its n vectors of it, multiplied by the world size
                because the ranks' gradients are averaged later.
 5. `backward`  Backpropagate G_i from e_i through each micro-batch, in the graph that was kept, or in that of a second
@@ -101,9 +101,9 @@ class Counts:
     """Rows of the loss: pairs of a query and a positive."""
     negatives: list[int]
     """Hard negatives."""
-    has_scores: list[int]
+    has_label_scores: list[int]
     """1 if the rank's data have scores of its positives."""
-    has_negative_scores: list[int]
+    has_negative_label_scores: list[int]
     """1 if the rank's data have scores of its hard negatives, or if it has no hard negatives."""
     padded_tokens: list[int]
     """Tokens of its micro-batches, with padding."""
@@ -114,7 +114,7 @@ class Counts:
 
 
 @dataclass
-class StepBatch:
+class BatchState:
     """One global batch on its way through the stages, as this rank sees it."""
 
     rank_batch: RankBatch
@@ -137,9 +137,9 @@ class StepBatch:
     embeddings: Tensor = field(init=False)
     """[n, D] this rank's embeddings, detached. Where inputs have several vectors, a row for each of them."""
     kept: deque[tuple[list[Tensor], SliceLosses]] = field(default_factory=deque)
-    """Embeddings and the model's own losses of the first `num_kept_graphs` micro-batches, with their graphs."""
+    """Embeddings and the model's auxiliary losses of the first `num_kept_graphs` micro-batches, with their graphs."""
     auxiliary: AuxiliaryBatch | None = None
-    """Sums of the model's own losses; None for a model without."""
+    """Sums of the model's auxiliary losses; None for a model without."""
 
     def is_last_backward(self, micro_index: int) -> bool:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
@@ -151,8 +151,8 @@ class StepBatch:
 
         None where each input has one: dense vectors of texts and images, scores of pairs.
         """
-        num_vectors = [feature.num_vectors for feature in self.rank_batch.features]
-        if all(count == 1 for count in num_vectors):
+        num_vectors = self.rank_batch.num_vectors
+        if sum(num_vectors) == len(num_vectors):
             return None
         return np.cumsum([0, *num_vectors])
 
@@ -201,7 +201,7 @@ class BatchResult:
     is_finite: Tensor
     """Bool: whether all of them are finite. On the device, so that nothing waits for it."""
     auxiliary: Mapping[str, float] = field(default_factory=dict)
-    """The model's own losses of the global batch, without their weights."""
+    """The model's auxiliary losses of the global batch, without their weights."""
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     """This rank's part of each term of `losses`, without its weight. Empty for a loss of one term."""
 
@@ -245,7 +245,7 @@ def order_micro_batches(
     return micro_batches
 
 
-class ContrastiveStep:
+class TrainingStep:
     """Passes global batches through model and loss, and accumulates the gradient of L in the parameters."""
 
     def __init__(
@@ -260,7 +260,7 @@ class ContrastiveStep:
         auxiliary_options: ObjectiveSection | None = None,
     ) -> None:
         """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: of the loss, if any.
-        `auxiliary_options`: options of the model's own losses; None for a model without."""
+        `auxiliary_options`: options of the model's auxiliary losses; None for a model without."""
         self.model = model
         self.loss = loss
         self.input_builder = input_builder
@@ -294,18 +294,18 @@ class ContrastiveStep:
         *,
         weight: float,
         is_last: bool,
-        scale: float = 1.0,
+        float16_scale: float = 1.0,
     ) -> BatchResult:
         """Add `weight` times the gradient of L of a global batch to the parameters' gradients. Collective.
 
-        `is_last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
+        `is_last`: this is the last batch before the optimizer step. `float16_scale`: the factor of the gradient scaler, 1 without float16.
         """
-        scaled_weight = weight * scale
+        scaled_weight = weight * float16_scale
         # The parameters stay the same until the optimizer step, and so do their copies in bfloat16.
         with self.copies.held():
             with self.timer("data"):
                 inputs = BatchInputs(self.input_builder, rank_batch.features)
-                batch = StepBatch(rank_batch, batch_number, is_last, inputs)
+                batch = BatchState(rank_batch, batch_number, is_last, inputs)
             if self.auxiliary_options is not None:
                 batch.auxiliary = AuxiliaryBatch(
                     self.auxiliary_options, rank_batch, self.session.device
@@ -322,7 +322,9 @@ class ContrastiveStep:
             with self._watching_memory(can_repeat=False, in_loss=True):
                 with self.timer("wait"):
                     loss_batch = self.gather(batch)
-                loss_share, gradient = self.score(loss_batch, batch, scaled_weight)
+                loss_share, gradient = self.differentiate(
+                    loss_batch, batch, scaled_weight
+                )
             loss_copy = HostCopy(loss_share)
             with self.timer("backward"), self._watching_memory(can_repeat=can_repeat):
                 self.backward(batch, gradient, scaled_weight)
@@ -353,7 +355,7 @@ class ContrastiveStep:
 
     # ---- the stages ----------------------------------------------------------
 
-    def split(self, batch: StepBatch) -> None:
+    def split(self, batch: BatchState) -> None:
         """Set the micro-batches, equally many on every rank, and how many keep their graphs. One collective."""
         rank_batch = batch.rank_batch
         budget = self.budget
@@ -363,14 +365,15 @@ class ContrastiveStep:
         lengths = model_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
-        has_negative_scores = rank_batch.negative_scores is not None
+        has_negative_label_scores = rank_batch.negative_label_scores is not None
         rank_counts = {
             "inputs": len(features),
-            "vectors": sum(feature.num_vectors for feature in features),
+            "vectors": sum(rank_batch.num_vectors),
             "rows": len(rank_batch.query),
             "negatives": num_negatives,
-            "has_scores": rank_batch.scores is not None,
-            "has_negative_scores": has_negative_scores or num_negatives == 0,
+            "has_label_scores": rank_batch.label_scores is not None,
+            "has_negative_label_scores": has_negative_label_scores
+            or num_negatives == 0,
             "padded_tokens": model_split.padded_tokens,
             "longest": max(lengths, default=0),
             "failed": self._ran_out_of_memory,  # in the batch before
@@ -403,7 +406,7 @@ class ContrastiveStep:
             self.session,
         )
 
-    def encode(self, batch: StepBatch) -> None:
+    def encode(self, batch: BatchState) -> None:
         """Set this rank's embeddings [n, D] in the order of its inputs, and keep the graphs that fit. Collective."""
         embeddings: Tensor | None = None
         with torch.no_grad():
@@ -443,7 +446,7 @@ class ContrastiveStep:
         assert embeddings is not None, "every rank runs at least one micro-batch"
         batch.embeddings = embeddings
 
-    def gather(self, batch: StepBatch) -> LossBatch:
+    def gather(self, batch: BatchState) -> LossBatch:
         """Gather the embeddings as one leaf, and the rows of all ranks with indices into it. Collective."""
         rank_batch = batch.rank_batch
         counts = batch.counts
@@ -454,7 +457,7 @@ class ContrastiveStep:
         on_host = gather_columns(columns)
         # Before the embeddings, which a rank without memory does not have.
         self._raise_if_any(on_host.pop("failed").tolist())
-        # The gather itself is not differentiated; `score` does its backward by hand.
+        # The gather itself is not differentiated; `differentiate` does its backward by hand.
         embeddings = collectives.all_gather_rows(batch.embeddings, counts.vectors)
         embeddings.requires_grad_()
         num_vectors = on_host.pop("num_vectors", None)
@@ -483,10 +486,10 @@ class ContrastiveStep:
             loss_batch, rank_batch, counts.rows, counts.negatives
         )
 
-    def score(
+    def differentiate(
         self,
         loss_batch: LossBatch,
-        batch: StepBatch,
+        batch: BatchState,
         scaled_weight: float,
     ) -> tuple[Tensor, Tensor]:
         """Return this rank's part of L, and the gradient of `scaled_weight` * L for this rank's vectors [n, D], multiplied
@@ -529,11 +532,11 @@ class ContrastiveStep:
 
     def backward(
         self,
-        batch: StepBatch,
+        batch: BatchState,
         gradient: Tensor,
         scaled_weight: float,
     ) -> None:
-        """Backpropagate `gradient` [n, D], and `scaled_weight` times the model's own losses, through every micro-batch.
+        """Backpropagate `gradient` [n, D], and `scaled_weight` times the model's auxiliary losses, through every micro-batch.
 
         Micro-batches whose graphs were not kept are run again. Collective.
         """
@@ -567,7 +570,7 @@ class ContrastiveStep:
             if batch.auxiliary is not None:
                 surrogate = batch.auxiliary.surrogate(micro_batch, losses)
                 if surrogate is not None:
-                    # The loss is a sum over the ranks, but the gradients of the ranks are averaged (see `score`).
+                    # The loss is a sum over the ranks, but the gradients of the ranks are averaged (see `differentiate`).
                     factor = scaled_weight * self.session.world_size
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))
@@ -583,20 +586,17 @@ class ContrastiveStep:
 
     # ---- parts of the stages -------------------------------------------------
 
-    def _columns(self, batch: StepBatch) -> dict[str, Column]:
+    def _columns(self, batch: BatchState) -> dict[str, Column]:
         """Return this rank's part of each column of the inputs, the rows and the hard negatives.
 
         A further column is one more line here and one more field of LossBatch.
         """
         rank_batch = batch.rank_batch
         counts = batch.counts
-        features = rank_batch.features
         # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
         offset = sum(counts.inputs[: self.session.rank])
-        contents = [feature.content for feature in features]
-        content = np.array(contents, dtype=np.int64)
         columns = {
-            "content": Column(content, counts.inputs),
+            "content": Column(rank_batch.content, counts.inputs),
             "query": Column(rank_batch.query + offset, counts.rows),
             "positive": Column(rank_batch.positive + offset, counts.rows),
             "example": Column(rank_batch.example, counts.rows),
@@ -605,27 +605,25 @@ class ContrastiveStep:
         }
         # Some inputs have several vectors. Every rank sees this in the shared counts.
         if counts.vectors != counts.inputs:
-            num_vectors = np.array(
-                [feature.num_vectors for feature in features], dtype=np.int64
-            )
+            num_vectors = np.array(rank_batch.num_vectors, dtype=np.int64)
             columns["num_vectors"] = Column(num_vectors, counts.inputs)
         # Scores are used only if every rank has them: all ranks pass the same columns.
-        if all(counts.has_scores) and rank_batch.scores is not None:
-            columns["scores"] = Column(rank_batch.scores, counts.rows)
-        if any(counts.negatives) and all(counts.has_negative_scores):
-            negative_scores = rank_batch.negative_scores
-            if negative_scores is None:  # a rank without negatives
-                negative_scores = np.empty(0, dtype=np.float64)
-            columns["negative_scores"] = Column(negative_scores, counts.negatives)
+        if all(counts.has_label_scores) and rank_batch.label_scores is not None:
+            columns["label_scores"] = Column(rank_batch.label_scores, counts.rows)
+        if any(counts.negatives) and all(counts.has_negative_label_scores):
+            negative_labels = rank_batch.negative_label_scores
+            if negative_labels is None:  # a rank without negatives
+                negative_labels = np.empty(0, dtype=np.float64)
+            columns["negative_label_scores"] = Column(negative_labels, counts.negatives)
         return columns
 
     def _forward(
         self,
-        batch: StepBatch,
+        batch: BatchState,
         inputs: ModelInputs,
         micro_index: int,
     ) -> tuple[list[Tensor], SliceLosses]:
-        """Return the embeddings of each slice of a micro-batch, and the model's own losses."""
+        """Return the embeddings of each slice of a micro-batch, and the model's auxiliary losses."""
         rank = self.session.rank
         seed = seed_of(self.seed, batch.batch_number, rank, micro_index)
         seed_draws(seed, self.session.device)
@@ -649,7 +647,7 @@ class ContrastiveStep:
         )
 
     def _grouping_gradients(
-        self, batch: StepBatch, micro_index: int
+        self, batch: BatchState, micro_index: int
     ) -> AbstractContextManager[None]:
         """Return a context in which a backward pass converts and adds gradients together, where that saves kernels."""
         # The last backward pass hands sums to the other ranks while it runs.

@@ -71,7 +71,7 @@ from vembed.training.setup import (
     open_stream,
     require_same_data,
 )
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 from vembed.training.trackers import require_trackers
 
 log = logging.getLogger("vembed")
@@ -340,7 +340,7 @@ class Trainer:
             sample,
         )
         self.stream.micro_batch_tokens = budget.micro_batch_tokens
-        self.contrastive_step = ContrastiveStep(
+        self.training_step = TrainingStep(
             components.model,
             components.loss,
             components.input_builder,
@@ -402,7 +402,7 @@ class Trainer:
         """
         state = self.state
         interrupts = self.interrupts
-        contrastive_step = self.contrastive_step
+        training_step = self.training_step
         num_batches = self.data.batches_per_step
         step_batches: list[RankBatch] = []
         while state.step < self.data.total_steps and not interrupts.end_agreed:
@@ -411,14 +411,14 @@ class Trainer:
             # Where memory ran out, the step is repeated with the batches that it has already.
             if not step_batches:
                 self._before_step()
-                with contrastive_step.timer("data"):
+                with training_step.timer("data"):
                     step_batches = [next(self.batches) for _ in range(num_batches)]
             report = StepReport(state.step + 1, self.data.epoch_at(state.step + 1))
             loss = self._add_gradients(step_batches, report)
             if loss is None:
                 continue
             step_batches = []
-            with contrastive_step.timer("optimizer"):
+            with training_step.timer("optimizer"):
                 rate = self.schedule.set(self.components.optimizer, state.step)
                 report.learning_rate = rate
                 report.outcome = self.update.apply(loss)
@@ -457,27 +457,27 @@ class Trainer:
 
         None: memory ran out. The gradients are cleared, and the budget of micro-batches is halved.
         """
-        contrastive_step = self.contrastive_step
+        training_step = self.training_step
         num_batches = len(step_batches)
         first_batch = self.state.step * num_batches
         try:
             for index, rank_batch in enumerate(step_batches):
                 # The loss of the step is the mean over its batches, so each has the weight 1 / num_batches.
-                result = contrastive_step.accumulate(
+                result = training_step.accumulate(
                     rank_batch,
                     first_batch + index,
                     weight=1 / num_batches,
                     is_last=index == num_batches - 1,
-                    scale=self.state.scale.value,
+                    float16_scale=self.state.scale.value,
                 )
                 report.add(rank_batch, result)
-            with contrastive_step.timer("wait"):
-                return contrastive_step.synchronise(report.loss_share)
+            with training_step.timer("wait"):
+                return training_step.synchronise(report.loss_share)
         except OutOfMemory:
             pass
         # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
-        budget = halved(self.session, contrastive_step.budget)
-        contrastive_step.budget = budget
+        budget = halved(self.session, training_step.budget)
+        training_step.budget = budget
         self.stream.micro_batch_tokens = budget.micro_batch_tokens
         self.components.model.zero_grad(set_to_none=True)
         self.components.loss.zero_grad(set_to_none=True)

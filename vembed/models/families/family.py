@@ -63,8 +63,8 @@ class Family:
     pooling_reason: str = "default of the family (the model defines no pooling)"
     is_causal: bool | None = False
     """Attention of the text tower; None: its config tells."""
-    has_two_models: bool = False
-    """True: a text model and an image model of their own, with new projections (TwoTowers)."""
+    is_composed: bool = False
+    """True: a text model and an image model of their own, with new projections (ComposedModel)."""
 
     # ---- text ---------------------------------------------------------------------------------------------------
     longest_by_default: int = TEXT_LENGTH

@@ -39,7 +39,7 @@ class StepMetrics(Hook):
     """Metrics of the steps since the last logged one: speed, padding, time per phase and memory of every rank; the means of
     the losses; and [step, loss, learning rate, gradient norm] of each step, for the report.
 
-    Means are those of each task, of each term of `losses` without its weight, and of the model's own losses. Tasks: of
+    Means are those of each task, of each term of `losses` without its weight, and of the model's auxiliary losses. Tasks: of
     runs with several sources and homogeneous batches. A source is a task, unless `homogeneous_batches: task` joins it with
     others. There, each batch is of one task, and the terms are those of a task.
 
@@ -58,7 +58,7 @@ class StepMetrics(Hook):
     @override
     def on_start(self, run: Trainer) -> None:
         self._device = run.session.device
-        self._timer = run.contrastive_step.timer
+        self._timer = run.training_step.timer
         self._tasks: list[str] = []
         """Name of the task of each source; empty if batches are not of one task each."""
         names = run.data.examples.names
