@@ -157,8 +157,10 @@ def build_model(
     freeze_unused(backbone)
     if not adapters.use_lora:
         # With LoRA `add_adapters` has done this: no adapter in a frozen part, and all weights but the adapters frozen.
-        for name in names_frozen_by(backbone, description.traits, adapters.freeze):
-            backbone.get_parameter(name).requires_grad = False
+        if adapters.freeze:
+            names = names_frozen_by(backbone, description.traits, adapters.freeze)
+            for name in names:
+                backbone.get_parameter(name).requires_grad = False
         _cast_frozen_towers(description, options, backbone)
     if keeps_masters:
         # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.heads`).
