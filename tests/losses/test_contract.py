@@ -192,7 +192,7 @@ def without_negatives(batch):
         batch,
         negative=none,
         negative_example=none,
-        negative_scores=None,
+        negative_label_scores=None,
         teachers=teachers,
     )
 
@@ -212,7 +212,7 @@ def test_it_declares_the_negatives_without_which_it_is_zero(name):
 def test_equal_scores_have_a_finite_gradient(name):
     """As in a batch of one grade: there is no order to learn, but nothing may divide by their spread."""
     batch = make_batch(5, max_positives=1)
-    batch = replace(batch, scores=torch.full_like(batch.scores, 0.5))
+    batch = replace(batch, label_scores=torch.full_like(batch.label_scores, 0.5))
     loss = build_loss(config_of(loss=name), **SIZES).double()
     value = loss(batch)
     gradient, *_ = gradients(value, batch.embeddings)

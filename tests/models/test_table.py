@@ -52,7 +52,7 @@ def test_a_record_agrees_with_itself(family):
     assert set(family.projections) <= set(family.modalities)
     assert set(family.adapter_targets) <= set(family.towers)
     assert family.pools_itself == (family.pooling == "own")
-    assert (family.starter.image_model_name is not None) == family.has_two_models
+    assert (family.starter.image_model_name is not None) == family.is_composed
 
 
 CASES = {
