@@ -216,12 +216,10 @@ def test_a_share_below_a_percent_and_few_negatives_are_written_out(tmp_path):
 def test_all_negatives_are_searched_whatever_a_step_trains_on(tmp_path, max_negatives):
     rows = []
     texts = set()
-    for number, words in enumerate(shuffled_queries(random.Random(6), 40)):
+    for number, query in enumerate(random_queries(random.Random(6), 40)):
         negatives = [f"wrong {number}", f"worse {number}"]
-        positive = f"answer {number}"
-        row = {"query": " ".join(words), "positive": positive, "negatives": negatives}
-        rows.append(row)
-        texts |= {positive, *negatives}
+        rows.append(pair(query, f"answer {number}", negatives=negatives))
+        texts |= {f"answer {number}", *negatives}
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     sets = opened(path, 0.2, max_negatives=max_negatives)
     # Those of the held-out records too.
@@ -232,17 +230,11 @@ def test_all_negatives_are_searched_whatever_a_step_trains_on(tmp_path, max_nega
 
 def test_negatives_whose_images_no_step_reads_may_be_missing(tmp_path, caplog):
     rows = []
-    for number, words in enumerate(shuffled_queries(random.Random(6), 40)):
+    for number, query in enumerate(random_queries(random.Random(6), 40)):
         write(tmp_path / f"{number}.jpg", seed=number)
-        names = [f"{number}.jpg", f"{number}-missing.jpg"]
+        names = (f"{number}.jpg", f"{number}-missing.jpg")
         negatives = [{"image": name} for name in names]
-        rows.append(
-            {
-                "query": " ".join(words),
-                "positive": f"answer {number}",
-                "negatives": negatives,
-            }
-        )
+        rows.append(pair(query, f"answer {number}", negatives=negatives))
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     sets = opened(path, 0.2, max_negatives=1)
     assert len(sets.evaluation.documents) == 80

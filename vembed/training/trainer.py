@@ -538,20 +538,13 @@ class Trainer:
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
         # The best step must be recoverable: it has a checkpoint, or it is the last one. In a run without checkpoints the
         # best step is reported and not loaded.
-        is_recoverable = (
-            self.intervals.save_steps is None
-            or self.checkpoint_is_due()
-            or self._is_last()
-        )
+        has_checkpoint = self.intervals.save_steps is None or self.checkpoint_is_due()
         is_better = state.best is None or scores[metric] > state.best
         is_better = is_better and state.step > 0
-        is_best = is_better and is_recoverable
-        if is_best:
+        if is_better and (has_checkpoint or self._is_last()):
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
-        evaluation = Evaluation(
-            state.step, epoch, scores, metric, is_best, query_results
-        )
+        evaluation = Evaluation(state.step, epoch, scores, metric, query_results)
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.end_requested = True
         self.interrupts.share_end_request()
