@@ -97,8 +97,12 @@ class ModelUse:
     ] = "ddp"
     nproc: Nproc = 1
 
-    def share(self) -> None:
-        """End the command here if other processes are to do its work."""
+    def share(self, source: str = "") -> None:
+        """End the command here if other processes are to do its work. `source`: what it reads."""
+        if source == "-" and self.nproc > 1:
+            raise UserError(
+                f"standard input (-) is read by one process: leave out --nproc {self.nproc}, or give a file"
+            )
         option("torch_dtype", self.torch_dtype)
         share(self.nproc)
 

@@ -194,18 +194,17 @@ class HeldOut:
         """Documents of all examples, each with the number of its source: all, or of large data a sample that is spread
         evenly. `max_negatives`, an option of the training step, leaves none out."""
         documents: dict[tuple[int, int], Item] = {}
-        uncut = self.store.with_all_negatives()
         num_unreadable = 0
-        for index in spread(len(uncut), MAX_SEARCHED_DOCUMENTS):
-            example = uncut[index]
+        for index in spread(len(self.store), MAX_SEARCHED_DOCUMENTS):
+            example = self.store[index]
             # The texts of a class are relevant to each other: those of training would count as wrong.
             if example.label is not None:
                 continue
-            source = uncut.source_of(index)
-            num_checked = len(self.store[index].documents)
-            for position, item in enumerate(example.documents):
-                # The first pass checks the images that are trained on.
-                if position >= num_checked and any(map(image_problem, item.images)):
+            source = self.store.source_of(index)
+            for item in self.store.all_documents(index):
+                # The first pass checks the images of documents that are trained on.
+                is_checked = item in example.documents
+                if not is_checked and any(map(image_problem, item.images)):
                     num_unreadable += 1
                     continue
                 documents.setdefault((source, item.key()), item)

@@ -324,13 +324,11 @@ class ExampleStore:
             sources.append(replace(source, index=index))
         return ExampleStore(sources, short_hash(self.fingerprint, note))
 
-    def with_all_negatives(self) -> ExampleStore:
-        """Return a store of the same examples, each with all negatives of its record."""
-        sources = []
-        for source in self._sources:
-            form = replace(source.form, max_negatives=None)
-            sources.append(replace(source, form=form))
-        return ExampleStore(sources, self.fingerprint)
+    def all_documents(self, index: int) -> tuple[Item, ...]:
+        """Return the documents of an example, with the negatives beyond `max_negatives`."""
+        source, number = self._locate(index)
+        form = replace(source.form, max_negatives=None)
+        return replace(source, form=form).example(number).documents
 
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""

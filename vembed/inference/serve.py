@@ -686,11 +686,6 @@ class ModelEncoder(TextEncoder):
         self.max_length = description.max_length
         self.has_fixed_length = description.traits.has_fixed_length
         self.gives_unit_vectors = description.normalize
-        self.prompts: dict[Kind | None, str] = {
-            None: "",
-            "query": description.query_prompt,
-            "document": description.document_prompt,
-        }
         # The ids of a conversation would have to bring its template along.
         texts = embedder.featuriser.texts
         if texts is not None and not description.traits.reads_chats:
@@ -702,8 +697,9 @@ class ModelEncoder(TextEncoder):
         items: list[tuple[Item, Kind]] = []
         for served in inputs:
             if isinstance(served.content, str):
-                item = Item(text=served.content, prompt=self.prompts[served.kind])
-                items.append((item, "document"))
+                prompt = None if served.kind else ""
+                item = Item(text=served.content, prompt=prompt)
+                items.append((item, served.kind or "document"))
         tokenized = iter(featuriser.features(items))
         features = []
         for served in inputs:

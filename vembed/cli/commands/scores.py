@@ -149,13 +149,7 @@ def score(
         output: NAME.npy or NAME.jsonl. - is standard output.
     """
     mapping = option("column_mapping", column_mapping)
-    target = Path(output)
-    if output != "-" and target.suffix not in (".npy", ".jsonl"):
-        raise UserError(
-            f"{output}: vembed score writes .npy, .jsonl, or to standard output (-)"
-        )
-    if output != "-":
-        require_folder(target)
+    target = checked_target("score", output, ".npy", ".jsonl")
     use.share()
     import numpy as np
 
@@ -225,17 +219,10 @@ def rerank(
         output: NAME.jsonl. - is standard output.
         top_k: Documents to write for each query.
     """
-    if output != "-" and Path(output).suffix != ".jsonl":
-        raise UserError(
-            f"{output}: vembed rerank writes .jsonl, or to standard output (-)"
-        )
+    checked_target("rerank", output, ".jsonl")
     if lists != "-" and not Path(lists).is_file():
         raise UserError(f"{lists} is no file: give JSON Lines of queries and documents")
-    if lists == "-" and use.nproc > 1:
-        raise UserError(
-            "--nproc: several processes cannot share standard input; give a file"
-        )
-    use.share()
+    use.share(lists)
     from vembed.data.examples import ImageRoot
     from vembed.data.records import Columns, RecordFormat
     from vembed.inference.reranker import Reranker, sorted_documents
@@ -271,6 +258,19 @@ def rerank(
                 file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                 start = stop
         file.flush()
+
+
+def checked_target(command: str, output: str, *endings: str) -> Path:
+    """Return where a command writes. Raise UserError if it cannot."""
+    target = Path(output)
+    if output == "-":
+        return target
+    if target.suffix not in endings:
+        raise UserError(
+            f"{output}: vembed {command} writes {', '.join(endings)}, or to standard output (-)"
+        )
+    require_folder(target)
+    return target
 
 
 def _open_output(
