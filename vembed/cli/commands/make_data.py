@@ -77,7 +77,7 @@ NO_FLAGS = DataFlags()
 
 def mine(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Find hard negatives for training data in a corpus."""
-    config = command_config("mine", MineConfig, mine.__doc__, args)
+    config = command_config(mine, MineConfig, args)
     from vembed.mining.inputs import read_mining_inputs
     from vembed.mining.mine import check_mine_config
     from vembed.mining.mine import mine as run_mine
@@ -97,7 +97,7 @@ def mine(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
 def judge(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Judge the negatives of training data by rerankers or endpoints."""
-    config = command_config("judge", JudgeConfig, judge.__doc__, args)
+    config = command_config(judge, JudgeConfig, args)
     from vembed.mining.judges import RowNegatives
     from vembed.mining.judges import judge as run_judge
     from vembed.mining.output import check_output
@@ -115,7 +115,7 @@ def judge(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
 def audit(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Look at training data: duplicates, leakage, false negatives, weak positives."""
-    config = command_config("audit", AuditConfig, audit.__doc__, args)
+    config = command_config(audit, AuditConfig, args)
     from vembed.data_tools.audit import audit as run_audit
     from vembed.data_tools.audit import check_audit, mining_config
     from vembed.mining.inputs import read_mining_inputs
@@ -130,7 +130,7 @@ def audit(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
 def generate(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Make training pairs from documents, with or without a language model."""
-    config = command_config("generate", GenerateConfig, generate.__doc__, args)
+    config = command_config(generate, GenerateConfig, args)
     from vembed.data_tools.generate import generate as run_generate
     from vembed.mining.output import check_output
 
@@ -148,15 +148,14 @@ def options_of(config: CommandConfig) -> list[str]:
 
 
 def command_config(
-    command_name: str,
+    command: Callable[..., Any],
     kind: type[Config],
-    about: str | None,
     args: Sequence[str] | None,
 ) -> Config:
     """Read the words: a config file, key=value and --key value. Print the help, or only check them, and end the command,
     where that is asked for."""
     if {"-h", "--help"} & set(args or []):
-        sys.stdout.write(HELP.format(command_name, about))
+        sys.stdout.write(HELP.format(command.__name__, command.__doc__))
         for name, default, text in describe_options(kind):
             indent = " " * 6
             lines = textwrap.wrap(

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -461,16 +462,14 @@ class SeveralRuns:
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options and versions that differ, with the value of each run."""
-        names: dict[str, None] = {}
         options = []
         for run in self.runs:
             run_options = dict(run.record.config)
             for package, version in run.record.summary.versions.items():
                 run_options[f"{package} version"] = version
             options.append(run_options)
-            names |= dict.fromkeys(run_options)
         settings = {}
-        for name in names:
+        for name in dict.fromkeys(chain(*options)):
             if name in NEVER_COMPARED:
                 continue
             values = [named.get(name) for named in options]
@@ -509,11 +508,8 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
             f"{len(folders)} run was given: a comparison needs two or more, as vembed compare runs/a runs/b"
         )
     records = [read_run(folder) for folder in folders]
-    metric = ""
-    for record in records:
-        if record.after:
-            metric = record.headline
-            break
+    metrics = [record.headline for record in records if record.after]
+    metric = metrics[0] if metrics else ""
     runs: list[ComparedRun] = []
     names = [record.name() for record in records]
     if len(set(names)) < len(names):
