@@ -174,7 +174,13 @@ class Command(TyperCommand):
             return result or code
         # Of several ranks the first one writes.
         if target is not None and is_first_rank():
-            _write_json(target, result)
+            if is_dataclass(result) and not isinstance(result, type):
+                result = asdict(result)
+            text = json.dumps(result, indent=2, ensure_ascii=False, default=str) + "\n"
+            if target == STANDARD_OUTPUT:
+                sys.stdout.write(text)
+            else:
+                Path(target).write_text(text, encoding="utf-8")
         return code
 
 
@@ -194,16 +200,6 @@ def with_json_target(args: Sequence[str]) -> list[str]:
         if argument == "--json" and not is_target:
             arguments[number] = f"--json={STANDARD_OUTPUT}"
     return arguments
-
-
-def _write_json(target: str, result: Any) -> None:
-    if is_dataclass(result) and not isinstance(result, type):
-        result = asdict(result)
-    text = json.dumps(result, indent=2, ensure_ascii=False, default=str) + "\n"
-    if target == STANDARD_OUTPUT:
-        sys.stdout.write(text)
-        return
-    Path(target).write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -365,7 +361,7 @@ def usable_model(name: str) -> str:
     return str(folder)
 
 
-def numbers(
+def parts_of(
     flag: str,
     text: str,
     kind: type = int,

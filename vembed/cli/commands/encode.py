@@ -20,7 +20,7 @@ from vembed.cli.support import (
     ModelUse,
     OnBadRecord,
     TruncateDim,
-    numbers,
+    parts_of,
     plain_console,
     require_folder,
 )
@@ -88,12 +88,12 @@ def encode(
     """
     chosen_layers: Any = "all"
     if layers != "all":
-        chosen_layers = numbers("--layers", layers.strip("[]")) or None
+        chosen_layers = parts_of("--layers", layers.strip("[]")) or None
     target = Path(output)
     if target.suffix not in (".npy", ".parquet"):
         raise UserError(f"{output}: vembed encode writes .npy and .parquet")
     require_folder(target)
-    kept_fields = [name.strip() for name in keep.split(",") if name.strip()]
+    kept_fields = parts_of("--keep", keep, str)
     if "embedding" in kept_fields or (kept_fields and target.suffix == ".npy"):
         raise UserError(
             f"--keep {keep}: give NAME.parquet, as .npy has no columns. Its column embedding has the vectors"

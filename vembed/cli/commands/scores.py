@@ -22,8 +22,8 @@ from vembed.cli.support import (
     PositiveNumber,
     RetrievalModeOption,
     number_table,
-    numbers,
     option,
+    parts_of,
     require_folder,
 )
 from vembed.errors import UserError
@@ -67,8 +67,8 @@ def eval(
         compressed: Also score int8 and binary documents, and write a page of quality against bytes (.html).
         on_bad_record: stop or skip.
     """
-    sizes = numbers("--dims", dims) or None
-    cuts = numbers("--ks", ks)
+    sizes = parts_of("--dims", dims) or None
+    cuts = parts_of("--ks", ks)
     mapping = option("column_mapping", column_mapping)
     if compressed is not None and Path(compressed).suffix != ".html":
         raise UserError(f"--compressed {compressed}: the page is written as .html")
