@@ -48,13 +48,13 @@ from vembed.inference.encoding import (
     encode_features,
     encode_items,
     first_dims,
+    from_all_ranks,
     quantized,
     ranges_of,
 )
 from vembed.inference.reranker import Reranker
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import kind_of, model_folder
-from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
@@ -643,18 +643,6 @@ class RetrievalSearch:
                 for name, value in means.items():
                     scores[f"dim{dim}/{name}"] = value
         return scores
-
-
-def from_all_ranks(
-    rows: np.ndarray,
-    num_rows: int,
-    session: Session | None,
-) -> np.ndarray:
-    """Return the rows of all ranks, to which they were dealt in turn, in their order."""
-    if session is None or session.world_size == 1:
-        return rows
-    local = torch.from_numpy(np.ascontiguousarray(rows)).to(session.device)
-    return collectives.all_gather_dealt(local, num_rows).cpu().numpy()
 
 
 def correlations(similarities: np.ndarray, labels: Sequence[float]) -> dict[str, float]:

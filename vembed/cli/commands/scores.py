@@ -300,8 +300,10 @@ def read_list(
         record = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from error
-    query = record.get("query") if isinstance(record, dict) else None
-    documents = record.get("documents") if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        record = {}
+    query = record.get("query")
+    documents = record.get("documents")
     if query is None or not isinstance(documents, list) or not documents:
         raise UserError(
             f'{where} is no list to rerank: write {{"query": "...", "documents": ["...", "..."]}}'

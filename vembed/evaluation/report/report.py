@@ -634,13 +634,8 @@ def _changes_json(run: ComparedRun) -> dict[str, Any]:
 # ---- page ----------------------------------------------------------------------------------------------------------
 
 
-def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
-    """Write the page and return its path."""
-    path = Path(target)
-    if not path.absolute().parent.is_dir():
-        raise UserError(
-            f"{path.absolute().parent} is not a folder, so {path.name} cannot be written"
-        )
+def write_comparison(runs: SeveralRuns, path: Path) -> None:
+    """Write the page."""
     warnings = []
     for run in runs.runs:
         if not run.record.summary.finished:
@@ -666,7 +661,6 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
         metric_name=metric_name,
     )
     replace_text(path, page)
-    return path
 
 
 def _verdict(runs: SeveralRuns) -> str:
