@@ -294,7 +294,7 @@ def test_equal_contents_of_a_corpus_are_one_document(tmp_path):
     folder = beir(tmp_path, ["q1\tb\t1", "2\tc\t2"], corpus=documents)
     data = opened(folder)
     assert found(data) == {"first": {"2": 1}, "second": {"1": 2}}
-    assert data.notes[-1] == "joined 1 documents with equal content"
+    assert data.notes[-1] == "joined 1 document with equal content"
 
 
 def test_choice_of_qrels(tmp_path):

@@ -83,7 +83,7 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
     assert all(torch.equal(first[name], two[name]) for name in first)
     assert others.metrics == whole.metrics
     messages = (tmp_path / "cut" / "training_log.txt").read_text()
-    assert ("; 6 of 6 steps are done" in messages) is (number == 2)
+    assert ("; steps done: 6 of 6" in messages) is (number == 2)
 
 
 def test_a_signal_on_one_rank_ends_the_last_evaluation_on_all(tmp_path):

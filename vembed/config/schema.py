@@ -823,9 +823,9 @@ def option_fields() -> dict[str, FieldInfo]:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a config file, in which all options stand flat."""
-    fields: dict[str, Any] = {}
-    for name, field in option_fields().items():
-        fields[name] = (field.annotation, field)
+    fields: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in option_fields().items()
+    }
     model = create_model("TrainConfig", __base__=Immutable, **fields)
     return model.model_json_schema()
 

@@ -473,10 +473,9 @@ def run_chats(
 ) -> Any:
     """Return the output of a vision-language model for token ids with images. Collation has made their positions
     (time, height, width)."""
-    arguments: dict[str, Any] = {}
-    for key, value in inputs.items():
-        if not key.startswith(VISION_PREFIX):
-            arguments[key] = value
+    arguments: dict[str, Any] = {
+        key: value for key, value in inputs.items() if not key.startswith(VISION_PREFIX)
+    }
     arguments.pop("attention_mask", None)
     if mask is not None:
         arguments["attention_mask"] = mask
