@@ -264,6 +264,10 @@ class Update:
             for parameter in group["params"]:
                 if not any(parameter is weight for weight in self._loss_parameters):
                     self._model_parameters.append(parameter)
+        # In the order of the model, which decides how the gradient norm is rounded.
+        places = enumerate(self.model.parameters())
+        order = {id(weight): place for place, weight in places}
+        self._model_parameters.sort(key=lambda weight: order.get(id(weight), 0))
         self._fsdp1_group = fsdp1_group(self.model)
         self.uses_scale = self.session.mixed_precision == "fp16"
         # Unless a checkpoint has restored a later value.
