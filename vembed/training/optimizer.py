@@ -55,7 +55,9 @@ def build_optimizer(
     """
     # FSDP1 leaves a flat piece of each parameter. FSDP2's DTensors and plain tensors report their whole shape.
     whole_shapes = {id(piece): shape for piece, shape in flat_pieces(model)}
-    heads = head_prefixes(model)
+    heads: tuple[str, ...] = ()
+    if options.head_learning_rate is not None:
+        heads = head_prefixes(model)
     # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     dtypes = set()
