@@ -5,6 +5,7 @@ import gzip
 import json
 import logging
 import random
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -58,8 +59,7 @@ def start(vembed):
 
     def run(data, *words, model=BERT):
         named = () if model is None else ("--model", model)
-        done = vembed("init --force --data", data, *named, *words)
-        assert done.code == 0, done.err
+        vembed("init --force --data", data, *named, *words)
         return load_config("vembed.yaml")
 
     return run
@@ -81,33 +81,29 @@ def faq(vembed):
     return "faq.csv"
 
 
-def refused(done, *parts):
-    assert done.code == 2
-    for part in parts:
-        assert part in done.err, done.err
+@pytest.fixture
+def trained(vembed):
+    """Trains with the config that was written."""
+    return partial(vembed, "train vembed.yaml report_to=none")
 
 
-def trained(vembed, *words):
-    done = vembed("train vembed.yaml report_to=none", *words)
-    assert done.code == 0, done.err
-    return done
-
-
-def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed, start, faq):
+def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(
+    trained, start, faq
+):
     config = start(faq)
     assert config.data.column_mapping == MAPPING
     assert config.data.val_split == 0.1 and config.batch.batch_size == 8
     assert not config.optimizer.gives_length(), "early stopping may end the run"
     assert "# GUESSED, please check: Kundenfrage (orig) is the query (" in text()
     assert "(measured)" in text()
-    trained(vembed, "max_steps=2")
+    trained("max_steps=2")
     assert Path("output/report.html").is_file() and Path("output/final").is_dir()
     report = Path("output/report.md").read_text(encoding="utf-8")
     assert "10% of the queries of faq.csv" in report
 
 
 @pytest.mark.parametrize("has_negatives", [True, False])
-def test_a_reranker_is_trained_in_two_commands(vembed, start, faq, has_negatives):
+def test_a_reranker_is_trained_in_two_commands(trained, start, faq, has_negatives):
     """Pairs alone get hard negatives in a stage before the training."""
     pytest.importorskip("bm25s")
     data = faq
@@ -121,7 +117,7 @@ def test_a_reranker_is_trained_in_two_commands(vembed, start, faq, has_negatives
     assert config.model.task == "rerank" and config.objective.loss == "bce"
     assert "mrl_dims" not in text() and "(measured)" in text()
     assert ("num_negatives: 7" in text()) != has_negatives
-    trained(vembed, "max_steps=2")
+    trained("max_steps=2")
     folder = Path("output") if has_negatives else Path("output/reranker")
     assert (folder / "final").is_dir()
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
@@ -129,9 +125,9 @@ def test_a_reranker_is_trained_in_two_commands(vembed, start, faq, has_negatives
     assert 0 < scores["first_stage/ndcg@10"] <= 1
 
 
-def test_images_get_no_reranker(vembed):
+def test_images_get_no_reranker(refused):
     write_rows("train.jsonl", numbered(3))
-    refused(vembed("init --task rerank --family clip"), "--task rerank", "text_encoder")
+    refused("init --task rerank --family clip", "--task rerank", "text_encoder")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,13 +140,13 @@ def test_a_config_for_each_family_loads(start, family):
     assert all("#" in line for line in text().splitlines() if line.strip())
 
 
-def test_a_file_is_not_written_over(vembed):
+def test_a_file_is_not_written_over(refused):
     Path("vembed.yaml").write_text("mine")
-    refused(vembed("init"), "vembed.yaml")
+    refused("init", "vembed.yaml")
     assert text() == "mine"
-    refused(vembed("init --force"), "--data: train.jsonl does not exist")
-    refused(vembed("init --family clipp --output a.yaml"), "'clip'")
-    refused(vembed("init --output a.txt"), "a.txt")
+    refused("init --force", "--data: train.jsonl does not exist")
+    refused("init --family clipp --output a.yaml", "'clip'")
+    refused("init --output a.txt", "a.txt")
 
 
 @pytest.mark.parametrize(
@@ -172,32 +168,32 @@ def test_columns_are_known_by_their_names(start, content, loss, mapping):
     assert config.data.val_data_path == "a.csv"
 
 
-def test_rows_that_are_not_utf8_are_named(vembed, faq):
+def test_rows_that_are_not_utf8_are_named(refused, faq):
     rows = Path(faq).read_bytes().replace("Bestä".encode(), b"Best\xe4")
     Path(faq).write_bytes(rows)
-    done = vembed("init --data", faq, "--model", BERT)
-    refused(done, f"{faq}:2: not UTF-8")
+    refused(f"init --data {faq} --model {BERT}", f"{faq}:2: not UTF-8")
 
 
-def test_columns_can_be_named(vembed, start, faq):
+def test_columns_can_be_named(refused, vembed, start, faq):
     query, positive = MAPPING
     config = start(faq, "--query", positive, "--positive", query, model=None)
     assert config.data.column_mapping == {positive: "query", query: "positive"}
     assert "GUESSED" not in text()
     config = start(faq, "--column-mapping", "{Kategorie: query}")
     assert (config.data.column_mapping or {})["Kategorie"] == "query"
-    done = vembed("init --force --data", faq, "--query", "Kundenfrage")
-    refused(done, "faq.csv", "'Kundenfrage'", "'Kundenfrage (orig)'")
+    there_is = "'Kundenfrage (orig)'"
+    words = f"--data {faq} --query Kundenfrage"
+    refused(f"init --force {words}", "faq.csv", "'Kundenfrage'", there_is)
     mapping = "column_mapping={Kundenfrage: query, Lösung/Text: positive}"
-    done = vembed("train", f"model_name={BERT}", f"data_path={faq}", mapping)
-    refused(done, "Kundenfrage", "'Kundenfrage (orig)'")
+    words = f"train model_name={BERT} data_path={faq}"
+    assert there_is in vembed(words, mapping, code=2).err
 
 
 def test_texts_that_are_not_english_get_a_model_of_many_languages(vembed, start, faq):
     model = start(faq, model=None).model.model_name
     assert model == "intfloat/multilingual-e5-base"
     done = vembed("init --force --model demo --data", faq)
-    assert done.code == 0 and "multilingual" in done.err and "English" in done.err
+    assert "multilingual" in done.err and "English" in done.err
 
 
 def test_a_wrong_answer_and_a_number_are_not_guessed_as_the_positive(start):
@@ -216,10 +212,10 @@ def test_a_wrong_answer_and_a_number_are_not_guessed_as_the_positive(start):
     assert "wrong_reply: negative" in text()
 
 
-def test_a_model_that_is_a_file_is_refused_in_a_dry_run(vembed, start, faq):
+def test_a_model_that_is_a_file_is_refused_in_a_dry_run(refused, start, faq):
     start(faq)
-    done = vembed("train vembed.yaml --dry-run --model-name", str(faq))
-    assert done.code == 2 and "faq.csv" in done.err and "not a folder" in done.err
+    words = f"train vembed.yaml --dry-run --model-name {faq}"
+    refused(words, "faq.csv", "not a folder")
 
 
 def test_a_local_model_says_its_family_and_what_fits_it(start):
@@ -249,7 +245,6 @@ def test_values_from_the_size_of_the_data():
 def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
     start(faq)
     done = vembed("data vembed.yaml max_length=16", "query_prompt=find: ")
-    assert done.code == 0, done.err
     for part in (
         "not used: Kategorie, Ticket Nr.",
         "queries: 107 different, 0 repetitions",
@@ -280,18 +275,17 @@ def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
     assert f"warning: queries with {other}: 1." in done.out
     assert "no_duplicates: true" in done.out
     done = vembed("data data_path=train.jsonl task=rerank", model)
-    assert done.code == 0 and other not in done.out
+    assert other not in done.out
 
 
-def test_a_dry_run_shows_what_is_given_and_the_data(vembed, start, faq):
+def test_a_dry_run_shows_what_is_given_and_the_data(refused, trained, start, faq):
     start(faq)
-    out = trained(vembed, "--dry-run").out
+    out = trained("--dry-run").out
     assert "batch_size: 8  # vembed.yaml:" in out
     assert "weight_decay" not in out and "==== data" in out
     write_rows("bad.jsonl", [{"query": "a"}])
     words = "data_path=bad.jsonl column_mapping=null --dry-run"
-    done = vembed(f"train vembed.yaml {words}")
-    refused(done, "bad.jsonl:1")
+    done = refused(f"train vembed.yaml {words}", "bad.jsonl:1")
     assert "world size: 1" in done.out
 
 
@@ -312,18 +306,18 @@ def write_container(kind):
 
 
 @pytest.mark.parametrize("data", ["saved", "a.csv.gz", "parts", "parts/*.jsonl"])
-def test_columns_and_sizes_are_looked_at_in_every_container(vembed, start, data):
+def test_columns_and_sizes_are_looked_at_in_every_container(trained, start, data):
     write_container(data)
     config = start(data)
     assert config.data.data_path == data
     assert config.data.column_mapping == {"Question": "query", "Answer": "positive"}
     assert config.data.val_split == 0.1 and config.batch.batch_size == 8
     assert "# Data: 240 records" in text()
-    trained(vembed, "--dry-run")
+    trained("--dry-run")
 
 
 @pytest.mark.parametrize("metric", ["nDCG@10", "Spearman"])
-def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(vembed, start, metric):
+def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(trained, start, metric):
     rows = []
     for number in range(240):
         row = {"text": f"{GERMAN[number % 3]} {number}", "label": number % 3}
@@ -332,7 +326,7 @@ def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(vembed, start, m
             row["score"] = number % 7
         rows.append(row)
     assert start(write_rows("a.jsonl", rows)).data.val_split == 0.1
-    done = trained(vembed, "max_steps=1")
+    done = trained("max_steps=1")
     assert metric in done.err + done.out
 
 
@@ -351,7 +345,6 @@ def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(vembed, start, m
 def test_doubts_are_said_and_stand_in_the_config(vembed, content, doubt):
     Path("a.csv").write_text(content)
     done = vembed("init --data a.csv")
-    assert done.code == 0
     if doubt is None:
         assert "note: " not in done.err and "CHECK" not in text()
     else:
@@ -359,7 +352,7 @@ def test_doubts_are_said_and_stand_in_the_config(vembed, content, doubt):
 
 
 @pytest.mark.parametrize("kind", ["passages", "conversations", "for_excel"])
-def test_shapes_of_other_programs(vembed, start, kind):
+def test_shapes_of_other_programs(trained, start, kind):
     passage = "word " * 60
     name = "a.jsonl"
     if kind == "passages":
@@ -377,11 +370,11 @@ def test_shapes_of_other_programs(vembed, start, kind):
     loss = "cosent" if kind == "conversations" else "infonce"
     assert config.objective.loss == loss and config.data.column_mapping is None
     assert "# Data: 60 records" in text()
-    trained(vembed, "val_split=null", "--dry-run")
+    trained("val_split=null", "--dry-run")
 
 
 @pytest.mark.parametrize("line", ['{"query": "where', '"oops"'])
-def test_a_line_that_is_no_object_is_left_out(vembed, start, line):
+def test_a_line_that_is_no_object_is_left_out(refused, start, line):
     lines = [json.dumps(row) for row in numbered(60)]
     lines.insert(1, line)
     Path("x.jsonl").write_text("\n".join(lines))
@@ -390,18 +383,17 @@ def test_a_line_that_is_no_object_is_left_out(vembed, start, line):
     assert "1 of 61 records" in text() and "x.jsonl:2: " in text()
     assert "the first 60 records have query, positive" in text()
     Path("x.jsonl").write_text(line)
-    done = vembed("init --force --data x.jsonl --model", BERT)
-    refused(done, "x.jsonl:1: ")
+    refused(f"init --force --data x.jsonl --model {BERT}", "x.jsonl:1: ")
 
 
-def test_bad_records_and_images_are_counted_as_training_counts_them(vembed, start):
+def test_bad_records_and_images_are_counted_as_training_counts_them(trained, start):
     """35 bad records beyond the first ones, and 5 broken images: the config leaves them out, and trains."""
     rows = numbered(400)
     rows[200:235] = [pair(query="")] * 35
     config = start(write_rows("a.jsonl", rows))
     assert "35 of 400 records" in text()
     assert config.data.on_bad_record == "skip"
-    trained(vembed, "max_steps=1")
+    trained("max_steps=1")
     lines = ["text,image"]
     for number in range(20):
         if number < 5:
@@ -415,13 +407,13 @@ def test_bad_records_and_images_are_counted_as_training_counts_them(vembed, star
 
 
 @pytest.mark.parametrize(("name", "is_used"), [("validation", True), ("test", False)])
-def test_the_validation_split_of_a_saved_dataset_is_used(vembed, start, name, is_used):
+def test_the_validation_split_of_a_saved_dataset_is_used(trained, start, name, is_used):
     save_splits(**{"train": QUESTIONS[30:], name: QUESTIONS[:30]})
     config = start("saved")
     assert config.data.val_data_path == ("saved" if is_used else None)
     assert (config.data.val_split is None) == is_used
     if is_used:
-        done = trained(vembed, "--dry-run")
+        done = trained("--dry-run")
         assert "30 queries over 30 documents" in done.out + done.err
 
 
@@ -437,10 +429,10 @@ def test_the_validation_split_of_a_saved_dataset_is_used(vembed, start, name, is
         ("pictures/a.png", ""),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(vembed, name, content):
+def test_what_cannot_be_trained_on_is_refused(refused, name, content):
     path = Path(name)
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)
     data = path.parent if path.suffix == ".png" else path
-    refused(vembed("init --data", str(data)), str(data))
+    refused(f"init --data {data}", str(data))
     assert not Path("vembed.yaml").exists()
