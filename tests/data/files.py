@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.tiny_tokenizers import texts
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSource, TrainConfig
 from vembed.data import example_store
 from vembed.errors import UserError
 
@@ -22,9 +22,14 @@ RECORDS = [
 ]
 
 
-def pair(**fields):
+def pair(query="q", positive="p", **fields):
     """A record of a query and a positive, with these fields."""
-    return {"query": "q", "positive": "p", **fields}
+    return {"query": query, "positive": positive, **fields}
+
+
+def numbered(count, **fields):
+    """Records of the queries q0, q1, ... and the positives p0, p1, ..., with these fields."""
+    return [pair(f"q{number}", f"p{number}") | fields for number in range(count)]
 
 
 def config(**options):
@@ -42,8 +47,23 @@ def open_examples(config, paths, **options):
     )
 
 
-def open_path(path, **options):
-    return open_examples(config(**options), str(path))
+def open_path(path, role="train", **options):
+    """Open a file, or a list of files and sources, as a run with these options does."""
+    sources = str(path)
+    if isinstance(path, list):
+        sources = [
+            entry if isinstance(entry, DataSource) else str(entry) for entry in path
+        ]
+    return open_examples(config(**options), sources, role=role)
+
+
+def open_rows(folder, rows, **options):
+    """Write a file of records and open it."""
+    return open_path(write_jsonl(folder / "rows.jsonl", rows), **options)
+
+
+def refused_rows(folder, rows, **options):
+    return refused(write_jsonl(folder / "rows.jsonl", rows), **options)
 
 
 def refused(path, **options):
@@ -52,10 +72,21 @@ def refused(path, **options):
     return str(caught.value)
 
 
+def examples_of(store):
+    return [store[number] for number in range(len(store))]
+
+
 def pairs_of(store):
     """The texts of query and first positive of all examples."""
-    examples = [store[number] for number in range(len(store))]
-    return [(example.query.text, example.positives[0].text) for example in examples]
+    return [
+        (example.query.text, example.positives[0].text)
+        for example in examples_of(store)
+    ]
+
+
+def places_of(store):
+    """Where each example comes from: file and line."""
+    return [example.where for example in examples_of(store)]
 
 
 def queries_of(store):
