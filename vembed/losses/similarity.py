@@ -240,13 +240,13 @@ class PrefixTable:
         torch.mul(source, scales[columns], out=out)
         return out.mul_(scales[rows.entries, None])
 
-    def finish(self, rows: RowVectors, scale: Tensor) -> Tensor:
-        """Add the gradient of the rows to the table's, and return dL/d(scale)."""
-        # logits = scale * (x . column): dx * x summed is dL/d(scale), and dx * scale is dL/dx.
+    def finish(self, rows: RowVectors, logit_scale: Tensor) -> Tensor:
+        """Add the gradient of the rows to the table's, and return dL/d(logit_scale)."""
+        # logits = logit_scale * (x . column): dx * x summed is dL/d(logit_scale), and dx * logit_scale is dL/dx.
         x = self.x[rows.entries]
-        d_scale = (rows.dx * x).sum()
-        self.dx[rows.entries] += rows.dx.mul_(scale)
-        return d_scale
+        d_logit_scale = (rows.dx * x).sum()
+        self.dx[rows.entries] += rows.dx.mul_(logit_scale)
+        return d_logit_scale
 
     def gradient(self, into: Tensor | None = None) -> Tensor:
         """Return the gradient [U, D] with respect to the embeddings, added to `into` if given.

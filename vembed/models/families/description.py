@@ -310,7 +310,7 @@ def describe(
         hidden_dim = POOLINGS[pooling].width(hidden_dim)
     image: dict[str, Any] = {"hidden_dim": hidden_dim}
     layer_classes = shape.layer_classes
-    if family.has_two_models:
+    if family.is_composed:
         image, image_classes = _image_tower(reading, hidden_dim, matryoshka)
         layer_classes += image_classes
         hidden_dim = image["hidden_dim"]
@@ -414,7 +414,7 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
     family = description.traits
     config = reading.config
     reads_pairs = family.reads_only_text or family.reads_chats
-    if not reads_pairs or family.has_two_models or options.model_class:
+    if not reads_pairs or family.is_composed or options.model_class:
         raise UserError(
             f"task: rerank: {description.name} is of the family {family.name}: give a text model or a vision-language model"
         )
@@ -507,9 +507,7 @@ def _family(reading: _Reading) -> Family:
     family = FAMILIES.get(options.model_family, detected)
     # Between encoder and decoder of texts the user may decide: a decoder may have been trained to see both sides.
     are_texts = family.reads_only_text and detected.reads_only_text
-    if not (family == detected or are_texts) or (
-        has_tower and not family.has_two_models
-    ):
+    if not (family == detected or are_texts) or (has_tower and not family.is_composed):
         raise UserError(
             f"model_family: {family.name} does not fit {options.model_name}, which is {detected.name} ({reason}): leave "
             "model_family out, and give image_model_name with a text model alone (it makes it composed)"
@@ -628,7 +626,7 @@ def _image_tower(
         )
     shape = shape_of(folder, config, chosen, FAMILIES["image_encoder"])
     shared_dim = min(text_dim, shape.hidden_dim)
-    if saved and FAMILIES[saved["family"]].has_two_models:
+    if saved and FAMILIES[saved["family"]].is_composed:
         shared_dim = saved["hidden_dim"]
     elif matryoshka is not None and isinstance(matryoshka.mrl_dims, list):
         shared_dim = max(matryoshka.mrl_dims)

@@ -63,8 +63,8 @@ class Family:
     pooling_reason: str = "default of the family (the model defines no pooling)"
     is_causal: bool | None = False
     """Attention of the text tower; None: its config tells."""
-    has_two_models: bool = False
-    """True: a text model and an image model of their own, with new projections (TwoTowers)."""
+    is_composed: bool = False
+    """True: a text model and an image model of their own, with new projections (ComposedModel)."""
 
     # ---- text ---------------------------------------------------------------------------------------------------
     longest_by_default: int = TEXT_LENGTH
@@ -74,7 +74,7 @@ class Family:
     # ---- sizes, training and files --------------------------------------------------------------------------------
     embedding_size: tuple[str, ...] | None = None
     """Path of the embedding's size in config.json; None: the size of the hidden states."""
-    has_scale_and_bias: bool = False
+    has_logit_scale_and_bias: bool = False
     """True: the weights contain the loss's learned scale (and bias), with which training starts and ends."""
     adapter_targets: Mapping[Tower, tuple[str, ...]] = field(default_factory=dict)
     """Linear layers behind the towers that get an adapter together with their tower."""
