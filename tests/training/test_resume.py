@@ -76,7 +76,7 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
     identity = {"data": "xyz", "global_batch_size": 8}
     with (
         starting(tmp_path, resume=True, seed=7) as run,
-        pytest.raises(UserError, match="seed 42 -> 7.*data abc -> xyz"),
+        pytest.raises(UserError, match=r"seed 42 -> 7.*data abc -> xyz"),
     ):
         run.resume(identity)
     with starting(tmp_path, resume="force", seed=7, epochs=9) as run:
