@@ -13,6 +13,7 @@ from tests.commands import CODE, command
 from tests.harness import run_ranks
 from tests.parallel.steps import listen
 from vembed.parallel import collectives, devices
+from vembed.parallel.environment import RankInfo
 
 LINE = re.compile(r"Rank (\d+), CPU: RSS: (\d+\.\d\d)GB, Peak: (\d+\.\d\d)GB$")
 
@@ -54,7 +55,7 @@ def test_peak_starts_anew_between_phases():
 
 def clear_together():
     """Rank 1 comes late. Return when this rank came and went, and the memory that it gave back, freed memory kept."""
-    devices.keep_freed_memory()
+    devices.choose_device(RankInfo())
     blocks = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
     del blocks
     before = devices.memory_snapshot(torch.device("cpu"))["rss_gb"]

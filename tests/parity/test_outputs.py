@@ -103,10 +103,7 @@ def step_on_rank(strategy, cache):
         rank = rank_examples(NUM_EXAMPLES, session.rank, session.world_size)
         featuriser = Featuriser(described(config))
         batch = make_rank_batch(examples()[rank], rank.start, featuriser)
-        features = [
-            replace(feature, num_vectors=feature.length - 2)
-            for feature in batch.features
-        ]
+        num_vectors = [feature.length - 2 for feature in batch.features]
         model = session.prepare(model, ())
         step = TrainingStep(
             model,
@@ -116,7 +113,7 @@ def step_on_rank(strategy, cache):
             Budget(40, 10**9, cache),
             SEED,
         )
-        batch = replace(batch, features=features)
+        batch = replace(batch, num_vectors=num_vectors)
         result = step.accumulate(batch, 3, weight=1.0, is_last=True)
         step.synchronise(0.0)
         return {**full_gradients(model), "loss": result.loss_share}

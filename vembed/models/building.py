@@ -151,14 +151,16 @@ def build_model(
         backbone,
         head,
         pooling=pooling,
-        scale_and_bias=scale_and_bias(description),
+        logit_scale_and_bias=logit_scale_and_bias(description),
         language_head=language_head,
     )
     freeze_unused(backbone)
     if not adapters.use_lora:
         # With LoRA `add_adapters` has done this: no adapter in a frozen part, and all weights but the adapters frozen.
-        for name in names_frozen_by(backbone, description.traits, adapters.freeze):
-            backbone.get_parameter(name).requires_grad = False
+        if adapters.freeze:
+            names = names_frozen_by(backbone, description.traits, adapters.freeze)
+            for name in names:
+                backbone.get_parameter(name).requires_grad = False
         _cast_frozen_towers(description, options, backbone)
     if keeps_masters:
         # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.heads`).
@@ -511,13 +513,13 @@ def _cast_frozen_towers(
         tower_module(backbone, description.traits, tower).to(dtype)
 
 
-def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
+def logit_scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
     """Return the scale and bias that CLIP or SigLIP was trained with, read from the weight files.
 
     The model's own parameters may be empty (meta) or sharded.
     """
     values = {}
-    if description.traits.has_scale_and_bias:
+    if description.traits.has_logit_scale_and_bias:
         for path in Path(description.source).glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:
                 for name in set(file.keys()).intersection(LOSS_PARAMETERS):

@@ -33,8 +33,6 @@ from vembed.parallel.devices import (
     GIB,
     bf16_instructions,
     choose_device,
-    enable_expandable_segments,
-    keep_freed_memory,
 )
 from vembed.parallel.environment import ELSEWHERE, interface_to, read_rank_info
 from vembed.parallel.launch_check import Heartbeats, LaunchCheck, RankFacts
@@ -46,7 +44,6 @@ from vembed.parallel.placement import (
     memory_of_a_process,
     place,
 )
-from vembed.parallel.step_memory import quiet
 
 log = logging.getLogger("vembed")
 
@@ -107,11 +104,7 @@ class Session(AbstractContextManager["Session"]):
         machines once per step."""
         try:
             self.ranks = read_rank_info()
-            if torch.cuda.is_available():
-                enable_expandable_segments()
             self.device = choose_device(self.ranks)
-            if self.device.type == "cpu":
-                keep_freed_memory()
             if debug:
                 os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
                 dist.set_debug_level_from_env()  # type: ignore[attr-defined]
@@ -216,8 +209,9 @@ class Session(AbstractContextManager["Session"]):
             for module in model.modules():
                 if "cast_input_dtype_enabled" in vars(module):
                     vars(module)["cast_input_dtype_enabled"] = False
-        # Replicas start from the weights of rank 0.
-        collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+        if self.world_size > 1:
+            # Replicas start from the weights of rank 0.
+            collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
         return model
 
     def barrier(self) -> None:
@@ -401,8 +395,7 @@ def start_command_session(
             options = ModelSection(
                 model_name=model, trust_remote_code=trust_remote_code
             )
-            with quiet():
-                folder = Path(describe(options).source)
+            folder = Path(describe(options).source)
             files = folder.rglob("*.safetensors")
             num_bytes = sum(path.stat().st_size for path in files)
             fits = num_bytes <= FITS_SHARE * session.memory

@@ -508,7 +508,8 @@ def bytes_per_token(
         storages = [tensor.untyped_storage() for tensor in saved.values()]
         num_bytes = sum(storage.nbytes() for storage in storages)
         del outputs
-        discard_passes(model)  # a checkpoint is restored into shards
+        if session.fsdp is not None:
+            discard_passes(model)  # a checkpoint is restored into shards
         saved.clear()
         return num_bytes
 
