@@ -40,7 +40,7 @@ from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
 from vembed.training import step
 from vembed.training.frozen import InputBuilder
-from vembed.training.step import Column, TrainingStep, gather_columns
+from vembed.training.step import FieldPart, TrainingStep, gather_fields
 
 T = TypeVar("T")
 WORLD_SIZES = (8, 64, 1024)
@@ -92,9 +92,9 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
     def own_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
         return rows[: counts[0]] * world_size
 
-    def distinct(columns: dict[str, Column]) -> dict[str, Tensor]:
+    def distinct(columns: dict[str, FieldPart]) -> dict[str, Tensor]:
         """Let other ranks' rows be other examples, with inputs and contents of their own."""
-        gathered = gather_columns(columns)
+        gathered = gather_fields(columns)
         sampled_rank = world_size // 2
         for name, column in list(gathered.items()):
             if name == "failed":
@@ -131,7 +131,7 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
                     TrainingStep, name, timed(name, getattr(TrainingStep, name))
                 )
             )
-        stack.enter_context(mock.patch.object(step, "gather_columns", distinct))
+        stack.enter_context(mock.patch.object(step, "gather_fields", distinct))
         stack.enter_context(
             mock.patch.object(
                 candidates,

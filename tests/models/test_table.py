@@ -1,6 +1,5 @@
 """The contract of every family in the table: described, built, saved and used; and a record is enough for a new one."""
 
-from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -13,7 +12,6 @@ from tests.docs.pages import ROOT
 from tests.models.families import pictures
 from tests.parts import from_its_test, values_in
 from vembed.config.schema import TrainConfig
-from vembed.declarations import check_parts
 from vembed.inference.embedder import Embedder
 from vembed.models.families import table
 from vembed.models.families.family import Family
@@ -31,15 +29,6 @@ def test_every_name_has_one_record():
         if isinstance(value, Family) and value not in table.FAMILIES.values():
             missing.append(f"{value.name} of {module}")
     assert not missing, f"list these in vembed/models/families/table.py: {missing}"
-
-
-def test_records_that_contradict_each_other_are_named():
-    clip = table.FAMILIES["clip"]
-    for names_of in (lambda family: (family.name,), lambda family: family.model_types):
-        with pytest.raises(
-            TypeError, match=r"model family clip: the name .* is that of"
-        ):
-            check_parts("model family", Family, (clip, replace(clip)), names_of)
 
 
 @pytest.mark.parametrize(

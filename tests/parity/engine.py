@@ -127,7 +127,7 @@ def build(config, teacher_dims=None):
         if "lora_B" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             parameter.data.normal_(0, 0.05, generator=generator)
-    scale, bias = model.initial_scale_and_bias or (None, None)
+    scale, bias = model.initial_logit_scale_and_bias or (None, None)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,

@@ -257,7 +257,7 @@ def wanted(name):
         rank_rows=slice(0, len(rank_batch.query)),
         rank_negatives=slice(0, len(rank_batch.negative)),
     )
-    scale, _ = model.initial_scale_and_bias or (None, None)
+    scale, _ = model.initial_logit_scale_and_bias or (None, None)
     value = reference_loss(
         batch,
         config,

@@ -31,11 +31,7 @@ from vembed.config.values import (
     Task,
 )
 from vembed.errors import UserError
-from vembed.losses.table import (
-    ENTRY_OPTIONS,
-    LOSS_OPTIONS,
-    LOSSES,
-)
+from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSSES
 from vembed.models.families.table import FamilyName
 from vembed.models.poolings.table import PoolingName, pooling_text
 from vembed.training.optimizer_kinds import OPTIMIZERS
@@ -446,11 +442,6 @@ class DataSection(Section):
     def has_validation(self) -> bool:
         """True if there are validation data."""
         return self.val_data_path is not None or self.val_split is not None
-
-    def adds_negatives(self) -> bool:
-        """Return whether records get further negatives, so that they need none of their own."""
-        is_mined = self.mine is not None and self.mine.at_start
-        return is_mined or self.in_batch_negatives > 0
 
     def sources(self) -> list[DataSource]:
         """Return an entry for each source of `data_path`."""

@@ -103,9 +103,9 @@ class TermModule(LossModule):
         """See LossModule."""
         self.declared.clamp(dict(self.named_parameters()))
 
-    def learned_scale(self) -> tuple[float, float] | None:
+    def learned_logit_scale(self) -> tuple[float, float] | None:
         """See LossModule."""
-        return self.declared.scale_and_bias(dict(self.named_parameters()))
+        return self.declared.logit_scale_and_bias(dict(self.named_parameters()))
 
 
 class WeightedLosses(LossModule):

@@ -147,14 +147,14 @@ def build_model(
     if head is None and dense_modules:
         head = Head(*dense_modules)
     scale = None
-    if description.traits.has_scale_and_bias:
-        scale = scale_and_bias(Path(description.source))
+    if description.traits.has_logit_scale_and_bias:
+        scale = logit_scale_and_bias(Path(description.source))
     model = EmbeddingModel(
         description,
         backbone,
         head,
         pooling=pooling,
-        scale_and_bias=scale,
+        logit_scale_and_bias=scale,
         language_head=language_head,
     )
     freeze_unused(backbone)
@@ -516,7 +516,7 @@ def _cast_frozen_towers(
         tower_module(backbone, description.traits, tower).to(dtype)
 
 
-def scale_and_bias(folder: Path) -> tuple[float, float] | None:
+def logit_scale_and_bias(folder: Path) -> tuple[float, float] | None:
     """Return the scale and bias that CLIP or SigLIP was trained with, read from the weight files.
 
     The model's own parameters may be empty (meta) or sharded.

@@ -113,10 +113,10 @@ class EmbeddingModel(nn.Module):
         head: Any = None,
         *,
         pooling: nn.Module | None = None,
-        scale_and_bias: tuple[float, float] | None = None,
+        logit_scale_and_bias: tuple[float, float] | None = None,
         language_head: LanguageHead | None = None,
     ) -> None:
-        """`head`: Dense modules, or a reranker's ScoreHead. `scale_and_bias`: those that CLIP or SigLIP was trained
+        """`head`: Dense modules, or a reranker's ScoreHead. `logit_scale_and_bias`: those that CLIP or SigLIP was trained
         with (CLIP's bias is 0)."""
         super().__init__()
         self.description = description
@@ -124,7 +124,7 @@ class EmbeddingModel(nn.Module):
         self.pooling = pooling
         self.head = head
         self.language_head = language_head
-        self.initial_scale_and_bias = scale_and_bias
+        self.initial_logit_scale_and_bias = logit_scale_and_bias
         self.has_auxiliary = isinstance(backbone, OwnModel) or language_head is not None
         """True if the model may return auxiliary losses."""
         self._autocasts = False
@@ -323,7 +323,7 @@ class EmbeddingModel(nn.Module):
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 
-    def write_scale_and_bias(
+    def write_logit_scale_and_bias(
         self,
         scale: float,
         bias: float,
@@ -621,7 +621,7 @@ class HiddenStates(nn.Module):
         hidden_dim = description.text_hidden_dim or config.get_text_config().hidden_size
         self.width = POOLINGS[self.pooling].width(int(hidden_dim))
 
-    def forward(self, slices: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
+    def forward(self, slices: list[ModalitySlice]) -> list[Tensor]:
         """Return for each slice (modality, inputs) [n, layers * width], layer by layer."""
         states = []
         for modality_slice in slices:
@@ -664,7 +664,7 @@ class HiddenStates(nn.Module):
             states.append(torch.cat([captured[layer] for layer in self.layers], dim=1))
         return states
 
-    def pooled(self, hidden: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    def pooled(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """Pool the states of a layer, padded [n, tokens, dim] or packed [1, all tokens, dim], to [n, width]."""
         mask = padding_mask(inputs)
         if self._packs:

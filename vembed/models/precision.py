@@ -392,7 +392,7 @@ def weight_in_use(layer: Any) -> Tensor:
     return layer.copies.of(weight) if isinstance(layer, Bf16Linear) else weight
 
 
-def copies_of(model: nn.Module) -> WeightCopies:
+def bf16_weights_of(model: nn.Module) -> WeightCopies:
     """Return the copies of a model's weights, which all layers of its backbone share; new ones for other models."""
     for module in model.modules():
         if isinstance(module, Bf16Linear):

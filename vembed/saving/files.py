@@ -87,7 +87,7 @@ def save_model(
     # Adapters alone would lose scale, bias, projections or a head, or other programs would use causal attention, or mask
     # parts of each image.
     is_more_than_adapters = (
-        family.has_scale_and_bias
+        family.has_logit_scale_and_bias
         or family.is_composed
         or description.bidirectional_attention
         or description.scores is not None

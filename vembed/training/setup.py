@@ -187,7 +187,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     # `describe` reads the model, so it is called only if epochs are left to `auto`. Otherwise the checkpoint is checked
     # first, and a model of another kind is refused by name.
     is_open = not optimizer_options.gives_length()
-    has_scale = is_open and describe(config.model).traits.has_scale_and_bias
+    has_scale = is_open and describe(config.model).traits.has_logit_scale_and_bias
     decision = decide_epochs(
         optimizer_options, config.model, len(store), has_scale=has_scale
     )
@@ -320,7 +320,7 @@ def build_components(
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
     if config.optimizer.learning_rate == "auto":
         config = decide_rates(config, embedder, data.total_steps)
-    scale, bias = embedder.initial_scale_and_bias or (None, None)
+    scale, bias = embedder.initial_logit_scale_and_bias or (None, None)
     if config.matryoshka.mrl_projection == "pca":
         start_projection(embedder, featuriser, data.examples, session)
     frozen = embedder.frozen_modalities()
@@ -461,7 +461,7 @@ def open_stream(
         options.in_batch_negatives,
         # Equal inputs pass the model as often as they occur: an input would otherwise weigh in the statistics of shared
         # batch norms by the number of processes that have it.
-        encodes_copies=session.syncs_batch_norms,
+        encodes_duplicates=session.syncs_batch_norms,
         # On CPUs a process would take the cores that compute. Images are decoded by processes in any case.
         uses_process=session.device.type == "cuda" and num_workers == 1,
     )
@@ -545,7 +545,7 @@ def decide_rates(
         width=description.text_hidden_dim or description.hidden_dim,
         is_tuned=is_embedding_model(Path(description.source)),
         is_new=is_new or has_initial_weights(config.model),
-        has_scale=description.traits.has_scale_and_bias,
+        has_scale=description.traits.has_logit_scale_and_bias,
         total_steps=total_steps,
     )
     decision = peak_rate(config.objective, config.adapters, facts)

@@ -77,11 +77,11 @@ def make_rank_batch(
     featuriser: BaseFeaturiser,
     source_index: int = 0,
     *,
-    encodes_copies: bool = False,
+    encodes_duplicates: bool = False,
 ) -> RankBatch:
     """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch.
 
-    `encodes_copies`: keep duplicates.
+    `encodes_duplicates`: keep duplicates.
     """
     units: list[Any] = []
     row_items = []
@@ -109,7 +109,7 @@ def make_rank_batch(
     # By key, not by text: a text as query and as document differs if the model has prompts.
     features = featuriser.features(units)
     where_to = np.arange(len(units))
-    if not encodes_copies:
+    if not encodes_duplicates:
         features, where_to = distinct(features, key=lambda feature: feature.key)
     has_label_scores = len(scores) == len(rows) > 0
     has_negative_label_scores = len(negative_scores) == len(negatives) > 0

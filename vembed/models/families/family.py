@@ -74,7 +74,7 @@ class Family:
     # ---- sizes, training and files --------------------------------------------------------------------------------
     embedding_size: tuple[str, ...] | None = None
     """Path of the embedding's size in config.json; None: the size of the hidden states."""
-    has_scale_and_bias: bool = False
+    has_logit_scale_and_bias: bool = False
     """True: the weights contain the loss's learned scale (and bias), with which training starts and ends."""
     adapter_targets: Mapping[Tower, tuple[str, ...]] = field(default_factory=dict)
     """Linear layers behind the towers that get an adapter together with their tower."""
