@@ -21,7 +21,7 @@ from vembed.config.parsing import Node, parse_value
 from vembed.config.schema import options_of_sections
 from vembed.config.values import Form
 from vembed.errors import did_you_mean
-from vembed.losses.table import ENTRY_OPTIONS, with_constraints
+from vembed.losses.table import ENTRY_OPTIONS
 from vembed.models.poolings.table import POOLINGS
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
@@ -705,7 +705,7 @@ class Option:
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any]:
-        annotation = with_constraints(self.field)
+        annotation = self.field.rebuild_annotation()
         return TypeAdapter(annotation, config={"coerce_numbers_to_str": True})
 
     @property

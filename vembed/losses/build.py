@@ -16,10 +16,10 @@ from vembed.config.terms import ResolvedTerm, losses_differ, source_groups, sour
 from vembed.losses.batch import ListedPairs, LossBatch, LossModule
 from vembed.losses.declaration import FixedTemperature, LossDeclaration, StartValues
 from vembed.losses.similarity import (
+    KnownGradients,
     Similarity,
     arithmetic_dtype,
     pair_scores,
-    with_known_gradients,
 )
 
 log = logging.getLogger("vembed")
@@ -145,7 +145,8 @@ class WeightedLosses(LossModule):
                 if term_gradient is not None:
                     gradient.add_(term_gradient, alpha=weight)
         self.term_shares = shares
-        return with_known_gradients(total, inputs, gradients)
+        loss: Tensor = KnownGradients.apply(total, gradients, *inputs)  # type: ignore[no-untyped-call]
+        return loss
 
 
 class LossBySource(LossModule):

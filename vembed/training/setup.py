@@ -64,6 +64,7 @@ from vembed.parallel import collectives
 from vembed.parallel.environment import num_cores
 from vembed.parallel.launch_check import require_equal
 from vembed.parallel.parameters import num_parameters
+from vembed.parallel.placement import PRECISION_DTYPES
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
 from vembed.progress import counted
@@ -86,7 +87,7 @@ from vembed.training.hooks.metrics import (
     Watch,
 )
 from vembed.training.hooks.mining import EpochMiner
-from vembed.training.optimizer import build_optimizer, head_prefixes
+from vembed.training.optimizer import build_optimizer
 
 if TYPE_CHECKING:
     from vembed.training.trainer import Trainer
@@ -118,11 +119,8 @@ class RunData(Sets):
     """Passes over the data, where `max_steps` does not say how long the run is."""
     total_steps: int
     """Optimizer steps of the whole run."""
-
-    @property
-    def examples_per_step(self) -> int:
-        """Examples of all global batches of an optimizer step."""
-        return self.batch_schedule.global_batch_size * self.batches_per_step
+    examples_per_step: int
+    """Examples of all global batches of an optimizer step."""
 
     def epoch_at(self, step: int) -> float:
         """Return the number of epochs, with a fraction, that are done after `step` optimizer steps."""
@@ -227,6 +225,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         batches_per_step=batches_per_step,
         epochs=epochs,
         total_steps=total_steps,
+        examples_per_step=batch_schedule.global_batch_size * batches_per_step,
     )
 
 
@@ -395,7 +394,7 @@ def unsharded_model(
         seed=config.run.seed,
         device=session.model_device,
         computes_on=session.device,
-        compute_dtype=placement.compute_dtype,
+        compute_dtype=PRECISION_DTYPES[placement.precision.value],
         recompute=placement.recomputation.value,
         compiles=placement.compilation.value,
         meta=session.builds_empty,
@@ -527,7 +526,7 @@ def decide_rates(
     trained_names = [
         name for name, weight in embedder.named_parameters() if weight.requires_grad
     ]
-    heads = head_prefixes(embedder)
+    heads = tuple(f"{name}." for name in embedder.heads())
     what: TrainedPart = "weights"
     if config.adapters.use_lora:
         what = "adapters"
