@@ -145,10 +145,12 @@ class Records:
             example = self.form.example(self.record(number), where)
         except BadRecord as error:
             raise self._changed(number, error) from error
-        return example.with_items(
-            lambda query: query.read_from(where),
-            lambda document: document.read_from(where),
-        )
+        if any(item.images for item in example.items):
+            example = example.with_items(
+                lambda query: query.read_from(where),
+                lambda document: document.read_from(where),
+            )
+        return example
 
     def _changed(self, number: int, reason: object) -> UserError:
         where = self.where(number)
@@ -198,7 +200,7 @@ class Records:
             LOSSES[loss].records == "matches" for loss in losses
         )
         sentences: list[str | None] = []
-        if index.labels is None and losses:
+        if index.unused and index.labels is None and losses:
             names = negative_columns(index.unused)
             mapped = ", ".join(f"{quoted_column(name)}: negative" for name in names)
             if names:
@@ -215,9 +217,9 @@ class Records:
                 "`vembed mine` adds some"
             )
         if index.labels is None and takes_matches:
-            if not counts["scored"]:
+            if not counts["scored"] and index.unused:
                 sentences.append(unread_judgement(index.unused))
-            elif losses and not reads_scores(self.terms):
+            elif counts["scored"] and losses and not reads_scores(self.terms):
                 sentences.append(
                     f"its scores are not read by loss: {' and '.join(losses)}, and every pair is taken for a match: set "
                     "loss: cosent if they say how well a pair matches, loss: kl and teacher: scores if they are a "
@@ -336,8 +338,10 @@ class ExampleStore:
         for source in self._sources:
             index = source.index
             lines.append(source.summary())
-            lines += [f"left out: {problem}" for problem in joined(index.problems)]
-            num_more = index.counts["bad"] - len(index.problems)
+            num_bad = index.counts["bad"]
+            if num_bad:
+                lines += [f"left out: {problem}" for problem in joined(index.problems)]
+            num_more = num_bad - len(index.problems)
             if num_more:
                 lines.append(f"left out: {num_more:,d} more of {source.name}")
             if index.unused:
@@ -674,10 +678,8 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
     counts: Counter[str] = Counter()
     first_lines: dict[int, int] = defaultdict(int)
     images: set[str] = set()
-    with (
-        ThreadPoolExecutor(min(8, num_cores())) as pool,
-        ProgressReport(f"{reader.name}: checked", log=log.info) as progress,
-    ):
+    progress = ProgressReport(f"{reader.name}: checked", log=log.info)
+    with ThreadPoolExecutor(min(8, num_cores())) as pool:
         # Begins beside the first parts, and is faster than they are.
         digests = pool.map(_file_hash, reader.files())
         if num_processes > 1:

@@ -115,11 +115,29 @@ class OutputLock(AbstractContextManager["OutputLock"]):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.path.open("a+b")
+            is_free = True
             try:
-                self._lock(file)
-            except BaseException:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The run before may have removed the file after it was opened here.
+                lock_status = os.fstat(file.fileno())
+                is_free = os.path.samestat(lock_status, self.path.stat())
+            except BlockingIOError:
+                is_free = False
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    file.close()
+                    raise
+                log.warning(
+                    f"output_dir: the file system of {self.folder} has no locks: no other run may write there meanwhile"
+                )
+            if not is_free:
+                file.seek(0)
+                owner = file.read(MAX_OWNER_BYTES).decode("utf-8", "replace")
                 file.close()
-                raise
+                raise UserError(
+                    f"output_dir: {self.folder} is in use by another run ({owner}): wait for its end, stop it, or choose "
+                    "another output_dir"
+                )
             self._file = file
             file.truncate(0)
             started = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -140,28 +158,6 @@ class OutputLock(AbstractContextManager["OutputLock"]):
             self._file.close()
         with suppress(OSError):  # a run that has begun has filled it
             self.folder.rmdir()
-
-    def _lock(self, file: IO[bytes]) -> None:
-        is_free = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The run before may have removed the file after it was opened here.
-            is_free = os.path.samestat(os.fstat(file.fileno()), self.path.stat())
-        except BlockingIOError:
-            is_free = False
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            log.warning(
-                f"output_dir: the file system of {self.folder} has no locks: no other run may write there meanwhile"
-            )
-        if not is_free:
-            file.seek(0)
-            owner = file.read(MAX_OWNER_BYTES).decode("utf-8", "replace")
-            raise UserError(
-                f"output_dir: {self.folder} is in use by another run ({owner}): wait for its end, stop it, or choose "
-                "another output_dir"
-            )
 
 
 # ---- finished runs -----------------------------------------------------------
