@@ -31,9 +31,11 @@ def check_parts(
     sequence or mapping may hold. `taken`: names that no part may have.
     """
     by_name: dict[str, Part] = {}
+    owners: dict[str, str] = {}
     for part in parts:
-        where = part_label(kind, part)
+        where = f"{kind} {getattr(part, 'name', '')}"
         if isinstance(part, type):
+            where = f"{kind} {part.__name__} of {part.__module__}"
             # Any value but an empty text or list: a number may be 0.
             missing = [
                 name for name in needed if getattr(part, name, None) in (None, "", ())
@@ -53,17 +55,10 @@ def check_parts(
             if name in taken_names:
                 raise TypeError(f"{where}: the name {name} is taken")
             if name in by_name:
-                owner = part_label(kind, by_name[name])
-                raise TypeError(f"{where}: the name {name} is that of {owner}")
+                raise TypeError(f"{where}: the name {name} is that of {owners[name]}")
             by_name[name] = part
+            owners[name] = where
     return by_name
-
-
-def part_label(kind: str, part: object) -> str:
-    """Return what messages call a part: its class, or the name of a record."""
-    if isinstance(part, type):
-        return f"{kind} {part.__name__} of {part.__module__}"
-    return f"{kind} {getattr(part, 'name', '')}"
 
 
 def check_spelling(

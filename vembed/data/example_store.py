@@ -7,7 +7,6 @@ large file is read in parts, by as many processes as there are cores.
 from __future__ import annotations
 
 import bisect
-import functools
 import gc
 import hashlib
 import itertools
@@ -688,7 +687,8 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
             results = (index_part(reader, form, part) for part in parts)
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
-            form.columns.merge(result.columns)
+            if num_processes > 1:
+                form.columns.merge(result.columns)
             # The parts of a file follow one another. Lines of a part count from its own first line.
             file = part.start >> FILE_BITS
             first_line = first_lines[file]
@@ -874,9 +874,15 @@ def cached_index(
 ) -> Index:
     """Return the index of a source: from the cache folder if its files, its images, the options and the code are the
     same, otherwise built anew."""
+    # The code that reads records. That of the losses is part of it, since they declare which records they can use.
+    package = Path(__file__).parents[1]
+    code = hashlib.blake2b(digest_size=12)
+    for name in ("data", "losses"):
+        for path in sorted((package / name).rglob("*.py")):
+            code.update(path.read_bytes())
     files = reader.files()
     paths = [str(path.absolute()) for path in files]
-    name = short_hash(_code_hash(), paths, *options)
+    name = short_hash(code.hexdigest(), paths, *options)
     path = cache_folder() / "index" / f"{name}.safetensors"
     stamps = [stamp(file) for file in files]
     with suppress(OSError, SafetensorError):  # missing or damaged: it is built again
@@ -906,20 +912,6 @@ def cached_index(
     ):
         save_file(arrays, partial, {"facts": json.dumps([stamps, facts])})
     return index
-
-
-@functools.cache
-def _code_hash() -> str:
-    """Return a hash of the code that reads records: an index is good for the code that made it.
-
-    That of the losses is part of it, since they declare which records they can use.
-    """
-    package = Path(__file__).parents[1]
-    digest = hashlib.blake2b(digest_size=12)
-    for name in ("data", "losses"):
-        for path in sorted((package / name).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _image_stamp(path: str) -> list[int] | None:

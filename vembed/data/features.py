@@ -189,28 +189,25 @@ class Featuriser(BaseFeaturiser):
             addresses.append(address)
             if address in self._cache:
                 known[address] = self._cache[address]
-            else:
-                missing.setdefault(self._modality(item), {})[address] = item
+                continue
+            modality: Modality = "text"
+            if item.images:
+                modality = "multimodal" if self.chat is not None else "image"
+            num_contents = (item.text is not None) + len(item.images)
+            is_readable = num_contents == 1 or modality == "multimodal"
+            if not is_readable or modality not in self.modalities:
+                contents = f"{len(item.images)} image(s)"
+                if item.text is not None:
+                    contents = f"the text {item.text!r:.60} and {contents}"
+                raise UserError(
+                    f"{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} at a "
+                    f"time, and got {contents}: set retrieval_mode where plain strings are paths of images (i2i: all are), "
+                    "or take a vision-language model, which reads a text and images together"
+                )
+            missing.setdefault(modality, {})[address] = item
         for modality, items_of_modality in missing.items():
             known |= self._make(modality, items_of_modality)
         return [known[address] for address in addresses]
-
-    def _modality(self, item: Item) -> Modality:
-        modality: Modality = "text"
-        if item.images:
-            modality = "multimodal" if self.chat is not None else "image"
-        num_contents = (item.text is not None) + len(item.images)
-        is_readable = num_contents == 1 or modality == "multimodal"
-        if is_readable and modality in self.modalities:
-            return modality
-        contents = f"{len(item.images)} image(s)"
-        if item.text is not None:
-            contents = f"the text {item.text!r:.60} and {contents}"
-        raise UserError(
-            f"{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} at a time, "
-            f"and got {contents}: set retrieval_mode where plain strings "
-            "are paths of images (i2i: all are), or take a vision-language model, which reads a text and images together"
-        )
 
     def _make(
         self, modality: Modality, items: Mapping[Address, Item]
