@@ -30,7 +30,7 @@ from vembed.models import embedding_model
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import collectives
 from vembed.training.optimizer import Update
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 
 NUM_RANKS = 2
 STEPS = 3
@@ -113,9 +113,9 @@ def counting(
     try:
         with (
             mock.patch.object(
-                ContrastiveStep,
+                TrainingStep,
                 "accumulate",
-                around(ContrastiveStep.accumulate, first=True),
+                around(TrainingStep.accumulate, first=True),
             ),
             mock.patch.object(Update, "apply", around(Update.apply, first=False)),
             mock.patch.object(embedding_model, "padding_mask", uncounted),
@@ -180,7 +180,7 @@ def loss_elements(num_rows: int, dim: int = 64) -> int:
         example=rows,
         negative=nothing,
         negative_example=nothing,
-        scores=None,
+        label_scores=None,
         rank_rows=slice(0, num_rows),
         rank_negatives=slice(0, 0),
     )

@@ -43,7 +43,7 @@ from vembed.models.processors import load_image_processor
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
 from vembed.training.frozen import InputBuilder
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 
 SIDE = 224
 MICRO_BATCH = 25
@@ -160,7 +160,7 @@ def in_steps(
         )
         builder = InputBuilder(model, Feeder(featuriser, session.device), session)
         loss = build_loss(config, mrl_dims=None, embedding_dim=WIDTH)
-        step = ContrastiveStep(model, loss, builder, session, budget, 0)
+        step = TrainingStep(model, loss, builder, session, budget, 0)
         stream = RankBatchStream(pairs, schedule, featuriser, 0, 1, 1)
 
         def speed() -> float:

@@ -21,7 +21,8 @@ from benchmarks.gpu_correctness import run_correctness
 from benchmarks.gpu_memory import run_memory
 from benchmarks.gpu_record import Record, machine
 from benchmarks.gpu_speed import run_speed
-from vembed.parallel.devices import enable_expandable_segments
+from vembed.parallel.devices import choose_device
+from vembed.parallel.environment import RankInfo
 
 PARTS: dict[str, Callable[[Record, Path], None]] = {
     "speed": run_speed,
@@ -62,10 +63,9 @@ def main(command_line: Sequence[str] | None = None) -> int:
     if not has_gpu:
         print("no CUDA GPU: tiny models on the CPU", flush=True)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if has_gpu:  # as a run does at its start: the allocator reads the setting once, and rows without a run come first
-        enable_expandable_segments()
     logging.getLogger("vembed").setLevel(logging.WARNING)
-    device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
+    # As a run does at its start: the allocator reads its settings once, and rows without a run come first.
+    device = choose_device(RankInfo())
     record = Record(arguments.out, device, is_small, arguments.seconds, arguments.row)
     print(machine(device), flush=True)
     with tempfile.TemporaryDirectory(prefix="vembed-gpu-") as folder:

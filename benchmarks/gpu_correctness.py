@@ -38,7 +38,7 @@ from vembed.config.decisions import Decision, ResolvedRun, Strategy
 from vembed.models import attention
 from vembed.parallel import placement
 from vembed.parallel.step_memory import ModelSize
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 
 HALF_TOLERANCE = 0.03
 """Largest relative difference of gradients in 16 bits."""
@@ -472,24 +472,24 @@ def host_waits(record: Record, run: Run, folder: Path) -> Values:
             if event.key in HOST_WAITS:
                 counts[f"{stage}: {event.key}"] = event.count
 
-    encode = ContrastiveStep.encode
-    backward = ContrastiveStep.backward
+    encode = TrainingStep.encode
+    backward = TrainingStep.backward
 
-    def watched_encode(self: ContrastiveStep, *arguments: Any) -> None:
+    def watched_encode(self: TrainingStep, *arguments: Any) -> None:
         with counted("encode"):
             encode(self, *arguments)
 
-    def watched_backward(self: ContrastiveStep, *arguments: Any) -> None:
+    def watched_backward(self: TrainingStep, *arguments: Any) -> None:
         with counted("backward"):
             backward(self, *arguments)
 
-    ContrastiveStep.encode = watched_encode  # type: ignore[method-assign]
-    ContrastiveStep.backward = watched_backward  # type: ignore[method-assign]
+    TrainingStep.encode = watched_encode  # type: ignore[method-assign]
+    TrainingStep.backward = watched_backward  # type: ignore[method-assign]
     try:
         run(folder / "waits", max_steps=3, use_gradient_cache=True)
     finally:
-        ContrastiveStep.encode = encode  # type: ignore[method-assign]
-        ContrastiveStep.backward = backward  # type: ignore[method-assign]
+        TrainingStep.encode = encode  # type: ignore[method-assign]
+        TrainingStep.backward = backward  # type: ignore[method-assign]
     require(
         calls["encode"] == 3,
         f"{calls} calls were seen, and the third is the one that is looked at",

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import vembed
 from benchmarks.scale import write_data
@@ -29,7 +30,7 @@ from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
 from vembed.models.families.description import describe
 from vembed.training.optimizer import Update
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 
 ROWS = 256
 STEPS = 30
@@ -38,10 +39,10 @@ SECONDS = 3.0
 """Time for which calls are counted."""
 MODEL_STAGES = ("encode", "backward")
 HOST_STAGES = {
-    "split": ContrastiveStep,
-    "gather": ContrastiveStep,
-    "score": ContrastiveStep,
-    "synchronise": ContrastiveStep,
+    "split": TrainingStep,
+    "gather": TrainingStep,
+    "differentiate": TrainingStep,
+    "synchronise": TrainingStep,
     "apply": Update,
 }
 
@@ -59,7 +60,7 @@ def timed_stages(seconds: dict[str, list[float]]) -> Iterator[None]:
 
         return call
 
-    owners: dict[str, type] = dict.fromkeys(MODEL_STAGES, ContrastiveStep)
+    owners: dict[str, type] = dict.fromkeys(MODEL_STAGES, TrainingStep)
     owners |= HOST_STAGES
     with ExitStack() as stack:
         for name, owner in owners.items():
@@ -68,23 +69,73 @@ def timed_stages(seconds: dict[str, list[float]]) -> Iterator[None]:
         yield
 
 
+def train(folder: Path, on_step: Callable[[Any], None]) -> None:
+    """Train the tiny model."""
+    vembed.train(
+        {
+            "model_name": str(tiny.shared(tiny.tiny_bert)),
+            "data_path": str(folder / "data.jsonl"),
+            "output_dir": str(folder / "run"),
+            "batch_size": ROWS,
+            "max_steps": STEPS,
+            "logging_steps": STEPS,
+            "report_to": [],
+            "overwrite": True,
+        },
+        on_step=on_step,
+    )
+
+
+def operation_seconds(folder: Path) -> float:
+    """Return the seconds that one step spends inside torch's operations, without those of the model."""
+    profiler = profile(activities=[ProfilerActivity.CPU])
+    first = STEPS // 3
+    num_done = 0
+
+    def on_step(_: Any) -> None:
+        nonlocal num_done
+        num_done += 1
+        if num_done == first:
+            profiler.start()
+        elif num_done == STEPS - 1:
+            profiler.stop()
+
+    def in_range(name: str) -> Callable[..., Any]:
+        original = vars(TrainingStep)[name]
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with record_function(name):
+                return original(*arguments, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in MODEL_STAGES:
+            patch = mock.patch.object(TrainingStep, name, in_range(name))
+            stack.enter_context(patch)
+        train(folder, on_step)
+    events = profiler.events() or []
+    stages = [event for event in events if event.name in MODEL_STAGES]
+    thread = stages[0].thread
+    microseconds = 0.0
+    for event in events:
+        # The time of an operation itself: that of the operations which it calls is theirs.
+        is_operation = event.name.startswith("aten::") and event.thread == thread
+        start = event.time_range.start
+        in_model = any(
+            stage.time_range.start <= start <= stage.time_range.end for stage in stages
+        )
+        if is_operation and not in_model:
+            microseconds += event.self_cpu_time_total
+    return microseconds / 1e6 / (STEPS - 1 - first)
+
+
 def host_seconds(folder: Path) -> dict[str, float]:
     """Return the median seconds of the stages of a step that are not the model's, and of the whole rest of a step."""
     seconds: dict[str, list[float]] = defaultdict(list)
     ends: list[float] = []
     with timed_stages(seconds):
-        vembed.train(
-            {
-                "model_name": str(tiny.shared(tiny.tiny_bert)),
-                "data_path": str(folder / "data.jsonl"),
-                "output_dir": str(folder / "run"),
-                "batch_size": ROWS,
-                "max_steps": STEPS,
-                "logging_steps": STEPS,
-                "report_to": [],
-            },
-            on_step=lambda _: ends.append(time.thread_time()),
-        )
+        train(folder, lambda _: ends.append(time.thread_time()))
     # The first steps warm up, and the last one is logged.
     others = []
     for step in range(STEPS // 3, STEPS - 1):
@@ -167,9 +218,14 @@ def main() -> None:
         folder = Path(name)
         write_data(ROWS * STEPS, folder / "data.jsonl")
         medians = host_seconds(folder)
+        in_operations = operation_seconds(folder)
         batch_seconds, rates = preparation(folder)
     cells = ", ".join(f"{name} {1000 * value:.2f}" for name, value in medians.items())
     print(f"milliseconds of a step of {ROWS} pairs besides the model: {cells}")
+    in_python = 1000 * (medians["together"] - in_operations)
+    print(
+        f"of these in torch's operations {1000 * in_operations:.2f}, in Python {in_python:.2f}"
+    )
     for name, seconds in batch_seconds.items():
         print(f"milliseconds of a thread for a batch, by {name}: {1000 * seconds:.1f}")
     for name, rate in rates.items():

@@ -45,7 +45,7 @@ def make_batch(num_rows: int, dim: int) -> LossBatch:
         example=rows,
         negative=order[2 * num_rows :],
         negative_example=rows,
-        scores=None,
+        label_scores=None,
         rank_rows=slice(0, num_rows),
         rank_negatives=slice(0, num_rows),
     )

@@ -20,7 +20,7 @@ from benchmarks.cases import Case, rows_of
 from benchmarks.sides import run_vembed
 from vembed.cli.commands.demo import demo_model
 from vembed.training.optimizer import Update
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 
 PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"}
@@ -32,7 +32,7 @@ WARM_UP = 1
 @contextmanager
 def profiled_step(number: int) -> Iterator[profile]:
     """Profile the step of that number, from 0, with its update, of the training inside the with-block."""
-    accumulate = ContrastiveStep.accumulate
+    accumulate = TrainingStep.accumulate
     apply = Update.apply
     profiler = profile(activities=[ProfilerActivity.CPU])
     num_begun = 0
@@ -50,12 +50,12 @@ def profiled_step(number: int) -> Iterator[profile]:
             profiler.stop()
         return outcome
 
-    ContrastiveStep.accumulate = begin  # type: ignore[method-assign]
+    TrainingStep.accumulate = begin  # type: ignore[method-assign]
     Update.apply = end  # type: ignore[method-assign]
     try:
         yield profiler
     finally:
-        ContrastiveStep.accumulate = accumulate  # type: ignore[method-assign]
+        TrainingStep.accumulate = accumulate  # type: ignore[method-assign]
         Update.apply = apply  # type: ignore[method-assign]
 
 

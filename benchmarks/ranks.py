@@ -40,7 +40,7 @@ from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
 from vembed.training import step
 from vembed.training.frozen import InputBuilder
-from vembed.training.step import Column, ContrastiveStep, gather_columns
+from vembed.training.step import FieldPart, TrainingStep, gather_fields
 
 T = TypeVar("T")
 WORLD_SIZES = (8, 64, 1024)
@@ -92,9 +92,9 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
     def own_rows(rows: Tensor, counts: Sequence[int]) -> Tensor:
         return rows[: counts[0]] * world_size
 
-    def distinct(columns: dict[str, Column]) -> dict[str, Tensor]:
+    def distinct(columns: dict[str, FieldPart]) -> dict[str, Tensor]:
         """Let other ranks' rows be other examples, with inputs and contents of their own."""
-        gathered = gather_columns(columns)
+        gathered = gather_fields(columns)
         sampled_rank = world_size // 2
         for name, column in list(gathered.items()):
             if name == "failed":
@@ -128,15 +128,15 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
         for name in ("split", "gather"):
             stack.enter_context(
                 mock.patch.object(
-                    ContrastiveStep, name, timed(name, getattr(ContrastiveStep, name))
+                    TrainingStep, name, timed(name, getattr(TrainingStep, name))
                 )
             )
-        stack.enter_context(mock.patch.object(step, "gather_columns", distinct))
+        stack.enter_context(mock.patch.object(step, "gather_fields", distinct))
         stack.enter_context(
             mock.patch.object(
                 candidates,
-                "find_candidates",
-                timed("candidates", candidates.find_candidates),
+                "plan_scores",
+                timed("candidates", candidates.plan_scores),
             )
         )
         yield
@@ -169,7 +169,7 @@ def measure(
         session.rank = world_size // 2
         builder = InputBuilder(model, Feeder(featuriser, session.device), session)
         budget = Budget(4096, 10**9, use_gradient_cache=False)
-        stages = ContrastiveStep(model, build_loss(config), builder, session, budget, 0)
+        stages = TrainingStep(model, build_loss(config), builder, session, budget, 0)
         schedule.batch(0, 0)  # an epoch's permutation is drawn once
         integers = Integers()
         for repeat in range(repeats + 1):

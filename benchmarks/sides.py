@@ -64,7 +64,7 @@ def run_vembed(
 ) -> Trained:
     """Train the way a user does, with `vembed.train`."""
     import vembed
-    from vembed.training.step import ContrastiveStep
+    from vembed.training.step import TrainingStep
 
     if os.environ.get("RANK", "0") == "0":
         write_rows(rows, case.batch_size, folder / "data.jsonl")
@@ -77,7 +77,7 @@ def run_vembed(
             elif record.getMessage().startswith("step "):
                 trained.ends.append(time.perf_counter())
 
-    accumulate = ContrastiveStep.accumulate
+    accumulate = TrainingStep.accumulate
 
     def noticed(*args: Any, **options: Any) -> Any:
         trained.batch_is_ready()
@@ -85,7 +85,7 @@ def run_vembed(
 
     clock = Clock()
     logging.getLogger("vembed").addHandler(clock)
-    ContrastiveStep.accumulate = noticed  # type: ignore[method-assign]
+    TrainingStep.accumulate = noticed  # type: ignore[method-assign]
     try:
         result = vembed.train(
             {
@@ -109,7 +109,7 @@ def run_vembed(
             }
         )
     finally:
-        ContrastiveStep.accumulate = accumulate  # type: ignore[method-assign]
+        TrainingStep.accumulate = accumulate  # type: ignore[method-assign]
         logging.getLogger("vembed").removeHandler(clock)
     lines = [
         json.loads(line)

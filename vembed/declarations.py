@@ -33,7 +33,7 @@ def check_parts(
     by_name: dict[str, Part] = {}
     owners: dict[str, str] = {}
     for part in parts:
-        where = f"{kind} {getattr(part, 'name', '')}"
+        where = f"{kind} {getattr(part, 'name', '')}"  # of a record
         if isinstance(part, type):
             where = f"{kind} {part.__name__} of {part.__module__}"
             # Any value but an empty text or list: a number may be 0.

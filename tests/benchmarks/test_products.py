@@ -2,7 +2,7 @@
 
 from benchmarks.products import profiled_step, shares
 from vembed.training.optimizer import Update
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 
 
 def test_products_are_told_from_the_rest():
@@ -14,7 +14,7 @@ def test_products_are_told_from_the_rest():
 
 
 def test_the_training_is_left_as_it_was():
-    before = ContrastiveStep.accumulate, Update.apply
+    before = TrainingStep.accumulate, Update.apply
     with profiled_step(0):
-        assert before != (ContrastiveStep.accumulate, Update.apply)
-    assert before == (ContrastiveStep.accumulate, Update.apply)
+        assert before != (TrainingStep.accumulate, Update.apply)
+    assert before == (TrainingStep.accumulate, Update.apply)

@@ -20,7 +20,7 @@ from vembed.models.families.backbones import layers_of
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.parameters import local_bytes
-from vembed.parallel.placement import memory_of_a_process, place
+from vembed.parallel.placement import PRECISION_DTYPES, memory_of_a_process, place
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import GIB, MemoryEstimate, measure
 
@@ -53,6 +53,7 @@ TWO = {
     "fsdp2_param": {
         "strategy": "fsdp",
         "mixed_precision": "bf16",
+        "fsdp_forward_prefetch": True,
     },
     "fsdp2_offload": {"strategy": "fsdp", "fsdp_offload_params": True},
     "fsdp2_lora": {"strategy": "fsdp", **LORA},
@@ -134,7 +135,7 @@ def run_all(cases):
                 description,
                 device=session.model_device,
                 computes_on=session.device,
-                compute_dtype=session.placement.compute_dtype,
+                compute_dtype=PRECISION_DTYPES[session.mixed_precision],
                 recompute=run.recomputation.value,
                 meta=session.builds_empty,
             )
@@ -154,6 +155,11 @@ def run_all(cases):
                 in type(
                     model._get_fsdp_state()._fsdp_param_group.offload_policy
                 ).__name__,
+                "prefetches": any(
+                    unit._get_fsdp_state()._states_to_forward_prefetch
+                    for unit in model.modules()
+                    if isinstance(unit, FSDPModule)
+                ),
                 "world": session.world_size,
             }
         if world == 1:
@@ -214,6 +220,7 @@ def test_all_say_what_the_run_says_and_does(name, monkeypatch):
     assert asked in (placement.strategy.value, "auto")
     fsdp = placement.fsdp
     assert done["version"] == (None if fsdp is None else fsdp.version)
+    assert done["prefetches"] is (done["version"] == 2 and fsdp.forward_prefetch)
     if fsdp is not None:
         assert f"fsdp: version {fsdp.version}, {fsdp.sharding_strategy}" in one(
             dry, "fsdp: "

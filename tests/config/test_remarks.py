@@ -1,11 +1,13 @@
 """What has no effect is said, what cannot be is refused before training, and advice knows what is on already."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 import vembed
 from tests import tiny
-from tests.config.effects import build, given, lines_of, resolve
+from tests.config.effects import build, given, resolve
 from vembed.cli import machine_checks
 from vembed.cli.commands import doctor
 from vembed.errors import UserError
@@ -21,64 +23,39 @@ def test_a_metric_that_is_none_is_found_before_training(tmp_path):
         "val_data_path": "val.jsonl",
         "eval_before": False,
         "output_dir": str(tmp_path / "run"),
+        "eval_metric": "ndgc@10",
     }
-    with pytest.raises(
-        UserError,
-        match=r"eval_metric: ndgc@10 is not among .*; did you mean 'ndcg@10'\?",
-    ):
-        vembed.train(given({**options, "eval_metric": "ndgc@10"}))
+    with pytest.raises(UserError, match=r"eval_metric: ndgc@10 .*'ndcg@10'"):
+        vembed.train(given(options))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_by_python_too():
     run = resolve({"global_batch_size": 10, "batch_size": None})
-    with pytest.raises(
-        UserError, match="global_batch_size: 10 cannot be divided among 3 processes"
-    ):
+    with pytest.raises(UserError, match=r"global_batch_size: 10 .* 3 processes"):
         place(run, RankInfo(0, 3, 0, 3), CPU, 2**30)
 
 
 def test_processes_that_nobody_started_are_said(tmp_path):
-    result = vembed.train(
-        given(
-            {
-                "devices": 4,
-                "num_nodes": 2,
-                "max_steps": 1,
-                "output_dir": str(tmp_path / "run"),
-            }
-        )
-    )
+    options = {"devices": 4, "num_nodes": 2, "max_steps": 1}
+    result = vembed.train(given({**options, "output_dir": str(tmp_path)}))
     log = (result.output_dir / "training_log.txt").read_text()
-    assert (
-        "num_processes: 4 (the config) has no effect: this run has 1 process(es)" in log
-    )
-    assert (
-        "num_machines: 2 (the config) has no effect: this run has 1 machine(s)" in log
-    )
-    assert len(lines_of(result.output_dir)) == 1
+    for option in ("num_processes: 4", "num_machines: 2"):
+        assert f"{option} (the config) has no effect: this run has 1" in log
 
 
 def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said():
-    clip = build(
-        {"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "min_pixels": 9}
-    )
-    assert "min_pixels: 9 has no effect on a model of the family clip" in clip.lines
-    assert (
-        "adam_epsilon: 0.5 has no effect with optim: sgd"
-        in resolve({"optim": "sgd", "adam_epsilon": 0.5}).notes
-    )
-    teacher = resolve(
-        {
-            "teachers": ["me/teacher", "me/other"],
-            "losses": [{"loss": "kl", "teacher": "me/teacher"}],
-        }
-    )
-    (note,) = [note for note in teacher.notes if "teachers" in note]
-    assert (
-        note
-        == "teachers: me/other has no effect: no loss follows it, and it is no guide"
-    )
+    options = {"data_path": "images.jsonl", "min_pixels": 9}
+    lines = build({"model_name": tiny.tiny_clip, **options}).lines
+    assert "min_pixels: 9 has no effect on a model of the family clip" in lines
+    notes = resolve({"optim": "sgd", "adam_epsilon": 0.5}).notes
+    assert "adam_epsilon: 0.5 has no effect with optim: sgd" in notes
+    teachers = {
+        "teachers": ["me/teacher", "me/other"],
+        "losses": [{"loss": "kl", "teacher": "me/teacher"}],
+    }
+    (note,) = [note for note in resolve(teachers).notes if "teachers" in note]
+    assert "teachers: me/other has no effect" in note
 
 
 class OnTwoRanks:
@@ -135,20 +112,14 @@ def test_advice_on_memory_knows_what_is_on(options, proposed, not_proposed):
 
 def test_doctor_counts_the_processes_of_the_config(tmp_path, monkeypatch, capsys):
     config = tmp_path / "run.yaml"
-    config.write_text(
-        f"model_name: {tiny.shared(tiny.tiny_bert)}\ndata_path: t.jsonl\nnum_processes: 3\nglobal_batch_size: 48\n"
-    )
-    started = []
-    monkeypatch.setattr(
-        machine_checks,
-        "run_ranks",
-        lambda _, environments: started.append(len(environments)) or 0,
-    )
+    text = f"model_name: {tiny.shared(tiny.tiny_bert)}\ndata_path: t.jsonl\n"
+    config.write_text(text + "num_processes: 3\nglobal_batch_size: 48\n")
+    run_ranks = Mock(return_value=0)
+    monkeypatch.setattr(machine_checks, "run_ranks", run_ranks)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert doctor.doctor(str(config))[1] == 0
+    _, environments = run_ranks.call_args.args
+    assert len(environments) == 3
     said = capsys.readouterr().out
-    assert started == [3]
-    assert (
-        f"Checklist for {config} on 3 processes" in said
-        and "batch: 16 per process" in said
-    )
+    assert f"Checklist for {config} on 3 processes" in said
+    assert "batch: 16 per process" in said

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vembed.config.schema import TrainConfig
+from tests.tiny_tokenizers import texts
+from vembed.config.schema import DataSource, TrainConfig
 from vembed.data import example_store
 from vembed.errors import UserError
 
@@ -21,9 +22,14 @@ RECORDS = [
 ]
 
 
-def pair(**fields):
+def pair(query="q", positive="p", **fields):
     """A record of a query and a positive, with these fields."""
-    return {"query": "q", "positive": "p", **fields}
+    return {"query": query, "positive": positive, **fields}
+
+
+def numbered(count, **fields):
+    """Records of the queries q0, q1, ... and the positives p0, p1, ..., with these fields."""
+    return [pair(f"q{number}", f"p{number}") | fields for number in range(count)]
 
 
 def config(**options):
@@ -41,8 +47,23 @@ def open_examples(config, paths, **options):
     )
 
 
-def open_path(path, **options):
-    return open_examples(config(**options), str(path))
+def open_path(path, role="train", **options):
+    """Open a file, or a list of files and sources, as a run with these options does."""
+    sources = str(path)
+    if isinstance(path, list):
+        sources = [
+            entry if isinstance(entry, DataSource) else str(entry) for entry in path
+        ]
+    return open_examples(config(**options), sources, role=role)
+
+
+def open_rows(folder, rows, **options):
+    """Write a file of records and open it."""
+    return open_path(write_jsonl(folder / "rows.jsonl", rows), **options)
+
+
+def refused_rows(folder, rows, **options):
+    return refused(write_jsonl(folder / "rows.jsonl", rows), **options)
 
 
 def refused(path, **options):
@@ -51,10 +72,21 @@ def refused(path, **options):
     return str(caught.value)
 
 
+def examples_of(store):
+    return [store[number] for number in range(len(store))]
+
+
 def pairs_of(store):
     """The texts of query and first positive of all examples."""
-    examples = [store[number] for number in range(len(store))]
-    return [(example.query.text, example.positives[0].text) for example in examples]
+    return [
+        (example.query.text, example.positives[0].text)
+        for example in examples_of(store)
+    ]
+
+
+def places_of(store):
+    """Where each example comes from: file and line."""
+    return [example.where for example in examples_of(store)]
 
 
 def queries_of(store):
@@ -81,6 +113,19 @@ def write_jsonl(path, records):
     # A lone surrogate is written as JSON writes it in ASCII.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
     return path
+
+
+def text_records(count, num_negatives=0):
+    """Records of different texts: a query, a positive, and so many hard negatives."""
+    width = 2 + num_negatives
+    words = iter(texts(width * count, seed=5))
+    records = []
+    for _ in range(count):
+        record = {"query": next(words), "positive": next(words)}
+        if num_negatives:
+            record["negatives"] = [next(words) for _ in range(num_negatives)]
+        records.append(record)
+    return records
 
 
 def write_json_array(path, records):

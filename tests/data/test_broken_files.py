@@ -1,21 +1,26 @@
 """Files that are broken: the bad records named with their lines, the good ones kept."""
 
-import sys
+import re
 
 import pytest
 
-from tests.data.files import open_path, pairs_of, queries_of, write_lines
-from vembed.errors import UserError
+from tests.data.files import (
+    open_path,
+    pairs_of,
+    places_of,
+    queries_of,
+    refused,
+    write_lines,
+)
+from vembed.data.formats import base, delimited
 
+GOOD = '{"query": "a", "positive": "b"}'
 BAD_LINES = [
     (
         '{"query": "a" "positive": "b"}',
         "not JSON .Expecting ',' delimiter: column 15",
     ),
-    (
-        '{"query": "a", "positive": "b"} trailing',
-        "more text after its end at column 32",
-    ),
+    (GOOD + " trailing", "more text after its end at column 32"),
     ('{"query": "a", "positive": NaN}', "NaN is no number in JSON"),
     ('{"query": "a", "positive": "b", "score": 1e999}', "score is inf"),
     ("[" * 100_000, "not JSON .maximum recursion depth"),
@@ -25,38 +30,24 @@ BAD_LINES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    BAD_LINES,
-    ids=[str(number) for number in range(len(BAD_LINES))],
-)
-def test_bad_lines_of_json(tmp_path, line, message):
-    good = '{"query": "a", "positive": "b"}'
-    path = write_lines(tmp_path / "a.jsonl", good, line, good)
-    with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{message}"):
-        open_path(path)
+@pytest.mark.parametrize("number", range(len(BAD_LINES)))
+def test_bad_lines_of_json(tmp_path, number):
+    line, message = BAD_LINES[number]
+    path = write_lines(tmp_path / "a.jsonl", GOOD, line, GOOD)
+    assert re.search(rf"a\.jsonl:2: .*{message}", refused(path))
     store = open_path(path, on_bad_record="skip")
-    assert (len(store), store.num_skipped) == (2, 1)
-    assert store[1].where == f"{path}:3"
+    assert store.num_skipped == 1
+    assert places_of(store) == [f"{path}:1", f"{path}:3"]
 
 
 def test_a_line_that_does_not_end(tmp_path, monkeypatch):
-    for module in ("base", "delimited"):
-        monkeypatch.setattr(
-            sys.modules[f"vembed.data.formats.{module}"], "MAX_RECORD_BYTES", 1000
-        )
-    good = '{"query": "a", "positive": "b"}'
-    path = write_lines(
-        tmp_path / "a.jsonl",
-        good,
-        f'{{"query": "{"x" * 5000}", "positive": "b"}}',
-        good,
-        "y" * 1000,
-        "z" * 1001,
-    )
+    for module in (base, delimited):
+        monkeypatch.setattr(module, "MAX_RECORD_BYTES", 1000)
+    long = GOOD.replace("a", "x" * 5000)
+    path = write_lines(tmp_path / "a.jsonl", GOOD, long, GOOD, "y" * 1000, "z" * 1001)
     store = open_path(path, on_bad_record="skip")
-    assert (len(store), store.num_skipped) == (2, 3)
-    assert store[1].where == f"{path}:3"
+    assert store.num_skipped == 3
+    assert places_of(store) == [f"{path}:1", f"{path}:3"]
     assert "a line of more than 1,000 bytes" in store.summary()[1]
     path = write_lines(
         tmp_path / "a.csv",
@@ -80,34 +71,19 @@ def test_a_line_that_does_not_end(tmp_path, monkeypatch):
         (
             "csv",
             "question,answers\na,b\n",
-            r"no positive \(it has question, answers\).*column_mapping: \{your_positive: positive\}",
+            "no positive .it has question, answers.*column_mapping",
         ),
-        (
-            "csv",
-            b"query,positive\n\xfc,b\n",
-            r"a\.csv:2: not UTF-8 .*: save the file as UTF-8",
-        ),
+        ("csv", b"query,positive\n\xfc,b\n", r"a\.csv:2: not UTF-8 .*save the file"),
+        ("csv", b"query,positive\ra,b\rc,d\r", "a.csv:1: the header .*new-line"),
         ("csv", "query,positive,query\na,b,c\n", "more than one column named query"),
         ("csv", b"query,\xff\na,b\n", "header cannot be read: not UTF-8"),
         ("jsonl", b"\xfe\xff\0{", "not UTF-8"),
         ("jsonl", "", "is empty"),
         ("csv", b"\xef\xbb\xbf", "there is no header"),
         ("json", "[]", "holds no records"),
-        (
-            "json",
-            '[{"query": "a", "positive": "b"} {"query"',
-            r"not JSON .Expecting ',' delimiter: line 1 column 34",
-        ),
-        (
-            "json",
-            '[{"query": "a", "positive": "b"},\n{"query": }]',
-            "not JSON .*line 2 column 11",
-        ),
-        (
-            "json",
-            '[{"query": "a", "positive": "b"}]\n\n[]',
-            "not JSON .Extra data: line 3 column 1",
-        ),
+        ("json", f"[{GOOD} {GOOD}", "not JSON .Expecting ',' .*: line 1 column 34"),
+        ("json", f"[{GOOD},\n{{}}]]", "not JSON .*line 2 column 4"),
+        ("json", f"[{GOOD}]\n\n[]", "not JSON .Extra data: line 3 column 1"),
         ("json", "[" * 100_000, "not JSON .maximum recursion depth"),
         ("parquet", b"PAR1 is not enough", "cannot be read as Parquet"),
         ("txt", "query", r"has the ending \.txt, and vembed reads JSON Lines"),
@@ -118,22 +94,21 @@ def test_files_that_cannot_be_read(tmp_path, kind, text, message):
     path = tmp_path / f"a.{kind}"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     for mode in ("stop", "skip"):
-        with pytest.raises(UserError, match=message) as caught:
-            open_path(path, on_bad_record=mode)
-        assert str(path) in str(caught.value)
+        said = refused(path, on_bad_record=mode)
+        assert str(path) in said
+        assert re.search(message, said)
 
 
 def test_bad_elements_of_a_json_array_are_records(tmp_path):
     path = write_lines(
         tmp_path / "a.json",
-        '[{"query": "a", "positive": "b"},',
+        f"[{GOOD},",
         "5, null,",
-        '{"query": "c", "positive": "d"}',
-        "]",
+        f"{GOOD}]",
     )
     store = open_path(path, on_bad_record="skip")
-    assert (len(store), store.num_skipped) == (2, 2)
-    assert store[1].where == f"{path}:4", "the fourth record"
+    assert store.num_skipped == 2
+    assert places_of(store) == [f"{path}:1", f"{path}:4"], "the fourth record"
 
 
 def test_quotes_in_csv(tmp_path):
@@ -150,8 +125,7 @@ def test_quotes_in_csv(tmp_path):
         '"n\nn",o',
     )
     store = open_path(path, on_bad_record="skip")
-    actual = pairs_of(store)
-    assert actual == [
+    assert pairs_of(store) == [
         ('a "quoted" word', '5" disk'),
         ("b", "c"),
         ("e", "f"),
@@ -160,15 +134,6 @@ def test_quotes_in_csv(tmp_path):
     problems = "\n".join(store.summary())
     assert "a.csv:4: not CSV" in problems
     assert "a.csv:7: the number of cells is 3, and the header has 2" in problems
-
-
-def test_lines_that_end_with_a_carriage_return_alone(tmp_path):
-    (tmp_path / "a.csv").write_bytes(b"query,positive\ra,b\rc,d\r")
-    with pytest.raises(
-        UserError,
-        match=r"a.csv:1: the header cannot be read: not CSV .new-line character",
-    ):
-        open_path(tmp_path / "a.csv")
 
 
 @pytest.mark.parametrize(

@@ -1,34 +1,22 @@
 """Data that change during a run: the records are as they were or refused, and no signal ends the process."""
 
-import json
 import os
 
 import pytest
 
-from tests.data.files import open_path
+from tests.data.files import numbered, open_path, write_format
 from vembed.errors import UserError
-
-
-def rows(count, start=0):
-    return "".join(
-        json.dumps({"query": f"q{number}", "positive": f"p{number}"}) + "\n"
-        for number in range(start, start + count)
-    )
 
 
 def append(path):
     with path.open("a") as file:
-        file.write(rows(2, start=90))
+        file.write("more\n")
 
 
 def replace(path):
     other = path.with_name("other")
-    other.write_text(rows(9, start=50))
+    other.write_text("other content\n" * 50)
     other.replace(path)
-
-
-def truncate(path):
-    os.truncate(path, 40)
 
 
 def touch(path):
@@ -38,20 +26,21 @@ def touch(path):
 CHANGES = {
     "appended": append,
     "replaced": replace,
-    "deleted": lambda path: path.unlink(),
-    "truncated": truncate,
+    "deleted": os.unlink,
     "written": touch,
+    "truncated": lambda path: os.truncate(path, 40),
+    "overwritten": lambda path: path.write_bytes(b"now something shorter"),
 }
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
 @pytest.mark.parametrize("name", CHANGES)
-def test_records_are_as_they_were_or_refused(tmp_path, name):
-    path = tmp_path / "a.jsonl"
-    path.write_text(rows(9))
+def test_records_are_as_they_were_or_refused(tmp_path, name, kind):
+    path = write_format(tmp_path, kind, numbered(9))
     store = open_path(path)
     CHANGES[name](path)
-    if name == "truncated":
-        with pytest.raises(UserError, match="has changed since the run began"):
+    if name in ("truncated", "overwritten"):
+        with pytest.raises(UserError, match=r"changed since the run .*: start again"):
             store[8]
     else:
         assert store[8].query.text == "q8"

@@ -5,10 +5,19 @@ import random
 import numpy as np
 import pytest
 
-from tests.data.files import config, open_examples, write_jsonl
+from tests.data.files import (
+    examples_of,
+    numbered,
+    open_path,
+    open_rows,
+    pair,
+    pairs_of,
+    queries_of,
+    write_jsonl,
+)
 from tests.data.pictures import write
 from tests.tiny import WORDS
-from vembed.config.loading import load_config
+from vembed.config.schema import TrainConfig
 from vembed.data.datasets import example_groups, hold_out, open_sets, overlap_warnings
 from vembed.data.examples import Item
 from vembed.data.near_duplicates import normal_text
@@ -16,25 +25,28 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import from_examples
 
 
-def store_of(folder, rows, name="a.jsonl"):
-    return open_examples(
-        config(no_duplicates=True), str(write_jsonl(folder / name, rows))
-    )
+def store_of(folder, rows):
+    return open_rows(folder, rows, no_duplicates=True)
 
 
-def numbered(queries):
+def with_answers(queries):
     """Records of these queries, each with a positive of its own."""
-    return [
-        {"query": query, "positive": f"p{number}"}
-        for number, query in enumerate(queries)
-    ]
+    return [pair(query, f"p{number}") for number, query in enumerate(queries)]
+
+
+def random_queries(draw, count, longest=16):
+    """Return texts of 8 to 16 words, or of as many as `longest` says, if that is more."""
+    queries = []
+    for _ in range(count):
+        shortest = 8 if longest == 16 else longest
+        words = draw.choices(WORDS, k=draw.randint(shortest, longest))
+        queries.append(" ".join(words))
+    return queries
 
 
 def positives_of_both_sides(parts):
     """The texts of the positives that are trained on and of those that are held out."""
-    trained = {
-        parts.train[index].positives[0].text for index in range(len(parts.train))
-    }
+    trained = {positive for _, positive in pairs_of(parts.train)}
     held = {example.positives[0].text for _, example in parts.examples}
     return trained, held
 
@@ -42,84 +54,64 @@ def positives_of_both_sides(parts):
 @pytest.fixture
 def rows():
     """200 records of 100 different queries: each once more in capitals, or with one more word."""
-    draw = random.Random(0)
-    actual = []
-    for number in range(100):
-        words = draw.choices(WORDS, k=40)
-        again = " ".join(words).upper() if number % 2 else " ".join([*words, "now"])
-        actual += [
-            {"query": " ".join(words), "positive": f"first {number}"},
-            {"query": again, "positive": "second"},
-        ]
-    return actual
+    rows = []
+    for number, query in enumerate(random_queries(random.Random(0), 100, longest=40)):
+        again = query.upper() if number % 2 else f"{query} now"
+        rows += [pair(query, f"first {number}"), pair(again, "second")]
+    return rows
 
 
 def test_no_query_and_no_near_duplicate_is_on_both_sides(tmp_path, rows):
     store = store_of(tmp_path, rows)
     parts = hold_out(store, 0.2, seed=1)
     train = parts.train
-    held = parts.examples
+    held = [example for _, example in parts.examples]
     assert len(train) + len(held) == 200 and 40 <= len(held) <= 44
-    remaining = [train[index] for index in range(len(train))]
-    assert not {normal_text(example.query.text or "") for example in remaining} & {
-        normal_text(example.query.text or "") for _, example in held
-    }
-    assert len(set(example_groups(store).by_query.tolist())) == 100, (
-        "each query and its near-duplicate are one group"
-    )
-    assert [example.where for _, example in hold_out(store, 0.2, seed=1).examples] == [
-        entry.where for _, entry in held
-    ]
-    assert [example.where for _, example in hold_out(store, 0.2, seed=2).examples] != [
-        entry.where for _, entry in held
-    ]
+    remaining = {normal_text(query) for query in queries_of(train)}
+    assert remaining.isdisjoint(normal_text(example.query.text) for example in held)
+    groups = example_groups(store).by_query
+    assert len(set(groups.tolist())) == 100, "with its near-duplicate one group"
+    assert hold_out(store, 0.2, seed=1).examples == parts.examples
+    assert hold_out(store, 0.2, seed=2).examples != parts.examples
     assert train.fingerprint != store.fingerprint
     items = (train[0].query, train[0].positives[0])
     assert train.all_keys().values[:2].tolist() == [item.key() for item in items]
 
 
 def test_a_split_that_leaves_nothing_is_refused(tmp_path):
-    store = store_of(
-        tmp_path,
-        [{"query": "the same", "positive": str(number)} for number in range(5)],
-    )
-    with pytest.raises(
-        UserError,
-        match="5 examples with 1 different queries leaves nothing to train on",
-    ):
+    store = store_of(tmp_path, numbered(5, query="the same"))
+    with pytest.raises(UserError, match="5 examples with 1 different queries"):
         hold_out(store, 0.1, seed=1)
 
 
 def test_overlap_counts_queries(tmp_path):
     first = write(tmp_path / "one.png")
-    second = tmp_path / "copy.png"
-    second.write_bytes(first.read_bytes())
-    train = store_of(
+    (tmp_path / "copy.png").write_bytes(first.read_bytes())
+    train = open_rows(
         tmp_path,
         [
-            {"query": "How do I sort?", "positive": "Use sorted()."},
-            {"query": "another", "positive": "shared  answer"},
-            {"query": "a picture", "positive": {"image": "one.png"}},
+            pair("How do I sort?", "Use sorted()."),
+            pair("another", "shared  answer"),
+            pair("a picture", {"image": "one.png"}),
         ],
     )
-    validation = store_of(
-        tmp_path,
+    validation = write_jsonl(
+        tmp_path / "validation.jsonl",
         [
-            {"query": "how do i sort", "positive": "use SORTED"},
-            {"query": "new", "positive": "Shared answer!"},
-            {"query": "quite new", "positive": "nothing alike"},
-            {"query": "a picture", "positive": {"image": "copy.png"}},
+            pair("how do i sort", "use SORTED"),
+            pair("new", "Shared answer!"),
+            pair("quite new", "nothing alike"),
+            pair("a picture", {"image": "copy.png"}),
         ],
-        "b.jsonl",
     )
-    queries = [validation[index].query for index in range(4)]
+    queries = [example.query for example in examples_of(open_path(validation))]
     (sentence,) = overlap_warnings(train, queries)
-    assert sentence.startswith("2 of the 4 queries of the validation data (50.0%)")
+    assert "2 of the 4 queries of the validation data (50.0%)" in sentence
     assert "'how do i sort'; 'a picture'" in sentence
     assert overlap_warnings(train, queries[1:3]) == [], "a corpus may serve both"
     many = [Item(text=f"new {number}") for number in range(993)]
-    (sentence,) = overlap_warnings(train, [validation[0].query, *many])
-    assert sentence.startswith("1 of the 994 queries of the validation data (0.1%)")
+    (sentence,) = overlap_warnings(train, [queries[0], *many])
+    assert "1 of the 994 queries of the validation data (0.1%)" in sentence
 
 
 def test_vowel_signs_and_tone_marks_are_part_of_words():
@@ -128,84 +120,69 @@ def test_vowel_signs_and_tone_marks_are_part_of_words():
     assert normal_text("love ❤️") == normal_text("Love")
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_group_of_most_queries_is_not_held_out(tmp_path, seed):
-    draw = random.Random(0)
-    similar = [
-        f"open the page of your account and choose the number {number} in its list"
-        for number in range(140)
-    ]
-    others = [" ".join(draw.choices(WORDS, k=40)) for _ in range(60)]
-    store = store_of(tmp_path, numbered([*similar, *others]))
-    assert np.unique(example_groups(store).by_query[:140]).size < 10, "near-duplicates"
-    parts = hold_out(store, 0.2, seed)
-    train = parts.train
-    held = parts.examples
-    assert 40 <= len(held) <= 80 and len(train) + len(held) == 200
-
-
 def of_a_template(text, count):
     return [f"{text} {number} of the list in the menu" for number in range(count)]
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_group_of_most_queries_is_not_held_out(tmp_path, seed):
+    similar = of_a_template("open the page of your account and choose the number", 140)
+    others = random_queries(random.Random(0), 60, longest=40)
+    store = store_of(tmp_path, with_answers([*similar, *others]))
+    assert np.unique(example_groups(store).by_query[:140]).size < 10, "near-duplicates"
+    parts = hold_out(store, 0.2, seed)
+    assert 40 <= len(parts.examples) <= 80
+    assert len(parts.train) + len(parts.examples) == 200
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_one_kind_of_query_is_not_all_that_is_held_out(tmp_path, seed):
-    draw = random.Random(0)
     similar = of_a_template("please cancel the order with the number", 30)
-    others = [" ".join(draw.choices(WORDS, k=40)) for _ in range(170)]
-    parts = hold_out(store_of(tmp_path, numbered([*similar, *others])), 0.15, seed)
-    held = {example.query.text for _, example in parts.examples}
+    others = random_queries(random.Random(0), 170, longest=40)
+    store = store_of(tmp_path, with_answers([*similar, *others]))
+    held = hold_out(store, 0.15, seed).examples
     assert len(held) == 30
-    assert len(held & set(similar)) <= 7
-
-
-def shuffled_queries(draw, count):
-    return [draw.choices(WORDS, k=draw.randint(8, 16)) for _ in range(count)]
+    assert len([entry for _, entry in held if entry.query.text in similar]) <= 7
 
 
 @pytest.mark.parametrize("change", ["one word", "two in front", "two behind"])
 def test_copies_of_queries_are_on_one_side(tmp_path, change):
-    draw = random.Random(3)
     rows = []
-    for number, words in enumerate(shuffled_queries(draw, 300)):
-        copy = list(words)
-        if change == "one word":
-            copy[draw.randrange(len(copy))] = f"other{number}"
-        elif change == "two in front":
-            copy = ["please", "tell", *copy]
-        else:
-            copy = [*copy, "right", "now"]
-        for query in (words, copy):
-            rows.append({"query": " ".join(query), "positive": f"{number} {query[0]}"})
+    for number, query in enumerate(random_queries(random.Random(3), 300, longest=30)):
+        first, rest = query.split(maxsplit=1)
+        copy = {
+            "one word": f"{first} other{number} {rest.partition(' ')[2]}",
+            "two in front": f"please tell {query}",
+            "two behind": f"{query} right now",
+        }[change]
+        rows += [pair(query, f"{number} first"), pair(copy, f"{number} second")]
     parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
     trained, held = positives_of_both_sides(parts)
-    assert trained.isdisjoint(held) and len(held) >= 28
+    numbers = {positive.split()[0] for positive in held}
+    assert numbers.isdisjoint(positive.split()[0] for positive in trained)
+    assert len(held) >= 28
 
 
 def test_answers_of_several_queries_are_on_one_side(tmp_path):
     draw = random.Random(4)
-    queries = [" ".join(words) for words in shuffled_queries(draw, 400)]
-    answers = [" ".join(draw.choices(WORDS, k=30)) for _ in range(250)]
+    answers = random_queries(draw, 250, longest=30)
     rows = []
-    for number, query in enumerate(queries):
-        rows.append({"query": query, "positive": answers[number % 250]})
+    for number, query in enumerate(random_queries(draw, 400)):
+        rows.append(pair(query, answers[number % 250]))
     parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
     trained, held = positives_of_both_sides(parts)
     assert trained.isdisjoint(held)
     (note,) = parts.notes
     assert note.startswith(f"0 of the {len(held):,d} documents")
-    data = from_examples(
-        [example for _, example in parts.examples],
-        "held",
-        documents=[item for _, item in parts.documents],
-    )
+    examples = [example for _, example in parts.examples]
+    documents = [item for _, item in parts.documents]
+    data = from_examples(examples, "held", documents=documents)
     assert {item.text for item in data.documents} == set(answers), "all of the file"
 
 
 def opened(path, share):
     """The data of a run on a file."""
-    config = {"model_name": "m", "data_path": str(path), "val_split": share}
-    options = load_config(config)
+    options = TrainConfig(model_name="m", data_path=str(path), val_split=share)
     return open_sets(
         options.data, options.objective, model_name="m", seed=0, compares=False
     )
@@ -213,23 +190,21 @@ def opened(path, share):
 
 def test_a_run_says_which_documents_were_trained_on(tmp_path, caplog):
     rows = []
-    for number, words in enumerate(shuffled_queries(random.Random(6), 60)):
-        rows.append({"query": " ".join(words), "positive": f"answer {number % 3}"})
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    for number, query in enumerate(random_queries(random.Random(6), 60)):
+        rows.append(pair(query, f"answer {number % 3}"))
     caplog.set_level("INFO", logger="vembed")
-    sets = opened(path, 0.2)
+    sets = opened(write_jsonl(tmp_path / "a.jsonl", rows), 0.2)
     num_train = len(sets.examples)
     assert f"{num_train:,d} of 60 examples" in sets.examples.summary()[0]
     assert len(sets.evaluation.notes) == 2
-    assert "over 3 documents" in sets.evaluation.summary()
-    assert "3 of the 3 documents" in sets.evaluation.summary()
-    assert sets.evaluation.summary() in caplog.text
+    summary = sets.evaluation.summary()
+    assert "over 3 documents" in summary
+    assert "3 of the 3 documents" in summary
+    assert summary in caplog.text
 
 
 def test_a_share_below_a_percent_and_few_negatives_are_written_out(tmp_path):
-    rows = []
-    for number, words in enumerate(shuffled_queries(random.Random(6), 100)):
-        rows.append({"query": " ".join(words), "positive": f"answer {number}"})
+    rows = with_answers(random_queries(random.Random(6), 100))
     rows[0]["negatives"] = ["other", "another"]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     sets = opened(path, 0.0001)

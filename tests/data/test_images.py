@@ -6,6 +6,7 @@ import os
 import struct
 import threading
 import zlib
+from functools import partial
 
 import numpy as np
 import pytest
@@ -32,18 +33,33 @@ def root(tmp_path):
     folder = tmp_path / "images"
     write(folder / "a.jpg")
     write(folder / "deep" / "b.png", "PNG")
-    write(tmp_path / "secret.jpg")
+    secret = write(tmp_path / "secret.jpg")
+    (folder / "link.jpg").symlink_to(secret)
+    (folder / "folder").symlink_to(tmp_path)
+    (folder / "inside.jpg").symlink_to(folder / "a.jpg")
     return folder
 
 
-def test_relative_and_absolute_paths(root):
-    images = ImageRoot(str(root), allow_urls=False)
-    assert images.reference("a.jpg") == ImageRef(path=str(root / "a.jpg"))
-    assert images.reference("./deep/../a.jpg") == ImageRef(path=str(root / "a.jpg"))
-    assert images.reference("deep/b.png") == ImageRef(path=str(root / "deep" / "b.png"))
-    assert images.reference(str(root.parent / "secret.jpg")) == ImageRef(
-        path=str(root.parent / "secret.jpg")
-    )
+def references(folder, allow_urls=False):
+    return ImageRoot(str(folder), allow_urls=allow_urls)
+
+
+@pytest.mark.parametrize(
+    ("path", "file"),
+    [
+        ("a.jpg", "a.jpg"),
+        ("./deep/../a.jpg", "a.jpg"),
+        ("deep/b.png", "deep/b.png"),
+        ("inside.jpg", "inside.jpg"),
+        ("/secret.jpg", "../secret.jpg"),
+    ],
+)
+def test_relative_and_absolute_paths(root, path, file):
+    expected = os.path.normpath(root / file)
+    path = expected if path.startswith("/") else path
+    reference = references(root).reference(path)
+    assert reference == ImageRef(path=expected)
+    check_image(reference)
 
 
 @pytest.mark.parametrize(
@@ -51,77 +67,66 @@ def test_relative_and_absolute_paths(root):
     [
         "../secret.jpg",
         "deep/../../secret.jpg",
+        "link.jpg",
+        "folder/secret.jpg",
     ],
 )
-def test_a_relative_path_may_not_lead_out(root, path):
-    with pytest.raises(
-        BadRecord, match=r"leads out of image_root .*images.*: set image_root"
-    ):
-        ImageRoot(str(root), allow_urls=False).reference(path)
-
-
-def test_a_link_may_not_lead_out(root):
-    (root / "link.jpg").symlink_to(root.parent / "secret.jpg")
-    (root / "folder").symlink_to(root.parent)
-    (root / "inside.jpg").symlink_to(root / "a.jpg")
-    images = ImageRoot(str(root), allow_urls=False)
-    for path in ("link.jpg", "folder/secret.jpg"):
-        with pytest.raises(BadRecord, match="leads out of image_root"):
-            images.reference(path)
-    check_image(images.reference("inside.jpg"))
+def test_a_relative_path_or_link_may_not_lead_out(root, path):
+    with pytest.raises(BadRecord, match=r"leads out of image_root .*: set image_root"):
+        references(root).reference(path)
 
 
 def test_a_root_that_is_a_link_or_relative(root, monkeypatch):
-    (root.parent / "linked").symlink_to(root)
+    linked = root.with_name("linked")
+    linked.symlink_to(root)
     monkeypatch.chdir(root.parent)
-    references = []
-    for folder in (str(root.parent / "linked"), "images"):
-        references.append(ImageRoot(folder, allow_urls=False).reference("deep/b.png"))
+    images = [references(folder).reference("a.jpg") for folder in (linked, "images")]
     monkeypatch.chdir("/")
-    for reference in references:
-        check_image(reference)
+    for image in images:
+        check_image(image)
 
 
 def test_addresses_only_where_allowed(root):
     address = "https://example.org/a.jpg"
     with pytest.raises(BadRecord, match="allow_image_urls: true"):
-        ImageRoot(str(root), allow_urls=False).reference(address)
-    reference = ImageRoot(str(root), allow_urls=True).reference(address)
+        references(root).reference(address)
+    reference = references(root, allow_urls=True).reference(address)
     assert reference == ImageRef(path=address)
     check_image(reference)  # not fetched before it is needed
 
 
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("keep", [0.3, 0.95])
-def test_truncated_images_are_refused_by_name(root, format_name, keep):
+def test_truncated_images_are_refused_by_name(tmp_path, format_name, keep):
     data = encoded(format_name, size=(120, 90))
-    (root / "cut.img").write_bytes(data[: int(len(data) * keep)])
-    with pytest.raises(BadRecord, match=r"image .*cut\.img is broken"):
-        check_image(ImageRef(path=str(root / "cut.img")))
-    with pytest.raises(UserError, match=r"cut\.img is broken"):
-        load_image(ImageRef(path=str(root / "cut.img")))
+    path = tmp_path / "cut.img"
+    path.write_bytes(data[: int(len(data) * keep)])
+    for use in (check_image, load_image):
+        with pytest.raises(UserError, match=r"image .*cut\.img is broken"):
+            use(ImageRef(path=str(path)))
 
 
-def test_missing_image_folder_pipe_and_circle(root):
-    (root / "circle.jpg").symlink_to(root / "circle.jpg")
-    os.mkfifo(root / "pipe.jpg")
-    (root / "folder.jpg").mkdir()
-    for name, message in {
-        "gone.jpg": "does not exist",
-        "circle.jpg": "is broken or cannot be read",
-        "pipe.jpg": "not a regular file",
-        "folder.jpg": "not a regular file",
+def test_missing_image_folder_pipe_and_circle(tmp_path):
+    (tmp_path / "circle.jpg").symlink_to(tmp_path / "circle.jpg")
+    os.mkfifo(tmp_path / "pipe.jpg")
+    for path, message in {
+        tmp_path / "gone.jpg": "does not exist",
+        tmp_path / "circle.jpg": "is broken or cannot be read",
+        tmp_path / "pipe.jpg": "not a regular file",
+        tmp_path: "not a regular file",
         "n" * 400: "cannot be read",
     }.items():
         with pytest.raises(BadRecord, match=message):
-            check_image(ImageRef(path=str(root / name)))
+            check_image(ImageRef(path=str(path)))
+
+
+def chunk(kind, body):
+    """A chunk of a PNG file."""
+    checksum = struct.pack(">I", zlib.crc32(kind + body))
+    return struct.pack(">I", len(body)) + kind + body + checksum
 
 
 def test_a_few_bytes_that_unpack_to_gigabytes_are_refused():
-    def chunk(kind, body):
-        checksum = struct.pack(">I", zlib.crc32(kind + body))
-        return struct.pack(">I", len(body)) + kind + body + checksum
-
     header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
     chunks = [chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(b"\0" * 100))]
     bomb = b"\x89PNG\r\n\x1a\n" + b"".join(chunks) + chunk(b"IEND", b"")
@@ -209,21 +214,10 @@ def test_damaged_notes_of_a_camera_do_not_spoil_its_picture():
 
 
 @pytest.fixture
-def server():
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = encoded("PNG") if self.path == "/good.png" else b""
-            self.send_response(200 if body else 404)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments):
-            """Keep quiet."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = threading.Thread(
-            target=listening.serve_forever, kwargs={"poll_interval": 0.01}
-        )
+def server(root):
+    files = partial(http.server.SimpleHTTPRequestHandler, directory=root)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), files) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{listening.server_port}"
         listening.shutdown()
@@ -231,27 +225,22 @@ def server():
 
 
 def test_addresses_are_fetched_when_needed(server):
-    assert load_image(ImageRef(path=f"{server}/good.png")).size == (24, 16)
+    assert load_image(ImageRef(path=f"{server}/a.jpg")).size == (24, 16)
     with pytest.raises(
-        UserError, match=r"image http.*gone\.png cannot be fetched: .*404"
+        UserError, match=r"image http.*gone\.png cannot be fetched.*404"
     ):
         load_image(ImageRef(path=f"{server}/gone.png"))
 
 
-def test_damage_inside_of_an_image_is_seen_by_the_check(tmp_path):
+def test_damage_inside_of_an_image_is_seen_by_the_check():
     """The beginning and the end are whole: only decoding shows it. What passes the check can be decoded later."""
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (64, 64, 3), np.uint8)
     data = bytearray(encode(Image.fromarray(pixels), "PNG"))
     # One chunk of pixels with the right checksum, and nonsense in it.
-    chunk = b"IDAT" + zlib.compress(b"\x09" * 64)
-    length = struct.pack(">I", len(chunk) - 4)
-    checksum = struct.pack(">I", zlib.crc32(chunk))
-    cut = data.index(b"IDAT") - 4
-    data[cut : data.index(b"IEND") - 4] = length + chunk + checksum
-    path = tmp_path / "a.png"
-    path.write_bytes(data)
-    with pytest.raises(UserError):
-        load_image(ImageRef(path=str(path)))
-    with pytest.raises(BadRecord, match="is broken or cannot be read"):
-        check_image(ImageRef(path=str(path)))
+    nonsense = chunk(b"IDAT", zlib.compress(b"\x09" * 64))
+    start = data.index(b"IDAT") - 4
+    data[start : data.index(b"IEND") - 4] = nonsense
+    for use in (check_image, load_image):
+        with pytest.raises(UserError, match="is broken or cannot be read"):
+            use(ImageRef(data=bytes(data)))

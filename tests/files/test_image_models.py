@@ -210,12 +210,14 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
 def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path):
     model = model_of(config_of(tiny.tiny_siglip))
     state = dict(model.state_dict())
-    model.write_scale_and_bias(12.5, -7.0, state)
+    model.write_logit_scale_and_bias(12.5, -7.0, state)
     folder = save_model(tmp_path / "final", model, state)
     stored = load_file(folder / "model.safetensors")
     assert stored["logit_scale"].exp().item() == pytest.approx(12.5)
     assert stored["logit_bias"].item() == -7.0
-    assert load_embedder(folder).initial_scale_and_bias == pytest.approx((12.5, -7.0))
+    assert load_embedder(folder).initial_logit_scale_and_bias == pytest.approx(
+        (12.5, -7.0)
+    )
 
 
 def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(

@@ -13,7 +13,7 @@ from pathlib import Path
 from tests.imitation.guard import load_guard
 from tests.imitation.runs import Result, leave_group, train
 
-STAGES = ("split", "encode", "gather", "score", "backward")
+STAGES = ("split", "encode", "gather", "differentiate", "backward")
 """Methods of the training step, in order."""
 
 
@@ -50,10 +50,10 @@ def run_on_imitation(name):
     from tests.imitation.device import RECORDING
     from tests.imitation.probes import PROBES
     from tests.imitation.runtime import install
-    from vembed.training.step import ContrastiveStep
+    from vembed.training.step import TrainingStep
 
     for stage in STAGES:
-        setattr(ContrastiveStep, stage, staged(stage, getattr(ContrastiveStep, stage)))
+        setattr(TrainingStep, stage, staged(stage, getattr(TrainingStep, stage)))
     install()
     if name not in PROBES:
         return train(name, RECORDING)

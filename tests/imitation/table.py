@@ -12,7 +12,7 @@ RULE = "|---|---|---|---|---|---|---|"
 def row_of(result):
     """Return the columns of the table for a case."""
     forward = result.kernels_of("split", "encode")
-    loss = result.kernels_of("gather", "score")
+    loss = result.kernels_of("gather", "differentiate")
     backward = result.kernels_of("backward")
     others = result.kernels_of(BETWEEN)
     waits = sum(result.waits.values())

@@ -72,7 +72,7 @@ def test_kernels_of_a_step_do_not_grow(case, on_device):
     limits = table.read()[case.name]
     assert all(
         stage in {place for place, _ in on_device[case.name].kernels}
-        for stage in ("encode", "score", "backward")
+        for stage in ("encode", "differentiate", "backward")
     )
     assert all(
         count <= limit for count, limit in zip(current_time, limits, strict=True)

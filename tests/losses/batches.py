@@ -95,12 +95,12 @@ def make_batch(
         example=torch.tensor(example),
         negative=place[2 * num_rows :],
         negative_example=torch.tensor(negative_example, dtype=torch.int64),
-        scores=(torch.randint(-4, 5, (num_rows,), generator=draw) / 4).to(
+        label_scores=(torch.randint(-4, 5, (num_rows,), generator=draw) / 4).to(
             torch.float64
         ),
         rank_rows=slice(0, num_rows),
         rank_negatives=slice(0, len(negative)),
-        negative_scores=negative_scores,
+        negative_label_scores=negative_scores,
         batch_number=seed,
     )
     return replace(batch, teachers=teachers_of(batch, draw))

@@ -371,7 +371,7 @@ def angle(plain):
 
 
 def _ordered(plain, scores):
-    labels = plain.batch.scores
+    labels = plain.batch.label_scores
     assert labels is not None
     higher, lower = torch.nonzero(labels[:, None] > labels[None, :], as_tuple=True)
     differences = (scores[lower] - scores[higher]) * plain.scale
@@ -383,7 +383,7 @@ def cosine(plain):
     x = plain.x
     batch = plain.batch
     scores = (x[batch.query] * x[batch.positive]).sum(1)
-    return plain.per_row((scores - batch.scores)[batch.rank_rows].square().sum())
+    return plain.per_row((scores - batch.label_scores)[batch.rank_rows].square().sum())
 
 
 # ---- Losses on listed pairs --------------------------------------------------------------
@@ -394,14 +394,14 @@ def target(plain, row, negative):
     batch = plain.batch
     name = plain.term.teacher
     if name in (None, SCORES):
-        if batch.scores is None:
+        if batch.label_scores is None:
             # Without scores the labels are those of positives and negatives.
             return torch.tensor(float(negative is None)).double()
         if negative is None:
-            return batch.scores[row].double()
-        if batch.negative_scores is None:
+            return batch.label_scores[row].double()
+        if batch.negative_label_scores is None:
             return torch.tensor(float("nan")).double()
-        return batch.negative_scores[negative].double()
+        return batch.negative_label_scores[negative].double()
     teacher = batch.teachers[str(name)]
     if isinstance(teacher, TeacherScores):
         score = (

@@ -34,10 +34,10 @@ def test_scale_and_bias_start_from_the_option_or_the_model(
     config = TrainConfig(model_name="", data_path="", **options)
     loss = build_loss(config, **start)
     if scale is None:
-        assert loss.scale_and_bias() is None
+        assert loss.logit_scale_and_bias() is None
         assert not list(loss.parameters())
     else:
-        assert loss.scale_and_bias() == pytest.approx((scale, bias))
+        assert loss.logit_scale_and_bias() == pytest.approx((scale, bias))
         assert f"{1 / scale:.3g} (" in caplog.text
 
 

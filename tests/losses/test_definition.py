@@ -29,7 +29,7 @@ def batch_of(rows, negatives=(), content=None, embeddings=None):
         example=example,
         negative=negative,
         negative_example=negative_example,
-        scores=None,
+        label_scores=None,
         rank_rows=slice(0, len(rows)),
         rank_negatives=slice(0, len(negatives)),
     )

@@ -45,7 +45,7 @@ def batch_of(embeddings, **values):
         "example": numbers,
         "negative": 2 * N + torch.arange(N * num_negatives),
         "negative_example": numbers.repeat(num_negatives),
-        "scores": None,
+        "label_scores": None,
         "rank_rows": slice(0, N),
         "rank_negatives": slice(0, N * num_negatives),
     }
@@ -115,4 +115,6 @@ def test_angle():
     labels = torch.arange(N, dtype=torch.float64).remainder(4) / 3
     loss = peer(AnglELoss, similarity_fct=pairwise_angle_sim, scale=20.0)
     theirs = loss.compute_loss_from_embeddings(embeddings, labels)
-    compare(embeddings, {"loss": "angle", "temperature": 0.05}, theirs, scores=labels)
+    compare(
+        embeddings, {"loss": "angle", "temperature": 0.05}, theirs, label_scores=labels
+    )

@@ -21,11 +21,10 @@ from tests.models.families import (
 )
 from tests.weights.variants import pairs
 from vembed.config.loading import resolve_run
-from vembed.models import precision
 from vembed.models.families.backbones import layers_of
 from vembed.models.precision import (
     WeightCopies,
-    copies_of,
+    bf16_weights_of,
     use_bf16,
 )
 from vembed.parallel import placement
@@ -50,7 +49,7 @@ def test_linear_layers():
     model = nn.Sequential(layer)
     use_bf16(model)
     leaf = values.clone().requires_grad_()
-    with copies_of(model).held():
+    with bf16_weights_of(model).held():
         output = model(leaf)
         output.backward(gradient)
     assert output.dtype == leaf.grad.dtype == torch.bfloat16
@@ -70,7 +69,7 @@ def test_linear_layers():
 
 
 def test_layer_norms_went_through_float32_on_gpus(monkeypatch):
-    monkeypatch.setattr(precision, "_is_on_gpu", lambda values: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     torch.manual_seed(0)
     norm = nn.LayerNorm(64)
     nn.init.normal_(norm.weight, 1.0, 0.1)
@@ -202,7 +201,7 @@ def test_grouped_gradients_are_those_of_autograd():
     torch.manual_seed(0)
     model = NormTwice()
     use_bf16(model)
-    copies = copies_of(model)
+    copies = bf16_weights_of(model)
     batches = torch.randn(3, 4, 8)
     gradients = {}
     for grouping in (False, True):

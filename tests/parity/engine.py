@@ -31,7 +31,7 @@ from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
 from vembed.training.frozen import InputBuilder
 from vembed.training.step import (
-    ContrastiveStep,
+    TrainingStep,
     order_micro_batches,
     seed_of,
 )
@@ -127,7 +127,7 @@ def build(config, teacher_dims=None):
         if "lora_B" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             parameter.data.normal_(0, 0.05, generator=generator)
-    scale, bias = model.initial_scale_and_bias or (None, None)
+    scale, bias = model.initial_logit_scale_and_bias or (None, None)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,
@@ -155,7 +155,7 @@ def step_of(
     rank_batch = make_rank_batch(rows[rank], rank.start, featuriser)
     feeder = Feeder(featuriser, session.device)
     builder = InputBuilder(model, feeder, session, **inputs)
-    step = ContrastiveStep(
+    step = TrainingStep(
         model, loss, builder, session, budget, SEED, teachers, auxiliary
     )
     return step, rank_batch
@@ -249,10 +249,10 @@ def plain_batch(case, model, featuriser):
         example=table[:, 2],
         negative=extra[:, 0],
         negative_example=extra[:, 1],
-        scores=torch.tensor(scores, dtype=torch.float64) if scores else None,
+        label_scores=torch.tensor(scores, dtype=torch.float64) if scores else None,
         rank_rows=slice(0, len(rows)),
         rank_negatives=slice(0, len(negatives)),
-        negative_scores=torch.tensor(negative_scores, dtype=torch.float64)
+        negative_label_scores=torch.tensor(negative_scores, dtype=torch.float64)
         if negative_scores
         else None,
         embeddings_are_scores=is_reranker,
@@ -317,9 +317,9 @@ def drawn_batch(case, model, featuriser, world_size):
         ]
     )
     scores = [
-        torch.from_numpy(rank_batch.scores)
+        torch.from_numpy(rank_batch.label_scores)
         for rank_batch in rank_batches
-        if rank_batch.scores is not None
+        if rank_batch.label_scores is not None
     ]
     return LossBatch(
         embeddings=torch.cat(embeddings),
@@ -329,7 +329,7 @@ def drawn_batch(case, model, featuriser, world_size):
         example=joined("example", False),
         negative=joined("negative", True),
         negative_example=joined("negative_example", False),
-        scores=torch.cat(scores) if scores else None,
+        label_scores=torch.cat(scores) if scores else None,
         rank_rows=slice(0, sum(len(rank_batch.query) for rank_batch in rank_batches)),
         rank_negatives=slice(
             0, sum(len(rank_batch.negative) for rank_batch in rank_batches)

@@ -253,11 +253,11 @@ def wanted(name):
         example=torch.from_numpy(rank_batch.example),
         negative=torch.from_numpy(rank_batch.negative),
         negative_example=torch.from_numpy(rank_batch.negative_example),
-        scores=None,
+        label_scores=None,
         rank_rows=slice(0, len(rank_batch.query)),
         rank_negatives=slice(0, len(rank_batch.negative)),
     )
-    scale, _ = model.initial_scale_and_bias or (None, None)
+    scale, _ = model.initial_logit_scale_and_bias or (None, None)
     value = reference_loss(
         batch,
         config,

@@ -23,7 +23,7 @@ from vembed.losses.batch import LossModule
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
 from vembed.training.frozen import InputBuilder
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 
 NUM_EXAMPLES = 5
 
@@ -103,12 +103,9 @@ def step_on_rank(strategy, cache):
         rank = rank_examples(NUM_EXAMPLES, session.rank, session.world_size)
         featuriser = Featuriser(described(config))
         batch = make_rank_batch(examples()[rank], rank.start, featuriser)
-        features = [
-            replace(feature, num_vectors=feature.length - 2)
-            for feature in batch.features
-        ]
+        num_vectors = [feature.length - 2 for feature in batch.features]
         model = session.prepare(model, ())
-        step = ContrastiveStep(
+        step = TrainingStep(
             model,
             loss,
             InputBuilder(model, Feeder(featuriser, session.device), session),
@@ -116,7 +113,7 @@ def step_on_rank(strategy, cache):
             Budget(40, 10**9, cache),
             SEED,
         )
-        batch = replace(batch, features=features)
+        batch = replace(batch, num_vectors=num_vectors)
         result = step.accumulate(batch, 3, weight=1.0, is_last=True)
         step.synchronise(0.0)
         return {**full_gradients(model), "loss": result.loss_share}

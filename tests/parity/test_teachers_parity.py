@@ -246,7 +246,7 @@ def answered(case, batch, folder):
         batch,
         teachers=teachers,
         batch_number=BATCH_NUMBER,
-        negative_scores=torch.tensor(negative_scores, dtype=torch.float64)
+        negative_label_scores=torch.tensor(negative_scores, dtype=torch.float64)
         if negative_scores
         else None,
     )

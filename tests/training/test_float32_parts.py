@@ -20,7 +20,7 @@ from vembed.parallel.session import start_session
 from vembed.training.hooks.base import StepReport
 from vembed.training.hooks.metrics import Watch
 from vembed.training.optimizer import Outcome
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 
 
 class Precisions(TorchFunctionMode):
@@ -100,7 +100,7 @@ def test_a_run_went_on_without_any_gradient(tmp_path, monkeypatch):
         step.model.zero_grad()
         return loss_share
 
-    monkeypatch.setattr(ContrastiveStep, "synchronise", lose_gradients)
+    monkeypatch.setattr(TrainingStep, "synchronise", lose_gradients)
     with pytest.raises(
         RunError,
         match=r"step 1: the loss is \S+ and the gradient norm exactly 0, so nothing is trained",

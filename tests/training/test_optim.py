@@ -19,11 +19,9 @@ from tests.training.tiny_run import (
     whole_state,
 )
 from vembed.errors import UserError
+from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.session import start_session
-from vembed.training.optimizer import (
-    build_optimizer,
-    trained_parameters,
-)
+from vembed.training.optimizer import build_optimizer
 
 
 def test_weight_decay_reaches_those_parameters_and_no_other(tmp_path):
@@ -87,8 +85,9 @@ def groups_of(optimizer, names):
 def train_two_steps(config, model, loss):
     optimizer = build_optimizer(model, loss, config.optimizer)
     names = {}
-    for trained in trained_parameters(model, loss, config.optimizer):
-        names[id(trained.parameter)] = trained.name
+    for prefix, module in (("", model), ("loss", loss)):
+        for name, parameter in module.named_parameters(prefix=prefix):
+            names[id(parameter)] = unwrapped_name(name)
     groups = groups_of(optimizer, names)
     for _ in range(2):
         step(model, loss, optimizer)

@@ -110,8 +110,7 @@ def _run(session: Session) -> None:
     _say(rank, "Testing FSDP-aware memory management...")
     with check("memory", rank):
         devices.fsdp_empty_cache()
-        for line in devices.memory_lines():
-            _say(rank, line)
+        devices.fsdp_print_memory_usage()
         _say(
             rank,
             "* memory: measured on every process, caches emptied together: pass",

@@ -21,7 +21,7 @@ from vembed.config.parsing import Node, parse_value
 from vembed.config.schema import options_of_sections
 from vembed.config.values import Form
 from vembed.errors import did_you_mean, printable
-from vembed.losses.table import ENTRY_OPTIONS, with_constraints
+from vembed.losses.table import ENTRY_OPTIONS
 from vembed.models.poolings.table import POOLINGS
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
@@ -723,7 +723,7 @@ class Option:
 
     def checked(self, value: Any) -> Any:
         """Return the validated value. Raise ValueError with the accepted values and the given one."""
-        annotation = with_constraints(self.field)
+        annotation = self.field.rebuild_annotation()
         adapter = TypeAdapter(annotation, config={"coerce_numbers_to_str": True})
         try:
             return adapter.validate_python(value)

@@ -31,12 +31,7 @@ from vembed.config.values import (
     Task,
 )
 from vembed.errors import UserError
-from vembed.losses.table import (
-    ENTRY_OPTIONS,
-    LOSS_OPTIONS,
-    LOSSES,
-    with_constraints,
-)
+from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSSES
 from vembed.models.families.table import FamilyName
 from vembed.models.poolings.table import PoolingName, pooling_text
 from vembed.training.optimizer_kinds import OPTIMIZERS
@@ -155,7 +150,7 @@ if TYPE_CHECKING:
 else:
     # Every option of every loss, or None.
     _optional = {
-        name: (with_constraints(field) | None, None)
+        name: (field.rebuild_annotation() | None, None)
         for name, field in LOSS_OPTIONS.items()
     }
     LossEntry = create_model("LossEntry", __base__=_LossEntry, **_optional)
@@ -448,11 +443,6 @@ class DataSection(Section):
         """True if there are validation data."""
         return self.val_data_path is not None or self.val_split is not None
 
-    def adds_negatives(self) -> bool:
-        """Return whether records get further negatives, so that they need none of their own."""
-        is_mined = self.mine is not None and self.mine.at_start
-        return is_mined or self.in_batch_negatives > 0
-
     def sources(self) -> list[DataSource]:
         """Return an entry for each source of `data_path`."""
         return sources_of(self.data_path)
@@ -506,7 +496,7 @@ else:
     for _name, _field in LOSS_OPTIONS.items():
         if _name not in ENTRY_OPTIONS:
             _value = Field(default=_field.default, description=_field.description)
-            _fields[_name] = (with_constraints(_field), _value)
+            _fields[_name] = (_field.rebuild_annotation(), _value)
     ObjectiveSection = create_model("ObjectiveSection", __base__=_Objective, **_fields)
 
 

@@ -455,12 +455,14 @@ def _requirements(
     if source_limit is None:
         source_limit = data.max_negatives
     needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
+    # Records that get further negatives need none of their own.
+    is_mined = data.mine is not None and data.mine.at_start
     return {
         "texts_alone": all(LOSSES[loss].records == "texts" for loss in losses),
         "losses": losses,
         "max_negatives": source_limit,
         "bounded_scores": needs_cosines and objective.similarity == "cosine",
-        "gets_negatives": data.adds_negatives(),
+        "gets_negatives": is_mined or data.in_batch_negatives > 0,
         "keeps_keys": data.no_duplicates,
     }
 

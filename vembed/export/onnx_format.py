@@ -74,7 +74,7 @@ class Graph(nn.Module):
         self.truncate_dim = embedder.truncate_dim
         traits = self.description.traits
         models: list[Any] = [self.backbone]
-        if traits.has_two_models:
+        if traits.is_composed:
             models = [
                 tower_module(self.backbone, traits, name) for name in traits.towers
             ]
@@ -136,7 +136,7 @@ class ImageGraph(Graph):
 
 def _text_model(backbone: Any, traits: Any) -> Any:
     """Return the model of Transformers that reads the texts."""
-    return tower_module(backbone, traits, "text") if traits.has_two_models else backbone
+    return tower_module(backbone, traits, "text") if traits.is_composed else backbone
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from vembed.inference.encoding import (
 )
 from vembed.models.building import load_embedder
 from vembed.models.embedding_model import HiddenStates
-from vembed.models.precision import copies_of
+from vembed.models.precision import bf16_weights_of
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.placement import precision_of_use
 from vembed.parallel.session import Session
@@ -98,7 +98,7 @@ class Embedder:
         is_sharded = session is not None and session.fsdp is not None
         if self.precision.value == "bf16":
             model.compute_in_bf16()
-            copies = copies_of(model)
+            copies = bf16_weights_of(model)
             copies.may_keep = not is_sharded
             # The weights do not change any more, so bfloat16 copies are made once and not in each forward pass.
             copies.num_holders += 1

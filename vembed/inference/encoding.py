@@ -21,7 +21,7 @@ from vembed.data.examples import Item, Kind, distinct
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import UserError
 from vembed.models.families.family import Modality
-from vembed.models.precision import copies_of
+from vembed.models.precision import bf16_weights_of
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
@@ -131,7 +131,7 @@ def encode_chunks(
     budget = budget_tokens or default_budget(device)
     with (
         _evaluating(model),
-        copies_of(model).held(),
+        bf16_weights_of(model).held(),
         ThreadPoolExecutor(1, thread_name_prefix="vembed-encode") as ahead,
     ):
         # The next chunk is tokenized in a thread while this one is encoded.
@@ -172,7 +172,7 @@ def encode_features(
     With `world_size` > 1 it is collective: each rank passes inputs of its own, at least one rank has some, and all run
     equally many micro-batches.
     """
-    with _evaluating(model), copies_of(model).held():
+    with _evaluating(model), bf16_weights_of(model).held():
         embeddings = _encode_rank(
             model,
             Feeder(featuriser, device),

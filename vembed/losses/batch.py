@@ -30,39 +30,36 @@ INDEX_FIELDS = (
 """Fields of a LossBatch that hold integers."""
 
 
-def copied_together(
+def to_device_together(
     tensors: Mapping[str, Tensor], device: torch.device
 ) -> dict[str, Tensor]:
     """Return host tensors on a device, by one copy for each dtype, which the host does not wait for."""
-    copies = {}
     if device.type != "cuda":
-        for name, tensor in tensors.items():
-            copies[name] = tensor.to(device)
-        return copies
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+    on_device = {}
     for dtype in {tensor.dtype for tensor in tensors.values()}:
-        of_dtype = {}
-        for name, tensor in tensors.items():
-            if tensor.dtype == dtype:
-                of_dtype[name] = tensor
+        of_dtype = {
+            name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype
+        }
         flat = torch.cat([tensor.reshape(-1) for tensor in of_dtype.values()])
         if flat.numel() and flat.device != device:
             flat = flat.pin_memory()
         flat = flat.to(device, non_blocking=True)
         pieces = torch.split(flat, [tensor.numel() for tensor in of_dtype.values()])
         for (name, tensor), piece in zip(of_dtype.items(), pieces, strict=True):
-            copies[name] = piece.view(tensor.shape)
-    return copies
+            on_device[name] = piece.view(tensor.shape)
+    return on_device
 
 
 @dataclass(frozen=True)
 class TeacherVectors:
-    """A teacher's vectors of the inputs of one global batch.
+    """A teacher's vectors of the inputs of one global batch. Their width is the teacher's.
 
     The teacher's score of a pair is the dot product of its vectors.
     """
 
     vectors: Tensor
-    """[V, E] float32 or float64, of length 1. A vector of zeros stands for an input that the teacher does not know."""
+    """[V, width] float32 or float64, of length 1. A vector of zeros stands for an input that the teacher does not know."""
     query: Tensor
     """[R] index of each row's query in `vectors`."""
     positive: Tensor
@@ -78,7 +75,7 @@ class TeacherVectors:
         """Return [1, n + P] scores."""
         left, right = pairs.sides(self)
         scores = self.vectors.new_empty(1, left.numel())
-        # In chunks, so that the gathered vectors [n + P, E] never exist at once.
+        # In chunks, so that the gathered vectors [n + P, width] never exist at once.
         for chunk in chunks(left.numel(), PAIRS_AT_ONCE):
             products = self.vectors[left[chunk]] * self.vectors[right[chunk]]
             scores[0, chunk] = products.sum(1)
@@ -101,7 +98,7 @@ class TeacherScores:
         return torch.cat((positive, negative))[None]
 
 
-Teaching = TeacherVectors | TeacherScores
+TeacherAnswers = TeacherVectors | TeacherScores
 """Answers of one teacher for one batch."""
 
 
@@ -133,13 +130,13 @@ class LossBatch:
     """Rows whose loss terms this rank computes. Both slices have plain bounds."""
     rank_negatives: slice
     """Hard negatives of this rank's examples."""
-    scores: Tensor | None = None
+    label_scores: Tensor | None = None
     """[R] label score of each row's pair. None if the data have no scores."""
-    negative_scores: Tensor | None = None
+    negative_label_scores: Tensor | None = None
     """[H] score of each hard negative, where the data have scores for them."""
     negative_parts: Tensor | None = None
     """[H, 2] indices of what each hard negative is made of, where some are mixtures. Twice its own otherwise."""
-    teachers: Mapping[str, Teaching] = field(default_factory=dict)
+    teachers: Mapping[str, TeacherAnswers] = field(default_factory=dict)
     """Answers of each teacher for this batch, by the teacher's name."""
     source_index: int = 0
     """Index of the batch's source. That of the first example, where sources are mixed."""
@@ -243,7 +240,7 @@ class LossBatch:
             "groups": torch.cat((rows, negative_rows)) - first,
         }
         return ListedPairs(
-            **copied_together(tensors, self.query.device),
+            **to_device_together(tensors, self.query.device),
             num_groups=len(rows),
             num_negative_pairs=len(row),
         )
@@ -281,21 +278,21 @@ class LossBatch:
             "groups": example[pair_rows],
         }
         return ListedPairs(
-            **copied_together(tensors, self.query.device),
+            **to_device_together(tensors, self.query.device),
             num_groups=len(examples),
             num_negative_pairs=num_negative_pairs,
         )
 
     # ---- Scores of the data and of teachers --------------------------------------------
 
-    def required_scores(self, loss: str) -> Tensor:
+    def required_label_scores(self, loss: str) -> Tensor:
         """Return the label scores. Raise UserError if the data have none."""
-        if self.scores is None:
+        if self.label_scores is None:
             raise UserError(
                 f"loss: {loss} needs a score for every pair, and the training data have none; "
                 "add them (sentence1, sentence2, score) or use loss: infonce."
             )
-        return self.scores
+        return self.label_scores
 
     def teacher_vectors(self, name: str | None) -> TeacherVectors:
         """Return the vectors of a teacher, for what needs more than scores of listed pairs."""
@@ -322,7 +319,7 @@ class LossModule(nn.Module):
     def clamp_parameters(self) -> None:
         """Clamp the learned parameters of this module itself to their ranges."""
 
-    def learned_scale(self) -> tuple[float, float] | None:
+    def learned_logit_scale(self) -> tuple[float, float] | None:
         """Return the scale and bias of the logits that this module itself learns, or None."""
         return None
 
@@ -332,14 +329,14 @@ class LossModule(nn.Module):
             if isinstance(module, LossModule):
                 module.clamp_parameters()
 
-    def scale_and_bias(self) -> tuple[float, float] | None:
+    def logit_scale_and_bias(self) -> tuple[float, float] | None:
         """Return the learned scale and bias of the logits, or None. They are saved with CLIP and SigLIP models.
 
         With several losses: those of the first one that learns a scale.
         """
         for module in self.modules():
             if isinstance(module, LossModule):
-                learned = module.learned_scale()
+                learned = module.learned_logit_scale()
                 if learned is not None:
                     return learned
         return None
@@ -361,12 +358,12 @@ class ListedPairs:
     num_negative_pairs: int
     """Pairs with a hard negative on all ranks."""
 
-    def sides(self, of: LossBatch | TeacherVectors) -> tuple[Tensor, Tensor]:
+    def sides(self, source: LossBatch | TeacherVectors) -> tuple[Tensor, Tensor]:
         """Return [n + P] the index of each pair's query, and of its document, in the vectors of a batch or a teacher."""
         query_rows = torch.cat((self.rows, self.negative_rows))
-        positives = of.positive[self.rows]
-        negatives = of.negative[self.negatives]
-        return of.query[query_rows], torch.cat((positives, negatives))
+        positives = source.positive[self.rows]
+        negatives = source.negative[self.negatives]
+        return source.query[query_rows], torch.cat((positives, negatives))
 
     def select(self, is_selected: Tensor) -> ListedPairs:
         """Return the pairs for which a bool tensor [n + P] is true. Groups keep their indices."""
@@ -487,7 +484,7 @@ def draw_mixtures(
         "share": share.flatten(),
         "example": example.repeat_interleave(count),
     }
-    return Mixtures(**copied_together(mixtures, batch.negative.device))
+    return Mixtures(**to_device_together(mixtures, batch.negative.device))
 
 
 def with_mixtures(

@@ -16,10 +16,10 @@ from vembed.config.terms import ResolvedTerm, losses_differ, source_groups, sour
 from vembed.losses.batch import ListedPairs, LossBatch, LossModule
 from vembed.losses.declaration import FixedTemperature, StartValues
 from vembed.losses.similarity import (
+    KnownGradients,
     Similarity,
     arithmetic_dtype,
     pair_scores,
-    with_known_gradients,
 )
 
 log = logging.getLogger("vembed")
@@ -103,9 +103,9 @@ class TermModule(LossModule):
         """See LossModule."""
         self.declared.clamp(dict(self.named_parameters()))
 
-    def learned_scale(self) -> tuple[float, float] | None:
+    def learned_logit_scale(self) -> tuple[float, float] | None:
         """See LossModule."""
-        return self.declared.scale_and_bias(dict(self.named_parameters()))
+        return self.declared.logit_scale_and_bias(dict(self.named_parameters()))
 
 
 class WeightedLosses(LossModule):
@@ -151,7 +151,8 @@ class WeightedLosses(LossModule):
                 if term_gradient is not None:
                     gradient.add_(term_gradient, alpha=weight)
         self.term_shares = shares
-        return with_known_gradients(total, inputs, gradients)
+        loss: Tensor = KnownGradients.apply(total, gradients, *inputs)  # type: ignore[no-untyped-call]
+        return loss
 
 
 class LossBySource(LossModule):

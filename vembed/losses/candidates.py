@@ -1,6 +1,6 @@
 """Candidates of each row: which scores a loss reads.
 
-A loss compares the positive p_i of each row i = (q_i, p_i) with the row's candidates. This module decides which scores
+A loss compares the positive p_i of each row i = (q_i, p_i) with the row's candidates. This module plans which scores
 that takes, from indices and contents alone. `tiles.py` computes them. A text has three numbers here:
 
 index        of its vector in the embeddings E [U, D]. Equal texts of one rank share a vector.
@@ -19,11 +19,11 @@ Example: R = 2 rows, H = 1 hard negative, one process. Row 0 is (a, b) with the 
     occurrence    0   2   4   1   3
     entry         3   1   0   4   2        row 0 has the columns c b e, its own positive b is masked: candidates c, e
 
-A column group says: all rows of this rank, by their query or by their positive, against one range of entries. Exclusion
-masks say which of these scores do not count. A mask is never stored as [rows, columns]. Each row has a few keys, each
-column has a few keys, and a score is left out where a key of the row equals a key of the column. Keys are contents: a
-row has those of its query and of its positives, a column has its own. In the example row 0 has the keys a and b, and
-leaves out the column b.
+Scores of many columns are a column group: all rows of this rank, by their query or by their positive, against one range
+of entries. Its exclusion masks say which of these scores do not count. A mask is never stored as [rows, columns]. Each
+row has a few keys, each column has a few keys, and a score does not count where a key of the row equals a key of the
+column. Most keys stand for contents: a row has those of its query and of its positives, a column has its own. In the
+example row 0 has the keys a and b, so its score with the column b does not count.
 
 With hard_negatives_scope: own a hard negative is a candidate for the rows of its own example only. Those are few, so
 they are explicit pairs, scored one by one.
@@ -32,25 +32,23 @@ they are explicit pairs, scored one by one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from vembed.losses.batch import (
-    NO_KEY_ROW,
-    LossBatch,
-    compact_keys,
-    copied_together,
-)
+from vembed.losses.batch import NO_KEY_ROW, LossBatch, compact_keys, to_device_together
 from vembed.losses.similarity import length_of
 
 NO_KEY_COLUMN = -2
-"""Fills the keys of columns up to a rectangle. It is not that of rows, so that unused slots never meet."""
+"""Fills the keys of columns up to a rectangle. Rows are filled with another number, NO_KEY_ROW, so that two unused slots
+are never equal."""
 FORWARD = 0
+"""Direction of a row's loss: its query against documents."""
 REVERSE = 1
+"""Its positive against queries."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +85,14 @@ class ColumnGroup:
     columns: slice
     """Entries of the columns."""
     masks: tuple[ExclusionMask, ...]
+    """A score does not count where one of them is true."""
     direction: int = FORWARD
 
 
 @dataclass(frozen=True)
 class ExplicitPairs:
-    """P single scores: rows against hard negatives of their own example."""
+    """P single scores: rows against hard negatives of their own example. Unlike the listed pairs of a LossBatch, they are
+    added to the row losses of the score matrix."""
 
     row_entries: slice
     """Entries of the rows' queries, or of their positives."""
@@ -105,8 +105,8 @@ class ExplicitPairs:
 
 
 @dataclass(frozen=True)
-class LossCandidates:
-    """The table of N entries, and all scores of this rank's share of the loss."""
+class ScorePlan:
+    """The scores of this rank's share of the loss, by the entries of a table of N texts."""
 
     index: Tensor
     """[N] index of each entry's vector in E."""
@@ -152,11 +152,11 @@ class _Layout:
     """Positives of this rank's rows."""
 
 
-def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
-    """Lay out the table, the column groups and the explicit pairs that a rule asks for."""
+def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
+    """Return the table, the column groups and the explicit pairs that a rule asks for."""
     device = batch.query.device
-    # The host knows every integer. It makes the table and the keys, which are then copied at once: what is read from a
-    # GPU would have to be waited for.
+    # The host knows every integer. It makes the table and the keys, which then go to the device together: the host would
+    # have to wait for what it reads from a GPU.
     batch = batch.on_host()
     num_rows = batch.num_rows
     rank_rows = batch.rank_rows
@@ -176,7 +176,8 @@ def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
         rank_queries=shifted(rank_rows, first_query - tabled_rows.start),
         rank_positives=shifted(rank_rows, num_negatives),
     )
-    tensors = _keys(batch, rule, layout)
+    keys = _mask_keys(batch, rule, layout)
+    tensors = {}
     explicit_negatives = batch.negative[:0]
     if is_own or rule.lists_own_negatives:
         tensors["explicit_row"], negative = batch.example_negatives(rank_rows)
@@ -194,90 +195,118 @@ def find_candidates(batch: LossBatch, rule: CandidateRule) -> LossCandidates:
     occurrence = torch.cat(parts)
     tensors["index"] = batch.occurrences()[occurrence]
     tensors["occurrence"] = occurrence
-    copies = copied_together(tensors, device)
+    on_device = to_device_together(tensors, device)
+    device_keys = _MaskKeys(**to_device_together(keys._asdict(), device))
     explicit = []
     if explicit_negatives.numel():
         pairs = ExplicitPairs(
             row_entries=layout.rank_queries,
-            row=copies["explicit_row"],
+            row=on_device["explicit_row"],
             host_row=tensors["explicit_row"],
-            negative_entry=copies["negative_entry"],
+            negative_entry=on_device["negative_entry"],
         )
         explicit.append(pairs)
         if rule.document_document:
             explicit.append(replace(pairs, row_entries=layout.rank_positives))
-    return LossCandidates(
-        index=copies["index"],
-        occurrence=copies["occurrence"],
+    return ScorePlan(
+        index=on_device["index"],
+        occurrence=on_device["occurrence"],
         rank_queries=layout.rank_queries,
         rank_positives=layout.rank_positives,
-        column_groups=_column_groups(copies, rule, layout),
+        column_groups=_column_groups(device_keys, rule, layout),
         explicit=tuple(explicit),
     )
 
 
-def _keys(
+class _MaskKeys(NamedTuple):
+    """int32 keys of the exclusion masks. Those that a rule does not need are empty.
+
+    Of n rows of this rank, C documents, C' queries. Rows have up to S positives with their query.
+    """
+
+    row: Tensor
+    """[n, S] contents of the row's query, in the first column, and of its example's positives."""
+    document: Tensor
+    """[C, 1 or 2] content of each document. A mixture of two hard negatives has the keys of both."""
+    query: Tensor
+    """[C', 1] content of each query."""
+    row_example: Tensor
+    """[n, 1] example of the row."""
+    document_example: Tensor
+    """[C, 1] example of each hard negative. Positives have no key."""
+    query_texts: Tensor
+    """[C', S] of each query what `row` is of a row."""
+
+
+def _mask_keys(
     batch: LossBatch,
     rule: CandidateRule,
     layout: _Layout,
-) -> dict[str, Tensor]:
-    """Return the keys of this rank's rows [n, S] and of the columns, [documents, 1 or 2] and [queries, 1]."""
+) -> _MaskKeys:
+    """Return the keys of the masks that a rule needs."""
     rank_rows = batch.rank_rows
     num_negatives = layout.num_negatives
     content = compact_keys(batch.content)
     row_keys, negative_keys = batch.content_keys(content)
     query_keys = content[batch.query][:, None]
     positive_keys = content[batch.positive][:, None]
-    # A synthetic negative mixed from two has the keys of both. A positive's key is repeated, so that both have
-    # the same number of slots.
+    # A positive's key is repeated where a mixture has two, so that all documents have the same number of slots.
     repeated = positive_keys.expand(-1, negative_keys.shape[1])
-    keys = {
-        "row": row_keys[rank_rows],
-        "document": torch.cat((negative_keys[:num_negatives], repeated)),
-        "query": query_keys[layout.tabled_rows],
-    }
+    empty = query_keys[:0]
+    keys = _MaskKeys(
+        row=row_keys[rank_rows],
+        document=torch.cat((negative_keys[:num_negatives], repeated)),
+        query=query_keys[layout.tabled_rows],
+        row_example=empty,
+        document_example=empty,
+        query_texts=empty,
+    )
     if rule.lists_own_negatives:
-        # A second mask, by the example that a text comes from. Positives have no key in it.
         of_negatives = batch.negative_example[:num_negatives]
         of_positives = torch.full_like(batch.example, NO_KEY_COLUMN)
         document_example = torch.cat((of_negatives, of_positives))
-        keys["document_example"] = document_example[:, None].int()
-        keys["row_example"] = batch.example[rank_rows, None].int()
+        keys = keys._replace(
+            row_example=batch.example[rank_rows, None].int(),
+            document_example=document_example[:, None].int(),
+        )
     if rule.both_directions:
-        column_keys = row_keys[layout.tabled_rows]
-        is_key = column_keys != NO_KEY_ROW
-        keys["column_row"] = column_keys.where(is_key, NO_KEY_COLUMN)
-        keys["row_query"] = query_keys[rank_rows]
-        keys["row_positive"] = positive_keys[rank_rows]
+        query_texts = row_keys[layout.tabled_rows]
+        is_key = query_texts != NO_KEY_ROW
+        query_texts = query_texts.where(is_key, NO_KEY_COLUMN)
+        keys = keys._replace(query_texts=query_texts)
     return keys
 
 
 def _column_groups(
-    keys: Mapping[str, Tensor],
+    keys: _MaskKeys,
     rule: CandidateRule,
     layout: _Layout,
 ) -> tuple[ColumnGroup, ...]:
     """Return the column groups, without empty ones."""
     documents = layout.documents
     queries = layout.queries
-    # Documents, or queries, with the content of the row's query or of one of its positives are left out.
-    document_masks = [ExclusionMask(keys["row"], keys["document"])]
+    # Left out: documents with the content of the row's query or of one of its positives.
+    document_masks = [ExclusionMask(keys.row, keys.document)]
     if rule.lists_own_negatives:
-        own_mask = ExclusionMask(keys["row_example"], keys["document_example"])
-        document_masks.append(own_mask)
+        # They are explicit pairs already.
+        example_mask = ExclusionMask(keys.row_example, keys.document_example)
+        document_masks.append(example_mask)
     masks = tuple(document_masks)
     groups = [ColumnGroup(layout.rank_queries, documents, masks)]
     if rule.query_query:
-        query_mask = ExclusionMask(keys["row"], keys["query"])
+        # Left out: the row's query itself, and queries with the content of one of its positives.
+        query_mask = ExclusionMask(keys.row, keys.query)
         groups.append(ColumnGroup(layout.rank_queries, queries, (query_mask,)))
     if rule.document_document:
         groups.append(ColumnGroup(layout.rank_positives, documents, masks))
     if rule.both_directions:
         # Left out: the queries of examples that have the row's positive as positive or as query, and queries with the
         # content of the row's query.
+        row_positive = keys.document[layout.rank_positives, :1]
+        row_query = keys.row[:, :1]
         query_masks = (
-            ExclusionMask(keys["row_positive"], keys["column_row"]),
-            ExclusionMask(keys["row_query"], keys["query"]),
+            ExclusionMask(row_positive, keys.query_texts),
+            ExclusionMask(row_query, keys.query),
         )
         group = ColumnGroup(layout.rank_positives, queries, query_masks, REVERSE)
         groups.append(group)

@@ -84,7 +84,7 @@ class GuidedLoss(CandidateLoss):
         lists_own_negatives: bool = False,
     ) -> Tensor:
         """Return 1/N times the sum of the row losses of this rank's rows."""
-        from vembed.losses.candidates import CandidateRule, find_candidates
+        from vembed.losses.candidates import CandidateRule, plan_scores
         from vembed.losses.tiles import Guide, Scoring, tiled_loss
 
         rule = CandidateRule(
@@ -105,12 +105,12 @@ class GuidedLoss(CandidateLoss):
                 guide = Guide(vectors, self.guide_margin, False)
         # N counts the rows of all ranks, of which this rank adds up its own. With both directions L is their mean.
         share = 1.0 / max(1, batch.num_rows)
-        coefficients = (share / 2, share / 2) if both_directions else (share,)
+        direction_factors = (share / 2, share / 2) if both_directions else (share,)
         scoring = Scoring(
-            candidates=find_candidates(batch, rule),
+            plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=row_loss,
-            coefficients=coefficients,
+            direction_factors=direction_factors,
             margin_above_positive=self.false_negative_margin,
             guide=guide,
         )
@@ -262,7 +262,7 @@ class Sigmoid(GuidedLoss):
         highest = -math.log(LOWEST_TEMPERATURE)
         parameters["log_scale"].data.clamp_(lowest, highest)
 
-    def scale_and_bias(
+    def logit_scale_and_bias(
         self, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[float, float]:
         """See LossDeclaration."""

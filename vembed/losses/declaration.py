@@ -118,7 +118,7 @@ class LossDeclaration(Immutable):
     def clamp(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Keep learned parameters in their ranges. Called after each optimizer step."""
 
-    def scale_and_bias(
+    def logit_scale_and_bias(
         self, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[float, float] | None:
         """Return the learned scale and bias of the logits, if there are any.
@@ -160,7 +160,7 @@ class Temperature(FixedTemperature):
             temperature = parameters["temperature"].data
             temperature.clamp_(LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
 
-    def scale_and_bias(
+    def logit_scale_and_bias(
         self, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[float, float] | None:
         """See LossDeclaration. A softmax has no bias."""

@@ -63,7 +63,7 @@ class CoSENT(Temperature):
         from vembed.losses.similarity import length_of
 
         scores = self.pair_scores(batch, term.similarity(batch.embeddings))
-        labels = batch.required_scores(self.name).to(scores.device)
+        labels = batch.required_label_scores(self.name).to(scores.device)
         labels, order = torch.sort(labels)
         logits = scores[:, order] * term.scale(batch.embeddings)  # [K, N]
         # Number of rows with a strictly lower label: ties compare with nothing.
@@ -148,7 +148,7 @@ class Cosine(LossDeclaration):
 
         rank_rows = batch.rank_rows
         embeddings = batch.embeddings
-        labels = batch.required_scores(self.name)[rank_rows]
+        labels = batch.required_label_scores(self.name)[rank_rows]
         labels = batch.like_scores(labels)
         left = batch.query[rank_rows]
         right = batch.positive[rank_rows]
@@ -183,8 +183,8 @@ class ListedLoss(TeacherLoss):
         if term.teacher not in (None, SCORES):
             teaching = batch.teachers[str(term.teacher)]
             return batch.like_scores(teaching.scores_of(pairs))
-        positive = batch.required_scores(self.name)
-        negative = batch.negative_scores
+        positive = batch.required_label_scores(self.name)
+        negative = batch.negative_label_scores
         if negative is None:
             if batch.negative.numel() and not may_lack:
                 raise UserError(
@@ -202,7 +202,7 @@ class ListedLoss(TeacherLoss):
         lists: ListedPairs,
     ) -> Tensor:
         """Return [n + P] the labels y."""
-        if term.teacher in (None, SCORES) and batch.scores is None:
+        if term.teacher in (None, SCORES) and batch.label_scores is None:
             # Positives come first.
             labels = batch.embeddings.new_zeros(len(lists.groups))
             labels[: len(lists.rows)] = 1.0
@@ -268,7 +268,7 @@ class KL(SoftmaxLoss, CandidateLoss):
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
-        from vembed.losses.candidates import CandidateRule, find_candidates
+        from vembed.losses.candidates import CandidateRule, plan_scores
         from vembed.losses.tiles import DivergenceRows, Scoring, tiled_loss
 
         if self.distill_candidates == "listed":
@@ -280,10 +280,10 @@ class KL(SoftmaxLoss, CandidateLoss):
             return term.mean(losses, batch.num_rows)
         rule = CandidateRule(self.hard_negatives_scope)
         scoring = Scoring(
-            candidates=find_candidates(batch, rule),
+            plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=partial(DivergenceRows, target_scale=self.target_scale()),
-            coefficients=(1.0 / max(1, batch.num_rows),),
+            direction_factors=(1.0 / max(1, batch.num_rows),),
             teacher=batch.teacher_vectors(term.teacher),
         )
         scale = term.scale(batch.embeddings)

@@ -240,13 +240,13 @@ class PrefixTable:
         torch.mul(source, scales[columns], out=out)
         return out.mul_(scales[rows.entries, None])
 
-    def finish(self, rows: RowVectors, scale: Tensor) -> Tensor:
-        """Add the gradient of the rows to the table's, and return dL/d(scale)."""
-        # logits = scale * (x . column): dx * x summed is dL/d(scale), and dx * scale is dL/dx.
+    def finish(self, rows: RowVectors, logit_scale: Tensor) -> Tensor:
+        """Add the gradient of the rows to the table's, and return dL/d(logit_scale)."""
+        # logits = logit_scale * (x . column): dx * x summed is dL/d(logit_scale), and dx * logit_scale is dL/dx.
         x = self.x[rows.entries]
-        d_scale = (rows.dx * x).sum()
-        self.dx[rows.entries] += rows.dx.mul_(scale)
-        return d_scale
+        d_logit_scale = (rows.dx * x).sum()
+        self.dx[rows.entries] += rows.dx.mul_(logit_scale)
+        return d_logit_scale
 
     def gradient(self, into: Tensor | None = None) -> Tensor:
         """Return the gradient [U, D] with respect to the embeddings, added to `into` if given.
@@ -330,17 +330,9 @@ class _PairScores(torch.autograd.Function):
         return gradient.to(embeddings.dtype), None, None, None
 
 
-def with_known_gradients(
-    loss: Tensor,
-    inputs: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-) -> Tensor:
-    """Return a scalar as a function of `inputs`, whose gradients with respect to them have been computed by hand."""
-    result: Tensor = _KnownGradients.apply(loss, gradients, *inputs)  # type: ignore[no-untyped-call]
-    return result
+class KnownGradients(torch.autograd.Function):
+    """The scalar `loss` as a function of `inputs`, whose gradients with respect to them have been computed by hand."""
 
-
-class _KnownGradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -348,6 +340,7 @@ class _KnownGradients(torch.autograd.Function):
         gradients: Sequence[Tensor],
         *inputs: Tensor,
     ) -> Tensor:
+        """Return the loss, and keep the gradients."""
         del inputs  # autograd reads from `ctx` which of them need a gradient
         ctx.save_for_backward(*gradients)
         return loss.clone()
@@ -355,6 +348,7 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients with respect to the inputs."""
         # The loss is a scalar, so the chain rule is one multiplication. The arguments `loss` and `gradients` of
         # `forward` get no gradient.
         products = [None, None]

@@ -10,10 +10,10 @@ row blocks, and each block into tiles of columns:
             +---------+---------+---------+------  n rows and t columns
     block   | ...
 
-For a loss L = sum over rows of l(row), with logits z = scale * score, the gradient with respect to the vectors x of rows
+For a loss L = sum over rows of l(row), with logits z = logit_scale * score, the gradient with respect to the vectors x of rows
 and y of columns is as follows. For the cosine x and y are normalised, and `PrefixTable` adds the derivative of that.
 
-    dL/dx_i = scale * sum_j dl/dz_ij * y_j          dL/dy_j = scale * sum_i dl/dz_ij * x_i
+    dL/dx_i = logit_scale * sum_j dl/dz_ij * y_j          dL/dy_j = logit_scale * sum_i dl/dz_ij * x_i
 
 dl/dz_ij depends on sums over the whole row, such as the sum of a softmax. So all tiles of one row block are scored
 and kept: O(N * block) memory for N columns and `block` rows. The sums of its rows are then complete, and the gradient
@@ -42,20 +42,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vembed.losses.batch import TeacherVectors
-from vembed.losses.candidates import (
-    FORWARD,
-    LossCandidates,
-    shifted,
-)
+from vembed.losses.candidates import FORWARD, ScorePlan, shifted
 from vembed.losses.similarity import (
     Entries,
+    KnownGradients,
     PrefixTable,
     RowVectors,
     Similarity,
     arithmetic_dtype,
     chunks,
     length_of,
-    with_known_gradients,
 )
 
 MEBIBYTE = 2**20
@@ -65,427 +61,6 @@ TIE_TOLERANCE = 64
 """A score that exceeds a ceiling by at most this many rounding errors counts as equal to it, and is not left out."""
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """Numbers of rows and columns that are scored at once. They change memory and speed, not the result."""
-
-    rows: int
-    columns: int
-
-    @classmethod
-    def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> Tiling:
-        """Return row blocks of at most 192 MiB of scores on a CPU, 1 GiB elsewhere, with tiles of 32 and 128 MiB.
-
-        `scores_per_row` counts all columns and sizes.
-        """
-        is_cpu = embeddings.device.type == "cpu"
-        block_mebibytes = 192 if is_cpu else 1024
-        tile_mebibytes = 32 if is_cpu else 128
-        max_rows = 512 if is_cpu else 4096
-        scores_per_mebibyte = MEBIBYTE // arithmetic_dtype(embeddings).itemsize
-        # A block keeps rows * scores_per_row values. A tile is a temporary of rows * columns values. At least 16 each,
-        # or a huge batch would degrade to vector products.
-        rows = block_mebibytes * scores_per_mebibyte // max(1, scores_per_row)
-        rows = min(max_rows, max(16, rows))
-        columns = tile_mebibytes * scores_per_mebibyte // rows
-        return cls(rows, max(16, columns))
-
-
-@dataclass(frozen=True)
-class Guide:
-    """A teacher that says which candidates are too good to be negatives."""
-
-    vectors: TeacherVectors
-    margin_below_positive: float
-    """Leave out candidates with a score above the positive's score minus this margin, both by the teacher."""
-    is_relative: bool
-    """The margin is a fraction of the positive's score."""
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """Definition of a loss over scores: candidates, similarity, row loss and options."""
-
-    candidates: LossCandidates
-    similarity: Similarity
-    row_loss: Callable[[RowStart], RowLoss]
-    """Makes the losses of a row block."""
-    coefficients: tuple[float, ...]
-    """Factor of each direction (forward, reverse)."""
-    margin_above_positive: float | None = None
-    """Leave out candidates with a score above the positive's score plus this margin. None: keep all."""
-    guide: Guide | None = None
-    teacher: TeacherVectors | None = None
-    """Whose scores are the targets of the row losses."""
-
-
-def tiled_loss(
-    embeddings: Tensor,
-    scoring: Scoring,
-    scale: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """Return the sum over this rank's rows, sizes and directions of coefficient * size weight * row loss.
-
-    `embeddings`: E [U, D]. Logits are scale * score. The row loss adds the bias. Differentiable once, in embeddings,
-    scale and bias.
-    """
-    # Gradients are computed by hand. Autocast would run the products in 16 bits.
-    with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
-        score_pass = _ScorePass(embeddings, scoring, scale, bias)
-        score_pass.run()
-        d_embeddings = score_pass.table.gradient().to(embeddings.dtype)
-    inputs = [embeddings, scale]
-    gradients = [d_embeddings, score_pass.d_scale]
-    if bias is not None:
-        inputs.append(bias)
-        gradients.append(score_pass.d_bias)
-    return with_known_gradients(score_pass.loss, inputs, gradients)
-
-
-class _VectorTable:
-    """A teacher's vectors by their entry in the candidates' table."""
-
-    def __init__(
-        self,
-        teacher: TeacherVectors,
-        candidates: LossCandidates,
-        like: Tensor,
-    ) -> None:
-        """`like`: has the device and dtype of the scores."""
-        # [V, E] vectors, and [N] the vector of each entry.
-        self.vectors = teacher.vectors.to(like.device, like.dtype)
-        self.index = teacher.occurrences()[candidates.occurrence]
-
-    def at(self, entries: Entries) -> Tensor:
-        """Return [n, E] vectors."""
-        return self.vectors[self.index[entries]]
-
-    def score(self, rows: slice, columns: slice, out: Tensor) -> None:
-        """Write the scores of a tile to `out` [n, t]."""
-        row_vectors = self.at(rows)
-        torch.mm(row_vectors, self.at(columns).T, out=out)
-
-    def pair_scores(self, left: Entries, right: Entries) -> Tensor:
-        """Return [n] scores of pairs."""
-        products = self.at(left) * self.at(right)
-        return products.sum(1)
-
-
-@dataclass(frozen=True)
-class _Tile:
-    """n rows against t columns of a column group."""
-
-    row_vectors: RowVectors
-    columns: slice
-    """Entries of the columns."""
-    direction: int
-    logits: Tensor
-    """[K, n, t]"""
-    target: Tensor | None
-    """[n, t] the teacher's scores."""
-    scratch: Tensor
-    """[2, n, t] two temporaries, shared by all tiles."""
-
-
-@dataclass(frozen=True)
-class _ScoredPairs:
-    """P single pairs of a row block: its positives, or explicit pairs."""
-
-    left: Entries
-    """[P] entry of the row's query or positive."""
-    right: Entries
-    """[P] entry of the row's positive, or of the hard negative."""
-    scores: Tensor
-    """[K, P]"""
-    by_size: tuple[CandidateLogits, ...] = ()
-    """Of explicit pairs: the logits [P] that the row losses got, by size."""
-
-
-@dataclass(frozen=True)
-class _RowBlock:
-    """n rows of this rank, with the state of their losses."""
-
-    positives: _ScoredPairs
-    """The rows' queries and positives, with scores [K, n]."""
-    losses: list[list[RowLoss]]
-    """By size and direction."""
-    ceilings: Tensor | None
-    """[K, n] logits above which candidates are left out."""
-    guide_ceilings: Tensor | None
-    """[n] scores of the guide above which candidates are left out."""
-
-
-class _ScorePass:
-    """One pass over all row blocks. Accumulates the loss and its gradients."""
-
-    def __init__(
-        self,
-        embeddings: Tensor,
-        scoring: Scoring,
-        scale: Tensor,
-        bias: Tensor | None,
-    ) -> None:
-        candidates = scoring.candidates
-        dtype = arithmetic_dtype(embeddings)
-        self.scoring = scoring
-        self.candidates = candidates
-        self.scale = scale.detach().to(embeddings.device, dtype)
-        self.bias = bias
-        if bias is not None:
-            self.bias = bias.detach().to(embeddings.device, dtype)
-        self.num_sizes = len(scoring.similarity.dims)
-        self.table = PrefixTable(
-            embeddings, candidates.index, scoring.similarity, with_gradient=True
-        )
-        self.guide_table: _VectorTable | None = None
-        if scoring.guide is not None:
-            vectors = scoring.guide.vectors
-            self.guide_table = _VectorTable(vectors, candidates, self.scale)
-        self.teacher_table: _VectorTable | None = None
-        if scoring.teacher is not None:
-            self.teacher_table = _VectorTable(scoring.teacher, candidates, self.scale)
-        # A tile's logits at all sizes, and the teacher's scores where there is one.
-        self.num_matrices = self.num_sizes + (self.teacher_table is not None)
-        widths = [length_of(group.columns) for group in candidates.column_groups]
-        num_columns = sum(widths)
-        scores_per_row = num_columns * self.num_matrices
-        self.tiling = Tiling.for_scores(scores_per_row, embeddings)
-        self.keeps_tiles = scoring.row_loss not in SEPARABLE
-        # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
-        # of the size of a tile.
-        widest_group = max(widths, default=0)
-        widest_tile = min(widest_group, self.tiling.columns)
-        max_rows = min(self.tiling.rows, length_of(candidates.rank_queries))
-        width = num_columns if self.keeps_tiles else widest_tile
-        size = self.num_matrices * max_rows * width
-        self.logits_buffer = self.scale.new_empty(size)
-        self.scratch_buffer = self.scale.new_empty(2, max_rows * widest_tile)
-        self.loss = self.scale.new_zeros(())
-        self.d_scale = self.scale.new_zeros(())
-        self.d_bias = self.scale.new_zeros(())
-
-    def run(self) -> None:
-        """Accumulate `loss`, `d_scale`, `d_bias` and the table's gradient."""
-        num_rows = length_of(self.candidates.rank_queries)
-        for rows in chunks(num_rows, self.tiling.rows):
-            # The positives first: they start the online softmax and define the ceilings.
-            block = self._start(rows)
-            explicit = self._score_explicit(rows, block)
-            row_vectors = []
-            for group in self.candidates.column_groups:
-                entries = shifted(rows, group.row_entries.start)
-                # Scale the n vectors [n, d] rather than the n * N scores.
-                x = self.table.x[entries] * self.scale
-                row_vectors.append(RowVectors(entries, x, torch.zeros_like(x)))
-            kept_tiles = []
-            for tile in self._scored_tiles(rows, block, row_vectors):
-                if self.keeps_tiles:
-                    kept_tiles.append(tile)
-                else:
-                    self._differentiate(tile, block)
-            # All logits have entered the sums of their rows.
-            for by_direction in block.losses:
-                for row_loss in by_direction:
-                    self.loss += row_loss.total()
-            self._differentiate_pairs(block, explicit)
-            for tile in kept_tiles:
-                self._differentiate(tile, block)
-            for vectors in row_vectors:
-                self.d_scale += self.table.finish(vectors, self.scale)
-
-    # ---- Single pairs: positives and explicit pairs -----------------------------------
-
-    def _start(self, rows: slice) -> _RowBlock:
-        """Start the losses of a row block with its positives."""
-        queries = shifted(rows, self.candidates.rank_queries.start)
-        positives = shifted(rows, self.candidates.rank_positives.start)
-        positive_scores = self.table.pair_scores(queries, positives)  # [K, n]
-        target = None
-        if self.teacher_table is not None:
-            target = self.teacher_table.pair_scores(queries, positives)
-        losses = []
-        weights = self.scoring.similarity.weights
-        # One row loss for each size and direction. Each starts with the positives' logits [n].
-        for scores, weight in zip(positive_scores, weights, strict=True):
-            by_direction = []
-            for factor in self.scoring.coefficients:
-                logits = scores * self.scale
-                start = RowStart(logits, weight * factor, self.bias, target)
-                by_direction.append(self.scoring.row_loss(start))
-            losses.append(by_direction)
-        # Margins are in scores. Candidates are compared as logits, so these ceilings are scaled.
-        ceilings = None
-        if self.scoring.margin_above_positive is not None:
-            ceilings = positive_scores + self.scoring.margin_above_positive
-            ceilings = _with_tolerance(ceilings) * self.scale
-        guide_ceilings = None
-        guide = self.scoring.guide
-        if self.guide_table is not None and guide is not None:
-            guide_scores = self.guide_table.pair_scores(queries, positives)
-            unit = guide_scores.abs() if guide.is_relative else 1.0
-            margin = guide.margin_below_positive * unit
-            guide_ceilings = _with_tolerance(guide_scores - margin)
-        pairs = _ScoredPairs(queries, positives, positive_scores)
-        return _RowBlock(pairs, losses, ceilings, guide_ceilings)
-
-    def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ScoredPairs]:
-        """Score the explicit pairs of a row block, and add them to the row losses."""
-        explicit = []
-        for pairs in self.candidates.explicit:
-            # Pairs ascend by row: those of a block are adjacent.
-            first = int(torch.searchsorted(pairs.host_row, rows.start))
-            stop = int(torch.searchsorted(pairs.host_row, rows.stop))
-            row = pairs.row[first:stop] - rows.start  # [P], in the block
-            left = pairs.row_entries.start + pairs.row[first:stop]
-            right = pairs.negative_entry[first:stop]
-            # [K, P]. Exclusion is written into the scores, before they are scaled, so that the gradient below also sees
-            # EXCLUDED, a finite number.
-            scores = self.table.pair_scores(left, right)
-            if block.ceilings is not None:
-                is_above = scores * self.scale > block.ceilings[:, row]
-                scores.masked_fill_(is_above, EXCLUDED)
-            if block.guide_ceilings is not None:
-                assert self.guide_table is not None
-                guide_scores = self.guide_table.pair_scores(left, right)
-                is_above = guide_scores > block.guide_ceilings[row]
-                scores.masked_fill_(is_above, EXCLUDED)
-            target = None
-            if self.teacher_table is not None:
-                target = self.teacher_table.pair_scores(left, right)
-            by_size = []
-            for logits in scores * self.scale:
-                by_size.append(CandidateLogits(logits, target, row=row))
-            for candidates, by_direction in zip(by_size, block.losses, strict=True):
-                by_direction[FORWARD].add(candidates)
-            explicit.append(_ScoredPairs(left, right, scores, tuple(by_size)))
-        return explicit
-
-    def _differentiate_pairs(
-        self, block: _RowBlock, explicit: list[_ScoredPairs]
-    ) -> None:
-        """Add the gradient of a block's positives and explicit pairs."""
-        for pairs in (block.positives, *explicit):
-            # The derivatives [P] of each size with respect to the logits.
-            by_size = []
-            for k, by_direction in enumerate(block.losses):
-                if pairs.by_size:
-                    gradient = by_direction[FORWARD].grad(pairs.by_size[k])
-                else:
-                    # Both directions share the positive's score, so their derivatives add up.
-                    directions = [row_loss.d_positive() for row_loss in by_direction]
-                    gradient = torch.stack(directions).sum(0)
-                by_size.append(gradient)
-            d_logits = torch.stack(by_size)  # [K, P]
-            if self.bias is not None:
-                self.d_bias += d_logits.sum()
-            # logits = scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
-            self.d_scale += (d_logits * pairs.scores).sum()
-            d_scores = d_logits * self.scale
-            self.table.add_pair_gradient(
-                pairs.left, pairs.right, pairs.scores, d_scores
-            )
-
-    # ---- Tiles ------------------------------------------------------------------------
-
-    def _scored_tiles(
-        self,
-        rows: slice,
-        block: _RowBlock,
-        row_vectors: list[RowVectors],
-    ) -> Iterator[_Tile]:
-        """Yield the tiles of a row block with their logits, which count in the row losses.
-
-        Unless tiles are kept, the next one overwrites the logits.
-        """
-        num_rows = length_of(rows)
-        offset = 0
-        groups = self.candidates.column_groups
-        tile_width = self.tiling.columns
-        for group, vectors in zip(groups, row_vectors, strict=True):
-            # Each mask yields its part of every tile, in the order of the loop below.
-            masks = [mask.tiles(rows, tile_width) for mask in group.masks]
-            for columns in chunks(length_of(group.columns), tile_width):
-                num_columns = length_of(columns)
-                num_scores = num_rows * num_columns
-                size = self.num_matrices * num_scores
-                buffer = self.logits_buffer[offset : offset + size]
-                matrices = buffer.view(self.num_matrices, num_rows, num_columns)
-                scratch = self.scratch_buffer[:, :num_scores]
-                tile = _Tile(
-                    row_vectors=vectors,
-                    columns=shifted(columns, group.columns.start),
-                    direction=group.direction,
-                    logits=matrices[: self.num_sizes],
-                    target=None if self.teacher_table is None else matrices[-1],
-                    scratch=scratch.view(2, num_rows, num_columns),
-                )
-                excluded = [next(mask) for mask in masks]
-                self._score(tile, block, excluded)
-                yield tile
-                if self.keeps_tiles:
-                    offset += size
-
-    def _score(
-        self,
-        tile: _Tile,
-        block: _RowBlock,
-        excluded: list[Tensor],
-    ) -> None:
-        """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses.
-
-        `excluded`: scores that do not count at any size.
-        """
-        rows = tile.row_vectors.entries
-        scratch = tile.scratch[0]
-        if block.guide_ceilings is not None:
-            assert self.guide_table is not None
-            self.guide_table.score(rows, tile.columns, out=scratch)
-            excluded.append(scratch > block.guide_ceilings[:, None])
-        if tile.target is not None:
-            assert self.teacher_table is not None
-            self.teacher_table.score(rows, tile.columns, out=tile.target)
-        # A size is masked as soon as it is there. The sums for the next one are in the buffer of the largest size, which is
-        # masked last.
-        for k in self.table.logits(tile.row_vectors, tile.columns, tile.logits):
-            logits = tile.logits[k]
-            for mask in excluded:
-                logits.masked_fill_(mask, EXCLUDED)
-            if block.ceilings is not None:
-                is_above = logits > block.ceilings[k, :, None]
-                logits.masked_fill_(is_above, EXCLUDED)
-            row_loss = block.losses[k][tile.direction]
-            row_loss.add(CandidateLogits(logits, tile.target, out=scratch))
-
-    def _differentiate(self, tile: _Tile, block: _RowBlock) -> None:
-        """Add the gradient of a tile with respect to the block's rows and to the columns."""
-        derivative_buffer, table_buffer = tile.scratch
-        for k in reversed(range(self.num_sizes)):
-            logits = tile.logits[k]
-            # The largest size comes first. Its derivative takes the place of its logits, and `add_gradient` adds those of
-            # the other sizes there, for one matrix product. The others keep their logits for the gradient of the norm.
-            is_largest = k == self.num_sizes - 1
-            out = logits if is_largest else derivative_buffer
-            row_loss = block.losses[k][tile.direction]
-            d_logits = row_loss.grad(CandidateLogits(logits, tile.target, out=out))
-            if self.bias is not None:
-                self.d_bias += d_logits.sum()
-            self.table.add_gradient(
-                tile.row_vectors,
-                tile.columns,
-                k,
-                tile.logits,
-                d_logits,
-                table_buffer,
-            )
-
-
-def _with_tolerance(ceilings: Tensor) -> Tensor:
-    """Return ceilings that are higher by rounding errors: scores within them are not above."""
-    rounding = TIE_TOLERANCE * torch.finfo(ceilings.dtype).eps
-    return ceilings + rounding * ceilings.abs().clamp(min=1.0)
-
-
 # ---- Row losses: the loss of each row and its derivatives, tile by tile ----------------------
 #
 # A row has the logit of its positive and the logits of its candidates. Excluded candidates have the logit EXCLUDED.
@@ -493,7 +68,7 @@ def _with_tolerance(ceilings: Tensor) -> Tensor:
 
 def is_excluded(logits: Tensor) -> Tensor:
     """Return true where a candidate is excluded."""
-    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times the scale, which is above 1e-6.
+    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times the logit_scale, which is above 1e-6.
     return logits <= EXCLUDED * 1e-6
 
 
@@ -866,3 +441,430 @@ class SquaredErrorRows(RowLoss):
 
 SEPARABLE = (SigmoidRows, SquaredErrorRows)
 """Row losses that are sums of a function of each score, so that no derivative waits for the other scores."""
+
+
+# ---- The score matrix: its definition, and the pass over its tiles ----------------------
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Numbers of rows and columns that are scored at once. They change memory and speed, not the result."""
+
+    rows: int
+    columns: int
+
+    @classmethod
+    def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> Tiling:
+        """Return row blocks of at most 192 MiB of scores on a CPU, 1 GiB elsewhere, with tiles of 32 and 128 MiB.
+
+        `scores_per_row` counts all columns and sizes.
+        """
+        is_cpu = embeddings.device.type == "cpu"
+        block_mebibytes = 192 if is_cpu else 1024
+        tile_mebibytes = 32 if is_cpu else 128
+        max_rows = 512 if is_cpu else 4096
+        scores_per_mebibyte = MEBIBYTE // arithmetic_dtype(embeddings).itemsize
+        # A block keeps rows * scores_per_row values. A tile is a temporary of rows * columns values. At least 16 each,
+        # or a huge batch would degrade to vector products.
+        rows = block_mebibytes * scores_per_mebibyte // max(1, scores_per_row)
+        rows = min(max_rows, max(16, rows))
+        columns = tile_mebibytes * scores_per_mebibyte // rows
+        return cls(rows, max(16, columns))
+
+
+@dataclass(frozen=True)
+class Guide:
+    """A teacher that says which candidates are too good to be negatives."""
+
+    vectors: TeacherVectors
+    margin_below_positive: float
+    """Leave out candidates with a score above the positive's score minus this margin, both by the teacher."""
+    is_relative: bool
+    """The margin is a fraction of the positive's score."""
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Definition of a loss over scores: candidates, similarity, row loss and options."""
+
+    plan: ScorePlan
+    similarity: Similarity
+    row_loss: Callable[[RowStart], RowLoss]
+    """Makes the losses of a row block."""
+    direction_factors: tuple[float, ...]
+    """Factor of each direction (forward, reverse)."""
+    margin_above_positive: float | None = None
+    """Leave out candidates with a score above the positive's score plus this margin. None: keep all."""
+    guide: Guide | None = None
+    teacher: TeacherVectors | None = None
+    """Whose scores are the targets of the row losses."""
+
+
+def tiled_loss(
+    embeddings: Tensor,
+    scoring: Scoring,
+    logit_scale: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Return the sum over this rank's rows, sizes and directions of coefficient * size weight * row loss.
+
+    `embeddings`: E [U, D]. Logits are logit_scale * score. The row loss adds the bias. Differentiable once, in embeddings,
+    logit_scale and bias.
+    """
+    # Gradients are computed by hand. Autocast would run the products in 16 bits.
+    with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
+        score_pass = _ScorePass(embeddings, scoring, logit_scale, bias)
+        score_pass.run()
+        d_embeddings = score_pass.table.gradient().to(embeddings.dtype)
+    inputs = [embeddings, logit_scale]
+    gradients = [d_embeddings, score_pass.d_logit_scale]
+    if bias is not None:
+        inputs.append(bias)
+        gradients.append(score_pass.d_bias)
+    loss: Tensor = KnownGradients.apply(score_pass.loss, gradients, *inputs)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _VectorTable:
+    """A teacher's vectors by their entry in the candidates' table."""
+
+    def __init__(
+        self,
+        teacher: TeacherVectors,
+        plan: ScorePlan,
+        like: Tensor,
+    ) -> None:
+        """`like`: has the device and dtype of the scores."""
+        # [V, width] the teacher's vectors, and [N] the vector of each entry.
+        self.vectors = teacher.vectors.to(like.device, like.dtype)
+        self.index = teacher.occurrences()[plan.occurrence]
+
+    def at(self, entries: Entries) -> Tensor:
+        """Return [n, width] vectors."""
+        return self.vectors[self.index[entries]]
+
+    def score(self, rows: slice, columns: slice, out: Tensor) -> None:
+        """Write the scores of a tile to `out` [n, t]."""
+        row_vectors = self.at(rows)
+        torch.mm(row_vectors, self.at(columns).T, out=out)
+
+    def pair_scores(self, left: Entries, right: Entries) -> Tensor:
+        """Return [n] scores of pairs."""
+        products = self.at(left) * self.at(right)
+        return products.sum(1)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """n rows against t columns of a column group."""
+
+    row_vectors: RowVectors
+    columns: slice
+    """Entries of the columns."""
+    direction: int
+    logits: Tensor
+    """[K, n, t]"""
+    target: Tensor | None
+    """[n, t] the teacher's scores."""
+    scratch: Tensor
+    """[2, n, t] two temporaries, shared by all tiles."""
+
+
+@dataclass(frozen=True)
+class _ScoredPairs:
+    """P single pairs of a row block: its positives, or explicit pairs."""
+
+    left: Entries
+    """[P] entry of the row's query or positive."""
+    right: Entries
+    """[P] entry of the row's positive, or of the hard negative."""
+    scores: Tensor
+    """[K, P]"""
+    by_size: tuple[CandidateLogits, ...] = ()
+    """Of explicit pairs: the logits [P] that the row losses got, by size."""
+
+
+@dataclass(frozen=True)
+class _RowBlock:
+    """n rows of this rank, with the state of their losses."""
+
+    positives: _ScoredPairs
+    """The rows' queries and positives, with scores [K, n]."""
+    losses: list[list[RowLoss]]
+    """By size and direction."""
+    ceilings: Tensor | None
+    """[K, n] logits above which candidates are left out."""
+    guide_ceilings: Tensor | None
+    """[n] scores of the guide above which candidates are left out."""
+
+
+class _ScorePass:
+    """One pass over all row blocks. Accumulates the loss and its gradients."""
+
+    def __init__(
+        self,
+        embeddings: Tensor,
+        scoring: Scoring,
+        logit_scale: Tensor,
+        bias: Tensor | None,
+    ) -> None:
+        plan = scoring.plan
+        dtype = arithmetic_dtype(embeddings)
+        self.scoring = scoring
+        self.plan = plan
+        self.logit_scale = logit_scale.detach().to(embeddings.device, dtype)
+        self.bias = bias
+        if bias is not None:
+            self.bias = bias.detach().to(embeddings.device, dtype)
+        self.num_sizes = len(scoring.similarity.dims)
+        self.table = PrefixTable(
+            embeddings, plan.index, scoring.similarity, with_gradient=True
+        )
+        self.guide_table: _VectorTable | None = None
+        if scoring.guide is not None:
+            self.guide_table = _VectorTable(
+                scoring.guide.vectors, plan, self.logit_scale
+            )
+        self.teacher_table: _VectorTable | None = None
+        if scoring.teacher is not None:
+            self.teacher_table = _VectorTable(scoring.teacher, plan, self.logit_scale)
+        # A tile's logits at all sizes, and the teacher's scores where there is one.
+        self.num_matrices = self.num_sizes + (self.teacher_table is not None)
+        widths = [length_of(group.columns) for group in plan.column_groups]
+        num_columns = sum(widths)
+        scores_per_row = num_columns * self.num_matrices
+        self.tiling = Tiling.for_scores(scores_per_row, embeddings)
+        self.keeps_tiles = scoring.row_loss not in SEPARABLE
+        # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
+        # of the size of a tile.
+        widest_group = max(widths, default=0)
+        widest_tile = min(widest_group, self.tiling.columns)
+        max_rows = min(self.tiling.rows, length_of(plan.rank_queries))
+        width = num_columns if self.keeps_tiles else widest_tile
+        size = self.num_matrices * max_rows * width
+        self.logits_buffer = self.logit_scale.new_empty(size)
+        self.scratch_buffer = self.logit_scale.new_empty(2, max_rows * widest_tile)
+        self.loss = self.logit_scale.new_zeros(())
+        self.d_logit_scale = self.logit_scale.new_zeros(())
+        self.d_bias = self.logit_scale.new_zeros(())
+
+    def run(self) -> None:
+        """Accumulate `loss`, `d_logit_scale`, `d_bias` and the table's gradient."""
+        num_rows = length_of(self.plan.rank_queries)
+        for rows in chunks(num_rows, self.tiling.rows):
+            # The positives first: they start the online softmax and define the ceilings.
+            block = self._start(rows)
+            explicit = self._score_explicit(rows, block)
+            row_vectors = []
+            for group in self.plan.column_groups:
+                entries = shifted(rows, group.row_entries.start)
+                # Scale the n vectors [n, d] rather than the n * N scores.
+                x = self.table.x[entries] * self.logit_scale
+                row_vectors.append(RowVectors(entries, x, torch.zeros_like(x)))
+            kept_tiles = []
+            for tile in self._scored_tiles(rows, block, row_vectors):
+                if self.keeps_tiles:
+                    kept_tiles.append(tile)
+                else:
+                    self._differentiate(tile, block)
+            # All logits have entered the sums of their rows.
+            for by_direction in block.losses:
+                for row_loss in by_direction:
+                    self.loss += row_loss.total()
+            self._differentiate_pairs(block, explicit)
+            for tile in kept_tiles:
+                self._differentiate(tile, block)
+            for vectors in row_vectors:
+                self.d_logit_scale += self.table.finish(vectors, self.logit_scale)
+
+    # ---- Single pairs: positives and explicit pairs -----------------------------------
+
+    def _start(self, rows: slice) -> _RowBlock:
+        """Start the losses of a row block with its positives."""
+        queries = shifted(rows, self.plan.rank_queries.start)
+        positives = shifted(rows, self.plan.rank_positives.start)
+        positive_scores = self.table.pair_scores(queries, positives)  # [K, n]
+        target = None
+        if self.teacher_table is not None:
+            target = self.teacher_table.pair_scores(queries, positives)
+        losses = []
+        weights = self.scoring.similarity.weights
+        # One row loss for each size and direction. Each starts with the positives' logits [n].
+        for scores, weight in zip(positive_scores, weights, strict=True):
+            by_direction = []
+            for factor in self.scoring.direction_factors:
+                logits = scores * self.logit_scale
+                start = RowStart(logits, weight * factor, self.bias, target)
+                by_direction.append(self.scoring.row_loss(start))
+            losses.append(by_direction)
+        # Margins are in scores. Candidates are compared as logits, so these ceilings are scaled.
+        ceilings = None
+        if self.scoring.margin_above_positive is not None:
+            ceilings = positive_scores + self.scoring.margin_above_positive
+            ceilings = _with_tolerance(ceilings) * self.logit_scale
+        guide_ceilings = None
+        guide = self.scoring.guide
+        if self.guide_table is not None and guide is not None:
+            guide_scores = self.guide_table.pair_scores(queries, positives)
+            unit = guide_scores.abs() if guide.is_relative else 1.0
+            margin = guide.margin_below_positive * unit
+            guide_ceilings = _with_tolerance(guide_scores - margin)
+        pairs = _ScoredPairs(queries, positives, positive_scores)
+        return _RowBlock(pairs, losses, ceilings, guide_ceilings)
+
+    def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ScoredPairs]:
+        """Score the explicit pairs of a row block, and add them to the row losses."""
+        explicit = []
+        for pairs in self.plan.explicit:
+            # Pairs ascend by row: those of a block are adjacent.
+            first = int(torch.searchsorted(pairs.host_row, rows.start))
+            stop = int(torch.searchsorted(pairs.host_row, rows.stop))
+            row = pairs.row[first:stop] - rows.start  # [P], in the block
+            left = pairs.row_entries.start + pairs.row[first:stop]
+            right = pairs.negative_entry[first:stop]
+            # [K, P]. Exclusion is written into the scores, before they are scaled, so that the gradient below also sees
+            # EXCLUDED, a finite number.
+            scores = self.table.pair_scores(left, right)
+            if block.ceilings is not None:
+                is_above = scores * self.logit_scale > block.ceilings[:, row]
+                scores.masked_fill_(is_above, EXCLUDED)
+            if block.guide_ceilings is not None:
+                assert self.guide_table is not None
+                guide_scores = self.guide_table.pair_scores(left, right)
+                is_above = guide_scores > block.guide_ceilings[row]
+                scores.masked_fill_(is_above, EXCLUDED)
+            target = None
+            if self.teacher_table is not None:
+                target = self.teacher_table.pair_scores(left, right)
+            by_size = []
+            all_logits = scores * self.logit_scale
+            for logits, by_direction in zip(all_logits, block.losses, strict=True):
+                candidates = CandidateLogits(logits, target, row=row)
+                by_direction[FORWARD].add(candidates)
+                by_size.append(candidates)
+            explicit.append(_ScoredPairs(left, right, scores, tuple(by_size)))
+        return explicit
+
+    def _differentiate_pairs(
+        self, block: _RowBlock, explicit: list[_ScoredPairs]
+    ) -> None:
+        """Add the gradient of a block's positives and explicit pairs."""
+        for pairs in (block.positives, *explicit):
+            # The derivatives [P] of each size with respect to the logits.
+            by_size = []
+            for k, by_direction in enumerate(block.losses):
+                if pairs.by_size:
+                    gradient = by_direction[FORWARD].grad(pairs.by_size[k])
+                else:
+                    # Both directions share the positive's score, so their derivatives add up.
+                    directions = [row_loss.d_positive() for row_loss in by_direction]
+                    gradient = torch.stack(directions).sum(0)
+                by_size.append(gradient)
+            d_logits = torch.stack(by_size)  # [K, P]
+            if self.bias is not None:
+                self.d_bias += d_logits.sum()
+            # logits = logit_scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
+            self.d_logit_scale += (d_logits * pairs.scores).sum()
+            d_scores = d_logits * self.logit_scale
+            self.table.add_pair_gradient(
+                pairs.left, pairs.right, pairs.scores, d_scores
+            )
+
+    # ---- Tiles ------------------------------------------------------------------------
+
+    def _scored_tiles(
+        self,
+        rows: slice,
+        block: _RowBlock,
+        row_vectors: list[RowVectors],
+    ) -> Iterator[_Tile]:
+        """Yield the tiles of a row block with their logits, which count in the row losses.
+
+        Unless tiles are kept, the next one overwrites the logits.
+        """
+        num_rows = length_of(rows)
+        offset = 0
+        groups = self.plan.column_groups
+        tile_width = self.tiling.columns
+        for group, vectors in zip(groups, row_vectors, strict=True):
+            # Each mask yields its part of every tile, in the order of the loop below.
+            masks = [mask.tiles(rows, tile_width) for mask in group.masks]
+            for columns in chunks(length_of(group.columns), tile_width):
+                num_columns = length_of(columns)
+                num_scores = num_rows * num_columns
+                size = self.num_matrices * num_scores
+                buffer = self.logits_buffer[offset : offset + size]
+                matrices = buffer.view(self.num_matrices, num_rows, num_columns)
+                scratch = self.scratch_buffer[:, :num_scores]
+                tile = _Tile(
+                    row_vectors=vectors,
+                    columns=shifted(columns, group.columns.start),
+                    direction=group.direction,
+                    logits=matrices[: self.num_sizes],
+                    target=None if self.teacher_table is None else matrices[-1],
+                    scratch=scratch.view(2, num_rows, num_columns),
+                )
+                excluded = [next(mask) for mask in masks]
+                self._score(tile, block, excluded)
+                yield tile
+                if self.keeps_tiles:
+                    offset += size
+
+    def _score(
+        self,
+        tile: _Tile,
+        block: _RowBlock,
+        excluded: list[Tensor],
+    ) -> None:
+        """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses.
+
+        `excluded`: scores that do not count at any size.
+        """
+        rows = tile.row_vectors.entries
+        scratch = tile.scratch[0]
+        if block.guide_ceilings is not None:
+            assert self.guide_table is not None
+            self.guide_table.score(rows, tile.columns, out=scratch)
+            excluded.append(scratch > block.guide_ceilings[:, None])
+        if tile.target is not None:
+            assert self.teacher_table is not None
+            self.teacher_table.score(rows, tile.columns, out=tile.target)
+        # A size is masked as soon as it is there. The sums for the next one are in the buffer of the largest size, which is
+        # masked last.
+        for k in self.table.logits(tile.row_vectors, tile.columns, tile.logits):
+            logits = tile.logits[k]
+            for mask in excluded:
+                logits.masked_fill_(mask, EXCLUDED)
+            if block.ceilings is not None:
+                is_above = logits > block.ceilings[k, :, None]
+                logits.masked_fill_(is_above, EXCLUDED)
+            row_loss = block.losses[k][tile.direction]
+            row_loss.add(CandidateLogits(logits, tile.target, out=scratch))
+
+    def _differentiate(self, tile: _Tile, block: _RowBlock) -> None:
+        """Add the gradient of a tile with respect to the block's rows and to the columns."""
+        derivative_buffer, table_buffer = tile.scratch
+        for k in reversed(range(self.num_sizes)):
+            logits = tile.logits[k]
+            # The largest size comes first. Its derivative takes the place of its logits, and `add_gradient` adds those of
+            # the other sizes there, for one matrix product. The others keep their logits for the gradient of the norm.
+            is_largest = k == self.num_sizes - 1
+            out = logits if is_largest else derivative_buffer
+            row_loss = block.losses[k][tile.direction]
+            d_logits = row_loss.grad(CandidateLogits(logits, tile.target, out=out))
+            if self.bias is not None:
+                self.d_bias += d_logits.sum()
+            self.table.add_gradient(
+                tile.row_vectors,
+                tile.columns,
+                k,
+                tile.logits,
+                d_logits,
+                table_buffer,
+            )
+
+
+def _with_tolerance(ceilings: Tensor) -> Tensor:
+    """Return ceilings that are higher by rounding errors: scores within them are not above."""
+    rounding = TIE_TOLERANCE * torch.finfo(ceilings.dtype).eps
+    return ceilings + rounding * ceilings.abs().clamp(min=1.0)

@@ -142,7 +142,7 @@ class SpreadOut(LossDeclaration):
         """See LossDeclaration."""
         import torch
 
-        from vembed.losses.batch import compact_keys, copied_together
+        from vembed.losses.batch import compact_keys, to_device_together
         from vembed.losses.candidates import ExclusionMask
 
         num_rows = batch.num_rows
@@ -153,7 +153,7 @@ class SpreadOut(LossDeclaration):
             "content": compact_keys(host.content),
             "example": compact_keys(host.example),
         }
-        keys = copied_together(keys, batch.query.device)
+        keys = to_device_together(keys, batch.query.device)
         coefficient = 1.0 / max(1, num_rows * (num_rows - 1))
         occurrences = torch.arange(2 * num_rows, device=batch.query.device)
         share = batch.embeddings.new_zeros(())
@@ -175,7 +175,7 @@ class SpreadOut(LossDeclaration):
 
 
 class NoLoss(LossDeclaration):
-    """Zero, for runs that train by the model's own losses alone."""
+    """Zero, for runs that train by the model's auxiliary losses alone."""
 
     name = "none"
     is_of_model = True
@@ -204,7 +204,7 @@ def _squared_errors(
     """
     import torch
 
-    from vembed.losses.candidates import ColumnGroup, LossCandidates
+    from vembed.losses.candidates import ColumnGroup, ScorePlan
     from vembed.losses.tiles import Scoring, SquaredErrorRows, tiled_loss
 
     # The table has this rank's rows first, then all columns. There is no positive pair: the rows stand in for both
@@ -212,7 +212,7 @@ def _squared_errors(
     occurrence = torch.cat((rows, columns))
     row_entries = slice(0, rows.numel())
     column_entries = slice(rows.numel(), occurrence.numel())
-    candidates = LossCandidates(
+    plan = ScorePlan(
         index=batch.occurrences()[occurrence],
         occurrence=occurrence,
         rank_queries=row_entries,
@@ -221,10 +221,10 @@ def _squared_errors(
     )
     embeddings = batch.embeddings
     scoring = Scoring(
-        candidates=candidates,
+        plan=plan,
         similarity=term.similarity(embeddings),
         row_loss=SquaredErrorRows,
-        coefficients=(coefficient,),
+        direction_factors=(coefficient,),
         teacher=teacher,
     )
     scale = batch.like_scores(torch.ones((), device=embeddings.device))
@@ -239,11 +239,11 @@ def _mean_distance(
 ) -> Tensor:
     """Return this rank's share of the mean of 1 - cos(W z, t) over all M occurrences.
 
-    `projection`: W [E, D]. With several sizes, their weighted sum. Differentiable once, in the embeddings and W.
+    `projection`: W [width, D]. With several sizes, their weighted sum. Differentiable once, in the embeddings and W.
     """
     import torch
 
-    from vembed.losses.similarity import chunks, with_known_gradients
+    from vembed.losses.similarity import KnownGradients, chunks
 
     occurrences = batch.rank_occurrences()
     index = batch.occurrences()[occurrences]
@@ -256,7 +256,7 @@ def _mean_distance(
     d_embeddings = torch.zeros_like(embeddings, dtype=dtype)
     d_projection = torch.zeros_like(projection)
     with torch.autocast(device.type, enabled=False):
-        # Autograd for one chunk at a time: the projected vectors [M, E] of all occurrences never exist at once.
+        # Autograd for one chunk at a time: the projected vectors [M, width] of all occurrences never exist at once.
         for chunk in chunks(index.numel(), OCCURRENCES_AT_ONCE):
             with torch.enable_grad():
                 z = embeddings.detach()[index[chunk]]
@@ -269,10 +269,9 @@ def _mean_distance(
             # An input that occurs several times gets the sum of the gradients of its occurrences.
             d_embeddings.index_add_(0, index[chunk], d_z)
             d_projection += d_weight
-    total = with_known_gradients(
-        total, (embeddings, projection), (d_embeddings, d_projection)
-    )
-    return total / max(1, len(batch.occurrences()))
+    gradients = (d_embeddings, d_projection)
+    summed: Tensor = KnownGradients.apply(total, gradients, embeddings, projection)  # type: ignore[no-untyped-call]
+    return summed / max(1, len(batch.occurrences()))
 
 
 def _sum_of_distances(
@@ -281,7 +280,7 @@ def _sum_of_distances(
     vectors: Tensor,
     similarity: Similarity,
 ) -> Tensor:
-    """Return the sum over z [m, D] and sizes of weight * (1 - cos(W z, t)), for the teacher's vectors t [m, E]."""
+    """Return the sum over z [m, D] and sizes of weight * (1 - cos(W z, t)), for the teacher's vectors t [m, width]."""
     import torch
 
     # Inputs that the teacher does not know have a vector of zeros, and count as 0.

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
 from vembed.files import check_weights
-from vembed.models.embedding_model import TwoTowers, names_frozen_by
+from vembed.models.embedding_model import ComposedModel, names_frozen_by
 from vembed.models.families.backbones import linear_names, linear_names_inside_layers
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
@@ -83,7 +83,7 @@ def add_adapters(
     )
     inject_adapter_in_model(settings, backbone, adapter_name=_NAME)
     # New projections are trained in full.
-    if isinstance(backbone, TwoTowers):
+    if isinstance(backbone, ComposedModel):
         for name, parameter in backbone.named_parameters():
             parameter.requires_grad |= "_projection." in name and name not in frozen
     # Trained weights are float32 masters even if the base model is loaded in 16 bits.

@@ -29,8 +29,8 @@ from vembed.models.adapters import (
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.embedding_model import (
     LOSS_PARAMETERS,
+    ComposedModel,
     EmbeddingModel,
-    TwoTowers,
     freeze_unused,
     frozen_towers,
     names_frozen_by,
@@ -146,19 +146,24 @@ def build_model(
         language_head.requires_grad_(False)
     if head is None and dense_modules:
         head = Head(*dense_modules)
+    scale = None
+    if description.traits.has_logit_scale_and_bias:
+        scale = logit_scale_and_bias(Path(description.source))
     model = EmbeddingModel(
         description,
         backbone,
         head,
         pooling=pooling,
-        scale_and_bias=scale_and_bias(description),
+        logit_scale_and_bias=scale,
         language_head=language_head,
     )
     freeze_unused(backbone)
     if not adapters.use_lora:
         # With LoRA `add_adapters` has done this: no adapter in a frozen part, and all weights but the adapters frozen.
-        for name in names_frozen_by(backbone, description.traits, adapters.freeze):
-            backbone.get_parameter(name).requires_grad = False
+        if adapters.freeze:
+            names = names_frozen_by(backbone, description.traits, adapters.freeze)
+            for name in names:
+                backbone.get_parameter(name).requires_grad = False
         _cast_frozen_towers(description, options, backbone)
     if keeps_masters:
         # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.heads`).
@@ -235,7 +240,7 @@ def has_language_head(
         description.scores is None
         and not is_own_model
         and description.traits.reads_only_text
-        and not description.traits.has_two_models
+        and not description.traits.is_composed
         # Each token would see the next one, which it would predict.
         and not description.bidirectional_attention
         and not description.quantized
@@ -252,7 +257,7 @@ def has_language_head(
 
 def is_embedding_model(folder: Path) -> bool:
     """Return whether a folder is that of an embedding model: it names a pooling, and has learned from pairs."""
-    # A run of vembed by the model's own losses (such as one on the next token) writes the same layout.
+    # A run of vembed by the model's auxiliary losses (such as one on the next token) writes the same layout.
     config_path = folder.parent / "config.yaml"
     if folder.name == "final" and config_path.is_file():
         options = read_yaml(config_path)
@@ -331,11 +336,11 @@ def build_backbone(
                     weight: Any = text.get_submodule(name).weight
                     weight.copy_(rounded_to_four_bits(weight))
         merge_saved_adapter(text, Path(description.adapter))
-    if not description.traits.has_two_models:
+    if not description.traits.is_composed:
         return whole
     assert description.image_source is not None
     image_tower = load(folder=Path(description.image_source))
-    towers = TwoTowers(text, image_tower, description)
+    towers = ComposedModel(text, image_tower, description)
     if (folder / DESCRIPTION_FILE).is_file():
         towers.load_projections(folder)
     return towers
@@ -511,17 +516,16 @@ def _cast_frozen_towers(
         tower_module(backbone, description.traits, tower).to(dtype)
 
 
-def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
+def logit_scale_and_bias(folder: Path) -> tuple[float, float] | None:
     """Return the scale and bias that CLIP or SigLIP was trained with, read from the weight files.
 
     The model's own parameters may be empty (meta) or sharded.
     """
     values = {}
-    if description.traits.has_scale_and_bias:
-        for path in Path(description.source).glob("*.safetensors"):
-            with safe_open(path, framework="pt") as file:
-                for name in set(file.keys()).intersection(LOSS_PARAMETERS):
-                    values[name] = float(file.get_tensor(name))
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in set(file.keys()).intersection(LOSS_PARAMETERS):
+                values[name] = float(file.get_tensor(name))
     if "logit_scale" not in values:
         return None
     # The files hold the logarithm of the scale.

@@ -60,7 +60,7 @@ Output = Literal["images", "pooled", "embeddings"]
 Inputs = dict[str, Tensor]
 ModalitySlice = tuple[Modality, Inputs]
 Backbone = Any
-"""A Transformers model or TwoTowers. Their attributes are untyped."""
+"""A Transformers model or ComposedModel. Their attributes are untyped."""
 POOLED = "pooled"
 """Key of inputs that are a tower's pooled output already: the tower is left out."""
 IMAGE_STATES = "image_states"
@@ -90,7 +90,7 @@ class TowerOutput:
     states: Tensor | None = None
     """[n, tokens, dim], before the pooling."""
     auxiliary: Mapping[str, Any] = field(default_factory=dict)
-    """The model's own losses by name: a pair (sums, counts), of one number each or of one for each input; or a scalar,
+    """The model's auxiliary losses by name: a pair (sums, counts), of one number each or of one for each input; or a scalar,
     the mean over the inputs."""
 
 
@@ -113,10 +113,10 @@ class EmbeddingModel(nn.Module):
         head: Any = None,
         *,
         pooling: nn.Module | None = None,
-        scale_and_bias: tuple[float, float] | None = None,
+        logit_scale_and_bias: tuple[float, float] | None = None,
         language_head: LanguageHead | None = None,
     ) -> None:
-        """`head`: Dense modules, or a reranker's ScoreHead. `scale_and_bias`: those that CLIP or SigLIP was trained
+        """`head`: Dense modules, or a reranker's ScoreHead. `logit_scale_and_bias`: those that CLIP or SigLIP was trained
         with (CLIP's bias is 0)."""
         super().__init__()
         self.description = description
@@ -124,9 +124,9 @@ class EmbeddingModel(nn.Module):
         self.pooling = pooling
         self.head = head
         self.language_head = language_head
-        self.initial_scale_and_bias = scale_and_bias
+        self.initial_logit_scale_and_bias = logit_scale_and_bias
         self.has_auxiliary = isinstance(backbone, OwnModel) or language_head is not None
-        """True if the model may return losses of its own."""
+        """True if the model may return auxiliary losses."""
         self._autocasts = False
         """True if the forward runs under bfloat16 autocast. See `compute_in_bf16`."""
 
@@ -148,7 +148,7 @@ class EmbeddingModel(nn.Module):
         `until`: "pooled" returns the pooled output [n, width] of the tower. Passed as the inputs {"pooled": ...} of a
         later call, it replaces the inputs of the tower, which does not run again. "images", for the modality multimodal
         alone, returns the output of the image tower, which can replace the pixels. `with_auxiliary`: return also, for
-        each slice, the model's own losses by name, each [2, n] or [2, 1]: sums and counts.
+        each slice, the model's auxiliary losses by name, each [2, n] or [2, 1]: sums and counts.
         """
         device_type = next(self.parameters()).device.type
         # Inside the forward, so that the step, the evaluation and the use all get it.
@@ -195,7 +195,7 @@ class EmbeddingModel(nn.Module):
         pooling = self.description.pooling
         backbone: Any = self.backbone
         # Composed and two-tower models are called tower by tower; a vision-language model as a whole.
-        if family.has_two_models or forward == "pooled_towers":
+        if family.is_composed or forward == "pooled_towers":
             (tower,) = TOWERS_OF_MODALITY[modality]
             backbone = tower_module(backbone, family, tower)
         if PREFIX in inputs and not packs(backbone):
@@ -211,7 +211,7 @@ class EmbeddingModel(nn.Module):
         is_packed = forward == "text" and packs(backbone)
         if forward == "image":
             pooling = self.description.image_pooling or pooling
-            if family.has_two_models:
+            if family.is_composed:
                 trained_pooling = None  # that of the text tower
             output = run_images(backbone, inputs)
         elif forward == "chat":
@@ -272,10 +272,10 @@ class EmbeddingModel(nn.Module):
         family = self.description.traits
         frozen = set(frozen_towers(self.backbone, family))
         modalities = []
-        for modality in family.modalities:
+        for modality in family.forwards:
             # A trained pooling stands between the tower and the pooled output.
             has_pooling = self.pooling is not None and not (
-                family.has_two_models and modality == "image"
+                family.is_composed and modality == "image"
             )
             if set(TOWERS_OF_MODALITY[modality]) <= frozen and not has_pooling:
                 modalities.append(modality)
@@ -317,11 +317,13 @@ class EmbeddingModel(nn.Module):
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
         family = self.description.traits
-        return family.reads_text and packs(tower_module(self.backbone, family, "text"))
+        return "text" in family.forwards and packs(
+            tower_module(self.backbone, family, "text")
+        )
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 
-    def write_scale_and_bias(
+    def write_logit_scale_and_bias(
         self,
         scale: float,
         bias: float,
@@ -619,7 +621,7 @@ class HiddenStates(nn.Module):
         hidden_dim = description.text_hidden_dim or config.get_text_config().hidden_size
         self.width = POOLINGS[self.pooling].width(int(hidden_dim))
 
-    def forward(self, slices: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
+    def forward(self, slices: list[ModalitySlice]) -> list[Tensor]:
         """Return for each slice (modality, inputs) [n, layers * width], layer by layer."""
         states = []
         for modality_slice in slices:
@@ -662,7 +664,7 @@ class HiddenStates(nn.Module):
             states.append(torch.cat([captured[layer] for layer in self.layers], dim=1))
         return states
 
-    def pooled(self, hidden: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    def pooled(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """Pool the states of a layer, padded [n, tokens, dim] or packed [1, all tokens, dim], to [n, width]."""
         mask = padding_mask(inputs)
         if self._packs:
@@ -760,7 +762,7 @@ PROJECTIONS_FILE = "projections.safetensors"
 """File with the weights of both projections, in the text tower's folder."""
 
 
-class TwoTowers(nn.Module):
+class ComposedModel(nn.Module):
     """Two independent models, projected into a shared space."""
 
     def __init__(

@@ -37,7 +37,7 @@ END_OF_TEXT = "<|endoftext|>"
 def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer with the description's maximum length and padding side, and a padding token. Raise
     UserError for a tokenizer of another model."""
-    source = _texts_folder(description)
+    source = tokenizer_folder(description.source, description.adapter)
     # Pass these at loading: set later, they would be missing from the saved tokenizer.
     options: dict[str, Any] = {
         "model_max_length": description.max_length,
@@ -124,12 +124,6 @@ def open_tokenizer(
     return tokenizer
 
 
-def _texts_folder(description: ModelDescription) -> Path:
-    """Return the folder of the tokenizer and the chat template."""
-    adapter = None if description.adapter is None else Path(description.adapter)
-    return tokenizer_folder(Path(description.source), adapter)
-
-
 def load_image_processor(description: ModelDescription) -> Any:
     """Return the model's image processor with the description's limits on the image area."""
     source = description.image_source or description.source
@@ -164,7 +158,7 @@ def load_chat_template(
     Transformers files define messages is used unchanged. Otherwise the generation prompt is added, and the end-of-text
     token becomes part of the template unless the tokenizer adds it.
     """
-    folder = _texts_folder(description)
+    folder = tokenizer_folder(description.source, description.adapter)
     old_file = read_object(folder / "chat_template.json")
     template = old_file.get("chat_template") or tokenizer.chat_template
     if not isinstance(template, str):

@@ -25,12 +25,31 @@ from vembed.parallel.environment import RankInfo
 log = logging.getLogger("vembed")
 
 GIB = 2**30
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+"""Parameters of mallopt(3)."""
 
 
 def choose_device(rank_info: RankInfo) -> torch.device:
-    """Return the GPU of the local rank, or the CPU if there is no GPU."""
+    """Return the GPU of the local rank, or the CPU if there is no GPU, and set its memory allocator for steps of
+    different shapes. Settings of the user are kept."""
     if not torch.cuda.is_available():
+        if platform.libc_ver()[0] == "glibc":
+            # By default glibc returns large blocks to the system at once, and each step pays for page faults again:
+            # measured on two cores, a quarter of all page faults, and a few percent of the time.
+            libc = ctypes.CDLL(None)
+            # 32 MiB is glibc's maximum. Setting either threshold also disables their dynamic adjustment.
+            libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+            libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         return torch.device("cpu")
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Micro-batches differ in shape, and would fragment segments of fixed size.
+        settings = "expandable_segments:True"
+        # The allocator reads the variable at the first use of a GPU, and processes that this one starts inherit it.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            # A notebook has used the GPU before.
+            torch._C._accelerator_setAllocatorSettings(settings)
     num_devices = torch.cuda.device_count()
     if rank_info.local_rank >= num_devices:
         raise UserError(
@@ -40,21 +59,6 @@ def choose_device(rank_info: RankInfo) -> torch.device:
     device = torch.device("cuda", rank_info.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def enable_expandable_segments() -> None:
-    """Enable expandable segments of the CUDA allocator: micro-batches differ in shape and would fragment fixed ones.
-
-    Settings of the user are kept.
-    """
-    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        return
-    settings = "expandable_segments:True"
-    # The allocator reads the variable at the first use of a GPU, and processes that this one starts inherit it.
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        # A notebook has used the GPU before.
-        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def seed_draws(seed: int, device: torch.device) -> None:
@@ -98,10 +102,6 @@ def quieten_bitsandbytes() -> None:
 
 # ---- memory ------------------------------------------------------------------
 
-_M_TRIM_THRESHOLD = -1
-_M_MMAP_THRESHOLD = -3
-"""Parameters of mallopt(3)."""
-
 AMOUNTS = {
     "allocated_gb": "Allocated",
     "reserved_gb": "Reserved",
@@ -132,7 +132,7 @@ def fsdp_empty_cache() -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     elif platform.libc_ver()[0] == "glibc":
-        # What `keep_freed_memory` holds for the next step.
+        # What glibc keeps for the next step (see `choose_device`).
         ctypes.CDLL(None).malloc_trim(0)
     switch = Path("/proc/self/clear_refs")
     if switch.exists():
@@ -147,19 +147,6 @@ def fsdp_print_memory_usage(prefix: str = "") -> list[str]:
 
     Without logging handlers the lines go to standard output.
     """
-    lead = f"{prefix}: " if prefix and not prefix.endswith((" ", ":")) else prefix
-    lines = [lead + line for line in memory_lines()]
-    if collectives.rank() == 0:
-        if log.hasHandlers():
-            for line in lines:
-                log.info(line)
-        else:
-            sys.stdout.write("\n".join(lines) + "\n")
-    return lines
-
-
-def memory_lines() -> list[str]:
-    """Return the lines with the memory of each rank and the sum, on every rank. Collective."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -168,15 +155,23 @@ def memory_lines() -> list[str]:
     for key in AMOUNTS:
         if key in by_rank[0]:
             total[key] = sum(memory[key] for memory in by_rank)
+    if prefix and not prefix.endswith((" ", ":")):
+        prefix += ": "
     lines = []
     for rank, memory in enumerate([*by_rank, total]):
-        lead = f"Total across {rank} processes"
+        owner = f"Total across {rank} processes"
         if rank < len(by_rank):
             kind, _, number = memory["device"].partition(":")
             name = f"GPU {number or 0}" if kind == "cuda" else "CPU"
-            lead = f"Rank {rank}, {name}"
+            owner = f"Rank {rank}, {name}"
         amounts = [f"{AMOUNTS[key]}: {memory[key]:.2f}GB" for key in total]
-        lines.append(f"{lead}: {', '.join(amounts)}")
+        lines.append(f"{prefix}{owner}: {', '.join(amounts)}")
+    if collectives.rank() == 0:
+        if log.hasHandlers():
+            for line in lines:
+                log.info(line)
+        else:
+            sys.stdout.write("\n".join(lines) + "\n")
     return lines
 
 
@@ -202,19 +197,6 @@ def memory_snapshot(device: torch.device) -> dict[str, Any]:
         "rss_gb": round(resident / GIB, 4),
         "peak_gb": round(peak / GIB, 4),
     }
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep freed memory for the next step (CPU training).
-
-    By default glibc returns large blocks to the system at once, and each step pays for page faults again: measured on
-    two cores, a quarter of all page faults, and a few percent of the time.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        # 32 MiB is glibc's maximum. Setting either threshold also disables their dynamic adjustment.
-        libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 # ---- GPUs by name: memory and peak arithmetic of the vendors' data sheets --------

@@ -28,7 +28,6 @@ from vembed.parallel.step_memory import (
     MemoryEstimate,
     ModelSize,
     measure,
-    quiet,
     tokens_of,
 )
 
@@ -71,7 +70,7 @@ class Layout:
     fsdp: FsdpConfig | None
     """The settings of FSDP where the model is sharded, else None."""
     precision: Decision[Precision]
-    """Precision of the arithmetic."""
+    """Precision of the arithmetic; `no` is that of the weights."""
 
     @property
     def num_machines(self) -> int:
@@ -84,16 +83,6 @@ class Layout:
         if self.fsdp is None or self.fsdp.sharding_strategy != "HYBRID_SHARD":
             return False
         return self.num_machines > 1 and self.ranks.local_world_size > 1
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of the arithmetic."""
-        return PRECISION_DTYPES[self.precision.value]
-
-    @property
-    def computes_in_half(self) -> bool:
-        """True if the arithmetic is in 16 bits."""
-        return self.precision.value != "no"
 
     @property
     def unsharded_bytes_limit(self) -> float:
@@ -251,19 +240,17 @@ def place(
         size=size,
         notes=(*_without_effect(run, ranks, strategy), *advice),
     )
-    # Last: the estimate of how many tokens fit needs all other decisions.
-    return replace(placement, recomputation=_recomputation(placement))
-
-
-def _recomputation(placement: Placement) -> Decision[bool]:
-    """Return whether activations are recomputed: as asked for. By default with FSDP, unless memory is enough without."""
-    run = placement.run
-    size = placement.size
-    if run.recomputation.origin != DEFAULT:
-        return run.recomputation
     # `strategy: auto` may have chosen FSDP.
-    if placement.fsdp is None and not run.recomputation.value:
-        return run.recomputation
+    is_by_default = fsdp is not None or run.recomputation.value
+    if run.recomputation.origin != DEFAULT or not is_by_default:
+        return placement
+    # Last: the estimate of how many tokens fit needs all other decisions.
+    return replace(placement, recomputation=_default_recomputation(placement))
+
+
+def _default_recomputation(placement: Placement) -> Decision[bool]:
+    """Return whether activations are recomputed with FSDP where nobody asks: unless memory is enough without."""
+    size = placement.size
     recomputed = Decision(True, "default with FSDP")
     # On CPUs the size of micro-batches does not depend on memory.
     if size is None or placement.device.type != "cuda":
@@ -274,7 +261,7 @@ def _recomputation(placement: Placement) -> Decision[bool]:
     _, fitting = tokens_of(placement, demand, 0)
     if estimate.inputs * size.max_length <= fitting:
         return Decision(False, "default: the graphs of a batch fit without it")
-    if run.config.batch.use_gradient_cache is False:
+    if placement.run.config.batch.use_gradient_cache is False:
         return recomputed
     # With Gradient Cache only one micro-batch has a graph, and recomputation would add a third forward pass. A micro-batch
     # takes half of the tokens that fit, as in `tokens_of`.
@@ -352,8 +339,7 @@ def _auto_on_cpu(
     if instructions is None:
         return NO_BF16_ON_CPU
     try:
-        with quiet():
-            model = describe(options)
+        model = describe(options)
     except UserError:
         # Raised again where the model is loaded. A session may also have no model.
         return NO_BF16_ON_CPU

@@ -33,8 +33,6 @@ from vembed.parallel.devices import (
     GIB,
     bf16_instructions,
     choose_device,
-    enable_expandable_segments,
-    keep_freed_memory,
 )
 from vembed.parallel.environment import ELSEWHERE, interface_to, read_rank_info
 from vembed.parallel.launch_check import Heartbeats, LaunchCheck, RankFacts
@@ -46,7 +44,6 @@ from vembed.parallel.placement import (
     memory_of_a_process,
     place,
 )
-from vembed.parallel.step_memory import quiet
 
 log = logging.getLogger("vembed")
 
@@ -107,11 +104,7 @@ class Session(AbstractContextManager["Session"]):
         machines once per step."""
         try:
             self.ranks = read_rank_info()
-            if torch.cuda.is_available():
-                enable_expandable_segments()
             self.device = choose_device(self.ranks)
-            if self.device.type == "cpu":
-                keep_freed_memory()
             if debug:
                 os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
                 dist.set_debug_level_from_env()  # type: ignore[attr-defined]
@@ -210,14 +203,15 @@ class Session(AbstractContextManager["Session"]):
         # would miss towers that are not part of the last micro-batch. `synchronise` (vembed.training.optimizer) reduces
         # them once per step instead.
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
-        if self.layout.computes_in_half:
+        if self.mixed_precision != "no":
             # The forward runs under autocast. By default peft would cast the input of each adapted layer to float32, for
             # dropout, and autocast would cast it back.
             for module in model.modules():
                 if "cast_input_dtype_enabled" in vars(module):
                     vars(module)["cast_input_dtype_enabled"] = False
-        # Replicas start from the weights of rank 0.
-        collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+        if self.world_size > 1:
+            # Replicas start from the weights of rank 0.
+            collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
         return model
 
     def barrier(self) -> None:
@@ -267,11 +261,12 @@ class Session(AbstractContextManager["Session"]):
         3n times with Gradient Cache (two forward passes).
         """
         layout = self.layout
+        is_half = self.mixed_precision != "no"
         gradient_bytes = 0
         parameter_bytes = 0
         for parameter in model.parameters():
             # FSDP gathers parameters in the dtype of the arithmetic, and accumulates gradients in float32.
-            num_bytes = 2 if layout.computes_in_half else parameter.element_size()
+            num_bytes = 2 if is_half else parameter.element_size()
             parameter_bytes += parameter.numel() * num_bytes
             if parameter.requires_grad:
                 gradient_bytes += 4 * parameter.numel()
@@ -401,8 +396,7 @@ def start_command_session(
             options = ModelSection(
                 model_name=model, trust_remote_code=trust_remote_code
             )
-            with quiet():
-                folder = Path(describe(options).source)
+            folder = Path(describe(options).source)
             files = folder.rglob("*.safetensors")
             num_bytes = sum(path.stat().st_size for path in files)
             fits = num_bytes <= FITS_SHARE * session.memory

@@ -64,7 +64,7 @@ def training_time(
 ) -> tuple[float | None, str]:
     """Return the estimated seconds and a line with what they rest on; without an estimate None, and why."""
     config = placement.run.config
-    is_half = placement.computes_in_half
+    is_half = placement.precision.value != "no"
     peak = None
     if gpu is not None:
         peak = gpu.half_tflops if is_half else gpu.single_tflops
@@ -80,7 +80,7 @@ def training_time(
     steps = config.optimizer.max_steps
     if steps is None:
         num_train = data.num_examples * (1.0 - (config.data.val_split or 0.0))
-        has_scale = describe(config.model).traits.has_scale_and_bias
+        has_scale = describe(config.model).traits.has_logit_scale_and_bias
         epochs = decide_epochs(
             config.optimizer, config.model, int(num_train), has_scale=has_scale
         ).value

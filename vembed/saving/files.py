@@ -87,8 +87,8 @@ def save_model(
     # Adapters alone would lose scale, bias, projections or a head, or other programs would use causal attention, or mask
     # parts of each image.
     is_more_than_adapters = (
-        family.has_scale_and_bias
-        or family.has_two_models
+        family.has_logit_scale_and_bias
+        or family.is_composed
         or description.bidirectional_attention
         or description.scores is not None
         or (model.language_head is not None and model.language_head.is_new)
@@ -351,7 +351,7 @@ def _backbone_settings(folder: Path, description: ModelDescription) -> dict[str,
     treats it as a text model.
     """
     family = description.traits
-    if family.reads_only_text or family.has_two_models:
+    if family.reads_only_text or family.is_composed:
         return {"max_seq_length": description.max_length, "do_lower_case": False}
     # Keys of version 6, whose Transformer module runs `method` of the backbone for each modality and pools
     # `method_output_name` of what it gives.

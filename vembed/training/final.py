@@ -59,9 +59,9 @@ def _store(
     config = trainer.config
     embedder = trainer.components.embedder
     # Learned by the loss, and used by CLIP and SigLIP models: they go into the model's own file.
-    learned = trainer.components.loss.scale_and_bias()
+    learned = trainer.components.loss.logit_scale_and_bias()
     if learned is not None:
-        embedder.write_scale_and_bias(*learned, weights)
+        embedder.write_logit_scale_and_bias(*learned, weights)
     save_model(
         folder,
         embedder,

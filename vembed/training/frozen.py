@@ -238,7 +238,11 @@ class BatchInputs:
         """Reads the stores; local to the rank."""
         self.builder = builder
         self.features = features
-        self._cached, self.missing = builder.look_up(features)
+        self._cached: dict[Modality, CachedRows] = {}
+        self.missing: dict[Modality, list[int]] = {}
+        """Indices of the inputs that each frozen tower must encode."""
+        if builder.modalities:
+            self._cached, self.missing = builder.look_up(features)
         self._tables: dict[Modality, Tensor] = {}
         self._keeps_images = False
         self._images: list[Any] = []
@@ -251,7 +255,10 @@ class BatchInputs:
     ) -> None:
         """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_images`: keep
         the hidden states of a frozen vision tower for the second feeding."""
-        self._tables = self.builder.encode_missing(self.features, self._cached, splits)
+        if self.builder.modalities:
+            self._tables = self.builder.encode_missing(
+                self.features, self._cached, splits
+            )
         self._keeps_images = keeps_images
 
     def feed(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,17 +41,6 @@ BASE_BATCH_SIZE = 32
 """The global batch that the learning rate is for, with `scale_learning_rate`."""
 
 
-@dataclass(frozen=True)
-class TrainedParameter:
-    """A trainable parameter with its optimizer settings."""
-
-    name: str
-    """Name in the model before wrapping. A loss parameter's name starts with "loss."."""
-    parameter: nn.Parameter
-    learning_rate: float
-    decays: bool
-
-
 def build_optimizer(
     model: nn.Module,
     loss: nn.Module,
@@ -63,77 +53,69 @@ def build_optimizer(
     Call it after wrapping: the optimizer must hold the shards. Each group keeps its peak learning rate under
     "initial_lr", for `Schedule.set`.
     """
-    trained = trained_parameters(model, loss, options)
-    # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
-    groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
-    for entry in trained:
-        is_sharded = isinstance(entry.parameter, DTensor)
-        group = groups.setdefault(
-            (entry.learning_rate, entry.decays, is_sharded),
-            {
-                "params": [],
-                "lr": entry.learning_rate,
-                "initial_lr": entry.learning_rate,
-                "weight_decay": options.weight_decay if entry.decays else 0.0,
-            },
-        )
-        group["params"].append(entry.parameter)
-    dtypes = {entry.parameter.dtype for entry in trained}
-    inputs = OptimizerInputs(
-        groups=list(groups.values()),
-        learning_rate=rate_of(options),
-        options=options,
-        seed=seed,
-        is_sharded=any(is_sharded for _, _, is_sharded in groups),
-        is_flat=bool(FullyShardedDataParallel.fsdp_modules(model)),
-        is_half=bool(dtypes & {torch.bfloat16, torch.float16}),
-    )
-    kind = OPTIMIZERS[options.optim]
-    problem = kind.refusal(inputs)
-    if problem is None and inputs.is_half and not kind.trains_half:
-        problem = (
-            f"torch_dtype: pure_bfloat16 with optim: {kind.name}: updates of bfloat16 weights vanish in rounding; use "
-            "optim: adamw, which rounds them stochastically, or torch_dtype: bfloat16"
-        )
-    if problem is not None:
-        raise UserError(problem)
-    optimizer, description = kind.build(inputs)
-    log.info(
-        f"optimizer: {description}; weight decay {options.weight_decay:g}, none on biases, norms and scalars"
-    )
-    return optimizer
-
-
-def trained_parameters(
-    model: nn.Module,
-    loss: nn.Module,
-    options: OptimizerSection,
-) -> list[TrainedParameter]:
-    """Return every trainable parameter with its learning rate and weight decay, in the order of the model."""
-    named = []
-    for prefix, module in (("", model), ("loss", loss)):
-        for name, parameter in module.named_parameters(prefix=prefix):
-            named.append((unwrapped_name(name), parameter))
     # FSDP1 leaves a flat piece of each parameter. FSDP2's DTensors and plain tensors report their whole shape.
     whole_shapes = {id(piece): shape for piece, shape in flat_pieces(model)}
-    heads = head_prefixes(model)
-    trained = []
-    for name, parameter in named:
+    heads: tuple[str, ...] = ()
+    if options.head_learning_rate is not None:
+        heads = head_prefixes(model)
+    # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
+    groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
+    dtypes = set()
+    device_types = set()
+    named = chain(model.named_parameters(), loss.named_parameters(prefix="loss"))
+    for wrapped_name, parameter in named:
         if not parameter.requires_grad:
             continue
-        # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
-        shape = whole_shapes.get(id(parameter), parameter.shape)
+        name = unwrapped_name(wrapped_name)
         rate = rate_of(options)
         if options.head_learning_rate is not None and name.startswith(heads):
             rate = options.head_learning_rate
+        # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
+        shape = whole_shapes.get(id(parameter), parameter.shape)
         decays = len(shape) > 1 and not name.endswith("bias")
-        trained.append(TrainedParameter(name, parameter, rate, decays))
-    if not trained:
+        group = groups.setdefault(
+            (rate, decays, isinstance(parameter, DTensor)),
+            {
+                "params": [],
+                "lr": rate,
+                "initial_lr": rate,
+                "weight_decay": options.weight_decay if decays else 0.0,
+            },
+        )
+        group["params"].append(parameter)
+        dtypes.add(parameter.dtype)
+        device_types.add(parameter.device.type)
+    if not groups:
         raise UserError(
             "nothing to train: every parameter of model and loss is frozen; take parts out of `freeze`, or set "
             "use_lora: true"
         )
-    return trained
+    inputs = OptimizerInputs(
+        groups=list(groups.values()),
+        adam_arguments={
+            "betas": tuple(options.adam_betas),
+            "eps": options.adam_epsilon,
+        },
+        seed=seed,
+        is_sharded=any(is_sharded for _, _, is_sharded in groups),
+        is_flat=bool(FullyShardedDataParallel.fsdp_modules(model)),
+        is_half=not dtypes.isdisjoint({torch.bfloat16, torch.float16}),
+        device_types=frozenset(device_types),
+    )
+    kind = OPTIMIZERS[options.optim]
+    if inputs.is_half and not kind.trains_half:
+        raise UserError(
+            f"torch_dtype: pure_bfloat16 with optim: {kind.name}: updates of bfloat16 weights vanish in rounding; use "
+            "optim: adamw, which rounds them stochastically, or torch_dtype: bfloat16"
+        )
+    optimizer, description = kind.build(inputs)
+    if "adam_betas" in kind.options:
+        first, second = options.adam_betas
+        description += f", betas ({first:g}, {second:g})"
+    log.info(
+        f"optimizer: {description}; weight decay {options.weight_decay:g}, none on biases, norms and scalars"
+    )
+    return optimizer
 
 
 def head_prefixes(model: nn.Module) -> tuple[str, ...]:
@@ -278,6 +260,16 @@ class Update:
     def __post_init__(self) -> None:
         # Copies on every rank, also where the model is sharded.
         self._loss_parameters = list(self.loss.parameters())
+        # From the optimizer, not from the modules: sharding exchanges theirs, and each step would have to walk them.
+        self._model_parameters: list[nn.Parameter] = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if not any(parameter is weight for weight in self._loss_parameters):
+                    self._model_parameters.append(parameter)
+        # In the order of the model, which decides how the gradient norm is rounded.
+        places = enumerate(self.model.parameters())
+        order = {id(weight): place for place, weight in places}
+        self._model_parameters.sort(key=lambda weight: order.get(id(weight), 0))
         self._fsdp1_group = fsdp1_group(self.model)
         self.uses_scale = self.session.mixed_precision == "fp16"
         # Unless a checkpoint has restored a later value.
@@ -287,11 +279,9 @@ class Update:
 
     def apply(self, loss: float) -> Outcome:
         """Take one optimizer step with the current gradients, then clear them. Collective. `loss`: of all ranks."""
-        # Read anew: sharding may exchange the parameters of the modules after the first step.
-        model_parameters = list(self.model.parameters())
-        parameters = [*model_parameters, *self._loss_parameters]
+        parameters = [*self._model_parameters, *self._loss_parameters]
         norm_tensor = gradient_norm(
-            model_parameters, self._fsdp1_group, self._loss_parameters
+            self._model_parameters, self._fsdp1_group, self._loss_parameters
         )
         # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one
         # multiplication below.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,25 +19,22 @@ from vembed.declarations import check_parts
 from vembed.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
-
-    from vembed.config.schema import OptimizerSection
 
 log = logging.getLogger("vembed")
 
 ADAM_OPTIONS = frozenset({"adam_betas", "adam_epsilon"})
-FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+FUSED_DEVICES = frozenset({"cpu", "cuda", "xpu", "mps"})
 
 
 @dataclass(frozen=True)
 class OptimizerInputs:
-    """The weights that an optimizer gets on this rank, and the options of the run."""
+    """The weights that an optimizer gets on this rank, and what it reads of the run's options."""
 
     groups: list[dict[str, Any]]
-    """Parameter groups as torch takes them."""
-    learning_rate: float
-    options: OptimizerSection
+    """Parameter groups as torch takes them, each with its learning rate and weight decay."""
+    adam_arguments: Mapping[str, Any]
+    """Betas and epsilon, which all kinds of AdamW share."""
     seed: int
     is_sharded: bool
     """The weights are DTensors, as FSDP2 leaves them."""
@@ -44,20 +42,8 @@ class OptimizerInputs:
     """They are flat pieces of several parameters, as FSDP1 leaves them."""
     is_half: bool
     """Some of them are held in 16 bits alone (`torch_dtype: pure_bfloat16`)."""
-
-    def tensors(self) -> list[Tensor]:
-        """Return the weights of all groups."""
-        return [tensor for group in self.groups for tensor in group["params"]]
-
-    def adam_arguments(self) -> tuple[dict[str, Any], str]:
-        """Return the arguments that all kinds of AdamW share, and the betas for the log."""
-        first, second = self.options.adam_betas
-        arguments = {
-            "lr": self.learning_rate,
-            "betas": (first, second),
-            "eps": self.options.adam_epsilon,
-        }
-        return arguments, f"betas ({first:g}, {second:g})"
+    device_types: frozenset[str]
+    """Types of the devices that they are on."""
 
 
 class OptimizerKind(ABC):
@@ -78,14 +64,10 @@ class OptimizerKind(ABC):
     trains_half: ClassVar[bool] = False
     """It trains weights that are held in bfloat16 alone."""
 
-    def refusal(self, inputs: OptimizerInputs) -> str | None:
-        """Return why it cannot train these weights, as a sentence that names the option; or None."""
-        del inputs
-        return None
-
     @abstractmethod
     def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
-        """Return the optimizer, and a short description of it for the log."""
+        """Return the optimizer, and a short description of it for the log. Raise UserError with a sentence that names
+        the option if it cannot train these weights."""
 
 
 class AdamW(OptimizerKind):
@@ -104,20 +86,17 @@ class AdamW(OptimizerKind):
 
         from vembed.training.rounded_adamw import RoundedAdamW
 
-        arguments, betas = inputs.adam_arguments()
+        arguments = inputs.adam_arguments
         if inputs.is_half:
             rounded = RoundedAdamW(inputs.groups, **arguments, seed=inputs.seed)
             return (
                 rounded,
-                f"AdamW with stochastic rounding (the weights are bfloat16 alone), {betas}",
+                "AdamW with stochastic rounding (the weights are bfloat16 alone)",
             )
         # On two CPU cores the fused step takes a third of the plain one's time. It supports DTensors.
-        fused = all(
-            tensor.is_floating_point() and tensor.device.type in FUSED_DEVICES
-            for tensor in inputs.tensors()
-        )
+        fused = inputs.device_types <= FUSED_DEVICES
         optimizer = torch.optim.AdamW(inputs.groups, **arguments, fused=fused)
-        return optimizer, f"AdamW{' (fused)' if fused else ''}, {betas}"
+        return optimizer, "AdamW (fused)" if fused else "AdamW"
 
 
 class AdamW8Bit(OptimizerKind):
@@ -131,17 +110,13 @@ class AdamW8Bit(OptimizerKind):
     is_paged = False
 
     @override
-    def refusal(self, inputs: OptimizerInputs) -> str | None:
+    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
         if inputs.is_flat:
-            return (
+            raise UserError(
                 f"optim: {self.name} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
                 "piece of them: use fsdp_version: 2, or optim: adamw"
             )
-        return None
-
-    @override
-    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
-        arguments, betas = inputs.adam_arguments()
+        arguments = inputs.adam_arguments
         optimizer: Optimizer
         if inputs.is_sharded:
             # bitsandbytes' kernels do not support DTensors.
@@ -153,7 +128,7 @@ class AdamW8Bit(OptimizerKind):
                     "use optim: adamw"
                 ) from error
             optimizer = ShardedAdamW8bit(inputs.groups, **arguments)
-            return optimizer, f"AdamW8bit of torchao (sharded parameters), {betas}"
+            return optimizer, "AdamW8bit of torchao (sharded parameters)"
         from vembed.parallel.devices import quieten_bitsandbytes
 
         quieten_bitsandbytes()
@@ -164,14 +139,14 @@ class AdamW8Bit(OptimizerKind):
                 f"optim: {self.name} needs bitsandbytes ({error}): pip install 'vembed[gpu]'"
             ) from error
         kind = AdamW8bit
-        if self.is_paged and all(tensor.is_cuda for tensor in inputs.tensors()):
+        if self.is_paged and inputs.device_types == {"cuda"}:
             kind = PagedAdamW8bit
         elif self.is_paged:
             log.warning(
                 f"optim: {self.name} needs a GPU to page from; without one it is adamw_8bit"
             )
         optimizer = kind(inputs.groups, **arguments)
-        return optimizer, f"{kind.__name__} of bitsandbytes, {betas}"
+        return optimizer, f"{kind.__name__} of bitsandbytes"
 
 
 class PagedAdamW8Bit(AdamW8Bit):
@@ -191,19 +166,15 @@ class Adafactor(OptimizerKind):
     state_bytes = 0.1
 
     @override
-    def refusal(self, inputs: OptimizerInputs) -> str | None:
-        if inputs.is_sharded or inputs.is_flat:
-            return (
-                "optim: adafactor takes means over whole rows and columns, and torch's does not run on sharded "
-                "parameters: use optim: adamw_8bit with fsdp_version: 2, or strategy: ddp"
-            )
-        return None
-
-    @override
     def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
         import torch
 
-        optimizer = torch.optim.Adafactor(inputs.groups, lr=inputs.learning_rate)
+        if inputs.is_sharded or inputs.is_flat:
+            raise UserError(
+                "optim: adafactor takes means over whole rows and columns, and torch's does not run on sharded "
+                "parameters: use optim: adamw_8bit with fsdp_version: 2, or strategy: ddp"
+            )
+        optimizer = torch.optim.Adafactor(inputs.groups)
         return optimizer, "Adafactor"
 
 
@@ -220,7 +191,7 @@ class Sgd(OptimizerKind):
         import torch
 
         # Without momentum torch's coupled weight decay is decoupled: p - lr (g + d p) = (1 - lr d) p - lr g.
-        optimizer = torch.optim.SGD(inputs.groups, lr=inputs.learning_rate)
+        optimizer = torch.optim.SGD(inputs.groups)
         return optimizer, "SGD without momentum"
 
 

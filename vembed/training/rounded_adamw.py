@@ -32,7 +32,7 @@ class RoundedAdamW(torch.optim.Optimizer):
         self,
         groups: Iterable[dict[str, Any]],
         *,
-        lr: float,
+        lr: float = 1e-3,
         betas: tuple[float, float],
         eps: float,
         seed: int,

@@ -58,7 +58,7 @@ from vembed.models.building import (
     has_initial_norms,
     is_embedding_model,
 )
-from vembed.models.embedding_model import EmbeddingModel, TwoTowers
+from vembed.models.embedding_model import ComposedModel, EmbeddingModel
 from vembed.models.families.description import (
     ModelDescription,
     describe,
@@ -72,6 +72,7 @@ from vembed.parallel.launch_check import require_equal
 from vembed.parallel.parameters import (
     num_parameters,
 )
+from vembed.parallel.placement import PRECISION_DTYPES
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
 from vembed.teachers import Teachers
@@ -93,7 +94,7 @@ from vembed.training.hooks.metrics import (
     Watch,
 )
 from vembed.training.hooks.mining import EpochMiner
-from vembed.training.optimizer import build_optimizer, head_prefixes
+from vembed.training.optimizer import build_optimizer
 
 if TYPE_CHECKING:
     from vembed.training.trainer import Trainer
@@ -125,11 +126,8 @@ class RunData(Sets):
     """Passes over the data, where `max_steps` does not say how long the run is."""
     total_steps: int
     """Optimizer steps of the whole run."""
-
-    @property
-    def examples_per_step(self) -> int:
-        """Examples of all global batches of an optimizer step."""
-        return self.batch_schedule.global_batch_size * self.batches_per_step
+    examples_per_step: int
+    """Examples of all global batches of an optimizer step."""
 
     def epoch_at(self, step: int) -> float:
         """Return the number of epochs, with a fraction, that are done after `step` optimizer steps."""
@@ -189,7 +187,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     # `describe` reads the model, so it is called only if epochs are left to `auto`. Otherwise the checkpoint is checked
     # first, and a model of another kind is refused by name.
     is_open = not optimizer_options.gives_length()
-    has_scale = is_open and describe(config.model).traits.has_scale_and_bias
+    has_scale = is_open and describe(config.model).traits.has_logit_scale_and_bias
     decision = decide_epochs(
         optimizer_options, config.model, len(store), has_scale=has_scale
     )
@@ -234,6 +232,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         batches_per_step=batches_per_step,
         epochs=epochs,
         total_steps=total_steps,
+        examples_per_step=batch_schedule.global_batch_size * batches_per_step,
     )
 
 
@@ -321,7 +320,7 @@ def build_components(
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
     if config.optimizer.learning_rate == "auto":
         config = decide_rates(config, embedder, data.total_steps)
-    scale, bias = embedder.initial_scale_and_bias or (None, None)
+    scale, bias = embedder.initial_logit_scale_and_bias or (None, None)
     if config.matryoshka.mrl_projection == "pca":
         start_projection(embedder, featuriser, data.examples, session)
     frozen = embedder.frozen_modalities()
@@ -402,7 +401,7 @@ def unsharded_model(
         seed=config.run.seed,
         device=session.model_device,
         computes_on=session.device,
-        compute_dtype=placement.compute_dtype,
+        compute_dtype=PRECISION_DTYPES[placement.precision.value],
         recompute=placement.recomputation.value,
         compiles=placement.compilation.value,
         meta=session.builds_empty,
@@ -462,7 +461,7 @@ def open_stream(
         options.in_batch_negatives,
         # Equal inputs pass the model as often as they occur: an input would otherwise weigh in the statistics of shared
         # batch norms by the number of processes that have it.
-        encodes_copies=session.syncs_batch_norms,
+        encodes_duplicates=session.syncs_batch_norms,
         # On CPUs a process would take the cores that compute. Images are decoded by processes in any case.
         uses_process=session.device.type == "cuda" and num_workers == 1,
     )
@@ -534,7 +533,7 @@ def decide_rates(
     trained_names = [
         name for name, weight in embedder.named_parameters() if weight.requires_grad
     ]
-    heads = head_prefixes(embedder)
+    heads = tuple(f"{name}." for name in embedder.heads())
     what: TrainedPart = "weights"
     if config.adapters.use_lora:
         what = "adapters"
@@ -546,7 +545,7 @@ def decide_rates(
         width=description.text_hidden_dim or description.hidden_dim,
         is_tuned=is_embedding_model(Path(description.source)),
         is_new=is_new or has_initial_weights(config.model),
-        has_scale=description.traits.has_scale_and_bias,
+        has_scale=description.traits.has_logit_scale_and_bias,
         total_steps=total_steps,
     )
     decision = peak_rate(config.objective, config.adapters, facts)
@@ -554,7 +553,7 @@ def decide_rates(
     log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
     new_layers = None
     backbone = embedder.backbone
-    if isinstance(backbone, TwoTowers) and backbone.projections_are_new:
+    if isinstance(backbone, ComposedModel) and backbone.projections_are_new:
         new_layers = "the projections of the two towers are"
     elif getattr(embedder.head, "is_new", False):
         new_layers = "the layer of the score is"

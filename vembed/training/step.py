@@ -1,5 +1,5 @@
 """One global batch through model and loss. An optimizer step has one such batch or several. Without dropout the
-result is the same on any number of ranks and with micro-batches of any size; dropout draws depend on the rank and the
+result is the same on any number of ranks and with micro-batches of any size. Dropout draws depend on the rank and the
 micro-batch.
 
 The backward pass is split in two at the embeddings. The model gives each input i of the global batch an embedding e_i(w)
@@ -9,32 +9,43 @@ of width D, and the loss L is a function of the embeddings E [U, D] of all U inp
 
 Once G is known, each input's summand can be computed by itself: it is the gradient of the dot product <e_i, G_i>,
 with G_i as a constant. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks
-in any way. This rank holds n of the U inputs, each of them once, however often it occurs in the rows of the loss.
-Equal inputs of two ranks count twice. An input may be a pair, whose vector is its score (D = 1). It may also have
-several vectors. Then E is [T, D] with one row for each vector: their number is known from the tokens, before the
-forward pass, and `starts` says where those of an input begin.
-Five stages, five methods:
+in any way.
 
-1. `split`     One collective: the number of inputs, rows and micro-batches of each rank. From them every rank derives
-               the same number of micro-batches, and how many of their graphs are kept.
-2. `encode`    The embeddings [n, D] of this rank, micro-batch by micro-batch. The first micro-batches keep their graphs,
-               as many as fit: Gradient Cache replays the others.
-               Outputs of frozen towers are computed first, or read from the cache. Gradients do not reach them.
-3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them.
-4. `score`     L is a sum over the rows. This rank computes the part of its rows, and its gradient with respect to all
-               of E. Their sum over the ranks is G. Each rank gets its n vectors of it, multiplied by the world size
-               because the ranks' gradients are averaged later.
-5. `backward`  Backpropagate G_i from e_i through each micro-batch, in the graph that was kept, or in that of a second
-               forward pass with the same random draws. Under FSDP the last backward pass synchronises the gradients of
-               the ranks.
+Words:
+
+input         What the model encodes: a text, an image, both, or for rerankers a pair, whose vector is its score (D = 1).
+              This rank holds n of the U inputs. Equal inputs of a rank are one input. Equal inputs of two ranks are two.
+row           A query and one of its positives, as two indices of inputs. L is a sum over the rows.
+vector        A row of E. An input may have several. Then E is [T, D]: the number of an input's vectors is known from its
+              tokens, before the forward pass, and `starts` says where they begin.
+micro-batch   The inputs of one forward pass, in slices of one modality each. Every rank runs equally many.
+dummy         A slice without inputs. The model still runs on a placeholder, so that this rank takes part in the
+              collectives of a sharded model. Its output is dropped and its gradient is zero.
+replay        A second forward pass of a micro-batch whose graph was not kept (Gradient Cache).
+label score   A score in the data. `score` without a further word is the similarity of a pair.
+
+A batch passes five stages. Each is a method of TrainingStep:
+
+1. `split`         One collective: the number of inputs, rows and micro-batches of each rank. From them every rank
+                   derives the same number of micro-batches, and how many of their graphs are kept.
+2. `encode`        The embeddings [n, D] of this rank, micro-batch by micro-batch. The first micro-batches keep their
+                   graphs, as many as fit. The others are replayed later.
+                   Outputs of frozen towers are computed first, or read from the cache. Gradients do not reach them.
+3. `gather`        The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them.
+4. `differentiate` This rank computes the part of L that its rows add, and the gradient of that part with respect to all
+                   of E. The sum of these gradients over the ranks is G. Each rank gets its n vectors of it, multiplied
+                   by the world size because the ranks' gradients are averaged later.
+5. `backward`      Backpropagate G_i from e_i through each micro-batch, in the graph that was kept, or in that of a
+                   replay with the same random draws. Under FSDP the last backward pass synchronises the gradients of
+                   the ranks.
 
 After the last batch of an optimizer step, `synchronise` adds up the gradients of the loss's parameters over the ranks,
 and under DDP averages those of the model.
 
 A rank that runs out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks
-raise OutOfMemory there, to repeat the step with a smaller budget. A smaller budget keeps fewer graphs: while none is kept,
-the loss has nothing to gain by it. Where a repeat does not help, the rank raises RunError. The others wait for it in a
-collective, and end with it.
+raise OutOfMemory there, to repeat the step with a smaller budget. A smaller budget keeps fewer graphs, which leaves more
+memory to the loss. Where no graph is kept, it leaves no more. Where a repeat does not help, the rank raises RunError. The
+others wait for it in a collective, and end with it.
 """
 
 from __future__ import annotations
@@ -60,26 +71,15 @@ from vembed.data.batching.rank_batch import (
     RankBatch,
     row_index,
 )
-from vembed.data.features import PairFeaturiser
 from vembed.errors import RunError
-from vembed.losses.batch import (
-    INDEX_FIELDS,
-    LossBatch,
-    LossModule,
-    copied_together,
-)
+from vembed.losses.batch import INDEX_FIELDS, LossBatch, LossModule, to_device_together
 from vembed.models.families.family import Modality
-from vembed.models.precision import copies_of
+from vembed.models.precision import bf16_weights_of
 from vembed.parallel import collectives
 from vembed.parallel.devices import is_shortage, matmul_precision, seed_draws
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.parallel.session import Session
-from vembed.parallel.step_memory import (
-    SMALLEST_BUDGET,
-    Budget,
-    OutOfMemory,
-    advice,
-)
+from vembed.parallel.step_memory import SMALLEST_BUDGET, Budget, OutOfMemory, advice
 from vembed.teachers import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import BatchInputs, InputBuilder
@@ -90,8 +90,8 @@ while the pass frees that of its graph. Larger tensors take a GPU longer than a 
 
 
 @dataclass(frozen=True)
-class Counts:
-    """What the ranks tell each other of a global batch. Each list has one entry per rank."""
+class BatchCounts:
+    """Numbers of a global batch that all ranks know after `split`. Each list has one entry per rank."""
 
     inputs: list[int]
     """Distinct inputs. Their sum is U."""
@@ -101,9 +101,9 @@ class Counts:
     """Rows of the loss: pairs of a query and a positive."""
     negatives: list[int]
     """Hard negatives."""
-    has_scores: list[int]
+    has_label_scores: list[int]
     """1 if the rank's data have scores of its positives."""
-    has_negative_scores: list[int]
+    has_negative_label_scores: list[int]
     """1 if the rank's data have scores of its hard negatives, or if it has no hard negatives."""
     padded_tokens: list[int]
     """Tokens of its micro-batches, with padding."""
@@ -114,8 +114,8 @@ class Counts:
 
 
 @dataclass
-class StepBatch:
-    """One global batch on its way through the stages, as this rank sees it."""
+class BatchState:
+    """State of one global batch between the stages, as this rank sees it."""
 
     rank_batch: RankBatch
     batch_number: int
@@ -125,21 +125,21 @@ class StepBatch:
     inputs: BatchInputs
 
     # Set by `split`; the same on every rank, except for the inputs in the micro-batches.
-    counts: Counts = field(init=False)
+    counts: BatchCounts = field(init=False)
     micro_batches: list[MicroBatch] = field(init=False)
     """Equally many on every rank, of the same modalities."""
     frozen_splits: dict[Modality, list[list[int]]] = field(init=False)
-    """Micro-batches for the frozen towers."""
+    """Micro-batches for the frozen towers: of inputs whose outputs are not in the cache."""
     num_kept_graphs: int = field(init=False)
-    """The first micro-batches keep their graphs until their backward pass. The others run again in `backward`."""
+    """So many of the first micro-batches keep their graphs until their backward pass. The others are replayed."""
 
     # Set by `encode`.
     embeddings: Tensor = field(init=False)
     """[n, D] this rank's embeddings, detached. Where inputs have several vectors, a row for each of them."""
-    kept: deque[tuple[list[Tensor], SliceLosses]] = field(default_factory=deque)
-    """Embeddings and the model's own losses of the first `num_kept_graphs` micro-batches, with their graphs."""
+    kept_outputs: deque[tuple[list[Tensor], SliceLosses]] = field(default_factory=deque)
+    """Embeddings and auxiliary losses of the first `num_kept_graphs` micro-batches, with their graphs."""
     auxiliary: AuxiliaryBatch | None = None
-    """Sums of the model's own losses; None for a model without."""
+    """Sums of the auxiliary losses, those that the model itself returns. None for a model without."""
 
     def is_last_backward(self, micro_index: int) -> bool:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
@@ -151,8 +151,8 @@ class StepBatch:
 
         None where each input has one: dense vectors of texts and images, scores of pairs.
         """
-        num_vectors = [feature.num_vectors for feature in self.rank_batch.features]
-        if all(count == 1 for count in num_vectors):
+        num_vectors = self.rank_batch.num_vectors
+        if sum(num_vectors) == len(num_vectors):
             return None
         return np.cumsum([0, *num_vectors])
 
@@ -191,7 +191,7 @@ class BatchResult:
 
     loss_share: Tensor
     """This rank's part of the loss, unweighted. The sum over the ranks is the loss of the batch."""
-    loss_copy: HostCopy
+    loss_on_host: HostCopy
     """The same on the host."""
     padded_tokens: int
     num_forwards: int
@@ -201,7 +201,7 @@ class BatchResult:
     is_finite: Tensor
     """Bool: whether all of them are finite. On the device, so that nothing waits for it."""
     auxiliary: Mapping[str, float] = field(default_factory=dict)
-    """The model's own losses of the global batch, without their weights."""
+    """The auxiliary losses of the global batch, without their weights."""
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     """This rank's part of each term of `losses`, without its weight. Empty for a loss of one term."""
 
@@ -245,7 +245,7 @@ def order_micro_batches(
     return micro_batches
 
 
-class ContrastiveStep:
+class TrainingStep:
     """Passes global batches through model and loss, and accumulates the gradient of L in the parameters."""
 
     def __init__(
@@ -260,7 +260,7 @@ class ContrastiveStep:
         auxiliary_options: ObjectiveSection | None = None,
     ) -> None:
         """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: of the loss, if any.
-        `auxiliary_options`: options of the model's own losses; None for a model without."""
+        `auxiliary_options`: options of the auxiliary losses. None for a model without."""
         self.model = model
         self.loss = loss
         self.input_builder = input_builder
@@ -269,12 +269,12 @@ class ContrastiveStep:
         self.seed = seed
         self.teachers = teachers
         self.auxiliary_options = auxiliary_options
-        self.timer = PhaseTimer(session.device)
+        self.timer = StepTimer(session.device)
         # Each rank's gradient of a loss parameter comes from its rows, and L is the sum over the rows: sum, not mean.
         averaged = model.parameters() if session.strategy == "ddp" else ()
         self.gradient_sync = collectives.GradientSync(averaged, loss.parameters())
-        self.copies = copies_of(model)
-        self._grouped: list[nn.Parameter] = []
+        self.bf16_weights = bf16_weights_of(model)
+        self._grouped_parameters: list[nn.Parameter] = []
         """Parameters whose gradients a backward pass adds together. None under FSDP, which adds them itself, and on
         CPUs, where an addition costs its arithmetic alone."""
         if session.device.type == "cuda" and session.fsdp is None:
@@ -283,7 +283,7 @@ class ContrastiveStep:
             ]
             num_bytes = sum(parameter.nbytes for parameter in trained)
             if num_bytes <= GROUPED_GRADIENT_BYTES:
-                self._grouped = trained
+                self._grouped_parameters = trained
         self._ran_out_of_memory = False
         """True from a shortage on this rank until the ranks know of it."""
 
@@ -294,18 +294,19 @@ class ContrastiveStep:
         *,
         weight: float,
         is_last: bool,
-        scale: float = 1.0,
+        float16_scale: float = 1.0,
     ) -> BatchResult:
         """Add `weight` times the gradient of L of a global batch to the parameters' gradients. Collective.
 
-        `is_last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
+        `is_last`: this is the last batch before the optimizer step. `float16_scale`: the factor of the gradient scaler, 1
+        without float16.
         """
-        scaled_weight = weight * scale
-        # The parameters stay the same until the optimizer step, and so do their copies in bfloat16.
-        with self.copies.held():
+        scaled_weight = weight * float16_scale
+        # Weights stay the same until the optimizer step. So their bfloat16 copies are made once for the whole batch.
+        with self.bf16_weights.held():
             with self.timer("data"):
                 inputs = BatchInputs(self.input_builder, rank_batch.features)
-                batch = StepBatch(rank_batch, batch_number, is_last, inputs)
+                batch = BatchState(rank_batch, batch_number, is_last, inputs)
             if self.auxiliary_options is not None:
                 batch.auxiliary = AuxiliaryBatch(
                     self.auxiliary_options, rank_batch, self.session.device
@@ -313,7 +314,7 @@ class ContrastiveStep:
             with self.timer("wait"):
                 self.split(batch)
             # Under FSDP the other ranks are inside a layer's all-gather, where nothing can tell them to repeat the step.
-            # Whole copies have no collective in the model, apart from shared batch norms.
+            # A model that is not sharded has no collective in its passes, apart from shared batch norms.
             session = self.session
             shares_norms = session.syncs_batch_norms and session.world_size > 1
             can_repeat = session.strategy != "fsdp" and not shares_norms
@@ -322,11 +323,12 @@ class ContrastiveStep:
             with self._watching_memory(can_repeat=False, in_loss=True):
                 with self.timer("wait"):
                     loss_batch = self.gather(batch)
-                loss_share, gradient = self.score(loss_batch, batch, scaled_weight)
-            loss_copy = HostCopy(loss_share)
+                loss_share, gradient = self.differentiate(
+                    loss_batch, batch, scaled_weight
+                )
+            loss_on_host = HostCopy(loss_share)
             with self.timer("backward"), self._watching_memory(can_repeat=can_repeat):
                 self.backward(batch, gradient, scaled_weight)
-        num_micro_batches = len(batch.micro_batches)
         feeder = self.input_builder.feeder
         padded_tokens = 0
         for micro_batch in batch.micro_batches:
@@ -334,9 +336,9 @@ class ContrastiveStep:
         auxiliary = {} if batch.auxiliary is None else batch.auxiliary.means()
         return BatchResult(
             loss_share=loss_share,
-            loss_copy=loss_copy,
+            loss_on_host=loss_on_host,
             padded_tokens=padded_tokens,
-            num_forwards=2 * num_micro_batches - batch.num_kept_graphs,
+            num_forwards=2 * len(batch.micro_batches) - batch.num_kept_graphs,
             num_kept_graphs=batch.num_kept_graphs,
             embeddings=batch.embeddings,
             is_finite=torch.isfinite(batch.embeddings).all(),
@@ -353,7 +355,7 @@ class ContrastiveStep:
 
     # ---- the stages ----------------------------------------------------------
 
-    def split(self, batch: StepBatch) -> None:
+    def split(self, batch: BatchState) -> None:
         """Set the micro-batches, equally many on every rank, and how many keep their graphs. One collective."""
         rank_batch = batch.rank_batch
         budget = self.budget
@@ -363,39 +365,41 @@ class ContrastiveStep:
         lengths = model_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
-        has_negative_scores = rank_batch.negative_scores is not None
+        has_negative_label_scores = rank_batch.negative_label_scores is not None
         rank_counts = {
             "inputs": len(features),
-            "vectors": sum(feature.num_vectors for feature in features),
+            "vectors": sum(rank_batch.num_vectors),
             "rows": len(rank_batch.query),
             "negatives": num_negatives,
-            "has_scores": rank_batch.scores is not None,
-            "has_negative_scores": has_negative_scores or num_negatives == 0,
+            "has_label_scores": rank_batch.label_scores is not None,
+            "has_negative_label_scores": has_negative_label_scores
+            or num_negatives == 0,
             "padded_tokens": model_split.padded_tokens,
             "longest": max(lengths, default=0),
             "failed": self._ran_out_of_memory,  # in the batch before
         }
-        # One collective for all numbers: a table [ranks, columns] of the counts above, then this rank's micro-batches of
-        # each modality, then those of the frozen towers for inputs that are not in the cache. Before the first forward
-        # pass, because under FSDP all ranks must run equally many.
+        # One collective for all numbers, [ranks, numbers]: the counts above, then how many micro-batches this rank has of
+        # each modality, then how many for the frozen towers. Before the first forward pass, because under FSDP all ranks
+        # must run equally many.
         numbers = [int(count) for count in rank_counts.values()]
         table = collectives.all_gather_ints(
             [*numbers, *model_split.counts, *frozen_split.counts]
         )
-        columns = [list(column) for column in zip(*table, strict=True)]
+        # One list for each number, with an entry per rank.
+        by_number = [list(values) for values in zip(*table, strict=True)]
         num_counts = len(rank_counts)
-        counts = dict(zip(rank_counts, columns[:num_counts], strict=True))
-        batch.counts = Counts(**counts)
+        counts = dict(zip(rank_counts, by_number[:num_counts], strict=True))
+        batch.counts = BatchCounts(**counts)
         self._raise_if_any(batch.counts.failed)
         # The maximum over the ranks for each modality. A rank with fewer micro-batches splits its inputs finer, or runs
         # dummies.
-        num_micro_batches = [max(column) for column in columns[num_counts:]]
-        num_groups = len(model_split.counts)
-        splits = model_split.agreed(num_micro_batches[:num_groups])
-        batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_groups:])
+        num_micro_batches = [max(values) for values in by_number[num_counts:]]
+        num_modalities = len(model_split.counts)
+        splits = model_split.agreed(num_micro_batches[:num_modalities])
+        batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_modalities:])
         frozen = self.input_builder.modalities
         batch.micro_batches = order_micro_batches(splits, frozen)
-        # From numbers that are equal on all ranks: a rank with a shorter second phase would leave the others waiting.
+        # From numbers that are equal on all ranks: a rank with fewer replays would leave the others waiting.
         batch.num_kept_graphs = budget.num_kept_graphs(
             max(batch.counts.padded_tokens),
             max(batch.counts.longest),
@@ -403,23 +407,23 @@ class ContrastiveStep:
             self.session,
         )
 
-    def encode(self, batch: StepBatch) -> None:
-        """Set this rank's embeddings [n, D] in the order of its inputs, and keep the graphs that fit. Collective."""
+    def encode(self, batch: BatchState) -> None:
+        """Set this rank's embeddings [n, D] in the order of its inputs, and keep the first graphs. Collective."""
         embeddings: Tensor | None = None
         with torch.no_grad():
-            # Where all graphs are kept there is no second phase that could reuse hidden states of images.
+            # Replays reuse hidden states of images. Where all graphs are kept there is no replay.
             max_tokens = max(batch.counts.padded_tokens)
             images_fit = max_tokens <= self.input_builder.max_image_tokens
-            replays = batch.num_kept_graphs < len(batch.micro_batches)
-            keeps_images = images_fit and replays
+            has_replays = batch.num_kept_graphs < len(batch.micro_batches)
+            keeps_images = images_fit and has_replays
             batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
             self._keep_gathered(True)
-            fed = batch.inputs.feed(
+            inputs_in_turn = batch.inputs.feed(
                 batch.micro_batches, first_replayed=batch.num_kept_graphs
             )
-            for micro_index, model_inputs in enumerate(fed):
+            for micro_index, model_inputs in enumerate(inputs_in_turn):
                 micro_batch = batch.micro_batches[micro_index]
                 # FSDP reads this in the forward pass already. `backward` sets it again for each micro-batch.
                 self._set_gradient_sync(batch.is_last_backward(micro_index))
@@ -434,27 +438,27 @@ class ContrastiveStep:
                     num_vectors = batch.counts.vectors[self.session.rank]
                     embeddings = outputs[0].new_zeros(num_vectors, width)
                 for (_, inputs), output in zip(micro_batch, outputs, strict=True):
-                    # Without inputs it is the output of a dummy, which was run only for its collectives.
+                    # A dummy's output is dropped. The pass was needed for its collectives.
                     if inputs:
                         indices = batch.vector_indices(inputs)
                         embeddings[row_index(indices, output.device)] = output.detach()
                 if keeps_graph:
-                    batch.kept.append((outputs, losses))
+                    batch.kept_outputs.append((outputs, losses))
         assert embeddings is not None, "every rank runs at least one micro-batch"
         batch.embeddings = embeddings
 
-    def gather(self, batch: StepBatch) -> LossBatch:
+    def gather(self, batch: BatchState) -> LossBatch:
         """Gather the embeddings as one leaf, and the rows of all ranks with indices into it. Collective."""
         rank_batch = batch.rank_batch
         counts = batch.counts
         rank = self.session.rank
-        columns = self._columns(batch)
+        parts = self._fields(batch)
         failed = np.array([self._ran_out_of_memory], dtype=np.int64)
-        columns["failed"] = Column(failed, [1] * self.session.world_size)
-        on_host = gather_columns(columns)
+        parts["failed"] = FieldPart(failed, [1] * self.session.world_size)
+        on_host = gather_fields(parts)
         # Before the embeddings, which a rank without memory does not have.
         self._raise_if_any(on_host.pop("failed").tolist())
-        # The gather itself is not differentiated; `score` does its backward by hand.
+        # The gather itself is not differentiated; `differentiate` does its backward by hand.
         embeddings = collectives.all_gather_rows(batch.embeddings, counts.vectors)
         embeddings.requires_grad_()
         num_vectors = on_host.pop("num_vectors", None)
@@ -462,7 +466,7 @@ class ContrastiveStep:
             # From the number of vectors of each of the U inputs to [U + 1] where they begin in E.
             ends = num_vectors.cumsum(0)
             on_host["starts"] = F.pad(ends, (1, 0))
-        fields: dict[str, Any] = copied_together(on_host, self.session.device)
+        fields: dict[str, Any] = to_device_together(on_host, self.session.device)
         for name, values in fields.items():
             if values.is_floating_point():
                 fields[name] = values.to(embeddings.dtype)
@@ -474,7 +478,7 @@ class ContrastiveStep:
             rank_negatives=rank_slice(rank, counts.negatives),
             batch_number=batch.batch_number,
             source_index=rank_batch.source_index,
-            embeddings_are_scores=isinstance(featuriser, PairFeaturiser),
+            embeddings_are_scores=featuriser.reads_pairs,
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
         )
         if self.teachers is None:
@@ -483,10 +487,10 @@ class ContrastiveStep:
             loss_batch, rank_batch, counts.rows, counts.negatives
         )
 
-    def score(
+    def differentiate(
         self,
         loss_batch: LossBatch,
-        batch: StepBatch,
+        batch: BatchState,
         scaled_weight: float,
     ) -> tuple[Tensor, Tensor]:
         """Return this rank's part of L, and the gradient of `scaled_weight` * L for this rank's vectors [n, D], multiplied
@@ -529,24 +533,26 @@ class ContrastiveStep:
 
     def backward(
         self,
-        batch: StepBatch,
+        batch: BatchState,
         gradient: Tensor,
         scaled_weight: float,
     ) -> None:
-        """Backpropagate `gradient` [n, D], and `scaled_weight` times the model's own losses, through every micro-batch.
+        """Backpropagate `gradient` [n, D], and `scaled_weight` times the auxiliary losses, through every micro-batch.
 
-        Micro-batches whose graphs were not kept are run again. Collective.
+        Micro-batches whose graphs were not kept are replayed. Collective.
         """
         num_kept = batch.num_kept_graphs
-        replayed = batch.inputs.feed(batch.micro_batches, first=num_kept)
+        replayed_inputs = batch.inputs.feed(batch.micro_batches, first=num_kept)
         for micro_index, micro_batch in enumerate(batch.micro_batches):
             self._set_gradient_sync(batch.is_last_backward(micro_index))
             if micro_index < num_kept:
                 # Taken out, so that each graph is freed as soon as its backward is done.
-                outputs, losses = batch.kept.popleft()
+                outputs, losses = batch.kept_outputs.popleft()
             else:
                 # The seed is a function of the index, so this replay draws the dropout masks of `encode`.
-                outputs, losses = self._forward(batch, next(replayed), micro_index)
+                outputs, losses = self._forward(
+                    batch, next(replayed_inputs), micro_index
+                )
             # Units reshard again from the last backward pass on. Set before its forward pass, this would reshard there,
             # and gather every unit twice.
             self._keep_gathered(not batch.is_last_backward(micro_index))
@@ -567,7 +573,7 @@ class ContrastiveStep:
             if batch.auxiliary is not None:
                 surrogate = batch.auxiliary.surrogate(micro_batch, losses)
                 if surrogate is not None:
-                    # The loss is a sum over the ranks, but the gradients of the ranks are averaged (see `score`).
+                    # The loss is a sum over the ranks, but the gradients of the ranks are averaged (see `differentiate`).
                     factor = scaled_weight * self.session.world_size
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))
@@ -583,49 +589,48 @@ class ContrastiveStep:
 
     # ---- parts of the stages -------------------------------------------------
 
-    def _columns(self, batch: StepBatch) -> dict[str, Column]:
-        """Return this rank's part of each column of the inputs, the rows and the hard negatives.
+    def _fields(self, batch: BatchState) -> dict[str, FieldPart]:
+        """Return this rank's part of the fields of LossBatch that describe inputs, rows and hard negatives, by name.
 
-        A further column is one more line here and one more field of LossBatch.
+        A further field is one more line here and one more in LossBatch.
         """
         rank_batch = batch.rank_batch
         counts = batch.counts
-        features = rank_batch.features
         # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
         offset = sum(counts.inputs[: self.session.rank])
-        contents = [feature.content for feature in features]
-        content = np.array(contents, dtype=np.int64)
-        columns = {
-            "content": Column(content, counts.inputs),
-            "query": Column(rank_batch.query + offset, counts.rows),
-            "positive": Column(rank_batch.positive + offset, counts.rows),
-            "example": Column(rank_batch.example, counts.rows),
-            "negative": Column(rank_batch.negative + offset, counts.negatives),
-            "negative_example": Column(rank_batch.negative_example, counts.negatives),
+        parts = {
+            "content": FieldPart(rank_batch.content, counts.inputs),
+            "query": FieldPart(rank_batch.query + offset, counts.rows),
+            "positive": FieldPart(rank_batch.positive + offset, counts.rows),
+            "example": FieldPart(rank_batch.example, counts.rows),
+            "negative": FieldPart(rank_batch.negative + offset, counts.negatives),
+            "negative_example": FieldPart(
+                rank_batch.negative_example, counts.negatives
+            ),
         }
         # Some inputs have several vectors. Every rank sees this in the shared counts.
         if counts.vectors != counts.inputs:
-            num_vectors = np.array(
-                [feature.num_vectors for feature in features], dtype=np.int64
+            num_vectors = np.array(rank_batch.num_vectors, dtype=np.int64)
+            parts["num_vectors"] = FieldPart(num_vectors, counts.inputs)
+        # Scores are used only if every rank has them: all ranks pass the same fields.
+        if all(counts.has_label_scores) and rank_batch.label_scores is not None:
+            parts["label_scores"] = FieldPart(rank_batch.label_scores, counts.rows)
+        if any(counts.negatives) and all(counts.has_negative_label_scores):
+            negative_labels = rank_batch.negative_label_scores
+            if negative_labels is None:  # a rank without negatives
+                negative_labels = np.empty(0, dtype=np.float64)
+            parts["negative_label_scores"] = FieldPart(
+                negative_labels, counts.negatives
             )
-            columns["num_vectors"] = Column(num_vectors, counts.inputs)
-        # Scores are used only if every rank has them: all ranks pass the same columns.
-        if all(counts.has_scores) and rank_batch.scores is not None:
-            columns["scores"] = Column(rank_batch.scores, counts.rows)
-        if any(counts.negatives) and all(counts.has_negative_scores):
-            negative_scores = rank_batch.negative_scores
-            if negative_scores is None:  # a rank without negatives
-                negative_scores = np.empty(0, dtype=np.float64)
-            columns["negative_scores"] = Column(negative_scores, counts.negatives)
-        return columns
+        return parts
 
     def _forward(
         self,
-        batch: StepBatch,
+        batch: BatchState,
         inputs: ModelInputs,
         micro_index: int,
     ) -> tuple[list[Tensor], SliceLosses]:
-        """Return the embeddings of each slice of a micro-batch, and the model's own losses."""
+        """Return the embeddings of each slice of a micro-batch, and its auxiliary losses."""
         rank = self.session.rank
         seed = seed_of(self.seed, batch.batch_number, rank, micro_index)
         seed_draws(seed, self.session.device)
@@ -649,14 +654,14 @@ class ContrastiveStep:
         )
 
     def _grouping_gradients(
-        self, batch: StepBatch, micro_index: int
+        self, batch: BatchState, micro_index: int
     ) -> AbstractContextManager[None]:
         """Return a context in which a backward pass converts and adds gradients together, where that saves kernels."""
         # The last backward pass hands sums to the other ranks while it runs.
         is_shared = batch.is_last_backward(micro_index) and self.session.world_size > 1
-        if is_shared or not self._grouped:
+        if is_shared or not self._grouped_parameters:
             return nullcontext()
-        return self.copies.grouped_gradients(self._grouped)
+        return self.bf16_weights.grouped_gradients(self._grouped_parameters)
 
     def _keep_gathered(self, on: bool) -> None:
         if self.session.fsdp is not None and self.session.keeps_gathered:
@@ -689,12 +694,12 @@ class ContrastiveStep:
             raise OutOfMemory
 
 
-# ---- columns of a global batch -----------------------------------------------
+# ---- gathering the fields of a LossBatch -------------------------------------
 
 
 @dataclass(frozen=True)
-class Column:
-    """A rank's part of one column of the global batch: int64 or float64, [n]."""
+class FieldPart:
+    """A rank's part of one field of the global batch: int64 or float64, [n]."""
 
     values: np.ndarray
     counts: Sequence[int]
@@ -702,46 +707,47 @@ class Column:
 
 
 def rank_slice(rank: int, counts: Sequence[int]) -> slice:
-    """Return a rank's part of a column that the ranks have gathered."""
+    """Return where a rank's part is in a field that the ranks have gathered."""
     first = sum(counts[:rank])
     return slice(first, first + counts[rank])
 
 
-def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
-    """Return the columns of all ranks on the host, each concatenated by rank. One collective, however many columns there are.
+def gather_fields(parts: Mapping[str, FieldPart]) -> dict[str, Tensor]:
+    """Return the fields of all ranks on the host, each concatenated by rank. One collective, however many fields there are.
 
     Every rank passes the same names and dtypes.
     """
-    # All columns share one int64 collective. Floating-point columns are sent as their bits, without conversion.
-    flat = [column.values.view(np.int64) for column in columns.values()]
-    # [ranks, columns] how many numbers each rank has in each column.
-    counts = [column.counts for column in columns.values()]
+    # All fields share one int64 collective. Floating-point ones are sent as their bits, without conversion.
+    flat = [part.values.view(np.int64) for part in parts.values()]
+    # [ranks, fields] how many numbers each rank has of each field.
+    counts = [part.counts for part in parts.values()]
     sizes = np.array(counts).T
     per_rank = sizes.sum(axis=1).tolist()
-    # [this rank's numbers], column by column. Where there is a group for CPU tensors the host gathers them: the results
-    # on a GPU would be there only after a wait.
+    # [this rank's numbers], field by field. Where there is a process group for CPU tensors the host gathers them: the
+    # results on a GPU would be there only after a wait.
     rank_numbers = torch.from_numpy(np.concatenate(flat))
     rank_numbers = rank_numbers.to(collectives.number_device())
     gathered = collectives.all_gather_rows(rank_numbers, per_rank).cpu().numpy()
-    # [numbers of all ranks], rank by rank, and column by column within a rank. `column_of` gives the column of each.
-    indices = np.arange(len(columns))
+    # [numbers of all ranks], rank by rank, and field by field within a rank. `field_of` is the index of each number's
+    # field: with two ranks and two fields of 2 and 1 numbers each, 0 0 1 0 0 1.
+    indices = np.arange(len(parts))
     indices = np.tile(indices, len(sizes))
-    column_of = np.repeat(indices, sizes.ravel())
-    results = {}
-    for index, (name, column) in enumerate(columns.items()):
-        values = gathered[column_of == index].view(column.values.dtype)
-        results[name] = torch.from_numpy(values)
-    return results
+    field_of = np.repeat(indices, sizes.ravel())
+    fields = {}
+    for index, (name, part) in enumerate(parts.items()):
+        values = gathered[field_of == index].view(part.values.dtype)
+        fields[name] = torch.from_numpy(values)
+    return fields
 
 
 # ---- time --------------------------------------------------------------------
 
-PHASES = ("data", "forward", "loss", "backward", "optimizer", "wait")
-"""Phases of a step. `wait` is the time in collectives, including the wait for other ranks."""
+ACTIVITIES = ("data", "forward", "loss", "backward", "optimizer", "wait")
+"""What the time of a step is spent on. `wait` is the time in collectives, including the wait for other ranks."""
 
 
-class PhaseTimer:
-    """Seconds per phase: wall clock on CPU; on CUDA, events that are read when the metrics are requested.
+class StepTimer:
+    """Seconds per activity: wall clock on CPU, and on CUDA events that are read when the metrics are requested.
 
     A wait of the host counts as long as the device has no work. Beside kernels that still run it costs nothing.
     """
@@ -752,10 +758,10 @@ class PhaseTimer:
         self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Count the time inside the with-block as `phase`."""
+    def __call__(self, activity: str) -> Iterator[None]:
+        """Count the time inside the with-block for an activity."""
         # Batches are prepared on the host. Events on the device would not show the time that the step waits for them.
-        if self.on_cuda and phase != "data":
+        if self.on_cuda and activity != "data":
             start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             start.record()
@@ -763,22 +769,22 @@ class PhaseTimer:
                 yield
             finally:
                 end.record()
-                self.events.append((phase, start, end))
+                self.events.append((activity, start, end))
             return
         began = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[phase] += time.perf_counter() - began
+            self.seconds[activity] += time.perf_counter() - began
 
     def take(self) -> dict[str, float]:
-        """Return the seconds per phase since the last call. Waits for the device."""
+        """Return the seconds per activity since the last call. Waits for the device."""
         if self.events:
             # A stream works in order: when the last event has been reached, all have.
             self.events[-1][2].synchronize()
-            for phase, start, end in self.events:
-                self.seconds[phase] += start.elapsed_time(end) / 1000
+            for activity, start, end in self.events:
+                self.seconds[activity] += start.elapsed_time(end) / 1000
             self.events.clear()
-        seconds = {phase: self.seconds[phase] for phase in PHASES}
+        seconds = {activity: self.seconds[activity] for activity in ACTIVITIES}
         self.seconds.clear()
         return seconds

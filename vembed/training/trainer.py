@@ -51,12 +51,7 @@ from vembed.training.checkpoint.folders import (
 )
 from vembed.training.final import save_final, write_whole
 from vembed.training.frozen import log_store_use
-from vembed.training.hooks.base import (
-    Evaluation,
-    Hook,
-    Hooks,
-    StepReport,
-)
+from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
 from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.interrupts import Interrupts, StopRequested
 from vembed.training.optimizer import GradientScale, Schedule, Update
@@ -71,7 +66,7 @@ from vembed.training.setup import (
     open_stream,
     require_same_data,
 )
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import TrainingStep
 from vembed.training.trackers import require_trackers
 
 log = logging.getLogger("vembed")
@@ -211,7 +206,7 @@ class LoopState:
     guard_drop: str | None = None
     """The guard that ended the run and its drop, as text. None if no guard did."""
     scale: GradientScale = field(default_factory=GradientScale)
-    """Factor of gradients in float16. Not the scale of the loss."""
+    """Factor of the gradients of a float16 run, 1 in others. Not the scale of the logits."""
     before: dict[str, float] = field(default_factory=dict)
     """Scores before the first step."""
     scores: dict[str, float] = field(default_factory=dict)
@@ -240,7 +235,7 @@ class Trainer:
 
     def __init__(
         self,
-        asked: TrainConfig,
+        user_config: TrainConfig,
         session: Session,
         checkpointer: Checkpointer,
         interrupts: Interrupts,
@@ -249,7 +244,9 @@ class Trainer:
     ) -> None:
         """Read the data, build the model and restore the checkpoint to resume from, if there is one. Collective.
 
-        `asked` is what the user asks for. `self.config` is the same with the values that the run has decided.
+        The config is completed in three steps. `user_config` is what the user has set, `run_config` also has what the run
+        to resume from had decided, and `config_with_rates` has learning rates and temperature in place of `auto`. With the
+        intervals it is `self.config`, and does not change any more.
         """
         self._began = time.perf_counter()
         self._earlier_seconds = 0.0
@@ -258,42 +255,42 @@ class Trainer:
         self.checkpointer = checkpointer
         self.interrupts = interrupts
         self.run_log = run_log
-        self.output = Path(asked.run.output_dir)
+        self.output = Path(user_config.run.output_dir)
 
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
-        point = checkpointer.find(asked.model)
+        point = checkpointer.find(user_config.model)
         self.resume_point = point
-        resumed = asked
+        run_config = user_config
         if point is not None:
             # Decisions of the run that is resumed stay.
-            kept_options = kept_decisions(asked, point.state, session.world_size)
-            resumed = asked.changed(**kept_options)
+            kept_options = kept_decisions(user_config, point.state, session.world_size)
+            run_config = user_config.changed(**kept_options)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
-        data = open_data(resumed, session)
+        data = open_data(run_config, session)
         self.data = data
-        options = resumed.to_dict()
-        identity = identity_of(options, resumed.data.sources(), data)
+        options = run_config.to_dict()
+        identity = identity_of(options, run_config.data.sources(), data)
         if session.world_size > 1:
             require_same_data(identity, data)
         checkpointer.check(point, options, identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
-        # The model, and everything that was left to `auto`. From here on the config does not change.
-        self.components, decided = build_components(resumed, data, session)
+        # The model, and everything that was left to `auto`.
+        self.components, config_with_rates = build_components(run_config, data, session)
         self.intervals = decide_intervals(
-            decided.evaluation,
-            decided.run,
-            decided.logging.logging_steps,
+            config_with_rates.evaluation,
+            config_with_rates.run,
+            config_with_rates.logging.logging_steps,
             data,
             self.components.model,
-            is_length_given=asked.optimizer.gives_length(),
+            is_length_given=user_config.optimizer.gives_length(),
         )
         intervals = asdict(self.intervals)
-        if decided.optimizer.max_steps is None:
+        if config_with_rates.optimizer.max_steps is None:
             intervals["epochs"] = data.epochs
         # A run with these options repeats this one.
-        self.config = decided.changed(**intervals)
+        self.config = config_with_rates.changed(**intervals)
         checkpointer.settings = self.config.to_dict()
         self.schedule = Schedule(
             self.config.optimizer, data.total_steps, data.examples_per_step
@@ -340,7 +337,7 @@ class Trainer:
             sample,
         )
         self.stream.micro_batch_tokens = budget.micro_batch_tokens
-        self.contrastive_step = ContrastiveStep(
+        self.training_step = TrainingStep(
             components.model,
             components.loss,
             components.input_builder,
@@ -402,7 +399,7 @@ class Trainer:
         """
         state = self.state
         interrupts = self.interrupts
-        contrastive_step = self.contrastive_step
+        training_step = self.training_step
         num_batches = self.data.batches_per_step
         step_batches: list[RankBatch] = []
         while state.step < self.data.total_steps and not interrupts.end_agreed:
@@ -411,14 +408,14 @@ class Trainer:
             # Where memory ran out, the step is repeated with the batches that it has already.
             if not step_batches:
                 self._before_step()
-                with contrastive_step.timer("data"):
+                with training_step.timer("data"):
                     step_batches = [next(self.batches) for _ in range(num_batches)]
             report = StepReport(state.step + 1, self.data.epoch_at(state.step + 1))
             loss = self._add_gradients(step_batches, report)
             if loss is None:
                 continue
             step_batches = []
-            with contrastive_step.timer("optimizer"):
+            with training_step.timer("optimizer"):
                 rate = self.schedule.set(self.components.optimizer, state.step)
                 report.learning_rate = rate
                 report.outcome = self.update.apply(loss)
@@ -457,27 +454,27 @@ class Trainer:
 
         None: memory ran out. The gradients are cleared, and the budget of micro-batches is halved.
         """
-        contrastive_step = self.contrastive_step
+        training_step = self.training_step
         num_batches = len(step_batches)
         first_batch = self.state.step * num_batches
         try:
             for index, rank_batch in enumerate(step_batches):
                 # The loss of the step is the mean over its batches, so each has the weight 1 / num_batches.
-                result = contrastive_step.accumulate(
+                result = training_step.accumulate(
                     rank_batch,
                     first_batch + index,
                     weight=1 / num_batches,
                     is_last=index == num_batches - 1,
-                    scale=self.state.scale.value,
+                    float16_scale=self.state.scale.value,
                 )
                 report.add(rank_batch, result)
-            with contrastive_step.timer("wait"):
-                return contrastive_step.synchronise(report.loss_share)
+            with training_step.timer("wait"):
+                return training_step.synchronise(report.loss_share)
         except OutOfMemory:
             pass
         # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
-        budget = halved(self.session, contrastive_step.budget)
-        contrastive_step.budget = budget
+        budget = halved(self.session, training_step.budget)
+        training_step.budget = budget
         self.stream.micro_batch_tokens = budget.micro_batch_tokens
         self.components.model.zero_grad(set_to_none=True)
         self.components.loss.zero_grad(set_to_none=True)
@@ -492,7 +489,7 @@ class Trainer:
             "learning_rate": report.learning_rate,
             "grad_norm": report.outcome.grad_norm,
         }
-        learned = self.components.loss.scale_and_bias()
+        learned = self.components.loss.logit_scale_and_bias()
         if learned is not None:
             values["scale"], values["bias"] = learned
         for hook in self.hooks:

@@ -307,7 +307,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         objective=config.objective,
         seed=config.run.seed,
     )
-    scale, bias = embedder.initial_scale_and_bias or (None, None)
+    scale, bias = embedder.initial_logit_scale_and_bias or (None, None)
     size = description.embedding_dim
     teachers = needed_teachers(config.objective, config.data, config.model)
     loss = build_loss(
@@ -333,9 +333,9 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     if averages:
         put_averages(embedder, averages)
     weights = full_state_dict(embedder)
-    learned = loss.scale_and_bias()
+    learned = loss.logit_scale_and_bias()
     if learned is not None:
-        embedder.write_scale_and_bias(*learned, weights)
+        embedder.write_logit_scale_and_bias(*learned, weights)
     # In the run's own order (finish.py): first the learned scale and bias, then the weights as int8 layers round them.
     store_rounded(embedder, weights)
     log.info("%s: step %d", checkpoint, saved["loop"]["step"])

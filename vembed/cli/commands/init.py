@@ -205,7 +205,7 @@ def starter(
     limit = None if description is None else description.max_length
     max_length = fitting_length(lengths, limit, kind.max_length or 0)
     batch_size = fitting_batch(num_train, kind.batch_size)
-    epochs = fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
+    epochs = fitting_epochs(num_train, has_scale=family.has_logit_scale_and_bias)
     num_steps = max(num_train // batch_size, 1) * epochs if num_train else 0
     text = render_page(
         "starter.yaml.j2",

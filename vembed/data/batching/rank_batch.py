@@ -31,6 +31,12 @@ class RankBatch:
     modalities: tuple[Modality, ...]
     """Those of the model, in the order in which all ranks run them."""
     features: list[Features]
+    content: np.ndarray
+    """[n] hash of each input's content, without prompt and truncation. The loss finds duplicates by it."""
+    num_vectors: list[int]
+    """Number of vectors that the model gives for each input."""
+    useful_tokens: int
+    """Tokens and patches of the distinct inputs, without padding."""
     query: np.ndarray
     """[R] index of the query of each row; there is one row per (query, positive) pair."""
     positive: np.ndarray
@@ -39,10 +45,10 @@ class RankBatch:
     negative: np.ndarray
     """[H] index of each occurrence of a hard negative."""
     negative_example: np.ndarray
-    scores: np.ndarray | None
+    label_scores: np.ndarray | None
     """[R] score of each row, where the data have one for all of them."""
-    negative_scores: np.ndarray | None
-    """[H] score of each hard negative, as `scores`."""
+    negative_label_scores: np.ndarray | None
+    """[H] score of each hard negative, as `label_scores`."""
     num_inputs: int
     """Number of inputs before the removal of duplicates."""
     where: list[str]
@@ -64,11 +70,6 @@ class RankBatch:
             self.splits[budget] = LockstepSplit(lengths, indices, budget)
         return self.splits[budget]
 
-    @property
-    def useful_tokens(self) -> int:
-        """Tokens and patches of the distinct inputs, without padding."""
-        return sum(feature.length for feature in self.features)
-
 
 def make_rank_batch(
     examples: Sequence[Example],
@@ -76,11 +77,11 @@ def make_rank_batch(
     featuriser: BaseFeaturiser,
     source_index: int = 0,
     *,
-    encodes_copies: bool = False,
+    encodes_duplicates: bool = False,
 ) -> RankBatch:
     """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch.
 
-    `encodes_copies`: keep duplicates.
+    `encodes_duplicates`: keep duplicates.
     """
     units: list[Any] = []
     row_items = []
@@ -108,22 +109,27 @@ def make_rank_batch(
     # By key, not by text: a text as query and as document differs if the model has prompts.
     features = featuriser.features(units)
     where_to = np.arange(len(units))
-    if not encodes_copies:
+    if not encodes_duplicates:
         features, where_to = distinct(features, key=lambda feature: feature.key)
-    has_scores = len(scores) == len(rows) > 0
-    has_negative_scores = len(negative_scores) == len(negatives) > 0
+    has_label_scores = len(scores) == len(rows) > 0
+    has_negative_label_scores = len(negative_scores) == len(negatives) > 0
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
     return RankBatch(
         modalities=featuriser.modalities,
         features=features,
+        content=np.array([feature.content for feature in features], np.int64),
+        num_vectors=[feature.num_vectors for feature in features],
+        useful_tokens=sum(feature.length for feature in features),
         query=where_to[row_table[:, 0]],
         positive=where_to[row_table[:, 1]],
         example=row_table[:, 2],
         negative=where_to[negative_table[:, 0]],
         negative_example=negative_table[:, 1],
-        scores=np.array(scores) if has_scores else None,
-        negative_scores=np.array(negative_scores) if has_negative_scores else None,
+        label_scores=np.array(scores) if has_label_scores else None,
+        negative_label_scores=np.array(negative_scores)
+        if has_negative_label_scores
+        else None,
         num_inputs=len(units),
         where=[example.where for example in examples],
         row_items=row_items,

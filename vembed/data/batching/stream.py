@@ -61,7 +61,7 @@ class RankBatchStream:
     """The example of a labelled source with another one as its positive."""
     in_batch_negatives: int = 0
     """Positives of other examples of the global batch that each example gets as further negatives."""
-    encodes_copies: bool = False
+    encodes_duplicates: bool = False
     micro_batch_tokens: int | None = None
     """Token budget of the step, by which batches are split ahead; None: they are not."""
     uses_process: bool = False
@@ -102,7 +102,7 @@ class RankBatchStream:
             positions.start,
             self.featuriser,
             source_index,
-            encodes_copies=self.encodes_copies,
+            encodes_duplicates=self.encodes_duplicates,
         )
         if self.micro_batch_tokens is not None:
             batch.split(self.micro_batch_tokens)

@@ -310,7 +310,7 @@ def describe(
         hidden_dim = POOLINGS[pooling].width(hidden_dim)
     image: dict[str, Any] = {"hidden_dim": hidden_dim}
     layer_classes = shape.layer_classes
-    if family.has_two_models:
+    if family.is_composed:
         image, image_classes = _image_tower(reading, hidden_dim, matryoshka)
         layer_classes += image_classes
         hidden_dim = image["hidden_dim"]
@@ -374,7 +374,7 @@ def describe(
         source=str(files.backbone),
         embedding_dim=size,
         pooling=pooling,
-        modalities=family.modalities,
+        modalities=tuple(family.forwards),
         layer_classes=layer_classes,
         max_length=_max_length(reading, family, tokenizer, for_inference=for_inference),
         padding_side=padding_side,
@@ -414,7 +414,7 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
     family = description.traits
     config = reading.config
     reads_pairs = family.reads_only_text or family.reads_chats
-    if not reads_pairs or family.has_two_models or options.model_class:
+    if not reads_pairs or family.is_composed or options.model_class:
         raise UserError(
             f"task: rerank: {description.name} is of the family {family.name}: give a text model or a vision-language model"
         )
@@ -507,9 +507,7 @@ def _family(reading: _Reading) -> Family:
     family = FAMILIES.get(options.model_family, detected)
     # Between encoder and decoder of texts the user may decide: a decoder may have been trained to see both sides.
     are_texts = family.reads_only_text and detected.reads_only_text
-    if not (family == detected or are_texts) or (
-        has_tower and not family.has_two_models
-    ):
+    if not (family == detected or are_texts) or (has_tower and not family.is_composed):
         raise UserError(
             f"model_family: {family.name} does not fit {options.model_name}, which is {detected.name} ({reason}): leave "
             "model_family out, and give image_model_name with a text model alone (it makes it composed)"
@@ -535,7 +533,7 @@ def _pooling(
     files = reading.files
     facts = {
         "is_causal": is_causal,
-        "is_image": not family.reads_text,
+        "is_image": "text" not in family.forwards,
         "has_class_token": shape.has_class_token,
     }
     path = "1_Pooling/config.json"
@@ -564,7 +562,7 @@ def _pooling(
                 break
         if not files.include_prompt:
             problem = "leaves the prompt out of the pooling, which is not supported"
-    elif not family.reads_text:
+    elif "text" not in family.forwards:
         pooling = _image_pooling(reading.config, shape)
         reason = "the class token of the image encoder, or the mean without one"
     elif is_causal and family.pooling != "last":
@@ -628,7 +626,7 @@ def _image_tower(
         )
     shape = shape_of(folder, config, chosen, FAMILIES["image_encoder"])
     shared_dim = min(text_dim, shape.hidden_dim)
-    if saved and FAMILIES[saved["family"]].has_two_models:
+    if saved and FAMILIES[saved["family"]].is_composed:
         shared_dim = saved["hidden_dim"]
     elif matryoshka is not None and isinstance(matryoshka.mrl_dims, list):
         shared_dim = max(matryoshka.mrl_dims)
@@ -713,7 +711,7 @@ def _max_length(
     if positions and reading.config.model_type in POSITIONS_AFTER_PADDING:
         positions -= int(text.pad_token_id) + 1
     longest = family.longest_by_default
-    if not family.reads_text:
+    if "text" not in family.forwards:
         return option or longest
     if option is not None and (family.has_fixed_length or not for_inference):
         smallest = positions if family.has_fixed_length else 1

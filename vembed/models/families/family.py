@@ -51,7 +51,7 @@ class Family:
 
     # ---- forward pass -------------------------------------------------------------------------------------------
     forwards: Mapping[Modality, Forward]
-    """Modality of the inputs -> its forward pass."""
+    """Modality of the inputs -> its forward pass. All models but image encoders have `text`."""
     towers: Mapping[Tower, str]
     """Tower -> prefix of its parameter names in the backbone. The prefix is empty if the backbone is the tower."""
     projections: Mapping[Modality, str] = field(default_factory=dict)
@@ -63,8 +63,8 @@ class Family:
     pooling_reason: str = "default of the family (the model defines no pooling)"
     is_causal: bool | None = False
     """Attention of the text tower; None: its config tells."""
-    has_two_models: bool = False
-    """True: a text model and an image model of their own, with new projections (TwoTowers)."""
+    is_composed: bool = False
+    """True: a text model and an image model of their own, with new projections (ComposedModel)."""
 
     # ---- text ---------------------------------------------------------------------------------------------------
     longest_by_default: int = TEXT_LENGTH
@@ -74,7 +74,7 @@ class Family:
     # ---- sizes, training and files --------------------------------------------------------------------------------
     embedding_size: tuple[str, ...] | None = None
     """Path of the embedding's size in config.json; None: the size of the hidden states."""
-    has_scale_and_bias: bool = False
+    has_logit_scale_and_bias: bool = False
     """True: the weights contain the loss's learned scale (and bias), with which training starts and ends."""
     adapter_targets: Mapping[Tower, tuple[str, ...]] = field(default_factory=dict)
     """Linear layers behind the towers that get an adapter together with their tower."""
@@ -88,19 +88,9 @@ class Family:
     """The same for `task: rerank`; None: the family has no rerankers."""
 
     @property
-    def modalities(self) -> tuple[Modality, ...]:
-        """Modalities of the inputs."""
-        return tuple(self.forwards)
-
-    @property
-    def reads_text(self) -> bool:
-        """True for all models but image encoders."""
-        return "text" in self.forwards
-
-    @property
     def reads_only_text(self) -> bool:
         """True for models without images."""
-        return self.modalities == ("text",)
+        return tuple(self.forwards) == ("text",)
 
     @property
     def reads_chats(self) -> bool:

@@ -495,13 +495,17 @@ def read_sentence_transformers(folder: Path) -> ModelFiles:
     path = folder / "modules.json"
     if not path.is_file():
         return ModelFiles(folder, folder)
-    first, *others = read_settings(path, Modules)
-    for module in (first, *others):
+    modules: list[ModuleSettings] = read_settings(path, Modules)
+    kinds: list[str | None] = []
+    for module in modules:
         check_inside(path, "path", module.path)
+        # Code in the folder may have any name.
+        is_known = module.type.startswith(("sentence_transformers.", "vembed."))
+        kinds.append(module.type.rsplit(".", 1)[-1] if is_known else None)
     unsupported = None
     modes: tuple[str, ...] = ()
-    inner = folder / first.path
-    first_kind = _kind_of_module(first)
+    inner = folder / modules[0].path
+    first_kind = kinds[0]
     if first_kind == STATIC:
         modes = ("mean",)
     elif first_kind not in ("Transformer", "CLIPModel", "TwoTowers"):
@@ -509,14 +513,13 @@ def read_sentence_transformers(folder: Path) -> ModelFiles:
         # template is equivalent.
         values = read_object(inner / "config.json")
         if first_kind is not None or "vision_config" not in values:
-            unsupported = first.type
+            unsupported = modules[0].type
     pooling_folder = None
     include_prompt = True
     normalize = False
     dense = []
-    for module in others:
+    for module, kind in zip(modules[1:], kinds[1:], strict=True):
         inner_folder = folder / module.path
-        kind = _kind_of_module(module)
         if module.type.endswith(".Pooling"):
             settings = read_settings(inner_folder / "config.json", PoolingSettings)
             include_prompt = settings.include_prompt
@@ -573,13 +576,6 @@ def read_sentence_transformers(folder: Path) -> ModelFiles:
         settings=of_model,
         prompts=prompts,
     )
-
-
-def _kind_of_module(module: ModuleSettings) -> str | None:
-    """Return the name of a module's class; None for code in the folder, which may have any name."""
-    if not module.type.startswith(("sentence_transformers.", "vembed.")):
-        return None
-    return module.type.rsplit(".", 1)[-1]
 
 
 def read_model(
@@ -646,9 +642,9 @@ def has_tokenizer_files(folder: Path) -> bool:
     )
 
 
-def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
-    """Return the folder of a model's tokenizer: the adapter's where a whole tokenizer was saved with it, as peft and
-    Sentence Transformers read it."""
-    if adapter is None or not (adapter / _TOKENIZER_SETTINGS).is_file():
-        return backbone
-    return adapter if has_tokenizer_files(adapter) else backbone
+def tokenizer_folder(backbone: str | Path, adapter: str | Path | None) -> Path:
+    """Return the folder of a model's tokenizer and chat template: the adapter's where a whole tokenizer was saved with
+    it, as peft and Sentence Transformers read it."""
+    if adapter is None or not Path(adapter, _TOKENIZER_SETTINGS).is_file():
+        return Path(backbone)
+    return Path(adapter if has_tokenizer_files(Path(adapter)) else backbone)

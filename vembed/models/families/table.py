@@ -63,7 +63,7 @@ _RECORDS = (
         pools_itself=True,
         pooling="own",
         embedding_size=("projection_dim",),
-        has_scale_and_bias=True,
+        has_logit_scale_and_bias=True,
         adapter_targets={
             "text": ("text_projection",),
             "vision": ("visual_projection",),
@@ -86,7 +86,7 @@ _RECORDS = (
         pooling="own",
         has_fixed_length=True,
         embedding_size=("vision_config", "hidden_size"),
-        has_scale_and_bias=True,
+        has_logit_scale_and_bias=True,
         adapter_targets={"text": ("text_model.head",)},
         starter=Starter(
             model_name="google/siglip2-base-patch16-224",
@@ -132,7 +132,7 @@ _RECORDS = (
         towers={"text": "text_model.", "vision": "vision_model."},
         projections={"text": "text_projection", "image": "visual_projection"},
         is_causal=None,
-        has_two_models=True,
+        is_composed=True,
         sentence_transformers=None,
         starter=Starter(
             model_name="BAAI/bge-base-en-v1.5",

@@ -113,7 +113,11 @@ class Mean(Pooling):
     def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             return hidden.mean(dim=1)
-        return _weighted(hidden, mask.to(hidden.dtype))
+        weight = mask.to(hidden.dtype)
+        # Not a matrix product: on GPUs that is computed in TF32, forward and backward, with
+        # the mantissa of float16.
+        total = (hidden * weight.unsqueeze(-1)).sum(dim=1)
+        return total / weight.sum(dim=1, keepdim=True)
 
     def reference(self, tokens: Tensor) -> Tensor:
         return tokens.mean(dim=0)
@@ -144,19 +148,20 @@ class Last(Pooling):
         return tokens[-1]
 
 
-class WeightedMean(Pooling):
+class WeightedMean(Mean):
     """The mean with weight k for the k-th token, for causal decoders (SGPT)."""
 
     name = "weighted_mean"
     spellings = "weightedmean"
     modes = ("weightedmean",)
+    servers = {}
     needs_order = True
 
     def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             mask = hidden.new_ones(hidden.shape[:2]).long()
         # The sum up to a token is its place among the real tokens, also behind padding. Times the mask: padding counts 0.
-        return _weighted(hidden, (mask.cumsum(dim=1) * mask).to(hidden.dtype))
+        return super().pool(hidden, mask.cumsum(dim=1) * mask)
 
     def reference(self, tokens: Tensor) -> Tensor:
         total = sum((place + 1) * token for place, token in enumerate(tokens))
@@ -183,10 +188,3 @@ def _take(hidden: Tensor, position: Tensor) -> Tensor:
     # [n] -> [n, 1, hidden_dim]: gather wants an index for every coordinate.
     index = position[:, None, None].expand(-1, 1, hidden.shape[-1])
     return hidden.gather(1, index).squeeze(1)
-
-
-def _weighted(hidden: Tensor, weight: Tensor) -> Tensor:
-    # Not a matrix product: on GPUs that is computed in TF32, forward and backward, with
-    # the mantissa of float16.
-    total = (hidden * weight.unsqueeze(-1)).sum(dim=1)
-    return total / weight.sum(dim=1, keepdim=True)

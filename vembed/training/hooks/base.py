@@ -17,7 +17,7 @@ The order of calls in a run, each on every rank:
 A method that communicates (a collective, a forward pass of a sharded model) must do so on every rank. Reasons to end
 the run may differ between the ranks: the loop collects them. A hook may read the public attributes of the trainer:
 `config`, `output`, `session`, `data`, `components`, `state`, `intervals`, `hooks`; after `on_build` also
-`contrastive_step` and `stream`, whose `store` gives the examples of the batches.
+`training_step` and `stream`, whose `store` gives the examples of the batches.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class StepReport:
         """This rank's part of the loss of the step: the mean over its global batches."""
         total = 0.0
         for _, result in self.batches:
-            total += float(result.loss_copy.read() / len(self.batches))
+            total += float(result.loss_on_host.read() / len(self.batches))
         return total
 
 

@@ -36,10 +36,10 @@ LOG_LINE_COLUMNS = 160
 
 
 class StepMetrics(Hook):
-    """Metrics of the steps since the last logged one: speed, padding, time per phase and memory of every rank; the means of
+    """Metrics of the steps since the last logged one: speed, padding, time per activity and memory of every rank; the means of
     the losses; and [step, loss, learning rate, gradient norm] of each step, for the report.
 
-    Means are those of each task, of each term of `losses` without its weight, and of the model's own losses. Tasks: of
+    Means are those of each task, of each term of `losses` without its weight, and of the model's auxiliary losses. Tasks: of
     runs with several sources and homogeneous batches. A source is a task, unless `homogeneous_batches: task` joins it with
     others. There, each batch is of one task, and the terms are those of a task.
 
@@ -58,7 +58,7 @@ class StepMetrics(Hook):
     @override
     def on_start(self, run: Trainer) -> None:
         self._device = run.session.device
-        self._timer = run.contrastive_step.timer
+        self._timer = run.training_step.timer
         self._tasks: list[str] = []
         """Name of the task of each source; empty if batches are not of one task each."""
         names = run.data.examples.names
@@ -103,10 +103,10 @@ class StepMetrics(Hook):
     @override
     def metrics(self, report: StepReport) -> dict[str, Any]:
         """Return the metrics of all ranks since the last call. Collective; the same on every rank."""
-        phases = self._timer.take()
+        seconds_spent = self._timer.take()
         of_rank = {
             **self._counts,
-            "seconds": {name: round(value, 6) for name, value in phases.items()},
+            "seconds": {name: round(value, 6) for name, value in seconds_spent.items()},
             "memory": memory_snapshot(self._device),
         }
         ranks = collectives.gather_objects(of_rank)
@@ -121,8 +121,8 @@ class StepMetrics(Hook):
             padding.append(1 - useful_tokens / max(padded_tokens, 1))
         # Without the time in collectives: it includes waiting for the slowest rank, so it would hide which one that is.
         work = []
-        for phase_seconds in column("seconds"):
-            work.append(sum(phase_seconds.values()) - phase_seconds["wait"])
+        for rank_seconds in column("seconds"):
+            work.append(sum(rank_seconds.values()) - rank_seconds["wait"])
         seconds = max(self._seconds, 1e-9)
         # The lower one of an even number: of two ranks, the slower one is compared with the other.
         median_work = sorted(work)[(len(work) - 1) // 2]
