@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.tiny_tokenizers import texts
 from vembed.config.schema import DataSource, TrainConfig
 from vembed.data import example_store
 from vembed.errors import UserError
@@ -112,6 +113,19 @@ def write_jsonl(path, records):
     # A lone surrogate is written as JSON writes it in ASCII.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
     return path
+
+
+def text_records(count, num_negatives=0):
+    """Records of different texts: a query, a positive, and so many hard negatives."""
+    width = 2 + num_negatives
+    words = iter(texts(width * count, seed=5))
+    records = []
+    for _ in range(count):
+        record = {"query": next(words), "positive": next(words)}
+        if num_negatives:
+            record["negatives"] = [next(words) for _ in range(num_negatives)]
+        records.append(record)
+    return records
 
 
 def write_json_array(path, records):

@@ -146,13 +146,6 @@ def test_shares_of_ranks_add_up(case, cuts):
     assert total == pytest.approx(whole, rel=1e-12, abs=1e-14)
 
 
-def test_a_row_split_from_its_example_is_no_different():
-    batch = make_batch(6, max_positives=3)
-    config = config_of(hard_negatives_scope="own", bidirectional=True)
-    for start in range(batch.num_rows):
-        check(replace(batch, rank_rows=slice(start, start + 1)), config)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_tiles_change_nothing(name):
     batch = make_batch(9, max_positives=2, max_negatives=3, num_contents=60)
@@ -177,9 +170,11 @@ def test_one_loss_is_a_list_of_one(name):
     for start_scale in (None, 100.0):
         alone = build_loss(config_of(**case), start_scale=start_scale, **SIZES)
         listed = build_loss(config_of(losses=[case]), start_scale=start_scale, **SIZES)
-        values = [loss.double()(batch) for loss in (alone, listed)]
-        assert torch.equal(*values)
-        first, second = (gradients(value, batch.embeddings)[0] for value in values)
+        value = alone.double()(batch)
+        of_listed = listed.double()(batch)
+        assert torch.equal(value, of_listed)
+        (first,) = gradients(value, batch.embeddings)
+        (second,) = gradients(of_listed, batch.embeddings)
         assert torch.equal(first, second)
 
 
@@ -268,62 +263,17 @@ def test_every_loss_is_in_the_table():
     assert not missing, f"list these in vembed/losses/table.py: {missing}"
 
 
-# ---- A loss of one file, as a newcomer would write it --------------------------------------
+class OtherTriplet(LOSSES["triplet"]):
+    """With another default for a shared option."""
+
+    name = "other_triplet"
+    margin: float | None = 0.3
+    """loss: other_triplet: the margin."""
 
 
-class Hinge(LossDeclaration):
-    """Negatives at least a margin below the positive, in the mean over all candidates."""
-
-    name = "hinge"
-    summary = "each negative a margin below the positive"
-    records = "matches"
-    negatives = "each"
-
-    hinge_margin: float = 0.2
-    """loss: hinge: the margin."""
-
-    def share(self, batch, term):
-        """See LossDeclaration."""
-        raise NotImplementedError
-
-
-class NoShare(LossDeclaration):
-    name = "no_share"
-    summary = "nothing"
-    records = "texts"
-    negatives = "unread"
-
-
-class NoNegatives(LossDeclaration):
-    name = "no_negatives"
-    summary = "nothing"
-    records = "texts"
-    share = Hinge.share
-
-
-class OtherDefault(Hinge):
-    name = "other_default"
-    hinge_margin: float = 0.3
-    """loss: other_default: the margin."""
-
-
-@pytest.mark.parametrize(
-    ("classes", "problem"),
-    [
-        ((NoShare,), "NoShare .*declares no `share`"),
-        ((NoNegatives,), "NoNegatives .*declares no `negatives`"),
-        ((Hinge, Hinge), "hinge"),
-        ((Hinge, OtherDefault), "hinge_margin"),
-    ],
-)
-def test_what_is_wrong_in_a_declaration_is_named(classes, problem):
-    with pytest.raises(TypeError, match=problem):
-        check_losses(classes)
-
-
-def test_a_missing_reference_is_named():
-    with pytest.raises(AssertionError, match="hinge has no `reference`"):
-        reference.reference_of("hinge")
+def test_an_option_that_losses_share_has_one_default():
+    with pytest.raises(TypeError, match=r"OtherTriplet .*`margin: "):
+        check_losses((LOSSES["triplet"], OtherTriplet))
 
 
 @pytest.mark.parametrize("name", [*EACH, *SOME])
@@ -336,14 +286,9 @@ def test_data_without_the_negatives_that_it_needs_are_refused(name, tmp_path):
         open_examples(config, str(data))
 
 
-def test_options_of_losses_are_options_of_the_config(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "model_name: m\ndata_path: d\nlosses: [{loss: triplet, margin: 0.3}, {loss: circle}]\ncircle_margin: 0.4\n"
-    )
-    loaded = load_config(path)
-    triplet, circle = source_terms(
-        loaded.objective, loaded.data, loaded.model.model_name
-    )[0]
-    assert dict(triplet.loss)["margin"] == 0.3
-    assert dict(circle.loss)["margin"] == 0.4
+def test_options_of_losses_are_options_of_the_config():
+    losses = [{"loss": "triplet", "margin": 0.3}, {"loss": "circle"}]
+    values = {"model_name": "m", "data_path": "d", "losses": losses}
+    config = load_config({**values, "circle_margin": 0.4})
+    terms = source_terms(config.objective, config.data, "m")[0]
+    assert [dict(term.loss)["margin"] for term in terms] == [0.3, 0.4]

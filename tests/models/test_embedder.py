@@ -1,6 +1,5 @@
 """EmbeddingModel: heads, frozen parts and their features, learned scale and bias, dtypes and kernels."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -99,8 +98,6 @@ def bert_of_twelve_layers(folder):
         (tiny.tiny_clip, ["vision"], ("vision_model.", "logit_scale")),
         (COMPOSED, ["text"], ("text_model.", "vision_model.embeddings.mask_token")),
         (tiny.tiny_bert, ["embeddings"], ("embeddings.", "pooler.")),
-        (tiny.tiny_qwen3, ["embeddings"], ("embed_tokens.",)),
-        (tiny.tiny_vit, ["first_n_layers=1"], ("layers.0.", "pooler.")),
         (
             tiny.tiny_convnext,
             ["first_n_layers=2"],
@@ -199,9 +196,6 @@ def test_attention_that_is_missing_is_named_with_its_replacement():
         built(tiny.tiny_mpnet, attn_implementation="sdpa")
 
 
-# ---- precision and kernels -------------------------------------------------------------------------------------
-
-
 # ---- use -------------------------------------------------------------------------------------------------------
 
 
@@ -222,10 +216,9 @@ def test_python_code_of_a_model_runs_only_when_asked(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(modules)
     folder = tiny.tiny_bert(tmp_path / "model")
     (folder / "own.py").write_text(OWN_CODE)
-    settings = json.loads((folder / "config.json").read_text())
-    settings["model_type"] = "a_kind_of_its_own"
-    settings["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
-    tiny.write_json(folder / "config.json", settings)
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    settings = {"model_type": "a_kind_of_its_own", "auto_map": classes}
+    tiny.change_json(folder / "config.json", **settings)
     with pytest.raises(UserError, match="set trust_remote_code: true if you trust"):
         built(tiny.tiny_bert, model_name=str(folder))
     from_folder = built(tiny.tiny_bert, model_name=str(folder), trust_remote_code=True)

@@ -151,20 +151,12 @@ def test_only_decoders_with_rotary_positions_pad_on_the_left():
     ("changes", "named"),
     [
         ({"pooling_mode_cls_token": True}, "pools by cls and mean"),
-        (
-            {
-                "pooling_mode_mean_tokens": False,
-                "pooling_mode_mean_sqrt_len_tokens": True,
-            },
-            "mean_sqrt_len_tokens",
-        ),
         ({"include_prompt": False}, "leaves the prompt out of the pooling"),
     ],
 )
 def test_poolings_that_vembed_has_not_are_named(changes, named, tmp_path):
     folder = tiny.tiny_bert_st(tmp_path)
-    path = folder / "1_Pooling" / "config.json"
-    tiny.write_json(path, json.loads(path.read_text()) | changes)
+    tiny.change_json(folder / "1_Pooling" / "config.json", **changes)
     with pytest.raises(UserError, match=named):
         of_folder(folder)
     assert of_folder(folder, pooling="mean").pooling == "mean"
@@ -237,7 +229,11 @@ def test_a_saved_description_is_believed(tmp_path):
     again = described(config)
     assert again.with_(reasons={}) == saved.with_(reasons={})
     assert again.reasons["pooling"] == f"from {DESCRIPTION_FILE}"
-    assert ModelDescription.from_dict(saved.to_dict(), folder).source == str(folder)
+    values = saved.to_dict()
+    assert ModelDescription.from_dict(values, folder).source == str(folder)
+    for name, value in (("family", "martian"), ("image_source", "../../x")):
+        with pytest.raises(UserError, match=value):
+            ModelDescription.from_dict({**values, name: value}, folder)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Training by a published model's own language-model head: gradients, files, refusals."""
 
-import json
 from unittest import mock
 
 import pytest
@@ -11,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 import vembed
 from tests import tiny
 from tests.built import described, model_of
+from tests.data.files import write_jsonl
 from tests.harness import run_ranks
 from tests.parity.engine import (
     Case,
@@ -20,6 +20,7 @@ from tests.parity.engine import (
     step_on_rank,
     worst_error,
 )
+from tests.training.test_run import metrics
 from tests.weights.variants import pairs
 from vembed.config.loading import load_config
 from vembed.data.features import Featuriser
@@ -190,73 +191,49 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
     assert counts.tolist() == is_asked.sum(1).tolist()
 
 
+def train_on_texts(folder, name, model, **more):
+    """A short run on texts."""
+    return vembed.train(
+        {
+            "model_name": str(model),
+            "data_path": str(folder / "texts.jsonl"),
+            "loss": "none",
+            "batch_size": 8,
+            "max_steps": 2,
+            "report_to": [],
+            "output_dir": str(folder / name),
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            **more,
+        }
+    )
+
+
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory):
     """An encoder that was trained on texts alone."""
     folder = tmp_path_factory.mktemp("adapted")
-    lines = [json.dumps({"text": text}) + "\n" for text in tiny.texts(40, seed=2)]
-    (folder / "texts.jsonl").write_text("".join(lines))
-    bert = tiny.shared(tiny.tiny_bert)
-    vembed.train(settings(folder, "first", bert, max_steps=40))
+    write_jsonl(folder / "texts.jsonl", [{"text": text} for text in tiny.texts(40)])
+    train_on_texts(folder, "first", tiny.shared(tiny.tiny_bert), max_steps=40)
     return folder
 
 
-def settings(folder, name, model, **more):
-    """A short run on texts."""
-    return {
-        "model_name": str(model),
-        "data_path": str(folder / "texts.jsonl"),
-        "loss": "none",
-        "batch_size": 8,
-        "max_steps": 2,
-        "report_to": [],
-        "output_dir": str(folder / name),
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "console": "quiet",
-        **more,
-    }
-
-
-def losses_of(folder):
-    losses = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        values = json.loads(line)
-        if "loss/masked_token" in values:
-            losses.append(values["loss/masked_token"])
-    return losses
-
-
 def test_an_adapted_model_has_learned_and_goes_on_with_its_head(adapted):
-    first = losses_of(adapted / "first")
+    first = metrics(adapted / "first", "loss/masked_token")
     final = adapted / "first" / "final"
     assert sum(first[-5:]) < 0.85 * sum(first[:5])
     _, info = AutoModelForMaskedLM.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"]
-    vembed.train(settings(adapted, "second", final))
-    assert losses_of(adapted / "second")[0] < 0.9 * first[0]
+    train_on_texts(adapted, "second", final)
+    assert metrics(adapted / "second", "loss/masked_token")[0] < 0.9 * first[0]
 
 
 def test_a_contrastive_stage_follows(adapted):
     data = str(pairs(adapted / "pairs.jsonl", 20))
     final = adapted / "first" / "final"
-    config = settings(adapted, "pairs", final, loss="infonce", data_path=data)
-    result = vembed.train(config)
+    result = train_on_texts(adapted, "pairs", final, loss="infonce", data_path=data)
     assert vembed.Embedder(result.model_dir).encode(["a red cat"]).shape == (1, 32)
     assert "language" not in (adapted / "pairs" / "training_log.txt").read_text()
-
-
-def has_head(make, **options):
-    config = config_of(tiny.shared(make), **options)
-    return has_language_head(config.objective, described(config))
-
-
-def test_models_that_have_a_language_head():
-    assert has_head(tiny.tiny_bert) and has_head(tiny.tiny_qwen3)
-    assert not has_head(tiny.tiny_vit)
-    next_token = {"next_token": 0.1}
-    assert has_head(tiny.tiny_qwen3, loss="infonce", auxiliary_losses=next_token)
-    assert not has_head(tiny.tiny_qwen3, loss="infonce")
 
 
 @pytest.mark.parametrize(
@@ -268,5 +245,7 @@ def test_models_that_have_a_language_head():
     ],
 )
 def test_auxiliary_losses_without_a_head_are_refused(make, name, options):
+    losses = {"auxiliary_losses": {name: 1.0}}
+    config = config_of(tiny.shared(make), **losses, **options)
     with pytest.raises(vembed.UserError, match=f"{name} is not possible with"):
-        has_head(make, auxiliary_losses={name: 1.0}, **options)
+        has_language_head(config.objective, described(config))

@@ -18,7 +18,7 @@ from tests.parts import unlisted_classes
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
 from vembed.models.embedding_model import pool
-from vembed.models.poolings.base import Pooling
+from vembed.models.poolings.base import Mean, Pooling
 from vembed.models.poolings.table import POOLINGS, check_poolings
 from vembed.saving.files import save_model
 from vembed.training.optimizer import build_optimizer
@@ -119,28 +119,11 @@ def test_every_pooling_is_in_the_table():
     assert not missing, f"list these in vembed/models/poolings/table.py: {missing}"
 
 
-class NoReference(Pooling):
-    """A pooling."""
-
-    name = "no_reference"
-
-    def pool(self, hidden, mask):
-        return hidden[:, 0]
-
-
-class NoBuild(Pooling):
-    """A pooling."""
-
-    name = "no_build"
-    is_trained = True
-
-
-@pytest.mark.parametrize(
-    ("pooling", "missing"), [(NoReference, "reference"), (NoBuild, "build")]
-)
-def test_what_a_pooling_does_not_declare_is_named(pooling, missing):
-    with pytest.raises(TypeError, match=f"{pooling.__name__} .*`{missing}`"):
-        check_poolings((pooling,))
+def test_a_pooling_declares_its_reference():
+    body = {"__doc__": "A pooling.", "reference": Pooling.reference}
+    kind = type("NoReference", (Mean,), body)
+    with pytest.raises(TypeError, match=r"NoReference .*`reference`"):
+        check_poolings((kind,))
 
 
 def text_vectors(model, texts):

@@ -1,6 +1,5 @@
 """The contract of every family in the table: described, built, saved and used; and a record is enough for a new one."""
 
-from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -13,7 +12,6 @@ from tests.docs.pages import ROOT
 from tests.models.families import pictures
 from tests.parts import from_its_test, values_in
 from vembed.config.schema import TrainConfig
-from vembed.declarations import check_parts
 from vembed.inference.embedder import Embedder
 from vembed.models.families import table
 from vembed.models.families.family import Family
@@ -33,23 +31,14 @@ def test_every_name_has_one_record():
     assert not missing, f"list these in vembed/models/families/table.py: {missing}"
 
 
-def test_records_that_contradict_each_other_are_named():
-    clip = table.FAMILIES["clip"]
-    for names_of in (lambda family: (family.name,), lambda family: family.model_types):
-        with pytest.raises(
-            TypeError, match=r"model family clip: the name .* is that of"
-        ):
-            check_parts("model family", Family, (clip, replace(clip)), names_of)
-
-
 @pytest.mark.parametrize(
     "family", table.FAMILIES.values(), ids=lambda family: family.name
 )
 def test_a_record_agrees_with_itself(family):
     towers = {"text": {"text"}, "image": {"vision"}, "multimodal": {"text", "vision"}}
-    expected = set().union(*(towers[modality] for modality in family.modalities))
+    expected = set().union(*(towers[modality] for modality in family.forwards))
     assert set(family.towers) == expected
-    assert set(family.projections) <= set(family.modalities)
+    assert set(family.projections) <= set(family.forwards)
     assert set(family.adapter_targets) <= set(family.towers)
     assert family.pools_itself == (family.pooling == "own")
     assert (family.starter.image_model_name is not None) == family.is_composed
@@ -92,7 +81,7 @@ def test_a_model_of_each_family_is_described_built_saved_and_used(name, tmp_path
     embedder = Embedder(folder, mixed_precision="no", trust_remote_code=True)
     assert embedder.description.family == name
     inputs = pictures(2)
-    if description.traits.reads_text:
+    if "text" in description.modalities:
         inputs = ["red cat", "parse"]
     vectors = embedder.encode(inputs)
     assert vectors.shape == (2, description.embedding_dim)

@@ -11,7 +11,8 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 
 import vembed
 from tests.commands import command
-from tests.rerank.test_rerank import as_lines, succeeds, trained
+from tests.data.files import write_jsonl
+from tests.rerank.test_rerank import succeeds, trained
 from tests.tiny import shared, tiny_qwen3_vl
 from vembed.data.features import ANSWER_PROMPT, IMAGE_ANSWER_END
 from vembed.errors import UserError
@@ -34,8 +35,8 @@ def published(folder):
     torch.nn.init.normal_(model.lm_head.weight)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    settings = {"model_type": "CrossEncoder"}
-    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    settings = folder / "config_sentence_transformers.json"
+    settings.write_text('{"model_type": "CrossEncoder"}')
     return folder
 
 
@@ -62,15 +63,11 @@ def plain_scores(model_folder, listed):
     yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
     scores = []
     for document in listed:
-        text = ""
-        image = None
-        if isinstance(document, Path):
-            image = document
-        elif isinstance(document, dict):
+        text = "" if isinstance(document, Path) else document
+        image = None if isinstance(document, str) else document
+        if isinstance(document, dict):
             text = document["text"]
             image = document["image"]
-        else:
-            text = document
         inputs = {}
         if image is not None:
             inputs = dict(processor(images=[Image.open(image)], return_tensors="pt"))
@@ -101,27 +98,22 @@ def test_texts_and_images_are_scored_as_published(tmp_path):
 
 def test_lists_with_images_are_sorted_by_the_command(tmp_path):
     model = published(tmp_path / "published")
-    first, second = images(tmp_path, 2)
-    both = {"text": "a red cat sleeps", "image": second.name}
-    listed = ["a red cat sleeps", {"image": first.name}, both]
-    path = tmp_path / "lists.jsonl"
-
-    def ranked(listed, *options):
-        record = {"query": QUERY, "documents": listed, "score": "no number"}
-        path.write_text(json.dumps(record) + "\n")
-        output = succeeds("rerank", model, path, *options)
-        return json.loads(output)["results"]
-
     expected = plain_scores(model, documents(tmp_path))
-    ranking = ranked(listed)
-    for row in ranking:
-        assert row["score"] == pytest.approx(expected[row["index"]], abs=1e-5)
-    assert [row["index"] for row in ranking if "text" in row] == [0]
-    folder = tmp_path / "pictures"
-    folder.mkdir()
-    first.rename(folder / first.name)
-    (row,) = ranked([{"image": first.name}], "--image-root", folder)
-    assert row["score"] == pytest.approx(expected[1], abs=1e-5)
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    names = []
+    for image in images(pictures, 2):
+        names.append(image.name)
+    both = {"text": "a red cat sleeps", "image": names[1]}
+    listed = ["a red cat sleeps", {"image": names[0]}, both]
+    record = {"query": QUERY, "documents": listed, "score": "no number"}
+    for root, options in ((tmp_path, ("--image-root", pictures)), (pictures, ())):
+        path = root / "lists.jsonl"
+        write_jsonl(path, [record])
+        ranking = json.loads(succeeds("rerank", model, path, *options))["results"]
+        for row in ranking:
+            assert row["score"] == pytest.approx(expected[row["index"]], abs=1e-5)
+        assert [row["index"] for row in ranking if "text" in row] == [0]
     path.write_text(json.dumps({"query": QUERY, "documents": [{"image": 1}]}) + "\n")
     result = command("rerank", str(model), str(path))
     assert result.returncode != 0
@@ -133,12 +125,11 @@ def test_it_is_trained_on_images_and_saved(tmp_path):
     paths = images(tmp_path, 12)
     records = []
     for number, path in enumerate(paths):
-        positive = {"image": str(path)}
-        negatives = [{"image": str(paths[number - 1])}]
-        record = {"query": f"picture {number}", "positive": positive}
-        records.append({**record, "negatives": negatives})
+        record = {"query": f"picture {number}", "positive": {"image": str(path)}}
+        record["negatives"] = [{"image": str(paths[number - 1])}]
+        records.append(record)
     data = tmp_path / "train.jsonl"
-    data.write_text(as_lines(records))
+    write_jsonl(data, records)
     final = trained(tmp_path, model, data_path=str(data), batch_size=4, max_steps=2)
     listed = documents(tmp_path)
     expected = plain_scores(final, listed)
@@ -157,7 +148,7 @@ def test_two_processes_score_texts_and_images(tmp_path):
         {"query": "blue", "positive": "a dog"},
     ]
     pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text(as_lines(records))
+    write_jsonl(pairs, records)
     shares = ["--nproc", 2, "--strategy", "fsdp"]
     lines = succeeds("score", model, pairs, *shares).splitlines()
     assert len(lines) == 3

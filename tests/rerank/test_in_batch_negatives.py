@@ -1,12 +1,11 @@
 """in_batch_negatives: documents of other queries of the global batch, the same on any number of processes."""
 
-import json
-
 import pytest
 
 from tests.commands import command
-from tests.rerank.test_rerank import as_lines
-from tests.tiny import shared, texts, tiny_reranker
+from tests.data.files import text_records, write_jsonl
+from tests.tiny import shared, tiny_reranker
+from tests.training.test_run import metrics
 from vembed.data.batching.rank_batch import with_in_batch_negatives
 from vembed.data.examples import Example, Item
 
@@ -40,12 +39,8 @@ def test_documents_of_other_queries_that_the_example_does_not_have():
 
 @pytest.fixture
 def data(tmp_path):
-    words = texts(64, seed=5, longest=12)
-    records = []
-    for row in range(0, 64, 2):
-        records.append({"query": words[row], "positive": words[row + 1]})
     path = tmp_path / "pairs.jsonl"
-    path.write_text(as_lines(records))
+    write_jsonl(path, text_records(32))
     return path
 
 
@@ -72,8 +67,7 @@ def run(data, name, **changes):
 def losses_of(data, name, **changes):
     result = run(data, name, **changes)
     assert result.returncode == 0, result.stderr
-    rows = (data.parent / name / "metrics.jsonl").read_text().splitlines()
-    return [row["loss"] for row in map(json.loads, rows) if "loss" in row]
+    return metrics(data.parent / name)
 
 
 def test_pairs_train_a_reranker_alike_on_one_and_two_processes(data):

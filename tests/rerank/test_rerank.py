@@ -20,7 +20,10 @@ from transformers import (
 import vembed
 from tests.built import described
 from tests.commands import command
+from tests.data.files import text_records, write_jsonl
+from tests.mining.data import read_lines
 from tests.tiny import (
+    change_json,
     shared,
     texts,
     tiny_bert,
@@ -32,6 +35,7 @@ from tests.tiny import (
     tiny_roberta,
     tiny_xlmr,
 )
+from tests.training.test_run import metrics
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT, PairFeaturiser
@@ -56,18 +60,9 @@ def tiny_xlmr_reranker(folder):
 PAIRS = [("red cat", "a red cat sleeps"), ("blue dog", "a red cat sleeps")]
 
 
-def as_lines(records):
-    return "".join(json.dumps(record) + "\n" for record in records)
-
-
-def written(folder, *, rows=24):
-    words = texts(4 * rows, seed=5, longest=12)
-    records = []
-    for row in range(rows):
-        query, positive, *negatives = words[4 * row : 4 * row + 4]
-        records.append({"query": query, "positive": positive, "negatives": negatives})
+def written(folder, rows=24):
     path = folder / "train.jsonl"
-    path.write_text(as_lines(records))
+    write_jsonl(path, text_records(rows, num_negatives=2))
     return path
 
 
@@ -90,14 +85,8 @@ def trained(folder, model, **options):
     return vembed.train(config).model_dir
 
 
-def rows_of(final):
-    """Lines of the metrics of a run."""
-    lines = (final.parent / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def evaluations(final):
-    return [row["eval"] for row in rows_of(final) if "eval" in row]
+    return metrics(final.parent, "eval")
 
 
 def succeeds(*words):
@@ -170,10 +159,12 @@ def as_cross_encoder(folder):
 
 def as_older_cross_encoder(folder):
     """Save a reranker as Sentence Transformers 2 to 5 did: settings in config.json."""
-    config = json.loads((folder / "config.json").read_text())
-    config["sbert_ce_default_activation_function"] = "torch.nn.modules.linear.Identity"
-    config["sentence_transformers"] = {"version": "4.1.0"}
-    (folder / "config.json").write_text(json.dumps(config))
+    activation = "torch.nn.modules.linear.Identity"
+    change_json(
+        folder / "config.json",
+        sbert_ce_default_activation_function=activation,
+        sentence_transformers={"version": "4.1.0"},
+    )
     return folder
 
 
@@ -222,48 +213,42 @@ def test_it_is_evaluated_on_the_first_stage(tmp_path, capfd):
 
 def test_a_run_file_is_the_first_stage(tmp_path):
     """Of ids and of texts: the relevant document is the second of each query's."""
-    words = texts(16, seed=8, longest=12)
-    queries = words[:8]
-    documents = words[8:]
     beir = tmp_path / "beir"
     (beir / "qrels").mkdir(parents=True)
+    records = text_records(8)
     corpus = []
     questions = []
     rankings = []
     qrels = "query-id\tcorpus-id\tscore\n"
     run = "other Q0 d0 1 1.0 bm25\n"
-    for row in range(8):
+    for row, record in enumerate(records):
         wrong = (row + 1) % 8
-        corpus.append({"_id": f"d{row}", "text": documents[row]})
-        questions.append({"_id": f"q{row}", "text": queries[row]})
+        corpus.append({"_id": f"d{row}", "text": record["positive"]})
+        questions.append({"_id": f"q{row}", "text": record["query"]})
         qrels += f"q{row}\td{row}\t1\n"
         # By score, not by place in the file.
         run += f"q{row} Q0 d{row} 2 0.5 bm25\nq{row} Q0 d{wrong} 1 0.9 bm25\n"
-        ranking = [documents[wrong], documents[row]]
-        rankings.append({"query": queries[row], "documents": ranking})
-    (beir / "corpus.jsonl").write_text(as_lines(corpus))
-    (beir / "queries.jsonl").write_text(as_lines(questions))
+        ranking = [records[wrong]["positive"], record["positive"]]
+        rankings.append({"query": record["query"], "documents": ranking})
+    write_jsonl(beir / "corpus.jsonl", corpus)
+    write_jsonl(beir / "queries.jsonl", questions)
     (beir / "qrels" / "dev.tsv").write_text(qrels)
     (tmp_path / "run.trec").write_text(run)
-    (tmp_path / "run.jsonl").write_text(as_lines(rankings))
+    (tmp_path / "bad.trec").write_text("q0 Q0 d9 1 1.0 bm25\n")
+    write_jsonl(tmp_path / "run.jsonl", rankings)
 
-    def trained_on(name):
-        return trained(
-            tmp_path,
-            shared(tiny_reranker),
-            max_steps=1,
-            val_data_path=str(beir),
-            first_stage=str(tmp_path / name),
-            overwrite=True,
-        )
+    def scores_with(name):
+        options = {"val_data_path": str(beir), "first_stage": str(tmp_path / name)}
+        model = shared(tiny_reranker)
+        final = trained(tmp_path, model, max_steps=1, overwrite=True, **options)
+        return evaluations(final)[-1]
 
     for name in ("run.trec", "run.jsonl"):
-        scores = evaluations(trained_on(name))[-1]
+        scores = scores_with(name)
         assert scores["first_stage/ndcg@10"] == pytest.approx(1 / np.log2(3), abs=1e-6)
         assert scores["recall@10"] == 1.0
-    (tmp_path / "run.trec").write_text("q0 Q0 d9 1 1.0 bm25\n")
-    with pytest.raises(UserError, match=r"run\.trec: 'd9'"):
-        trained_on("run.trec")
+    with pytest.raises(UserError, match=r"bad\.trec: 'd9'"):
+        scores_with("bad.trec")
 
 
 @pytest.mark.parametrize(
@@ -302,18 +287,6 @@ def test_it_resumes_bit_by_bit(tmp_path):
     assert scores_of(again).tolist() == scores.tolist()
 
 
-def test_documents_are_ranked(tmp_path):
-    reranker = vembed.Reranker(shared(tiny_reranker))
-    documents = texts(5, seed=9)
-    ranking = reranker.rank("a query", documents, top_k=3)
-    scores = [row["score"] for row in ranking]
-    assert scores == sorted(scores, reverse=True)
-    for row in ranking:
-        assert row["text"] == documents[row["index"]]
-        alone = reranker.predict([("a query", row["text"])])[0]
-        assert row["score"] == pytest.approx(float(alone), abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -335,26 +308,31 @@ def test_an_embedding_model_is_no_reranker():
         vembed.Reranker(shared(tiny_bert))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_score_as_one(strategy, tmp_path):
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+def test_commands_score_as_the_class_does(strategy, tmp_path):
     model = shared(tiny_qwen3_reranker)
+    reranker = vembed.Reranker(model)
+    options = []
+    if strategy != "single":
+        options = ["--nproc", 2, "--strategy", strategy]
     documents = texts(5, seed=2)
     lists = tmp_path / "lists.jsonl"
     records = [{"query": "red", "documents": documents[:count]} for count in (5, 1)]
-    lists.write_text(as_lines(records))
-    shares = ["--nproc", "2", "--strategy", strategy]
-    rows = succeeds("rerank", model, lists, *shares).splitlines()
-    reranker = vembed.Reranker(model)
+    write_jsonl(lists, records)
+    rows = succeeds("rerank", model, lists, "--top-k", 3, *options).splitlines()
     for row, record in zip(rows, records, strict=True):
-        actual = json.loads(row)["results"]
-        expected = reranker.rank("red", record["documents"])
-        order = [entry["index"] for entry in expected]
-        assert [entry["index"] for entry in actual] == order
+        count = len(record["documents"])
+        scores = reranker.predict([("red", text) for text in record["documents"]])
+        best = sorted(range(count), key=lambda index: -scores[index])[:3]
+        results = json.loads(row)["results"]
+        assert [entry["index"] for entry in results] == best
+        for entry in results:
+            assert entry["text"] == documents[entry["index"]]
+            assert entry["score"] == pytest.approx(scores[entry["index"]], abs=1e-5)
     pairs = written(tmp_path, rows=3)
-    scores = succeeds("score", model, pairs, *shares).splitlines()
+    scores = succeeds("score", model, pairs, *options).splitlines()
     asked = []
-    for line in pairs.read_text().splitlines():
-        record = json.loads(line)
+    for record in read_lines(pairs):
         for document in (record["positive"], *record["negatives"]):
             asked.append((record["query"], document))
     expected = reranker.predict(asked).tolist()
@@ -371,10 +349,8 @@ def test_a_checkpoint_is_exported(tmp_path):
 def test_a_reranker_takes_as_many_tokens_as_asked_for(tmp_path):
     model = tmp_path / "model"
     shutil.copytree(shared(tiny_qwen3_reranker), model)
-    path = model / "tokenizer_config.json"
     # Published decoders have no limit of their own, and the default one bounds the memory of training.
-    settings = json.loads(path.read_text()) | {"model_max_length": int(1e30)}
-    path.write_text(json.dumps(settings))
+    change_json(model / "tokenizer_config.json", model_max_length=int(1e30))
     default = vembed.Reranker(model)
     longer = vembed.Reranker(model, max_length=1000)
     assert default.description.max_length < longer.description.max_length == 1000
@@ -392,15 +368,14 @@ def test_a_decoder_teaches_an_embedding_model(tmp_path):
     data = written(tmp_path)
     reranker = vembed.Reranker(teacher)
     records = []
-    for line in data.read_text().splitlines():
-        record = json.loads(line)
+    for record in read_lines(data):
         documents = [record["positive"], *record["negatives"]]
         scores = reranker.predict([(record["query"], text) for text in documents])
         record["positive_scores"] = float(scores[0])
         record["negative_scores"] = scores[1:].tolist()
         records.append(record)
     scored = tmp_path / "scored.jsonl"
-    scored.write_text(as_lines(records))
+    write_jsonl(scored, records)
     losses = []
     for name, path in ((str(teacher), data), ("scores", scored)):
         term = {"loss": "kl", "teacher": name, "temperature": 0.1}
@@ -415,7 +390,7 @@ def test_a_decoder_teaches_an_embedding_model(tmp_path):
             logging_steps=1,
             overwrite=True,
         )
-        losses.append(rows_of(final)[0]["loss"])
+        losses += metrics(final.parent)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0] > 1e-3
 
@@ -434,8 +409,7 @@ def test_data_counts_pairs(tmp_path):
     path.write_text(yaml.safe_dump(config))
     featuriser = PairFeaturiser(described(TrainConfig(**config)))
     pairs = []
-    for line in (tmp_path / "train.jsonl").read_text().splitlines():
-        record = json.loads(line)
+    for record in read_lines(tmp_path / "train.jsonl"):
         for document in (record["positive"], record["negatives"][0]):
             pairs.append((Item(record["query"]), Item(document)))
     target = tmp_path / "data.json"
@@ -447,19 +421,10 @@ def test_data_counts_pairs(tmp_path):
     assert figures["longest"] == max(lengths)
 
 
-def test_lists_are_sorted_by_the_command(tmp_path):
-    model = shared(tiny_reranker)
-    documents = texts(4, seed=2)
+def test_a_list_without_documents_is_named(tmp_path):
     lists = tmp_path / "lists.jsonl"
-    lists.write_text(as_lines([{"query": "a query", "documents": documents}]))
-    target = tmp_path / "sorted.jsonl"
-    succeeds("rerank", model, lists, "-o", target, "--top-k", 2)
-    (row,) = target.read_text().splitlines()
-    ranking = vembed.Reranker(model).rank("a query", documents, top_k=2)
-    expected = [entry["text"] for entry in ranking]
-    assert [entry["text"] for entry in json.loads(row)["results"]] == expected
     lists.write_text('{"query": "a query"}\n')
-    result = command("rerank", str(model), str(lists), "-o", str(target))
+    result = command("rerank", str(shared(tiny_reranker)), str(lists))
     assert result.returncode != 0
     assert "lists.jsonl, line 1" in result.stderr
 

@@ -1,24 +1,20 @@
 """examples/rerank: mining, a reranker, its judgement and an embedder that learns from it, by one command."""
 
-import json
-
 import yaml
 
 from tests.commands import command
+from tests.data.files import text_records, write_jsonl
 from tests.docs.pages import ROOT
-from tests.rerank.test_rerank import as_lines
-from tests.tiny import shared, texts, tiny_bert
+from tests.tiny import shared, tiny_bert
+from tests.training.test_run import metrics
 
 
 def test_the_example_runs_and_resumes(tmp_path):
     folder = tmp_path / "demo" / "data"
     folder.mkdir(parents=True)
-    words = texts(96, seed=5, longest=12)
-    records = []
-    for row in range(0, 96, 2):
-        records.append({"query": words[row], "positive": words[row + 1]})
-    (folder / "train.jsonl").write_text(as_lines(records[:32]))
-    (folder / "val.jsonl").write_text(as_lines(records[32:]))
+    records = text_records(48)
+    write_jsonl(folder / "train.jsonl", records[:32])
+    write_jsonl(folder / "val.jsonl", records[32:])
     example = (ROOT / "examples" / "rerank" / "stages.yaml").read_text()
     model = str(shared(tiny_bert))
     example = example.replace("sentence-transformers/all-MiniLM-L6-v2", model)
@@ -43,8 +39,7 @@ def test_the_example_runs_and_resumes(tmp_path):
         assert config["model_name"] == model
     for name in ("negatives/mined.jsonl", "judged/judged.jsonl"):
         assert len((runs / name).read_text().splitlines()) == 32
-    last = (runs / "reranker" / "metrics.jsonl").read_text().splitlines()[-1]
-    assert json.loads(last)["eval"]["first_stage/ndcg@10"] > 0
+    assert metrics(runs / "reranker", "eval")[-1]["first_stage/ndcg@10"] > 0
     report = (runs / "stages.md").read_text()
     assert "| judged | judge | done |" in report
     assert "ndcg@10" in report.split("| distilled |")[1]

@@ -11,7 +11,6 @@ from tests.tiny import shared, texts, tiny_bert, tiny_reranker
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.row_store import RowStore
-from vembed.errors import UserError
 from vembed.parallel.session import start_session
 from vembed.teachers import Teachers
 
@@ -179,20 +178,6 @@ def test_two_runs_at_once_share_a_folder(tmp_path):
     with first.open("ab") as file:
         file.write(b"the beginning of a block that is being written")
     np.testing.assert_array_equal(opened().read_rows(keys), rows)
-
-
-def test_a_reranker_gives_no_vectors(config):
-    asked = TrainConfig(
-        **{
-            **config.to_dict(),
-            "losses": [{"loss": "relational", "teacher": "reranker"}],
-        }
-    )
-    with (
-        start_session(asked) as session,
-        pytest.raises(UserError, match="teacher reranker is a reranker"),
-    ):
-        Teachers(asked.objective, asked.data, asked.model, session)
 
 
 def test_own_prompts_and_length_of_a_teacher_come_before_those_of_a_source(
