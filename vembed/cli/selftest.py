@@ -89,16 +89,16 @@ def _run(session: Session) -> None:
         if rank == 0:
             for name, value in whole.state_dict().items():
                 _compare(state[name], value.cpu(), name)
-    edits = "W - v v^T W on shards equals it on the whole weight"
-    with check("weight edit", rank, edits):
+    with check(
+        "weight edit", rank, "W - v v^T W on shards equals it on the whole weight"
+    ):
         parameters.edit_weights(model, {EDITED: _project_out})
         edited = parameters.full_state_dict(model)
         if rank == 0:
             _compare(edited[EDITED], _project_out(state[EDITED]), EDITED)
         collectives.barrier()
     _say(rank, "Testing FSDP-aware memory management...")
-    measured = "measured on every process, caches emptied together"
-    with check("memory", rank, measured):
+    with check("memory", rank, "measured on every process, caches emptied together"):
         devices.fsdp_empty_cache()
         devices.fsdp_print_memory_usage()
 

@@ -539,8 +539,9 @@ class Trainer:
         # The best step must be recoverable: it has a checkpoint, or it is the last one. In a run without checkpoints the
         # best step is reported and not loaded.
         has_checkpoint = self.intervals.save_steps is None or self.checkpoint_is_due()
-        is_better = state.best is None or scores[metric] > state.best
-        is_better = is_better and state.step > 0
+        is_better = state.step > 0
+        if state.best is not None:
+            is_better = scores[metric] > state.best
         if is_better and (has_checkpoint or self._is_last()):
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
