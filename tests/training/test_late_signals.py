@@ -70,7 +70,7 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
     assert repeated(cut) == repeated(whole.output_dir)
     assert_same(final_weights(cut), final_weights(whole.output_dir))
     assert resumed.metrics == whole.metrics
-    assert ("; 6 of 6 steps are done" in log_text(cut)) is (number == 2)
+    assert ("; steps done: 6 of 6" in log_text(cut)) is (number == 2)
 
 
 def repeated(output):
