@@ -44,7 +44,7 @@ def decoders(tmp_path, monkeypatch):
 
 
 def test_processes_give_the_pixels_of_threads(tmp_path, monkeypatch):
-    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_clip)).description, decoders=2)
+    mine = Featuriser(featuriser(tiny.tiny_clip).description, decoders=2)
     inputs = []
     for seed in range(40):
         path = tmp_path / f"{seed}.jpg"

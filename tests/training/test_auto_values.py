@@ -11,7 +11,7 @@ import yaml
 import vembed
 from tests import tiny
 from tests.data.files import write_jsonl
-from tests.training.test_run import metrics
+from tests.training.test_run import log_text, metrics
 from vembed.config.decisions import (
     RateFacts,
     RunSize,
@@ -39,6 +39,9 @@ SIZE = RunSize(
 )
 
 
+WEIGHTS = RateFacts(
+    what="weights", family="text_encoder", width=384, is_tuned=True, is_new=False
+)
 ADAPTERS = {"what": "adapters"}
 FROM_SCRATCH = {"is_new": True}
 LONG = {"total_steps": 10_000}
@@ -69,14 +72,7 @@ CLIP = {"family": "clip", "width": 512, "has_scale": True}
 )
 def test_the_rate_follows_what_is_trained(facts, options, rate):
     config = TrainConfig(**BASE, **options)
-    defaults = {
-        "what": "weights",
-        "family": "text_encoder",
-        "width": 384,
-        "is_tuned": True,
-        "is_new": False,
-    }
-    trained = RateFacts(**{**defaults, **facts})
+    trained = replace(WEIGHTS, **facts)
     assert peak_rate(config.objective, config.adapters, trained).value == rate
 
 
@@ -147,9 +143,6 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
     ("epochs", "batches", "per_step", "steps"),
     [
         (1.1, 50, 1, 55),
-        (2.2, 100, 1, 220),
-        (0.55, 100, 1, 55),
-        (1.11, 50, 1, 56),
         (1.0, 50, 4, 13),
         (0.001, 3, 1, 1),
     ],
@@ -158,9 +151,7 @@ def test_a_fraction_of_epochs_has_no_step_too_many(epochs, batches, per_step, st
     assert steps_of_epochs(epochs, batches, per_step) == steps
 
 
-SHORT = {"total_steps": 100}
 SLOW_TO_EVALUATE = {"num_evaluated": 6_000}
-UNSCORED = {"num_evaluated": 0}
 
 
 @pytest.mark.parametrize(
@@ -169,8 +160,8 @@ UNSCORED = {"num_evaluated": 0}
         ({}, {}, 100, 100, True, 4),
         ({}, SLOW_TO_EVALUATE, 300, 300, True, 4),
         # Even the fewest evaluations would take longer than the training.
-        ({}, {**SHORT, "num_evaluated": 60_000}, None, None, False, None),
-        ({"val_data_path": None}, UNSCORED, None, 100, False, None),
+        ({}, {"total_steps": 100, "num_evaluated": 60_000}, None, None, False, None),
+        ({"val_data_path": None}, {"num_evaluated": 0}, None, 100, False, None),
         # A checkpoint of 100 GB.
         ({}, {"checkpoint_bytes": 10**11}, 100, None, False, 4),
         # What the config gives stays.
@@ -178,7 +169,6 @@ UNSCORED = {"num_evaluated": 0}
         ({"epochs": 2}, {}, 100, 100, True, None),
         # Every checkpoint has a score.
         ({"save_steps": 206}, {}, 206, 206, True, 4),
-        ({"save_steps": 10}, {}, 10, 10, True, 4),
         # Two evaluations in place of four, which take over a tenth of the computation.
         ({"save_steps": 500}, SLOW_TO_EVALUATE, 500, 500, True, 4),
         # No checkpoint falls within the run.
@@ -195,30 +185,28 @@ def test_intervals_suit_the_size_of_the_run(
     intervals, _ = run_intervals(
         config.evaluation, config.run, config.logging.logging_steps, facts
     )
-    assert intervals.eval_steps == eval_steps
-    assert intervals.save_steps == save_steps
-    assert intervals.load_best_model_at_end is loads_best
-    assert intervals.patience == patience
+    assert intervals == replace(
+        intervals,
+        eval_steps=eval_steps,
+        save_steps=save_steps,
+        load_best_model_at_end=loads_best,
+        patience=patience,
+    )
 
 
 def test_patience_counts_evaluations_without_a_better_score():
-    def told(hook, step, score):
-        return hook.on_evaluation(
-            Evaluation(step, 0.0, {"ndcg@10": score}, "ndcg@10", False)
-        )
+    def evaluated(hook, step, score):
+        scores = {"ndcg@10": score}
+        return hook.on_evaluation(Evaluation(step, 0.0, scores, "ndcg@10", False))
 
     hook = Patience(2, warmup_steps=3)
-    assert [told(hook, step, 0.5) for step in (0, 1, 2, 3)] == [None] * 4, (
-        "nothing counts in the warm-up"
-    )
-    assert told(hook, 4, 0.5) is None
-    again = Patience(2, warmup_steps=3)
-    again.load_state(json.loads(json.dumps(hook.state())))
-    for entry in (hook, again):
-        assert (
-            told(entry, 5, 0.4)
-            == "patience: 2 evaluations since step 1 found no ndcg@10 above 0.5000"
-        )
+    for step in (0, 1, 2, 3, 4):  # nothing counts in the warm-up of three steps
+        assert evaluated(hook, step, 0.5) is None
+    resumed = Patience(2, warmup_steps=3)
+    resumed.load_state(json.loads(json.dumps(hook.state())))
+    reason = "patience: 2 evaluations since step 1 found no ndcg@10 above 0.5000"
+    for entry in (hook, resumed):
+        assert evaluated(entry, 5, 0.4) == reason
 
 
 @pytest.fixture(scope="module")
@@ -238,72 +226,53 @@ def run(tmp_path_factory):
         "val_data_path": str(folder / "val.jsonl"),
         "output_dir": str(folder / "run"),
     }
-    path = folder / "cfg.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return (
-        settings,
-        path,
-        vembed.train(path, ["patience=null", "epochs=5", "report_to=none"]),
-    )
+    changes = ["patience=null", "epochs=5", "report_to=none"]
+    return settings, vembed.train(settings, changes)
+
+
+DECIDED = ("learning_rate", "eval_steps", "save_steps", "logging_steps")
+
+
+def decided(result):
+    options = yaml.safe_load((result.output_dir / "config.yaml").read_text())
+    return {name: options[name] for name in DECIDED}
 
 
 def test_four_lines_decide_the_rest_and_say_why(run):
-    _, _, result = run
-    log = (result.output_dir / "training_log.txt").read_text()
-    for name in (
-        "learning_rate",
-        "eval_steps",
-        "save_steps",
-        "load_best_model_at_end",
-        "logging_steps",
-    ):
-        assert len(re.findall(rf"\b{name}: \S+ \(auto; .+\)", log)) == 1, name
-    written = yaml.safe_load((result.output_dir / "config.yaml").read_text())
-    assert (
-        written["learning_rate"] > 2e-5
-        and written["eval_steps"] == written["save_steps"] == 2
-    )
+    settings, result = run
+    log = log_text(result.output_dir)
+    for name in (*DECIDED, "load_best_model_at_end"):
+        assert re.search(rf"\b{name}: \S+ \(auto; .+\)", log), name
+    values = decided(result)
+    assert values["learning_rate"] > 2e-5
+    assert values["eval_steps"] == values["save_steps"] == 2
     scores = [entry["ndcg@10"] for entry in metrics(result.output_dir, "eval")]
     assert len(scores) >= 11
     best = max(scores[1:])  # the first is of the model before training
     assert result.metrics["ndcg@10"] == best, "final/ holds the best"
-    assert vembed.evaluate(result.model_dir, run[0]["val_data_path"])[
-        "ndcg@10"
-    ] == pytest.approx(best, abs=1e-6)
+    evaluated = vembed.evaluate(result.model_dir, settings["val_data_path"])
+    assert evaluated["ndcg@10"] == pytest.approx(best, abs=1e-6)
 
 
 def test_a_resumed_run_keeps_what_was_decided(run):
-    _, path, result = run
-
-    def decided():
-        options = yaml.safe_load((result.output_dir / "config.yaml").read_text())
-        names = ("learning_rate", "eval_steps", "save_steps", "logging_steps")
-        return [options[name] for name in names]
-
-    before = decided()
-    vembed.train(path, ["epochs=6", "resume=true", "report_to=none", "patience=1"])
-    assert decided() == before
+    settings, result = run
+    before = decided(result)
+    changes = ["epochs=6", "resume=true", "report_to=none", "patience=1"]
+    vembed.train(settings, changes)
+    assert decided(result) == before
 
 
 def test_a_model_that_learned_without_pairs_counted_as_an_embedding_model(
     run, tmp_path
 ):
     """Pre-training by the next token saves final/ as every run does, beside the config that tells of it."""
-    settings, _, result = run
-    for loss, kind in (
-        ("infonce", "an embedding model already"),
-        ("none", "no embedding model yet"),
-    ):
+    settings, result = run
+    kinds = {"infonce": "an embedding model already", "none": "no embedding model yet"}
+    for loss, kind in kinds.items():
         before = tmp_path / loss
         shutil.copytree(result.model_dir, before / "final")
         (before / "config.yaml").write_text(f"loss: {loss}\nlosses: null\n")
-        options = ["max_steps=1", "report_to=none", "eval_before=false"]
-        changes = [
-            f"model_name={before / 'final'}",
-            f"output_dir={before / 'next'}",
-            *options,
-        ]
-        again = vembed.train({**settings, "val_data_path": None}, changes)
-        assert (
-            f"dimensions, {kind}" in (again.output_dir / "training_log.txt").read_text()
-        )
+        changes = {"model_name": str(before / "final"), "val_data_path": None}
+        changes |= {"output_dir": str(before / "next"), "report_to": "none"}
+        again = vembed.train({**settings, **changes}, ["max_steps=1"])
+        assert f"dimensions, {kind}" in log_text(again.output_dir)

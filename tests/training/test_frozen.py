@@ -7,20 +7,26 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
 
 import vembed
 from tests.families.pictures import words_and_pictures
 from tests.harness import STRATEGIES, result_of, run_cases
 from tests.tiny import WORDS, shared, tiny_clip, tiny_siglip
-from tests.training.test_run import metrics
+from tests.training.test_run import final_weights, log_text, losses_and_norms, metrics
+from tests.training.tiny_run import assert_same
 from vembed.data import row_store
 from vembed.errors import UserError
+from vembed.models import embedding_model
 from vembed.models.embedding_model import EmbeddingModel
 
 NUM_ROWS = 16
-WEIGHTS = "model.safetensors"
+FROZEN = {
+    "freeze": ["vision"],
+    "learning_rate": 1e-2,
+    "use_gradient_cache": True,
+    "logging_steps": 1,
+    "report_to": [],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -37,39 +43,38 @@ def options(folder, output, **more):
     if not data.exists():
         words_and_pictures(folder, WORDS[:NUM_ROWS], 1, "train", seed=0)
     return {
+        **FROZEN,
         "model_name": str(shared(tiny_clip, dropout=0.3)),
         "data_path": str(data),
         "output_dir": str(folder / output),
         "global_batch_size": 4,
         "epochs": 2,
-        "learning_rate": 1e-2,
-        "freeze": ["vision"],
-        "use_gradient_cache": True,
         "micro_batch_tokens": 1,
-        "logging_steps": 1,
-        "report_to": [],
         "cache_frozen_features": True,
         **more,
     }
 
 
 def train(settings):
-    """One run: its losses and gradient norms, and how many pictures passed the tower in it."""
+    """One run: its losses and gradient norms, and how many pictures passed the image tower in it."""
     passed = []
-    original = EmbeddingModel.tower_output
+    image_states = embedding_model.image_states
+    tower_output = EmbeddingModel.tower_output
 
-    def counting(model, modality, inputs):
-        if modality == "image":
-            passed.append(len(inputs["pixel_values"]))
-        return original(model, modality, inputs)
+    def counted_states(backbone, inputs):
+        passed.append(len(inputs["image_grid_thw"]))
+        return image_states(backbone, inputs)
 
-    EmbeddingModel.tower_output = counting
-    try:
+    def counted_output(model, modality, inputs):
+        if "pixel_values" in inputs:
+            passed.append(len(inputs.get("image_grid_thw", inputs["pixel_values"])))
+        return tower_output(model, modality, inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedding_model, "image_states", counted_states)
+        patch.setattr(EmbeddingModel, "tower_output", counted_output)
         vembed.train(settings)
-    finally:
-        EmbeddingModel.tower_output = original
-    output = settings["output_dir"]
-    losses = list(zip(metrics(output), metrics(output, "grad_norm"), strict=True))
+    losses = losses_and_norms(settings["output_dir"])
     return {"losses": losses, "passed": sum(passed)}
 
 
@@ -79,23 +84,13 @@ def train_there(cache, settings):
     return train(settings)
 
 
-def logged(folder, output):
-    return (folder / output / "training_log.txt").read_text()
-
-
-def weights(folder, output):
-    return load_file(folder / output / "final" / WEIGHTS)
-
-
 def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_changes(
     tmp_path,
 ):
     without = train(options(tmp_path, "without", cache_frozen_features=False))
     first = train(options(tmp_path, "first"))
-    assert (
-        f"frozen image tower: {NUM_ROWS} outputs computed, {NUM_ROWS} read from"
-        in logged(tmp_path, "first")
-    )
+    counts = f"frozen image tower: {NUM_ROWS} outputs computed, {NUM_ROWS} read from"
+    assert counts in log_text(tmp_path / "first")
     second = train(options(tmp_path, "second"))
     dummy = 1
     assert (
@@ -104,17 +99,14 @@ def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_chan
     assert first["passed"] == NUM_ROWS + dummy
     assert second["passed"] == dummy
     assert first["losses"] == second["losses"] == without["losses"]
-    expected = weights(tmp_path, "without")
+    expected = final_weights(tmp_path / "without")
     for output in ("first", "second"):
-        for name, value in weights(tmp_path, output).items():
-            assert torch.equal(value, expected[name]), name
+        assert_same(final_weights(tmp_path / output), expected)
 
 
-@pytest.mark.parametrize(
-    "remaining", [{}, {"use_gradient_cache": False}], ids=["cached", "kept-graphs"]
-)
-def test_a_frozen_tower_without_projection_and_kept_graphs(tmp_path, remaining):
-    more = {"model_name": str(shared(tiny_siglip)), "loss": "sigmoid", **remaining}
+def test_a_frozen_tower_without_projection_and_kept_graphs(tmp_path):
+    more = {"model_name": str(shared(tiny_siglip)), "use_gradient_cache": False}
+    more["loss"] = "sigmoid"
     without = train(options(tmp_path, "without", cache_frozen_features=False, **more))
     assert train(options(tmp_path, "with", **more))["losses"] == without["losses"]
 
@@ -156,12 +148,7 @@ def with_evaluations(folder, output, **more):
     data = folder / "val.jsonl"
     if not data.exists():
         words_and_pictures(folder, WORDS[:NUM_EVALUATED], 1, "val", seed=1)
-    val = {
-        "val_data_path": str(data),
-        "eval_before": True,
-        "eval_steps": 4,
-        "micro_batch_tokens": 1,
-    }
+    val = {"val_data_path": str(data), "eval_before": True, "eval_steps": 4}
     return options(folder, output, **val | more)
 
 
@@ -195,8 +182,8 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, 
         run = with_evaluations(tmp_path, f"{strategy}-run", **more, strategy=strategy)
         cases[strategy] = (str(home), run)
     actual = run_cases(train_there, 2, cases, process_group=False)
-    whole = with_evaluations(tmp_path, "whole", **more, cache_frozen_features=False)
-    train(whole)
+    train(with_evaluations(tmp_path, "whole", **more, cache_frozen_features=False))
+    expected = metrics(tmp_path / "whole", "eval")
     first_of_each = 2
     to_stay_in_step = 1
     num_expected = 1 + (NUM_ROWS - 4) + first_of_each + to_stay_in_step
@@ -204,9 +191,7 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, 
         two = result_of(actual, strategy)
         assert sum(rank["passed"] for rank in two) == num_expected, strategy
         scores = metrics(tmp_path / f"{strategy}-run", "eval")
-        for score, other in zip(
-            scores, metrics(tmp_path / "whole", "eval"), strict=True
-        ):
+        for score, other in zip(scores, expected, strict=True):
             assert score == pytest.approx(other), strategy
 
 
@@ -214,12 +199,13 @@ def test_other_weights_other_pictures_and_other_settings_have_features_of_their_
     tmp_path, cache
 ):
     train(options(tmp_path, "first"))
-    other = train(
-        options(tmp_path, "other", model_name=str(shared(tiny_clip)))
-    )  # dropout is a setting of the tower
-    assert other["passed"] == NUM_ROWS + 1 and len(list(cache.iterdir())) == 2
-    half = train(options(tmp_path, "half", torch_dtype="bfloat16"))
-    assert half["passed"] == NUM_ROWS + 1 and len(list(cache.iterdir())) == 3
+    others = {
+        "dropout": {"model_name": str(shared(tiny_clip))},
+        "half": {"torch_dtype": "bfloat16"},
+    }
+    for number, (name, changes) in enumerate(others.items(), start=2):
+        other = train(options(tmp_path, name, **changes))
+        assert other["passed"] == NUM_ROWS + 1 and len(list(cache.iterdir())) == number
     picture = sorted((tmp_path / "images").iterdir())[0]
     os.utime(picture, ns=(1, 1))
     assert train(options(tmp_path, "changed"))["passed"] == 1 + 1
@@ -231,36 +217,30 @@ def test_other_weights_other_pictures_and_other_settings_have_features_of_their_
 def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path):
     rows = np.arange(24, dtype=np.float32).reshape(6, 4)
     keys = [number.to_bytes(16, "little") for number in range(6)]
-    store = row_store.RowStore(tmp_path, "tower", "cache_frozen_features", ".features")
+    place = (tmp_path, "tower", "cache_frozen_features", ".features")
+    store = row_store.RowStore(*place)
     store.add_rows(keys[:3], rows[:3])
     store.add_rows(keys[3:], rows[3:])
     store.close()
+    (path,) = (tmp_path / "tower").iterdir()
 
-    def check(path, content):
-        whole = path.read_bytes()
+    def check(content):
         path.write_bytes(content)
-        store = row_store.RowStore(
-            tmp_path, "tower", "cache_frozen_features", ".features"
-        )
         try:
-            stored = store.find_rows(keys)
+            stored = row_store.RowStore(*place).find_rows(keys)
         except UserError as error:
-            assert f"is damaged: delete {tmp_path / 'tower'}" in str(error)
+            assert f"is damaged: delete {path.parent}" in str(error)
         else:
             assert len(stored) < 6
             for number, row in stored.items():
                 assert np.array_equal(row, rows[number])
-        path.write_bytes(whole)
 
-    files = list((tmp_path / "tower").iterdir())
-    assert len(files) == 1
-    for path in files:
-        content = path.read_bytes()
-        for position, value in enumerate(content):
-            flipped = bytearray(content)
-            flipped[position] = value ^ 0xFF
-            check(path, bytes(flipped))
-            check(path, content[:position])
+    whole = path.read_bytes()
+    for position, value in enumerate(whole):
+        flipped = bytearray(whole)
+        flipped[position] = value ^ 0xFF
+        check(bytes(flipped))
+        check(whole[:position])
 
 
 def test_a_full_disk_costs_time_and_not_the_run(tmp_path, monkeypatch):
@@ -276,11 +256,9 @@ def test_a_full_disk_costs_time_and_not_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr(row_store.RowStore, "add_rows", full)
     assert train(options(tmp_path, "run"))["losses"] == without["losses"]
-    said = logged(tmp_path, "run")
-    assert (
-        said.count("cannot be written (No space left on device)") == 1
-        and "set XDG_CACHE_HOME" in said
-    )
+    said = log_text(tmp_path / "run")
+    assert said.count("cannot be written (No space left on device)") == 1
+    assert "set XDG_CACHE_HOME" in said
 
 
 # ---- what cannot be --------------------------------------------------------------------------------------------------

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import vembed
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st
-from tests.training.test_run import metrics
+from tests.training.test_run import final_weights, metrics
+from tests.training.tiny_run import assert_same
 from tests.weights.variants import pairs
 from vembed.errors import RunError, UserError
 from vembed.training.checkpoint.checkpointer import Checkpointer
@@ -34,8 +34,8 @@ def config(tmp_path):
     }
 
 
-def weights_of(folder):
-    weights = load_file(Path(folder) / "model.safetensors")
+def trained_weights(output):
+    weights = final_weights(output)
     return {name: weights[name] for name in weights if "pooler" not in name}
 
 
@@ -66,7 +66,7 @@ def test_final_holds_the_average_of_the_weights(config):
         }
     last = collected.steps[-1]
     distances = []
-    for name, value in weights_of(result.model_dir).items():
+    for name, value in trained_weights(result.output_dir).items():
         np.testing.assert_allclose(value, expected[name], atol=1e-5)
         distances.append(np.abs(value - last[name]).max())
     assert max(distances) > 1e-4, "the average is not the last step"
@@ -92,49 +92,44 @@ def _train_on_a_rank(config):
 def test_shards_have_the_same_average_also_after_a_resume(config, tmp_path):
     # Adam would enlarge the rounding of gradients that are zero.
     config |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
-    config["ema"] = 0.5
+    config |= {"ema": 0.5, "eval_steps": 2, "save_steps": 2}
     alone = vembed.train(config)
-    options = {
-        **config,
-        "strategy": "fsdp",
-        "batch_size": 2,
-        "output_dir": str(tmp_path / "two"),
-        "eval_steps": 2,
-        "save_steps": 2,
-        "resume": "auto",
-    }
+    output = tmp_path / "two"
+    sharded = {"strategy": "fsdp", "batch_size": 2, "output_dir": str(output)}
     for max_steps in (2, 4):
-        parts = {**options, "max_steps": max_steps}
-        run_ranks(_train_on_a_rank, 2, parts, process_group=False)
-    first = weights_of(alone.model_dir)
-    two = weights_of(tmp_path / "two" / "final")
-    for name in first:
-        np.testing.assert_allclose(first[name], two[name], atol=2e-5)
+        part = {**config, **sharded, "max_steps": max_steps, "resume": "auto"}
+        run_ranks(_train_on_a_rank, 2, part, process_group=False)
+    weights = trained_weights(output)
+    for name, value in trained_weights(alone.output_dir).items():
+        np.testing.assert_allclose(weights[name], value, atol=2e-5)
 
 
 # ---- guards ----------------------------------------------------------------------------------------------------
 
 
-FALLING = {
-    "eval_steps": 1,
-    "save_steps": 1,
-    "max_steps": 40,
-    "learning_rate": 0.2,
-    "warmup_steps": 10,
-}
-"""A rate at which a guard falls after some steps."""
+@pytest.fixture
+def guard(tmp_path):
+    return str(pairs(tmp_path / "general.jsonl", 40))
+
+
+@pytest.fixture
+def falling(config, guard):
+    """A run at a rate at which its guard falls after some steps."""
+    return {
+        **config,
+        "guards": [{"path": guard, "max_drop": 0.1}],
+        "eval_steps": 1,
+        "save_steps": 1,
+        "max_steps": 40,
+        "learning_rate": 0.2,
+        "warmup_steps": 10,
+    }
 
 
 def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(
-    config, tmp_path
+    falling, guard, tmp_path
 ):
-    guard = pairs(tmp_path / "general.jsonl", 40)
-    options = {
-        "guards": [{"path": str(guard), "max_drop": 0.1}],
-        "save_total_limit": 1,
-        **FALLING,
-    }
-    result = vembed.train({**config, **options})
+    result = vembed.train({**falling, "save_total_limit": 1})
     assert 1 < result.steps < 40
     evaluations = metrics(result.output_dir, "eval")  # after each step
     *scores, last = [scores["guard/general/ndcg@10"] for scores in evaluations]
@@ -144,56 +139,36 @@ def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(
     evaluated = vembed.evaluate(result.model_dir, guard)
     assert evaluated["ndcg@10"] == pytest.approx(scores[-1], abs=1e-6)
     checkpoint = result.output_dir / f"checkpoint-{len(scores) - 1}"
-    held = weights_of(whole_model(str(checkpoint), tmp_path / "held"))
-    for name, value in weights_of(result.model_dir).items():
-        np.testing.assert_array_equal(value, held[name])
+    whole_model(str(checkpoint), tmp_path / "held" / "final")
+    held = trained_weights(tmp_path / "held")
+    assert_same(trained_weights(result.output_dir), held)
     assert "guard general: nDCG@10" in (result.output_dir / "report.md").read_text()
 
 
 def test_no_weights_are_saved_where_the_checkpoint_that_held_is_damaged(
-    config, tmp_path, monkeypatch
+    falling, monkeypatch
 ):
-    guard = pairs(tmp_path / "general.jsonl", 40)
-    options = {
-        "guards": [{"path": str(guard), "max_drop": 0.1}],
-        **FALLING,
-    }
     monkeypatch.setattr(Checkpointer, "verify", lambda *_: ["a file is cut"])
     with pytest.raises(RunError, match="no weights are left for final/"):
-        vembed.train({**config, **options})
-    assert not (Path(config["output_dir"]) / "final").exists()
+        vembed.train(falling)
+    assert not (Path(falling["output_dir"]) / "final").exists()
 
 
 @pytest.mark.parametrize("max_drop", [1.0, None])
 def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(
-    config, tmp_path, max_drop
+    falling, guard, max_drop
 ):
-    guard = pairs(tmp_path / "general.jsonl", 40)
-    options = FALLING
-    ended = vembed.train(
-        {**config, **options, "guards": [{"path": str(guard), "max_drop": 0.1}]}
-    ).steps
-    weaker = None if max_drop is None else [{"path": str(guard), "max_drop": max_drop}]
-    result = vembed.train(
-        {**config, **options, "guards": weaker, "resume": True, "patience": 1}
-    )
+    ended = vembed.train(falling).steps
+    falling["guards"] = [{"path": guard, "max_drop": max_drop}] if max_drop else None
+    result = vembed.train({**falling, "resume": True, "patience": 1})
     assert result.steps > ended
-    assert (
-        "; final/ is the checkpoint of step"
-        not in (result.output_dir / "report.md").read_text()
-    )
+    report = (result.output_dir / "report.md").read_text()
+    assert "final/ is the checkpoint of step" not in report
 
 
-def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
-    guard = pairs(tmp_path / "general.jsonl", 40)
-    options = {
-        "guards": [{"path": str(guard), "max_drop": 0.0}],
-        "eval_steps": 2,
-        "save_steps": 2,
-        "learning_rate": 5.0,
-    }
+def test_a_guard_that_falls_at_once_leaves_nothing_to_save(falling):
     with pytest.raises(RunError, match="no checkpoint held before"):
-        vembed.train({**config, **options})
+        vembed.train({**falling, "learning_rate": 5.0, "warmup_steps": 0})
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """What a run writes to may fail, and the run goes on: consoles that nobody reads any more, disks that are full."""
 
 import errno
-import json
 import logging
 import os
 import pty
@@ -13,7 +12,7 @@ import pytest
 import vembed
 from tests.commands import start
 from tests.training.test_checkpoint import small_files
-from tests.training.test_run import metrics, settings
+from tests.training.test_run import config_file, log_text, metrics, settings
 from vembed.errors import RunError
 from vembed.evaluation.report.report import write_report
 from vembed.training import final as finish
@@ -22,8 +21,7 @@ from vembed.training.run_log import LineFile, LogFile
 
 
 def started(folder, console, **options):
-    config = folder / "cfg.json"
-    config.write_text(json.dumps(settings(folder, **options)))
+    config = config_file(folder, **options)
     return start("train", str(config), stdout=console, stderr=console)
 
 
@@ -35,9 +33,9 @@ def test_a_pipe_that_nobody_reads_ends_no_run(tmp_path):
         pipe.readline()
     assert process.wait(timeout=300) == 0
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
-    log_text = (tmp_path / "run" / "training_log.txt").read_text()
-    assert log_text.count("the console is closed; the run continues") == 1
-    assert "report: " in log_text
+    log = log_text(tmp_path / "run")
+    assert log.count("the console is closed") == 1
+    assert "report: " in log
 
 
 def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(
@@ -69,12 +67,10 @@ def test_lines_wait_until_there_is_room(tmp_path, caplog):
     with small_files(1):
         file.write("fifth")
         file.close()
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{path}: File too large; its lines wait in memory until there is room",
-        f"{path}: 3 lines that waited are written",
-        f"{path}: File too large; its lines wait in memory until there is room",
-        f"{path}: 1 lines found no room and are lost",
-    ]
+    no_room, written, _, lost = caplog.messages
+    assert f"{path}: File too large" in no_room
+    assert "3 lines that waited are written" in written
+    assert "1 lines found no room" in lost
 
 
 def test_a_full_disk_is_said_once_by_the_log(caplog, capsys, monkeypatch):
@@ -83,9 +79,8 @@ def test_a_full_disk_is_said_once_by_the_log(caplog, capsys, monkeypatch):
     for _ in range(3):
         handler.handle(logging.makeLogRecord({"msg": "a line"}))
     handler.close()
-    assert caplog.messages == [
-        "/dev/full: No space left on device; lines are missing in it until there is room"
-    ]
+    (message,) = caplog.messages
+    assert "/dev/full: No space left on device" in message
     assert capsys.readouterr().err == ""
 
 
@@ -96,13 +91,8 @@ def test_a_tracker_that_fails_is_left_alone(tmp_path, monkeypatch):
     result = vembed.train(
         settings(tmp_path, report_to=["tensorboard"], val_data_path=None)
     )
-    log_text = (tmp_path / "run" / "training_log.txt").read_text()
-    assert (
-        log_text.count(
-            "report_to: tensorboard failed and is disabled ([Errno 28] No space left on device)"
-        )
-        == 1
-    )
+    log = log_text(result.output_dir)
+    assert log.count("report_to: tensorboard failed and is disabled ([Errno 28]") == 1
     assert len(metrics(result.output_dir)) == 6
 
 
@@ -117,10 +107,7 @@ def test_a_disk_that_is_full_at_the_end(save_steps, way_out, tmp_path, monkeypat
     options = settings(tmp_path, save_steps=save_steps, val_data_path=None)
     with monkeypatch.context() as patch:
         patch.setattr(finish, "save_model", fail)
-        with pytest.raises(
-            RunError,
-            match=rf"could not be written \(.*No space.*make room in {tmp_path}/run if its disk is full, and {way_out}",
-        ):
+        with pytest.raises(RunError, match=rf"No space.*{tmp_path}/run .*{way_out}"):
             vembed.train(options)
     if save_steps:
         again = vembed.train({**options, "resume": True})
@@ -132,9 +119,7 @@ def test_a_disk_that_is_full_for_the_report_costs_the_report_alone(
 ):
     options = settings(tmp_path, max_steps=1, val_data_path=None)
     monkeypatch.setattr(finish, "write_report", fail)
-    with pytest.raises(
-        RunError, match=r"the model is in .*final, but its report .*No space.*make room"
-    ):
+    with pytest.raises(RunError, match=r"is in .*final, but its report .*No space"):
         vembed.train(options)
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
     assert write_report(tmp_path / "run").is_file()

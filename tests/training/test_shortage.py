@@ -11,7 +11,7 @@ import torch
 import vembed
 from tests.harness import STRATEGIES, rank_outcomes, run_ranks
 from tests.tiny import shared, tiny_bert
-from tests.training.test_run import metrics, settings
+from tests.training.test_run import log_text, metrics, settings
 from tests.training.tiny_run import config_for
 from vembed.cli.support import _LOST_RANK
 from vembed.config.decisions import FsdpConfig
@@ -26,6 +26,7 @@ from vembed.parallel.placement import place
 from vembed.parallel.step_memory import Budget, advice, find_budget
 
 H100 = next(gpu for gpu in GPUS if gpu.name == "H100-80GB")
+SMALLER = "micro-batches of 200 tokens instead of 400"
 
 
 def fail_at(monkeypatch, micro_batches, *, above_rows=0):
@@ -68,6 +69,15 @@ def test_graphs_of_as_many_micro_batches_as_fit_are_kept(
     assert budget.num_kept_graphs(padded_tokens, longest, 7, session) == num_kept
 
 
+def without_dropout(folder, **more):
+    """Options of a short run without validation data."""
+    model_name = str(shared(tiny_bert))
+    options = settings(folder, model_name=model_name, val_data_path=None, max_steps=3)
+    options["micro_batch_tokens"] = 400
+    options["gradient_accumulation_steps"] = 2
+    return options | more
+
+
 @pytest.mark.parametrize(
     ("version", "cache", "num_kept"), [(1, False, 0), (1, True, 0), (2, False, 2)]
 )
@@ -87,52 +97,26 @@ def test_fsdp1_says_that_it_cannot_keep_several_graphs(
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.promise("A15")
 def test_step_is_replayed_with_half_the_budget(cache, tmp_path, monkeypatch):
-    common = settings(
-        tmp_path,
-        model_name=str(shared(tiny_bert, dropout=0.0)),
-        val_data_path=None,
-        max_steps=4,
-    )
-    common |= {
-        "micro_batch_tokens": 400,
-        "use_gradient_cache": cache,
-        "gradient_accumulation_steps": 2,
-    }
+    common = without_dropout(tmp_path, max_steps=4, use_gradient_cache=cache)
     plain = vembed.train({**common, "output_dir": str(tmp_path / "plain")})
     with monkeypatch.context() as patch:
         # In the first and in the second phase, in the first and in the second batch of a step.
         fail_at(patch, {3, 11, 19})
         short = vembed.train({**common, "output_dir": str(tmp_path / "short")})
-    assert metrics(short.output_dir) == pytest.approx(
-        metrics(plain.output_dir), rel=1e-5
-    )
-    said = (short.output_dir / "training_log.txt").read_text()
-    assert "micro-batches of 200 tokens instead of 400" in said
-
-
-def run_of_a_rank(folder, **options):
-    run = settings(
-        folder,
-        model_name=str(shared(tiny_bert, dropout=0.0)),
-        val_data_path=None,
-        max_steps=3,
-        micro_batch_tokens=400,
-        gradient_accumulation_steps=2,
-        **options,
-    )
-    return vembed.train(run).output_dir
+    expected = metrics(plain.output_dir)
+    assert metrics(short.output_dir) == pytest.approx(expected, rel=1e-5)
+    assert SMALLER in log_text(short.output_dir)
 
 
 def two_ranks(folder, failing_calls, **options):
     """Train on a rank of two, of which rank 1 runs out of memory at some calls of the model. Return the losses."""
+    output = str(folder / f"run-{len(failing_calls)}")
+    options = without_dropout(folder, output_dir=output, **options)
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":
             fail_at(patch, failing_calls)
-        output = str(folder / f"run-{len(failing_calls)}")
-        run = run_of_a_rank(
-            folder, use_gradient_cache=True, output_dir=output, **options
-        )
-        return metrics(run)
+        vembed.train({**options, "use_gradient_cache": True})
+    return metrics(output)
 
 
 def test_a_shortage_of_one_rank_is_known_to_all(tmp_path):
@@ -159,24 +143,20 @@ def test_a_shortage_between_shared_batch_norms_ends_all_ranks(tmp_path):
 def two_ranks_with_short_loss(folder, strategy, cache):
     """Train on a rank of two, of which rank 1 runs out of memory in its second loss. Return the losses of the steps and
     the log."""
+    loss = TermModule.forward
+    count = [0]
+
+    def forward(self, batch):
+        count[0] += 1
+        if os.environ["RANK"] == "1" and count[0] == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
+        return loss(self, batch)
+
+    options = without_dropout(folder, use_gradient_cache=cache)
     with pytest.MonkeyPatch.context() as patch:
-        loss = TermModule.forward
-        count = [0]
-
-        def forward(self, batch):
-            count[0] += 1
-            if os.environ["RANK"] == "1" and count[0] == 2:
-                raise torch.OutOfMemoryError("CUDA out of memory (simulated)")
-            return loss(self, batch)
-
         patch.setattr(TermModule, "forward", forward)
-        run = run_of_a_rank(
-            folder,
-            use_gradient_cache=cache,
-            output_dir=str(folder / f"{strategy}-{cache}"),
-            **STRATEGIES[strategy],
-        )
-        return metrics(run), (run / "training_log.txt").read_text()
+        output = vembed.train({**options, **STRATEGIES[strategy]}).output_dir
+    return metrics(output), log_text(output)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -187,7 +167,7 @@ def test_a_loss_without_memory_is_repeated_with_fewer_graphs(strategy, tmp_path)
     )
     losses, log = short
     assert losses == pytest.approx(plain, rel=1e-5)
-    assert "micro-batches of 200 tokens instead of 400" in log
+    assert SMALLER in log
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -221,17 +201,12 @@ def test_other_errors_are_no_shortage():
 @pytest.mark.promise("D26")
 def test_no_budget_is_small_enough(tmp_path, monkeypatch):
     fail_at(monkeypatch, set(range(1, 100)))
-    with pytest.raises(
-        RunError, match=r"out of device memory .*2\. micro_batch_tokens.*use_lora: true"
-    ):
-        vembed.train(
-            settings(
-                tmp_path,
-                micro_batch_tokens=200,
-                val_data_path=None,
-                use_gradient_cache=False,
-            )
-        )
+    options = without_dropout(tmp_path, use_gradient_cache=False)
+    with pytest.raises(RunError, match=r"memory .*micro_batch_tokens.*use_lora: true"):
+        vembed.train(options)
+
+
+GATHERED = {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}
 
 
 @pytest.mark.parametrize(
@@ -239,11 +214,7 @@ def test_no_budget_is_small_enough(tmp_path, monkeypatch):
     [
         ({"fsdp_version": 1}, "fsdp_offload_params: true", "adamw_8bit"),
         ({}, "optim: adamw_8bit", "fsdp_sharding_strategy"),
-        (
-            {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
-            "fsdp_sharding_strategy: FULL_SHARD",
-            "use_fsdp",
-        ),
+        (GATHERED, "fsdp_sharding_strategy: FULL_SHARD", "use_fsdp"),
     ],
     ids=["FSDP1", "FSDP2", "gathered by FSDP1"],
 )

@@ -1,8 +1,6 @@
 """Several tasks in one run: sources with losses of their own, in batches of their own, on any number of ranks."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +11,10 @@ from tests.data.files import write_jsonl
 from tests.harness import run_ranks
 from tests.losses.batches import check, config_of, make_batch
 from tests.tiny import shared, texts, tiny_bert
-from tests.training.test_run import metrics
+from tests.training.test_run import metric_lines, metrics
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSource, parse_sampling
-from vembed.config.terms import (
-    source_batch_sizes,
-    source_groups,
-)
+from vembed.config.terms import source_batch_sizes, source_groups
 from vembed.data.batching.schedule import BatchSchedule, examples_per_epoch
 from vembed.data.datasets import open_sets
 from vembed.losses.build import build_loss
@@ -76,28 +71,26 @@ def options(folder, **more):
 def train(settings):
     """Called on every rank: the logged steps."""
     vembed.train(settings)
-    lines = (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()
-    return [line for line in map(json.loads, lines) if "loss" in line]
+    return [line for line in metric_lines(settings["output_dir"]) if "loss" in line]
+
+
+def loss_names(steps):
+    return {name for step in steps for name in step if name.startswith("loss/")}
 
 
 def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path):
     first = train(options(tmp_path))
-    tasks = [next(name for name in step if name.startswith("loss/")) for step in first]
-    assert set(tasks) == {"loss/retrieval", "loss/sts", "loss/scored", "loss/topics"}
-    for step, task in zip(first, tasks, strict=True):
+    tasks = {"loss/retrieval", "loss/sts", "loss/scored", "loss/topics"}
+    terms = {"loss/sts/cosent", "loss/scored/kl", "loss/scored/infonce"}
+    assert loss_names(first) == tasks | terms
+    for step in first:
+        (task,) = tasks & step.keys()
         assert step[task] == pytest.approx(step["loss"], rel=1e-6)
-    terms = [name for step in first for name in step if name.count("/") == 2]
-    assert set(terms) == {"loss/sts/cosent", "loss/scored/kl", "loss/scored/infonce"}
     scored = next(step for step in first if "loss/scored" in step)
-    assert scored["loss"] == pytest.approx(
-        scored["loss/scored/kl"] + 0.1 * scored["loss/scored/infonce"], rel=1e-6
-    )
-    sharded = options(
-        tmp_path,
-        output_dir=str(tmp_path / "two"),
-        strategy="fsdp",
-        save_steps=3,
-    )
+    weighted = scored["loss/scored/kl"] + 0.1 * scored["loss/scored/infonce"]
+    assert scored["loss"] == pytest.approx(weighted, rel=1e-6)
+    sharded = options(tmp_path, output_dir=str(tmp_path / "two"), strategy="fsdp")
+    sharded["save_steps"] = 3
     run_ranks(train, 2, {**sharded, "max_steps": 3}, process_group=False)
     two = run_ranks(train, 2, {**sharded, "resume": True}, process_group=False)[0]
     assert [step["step"] for step in two] == list(range(1, 11))
@@ -110,90 +103,56 @@ STRONG = 20.0
 
 
 def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path):
-    sources = files(tmp_path)[:1]
+    source = files(tmp_path)[0]
     rows = [{"text": text} for text in texts(16, seed=9)]
     write_jsonl(tmp_path / "texts.jsonl", rows)
-    anchor = {
-        "path": str(tmp_path / "texts.jsonl"),
-        "name": "texts",
-        "losses": [{"loss": "anchor", "weight": STRONG}],
-    }
+    anchor = {"path": str(tmp_path / "texts.jsonl"), "name": "texts"}
+    anchor["losses"] = [{"loss": "anchor", "weight": STRONG}]
     last = {}
     for weight in (1e-9, STRONG):
-        name = str(tmp_path / str(weight))
-        first = train(
-            options(
-                tmp_path,
-                data_path=sources[0]["path"],
-                homogeneous_batches=False,
-                losses=[{"loss": "infonce"}, {"loss": "anchor", "weight": weight}],
-                output_dir=name,
-            )
-        )
+        more = {"output_dir": str(tmp_path / str(weight)), "data_path": source["path"]}
+        more["homogeneous_batches"] = False
+        more["losses"] = [{"loss": "infonce"}, {"loss": "anchor", "weight": weight}]
+        first = train(options(tmp_path, **more))
         assert first[0]["loss/anchor"] == pytest.approx(0.0, abs=1e-5)
         last[weight] = first[-1]["loss/anchor"]
     assert last[STRONG] < 0.5 * last[1e-9]
-    both = train(
-        options(
-            tmp_path, data_path=[*sources, anchor], output_dir=str(tmp_path / "both")
-        )
-    )
-    assert {name for step in both for name in step if name.startswith("loss/")} == {
-        "loss/retrieval",
-        "loss/texts",
-        "loss/texts/anchor",
-    }
+    both = train(options(tmp_path, data_path=[source, anchor]))
+    assert loss_names(both) == {"loss/retrieval", "loss/texts", "loss/texts/anchor"}
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("source", "change", "message"),
     [
+        ({"batch_size": 4}, {}, "a batch size of its own needs batches of"),
         (
-            {"data_path": [{"path": "a", "batch_size": 4}, "b"]},
-            "a source with a batch size of its own needs batches of",
-        ),
-        (
-            {
-                "data_path": [{"path": "a", "batch_size": 4}, "b"],
-                "homogeneous_batches": True,
-                "global_batch_size": 8,
-            },
+            {"batch_size": 4},
+            {"homogeneous_batches": True, "global_batch_size": 8},
             "give the source global_batch_size too",
         ),
-        (
-            {"data_path": ["a", "b"], "sampling": "round_robin"},
-            "round_robin takes a batch of each source in turn",
-        ),
-        (
-            {"data_path": [{"path": "a", "val_data_path": "v"}, "b"]},
-            "a has val_data_path, and the run has none",
-        ),
+        ({}, {"sampling": "round_robin"}, "a batch of each source in turn"),
+        ({"val_data_path": "v"}, {}, "a has val_data_path, and the run has none"),
     ],
 )
-def test_sources_that_do_not_go_together(change, message):
+def test_sources_that_do_not_go_together(source, change, message):
+    sources = [{"path": "a", **source}, "b"]
     with pytest.raises(vembed.UserError, match=message):
-        resolve_run({"model_name": "m", **change})
+        resolve_run({"model_name": "m", "data_path": sources, **change})
 
 
 def test_each_task_is_validated_logged_and_drawn(tmp_path):
     sources = files(tmp_path)[:2]
     sources[1]["val_data_path"] = sources[1]["path"]
-    settings = options(
-        tmp_path,
-        data_path=sources,
-        val_data_path=sources[0]["path"],
-        eval_steps=2,
-        max_steps=4,
-    )
-    steps = train(settings)
+    settings = options(tmp_path, data_path=sources, eval_steps=2, max_steps=4)
+    steps = train({**settings, "val_data_path": sources[0]["path"]})
     scores = metrics(tmp_path / "out", "eval")
     assert len(scores) == 3
     for score in scores:
         assert {"ndcg@10", "task/sts/spearman"} <= set(score)
     page = (tmp_path / "out" / "report.html").read_text()
     assert "task sts: Spearman" in page
-    drawn = {name for step in steps for name in step if name.startswith("loss/")}
-    assert any(f"Loss, {name.removeprefix('loss/')}" in page for name in drawn)
+    for name in loss_names(steps):
+        assert f"Loss, {name.removeprefix('loss/')}" in page
 
 
 def opened(folder, **more):
@@ -252,26 +211,24 @@ def test_sources_are_drawn_as_sampling_says(sampling, weights, expected):
 
 
 def test_turns_and_batch_sizes():
-    turns = BatchSchedule(
-        [90, 20],
-        4,
-        1,
-        homogeneous=True,
-        batch_sizes=[4, 6],
-        sampling=parse_sampling("round_robin"),
-    )
+    sampling = parse_sampling("round_robin")
+    sized = {"homogeneous": True, "batch_sizes": [4, 6]}
+    turns = BatchSchedule([90, 20], 4, 1, **sized, sampling=sampling)
     for epoch in range(2):
-        batches = [turns.batch(epoch, step) for step in range(turns.batches_per_epoch)]
-        assert [(turns.source_of(int(batch[0])), len(batch)) for batch in batches] == [
-            (0, 4),
-            (1, 6),
-        ] * 11
+        assert sources_and_sizes(turns, epoch) == [(0, 4), (1, 6)] * 11
     assert "; of 6: source 2" in turns.summary()
-    sized = BatchSchedule([8, 12], 4, 1, homogeneous=True, batch_sizes=[4, 6])
-    assert sorted(
-        len(sized.batch(0, step)) for step in range(sized.batches_per_epoch)
-    ) == [4, 4, 6, 6]
-    assert sized.num_left_out == 0
+    every_row = BatchSchedule([8, 12], 4, 1, **sized)
+    assert sorted(sources_and_sizes(every_row, 0)) == [(0, 4), (0, 4), (1, 6), (1, 6)]
+    assert every_row.num_left_out == 0
+
+
+def sources_and_sizes(schedule, epoch):
+    """The source of each batch's first example, and the batch's size."""
+    batches = []
+    for step in range(schedule.batches_per_epoch):
+        batch = schedule.batch(epoch, step)
+        batches.append((schedule.source_of(int(batch[0])), len(batch)))
+    return batches
 
 
 def test_sources_of_one_task_share_batches():

@@ -78,10 +78,10 @@ def open_sets(
     evaluation: EvalData | None = None
     # Of sources that name validation data, with the prompts of the source.
     by_task: dict[str, EvalData] = {}
-    tasks = source_group_names(options, store.names)
-    for name, source in zip(tasks, options.sources(), strict=True):
+    for number, source in enumerate(options.sources()):
         if source.val_data_path is not None:
             data = open_eval_data(options, source.val_data_path, objective)
+            name = source_group_names(options, store.names)[number]
             free_name = f"{name} {len(by_task) + 1}" if name in by_task else name
             by_task[free_name] = data.read_as(ReadAs.of(source))
     if options.val_split is not None:

@@ -30,16 +30,9 @@ from vembed.evaluation.dataset import (
     ScoredPairs,
     open_eval_data,
 )
-from vembed.evaluation.query_results import NUM_FOUND, QueryResults
+from vembed.evaluation.query_results import NUM_FIRST_DOCUMENTS, QueryResults
 from vembed.evaluation.report.record import FIRST_STAGE, run_options
-from vembed.evaluation.top_k import (
-    NOTHING,
-    Pairs,
-    TopK,
-    as_keys,
-    documents_of,
-    top_k,
-)
+from vembed.evaluation.top_k import NOTHING, Pairs, TopK, as_keys, documents_of, top_k
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
     InterruptCheck,
@@ -419,7 +412,7 @@ def _evaluate_reranker(
     if query_results is not None:
         query_results.names = names
         query_results.values = values
-        query_results.found = rankings[:, :NUM_FOUND]
+        query_results.first_documents = rankings[:, :NUM_FIRST_DOCUMENTS]
     result = dict(zip(names, values.mean(axis=0).tolist(), strict=True))
     before = dict(zip(names, first_values.mean(axis=0).tolist(), strict=True))
     return result | {FIRST_STAGE + name: value for name, value in before.items()}
@@ -625,10 +618,12 @@ class RetrievalSearch:
             if dim == self._full:
                 scores.update(means)
                 if results is not None:
-                    first = rankings[:, :NUM_FOUND]
+                    first = rankings[:, :NUM_FIRST_DOCUMENTS]
                     results.names = names
                     results.values = by_query
-                    results.found = from_all_ranks(first, num_queries, self._session)
+                    results.first_documents = from_all_ranks(
+                        first, num_queries, self._session
+                    )
             if dim in self._dims:
                 for name, value in means.items():
                     scores[f"dim{dim}/{name}"] = value

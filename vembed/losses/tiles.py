@@ -45,13 +45,13 @@ from vembed.losses.batch import TeacherVectors
 from vembed.losses.candidates import FORWARD, ScorePlan, shifted
 from vembed.losses.similarity import (
     Entries,
+    KnownGradients,
     PrefixTable,
     RowVectors,
     Similarity,
     arithmetic_dtype,
     chunks,
     length_of,
-    with_known_gradients,
 )
 
 MEBIBYTE = 2**20
@@ -521,7 +521,8 @@ def tiled_loss(
     if bias is not None:
         inputs.append(bias)
         gradients.append(score_pass.d_bias)
-    return with_known_gradients(score_pass.loss, inputs, gradients)
+    loss: Tensor = KnownGradients.apply(score_pass.loss, gradients, *inputs)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _VectorTable:

@@ -299,7 +299,9 @@ class CandidateJudge(Cascade):
                 positives = self.relabelled.setdefault(candidates.first + query, [])
                 positives.append(int(chosen.documents[query, column]))
         # Those that stay first, in their order.
-        order = np.argsort(~stays, axis=1, kind="stable")[:, : config.budget]
+        order = np.argsort(~stays, axis=1, kind="stable")[
+            :, : config.negatives_per_query
+        ]
         is_kept = np.take_along_axis(stays, order, axis=1)
         kept_arrays = []
         for values, fill in (

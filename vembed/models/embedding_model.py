@@ -272,7 +272,7 @@ class EmbeddingModel(nn.Module):
         family = self.description.traits
         frozen = set(frozen_towers(self.backbone, family))
         modalities = []
-        for modality in family.modalities:
+        for modality in family.forwards:
             # A trained pooling stands between the tower and the pooled output.
             has_pooling = self.pooling is not None and not (
                 family.is_composed and modality == "image"
@@ -317,7 +317,9 @@ class EmbeddingModel(nn.Module):
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
         family = self.description.traits
-        return family.reads_text and packs(tower_module(self.backbone, family, "text"))
+        return "text" in family.forwards and packs(
+            tower_module(self.backbone, family, "text")
+        )
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 
@@ -473,10 +475,9 @@ def run_chats(
 ) -> Any:
     """Return the output of a vision-language model for token ids with images. Collation has made their positions
     (time, height, width)."""
-    arguments: dict[str, Any] = {}
-    for key, value in inputs.items():
-        if not key.startswith(VISION_PREFIX):
-            arguments[key] = value
+    arguments: dict[str, Any] = {
+        key: value for key, value in inputs.items() if not key.startswith(VISION_PREFIX)
+    }
     arguments.pop("attention_mask", None)
     if mask is not None:
         arguments["attention_mask"] = mask

@@ -387,7 +387,7 @@ class Trainer:
             self.evaluate()
         fsdp_print_memory_usage("before the first step")
         log.info(
-            f"set-up took {duration(set_up_seconds)}; {state.step:,d} of {total_steps:,d} steps are done"
+            f"set-up took {duration(set_up_seconds)}; steps done: {state.step:,d} of {total_steps:,d}"
         )
         self._first_step = state.step
         self._loop_began = time.perf_counter()

@@ -127,7 +127,7 @@ def changed_table(
     for row, query in enumerate(queries):
         cells: list[tuple[Sequence[Mapping[str, Any]], str]]
         cells = [([query.query], ""), (query.relevant, "")]
-        for documents in (query.found_before, query.found_after):
+        for documents in (query.documents_before, query.documents_after):
             mark = "[relevant] " if documents and documents[0][1] else ""
             first = [item for item, _ in documents[:1]]
             cells.append((first, mark if documents else "nothing"))
@@ -610,8 +610,8 @@ def _changes_json(run: ComparedRun) -> dict[str, Any]:
         metrics[name] = {**asdict(interval), "is_clear": interval.is_clear}
     queries = []
     for query in (*changes.better, *changes.worse):
-        before = [item["text"] for item, _ in query.found_before]
-        after = [item["text"] for item, _ in query.found_after]
+        before = [item["text"] for item, _ in query.documents_before]
+        after = [item["text"] for item, _ in query.documents_after]
         queries.append(
             {
                 "query": query.query["text"],

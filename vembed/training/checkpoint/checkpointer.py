@@ -76,6 +76,7 @@ from vembed.training.checkpoint.folders import (
     JUDGES,
     LOCK,
     MANIFEST,
+    METRICS_FILE,
     PARTIAL,
     STATE,
     FinishedRun,
@@ -153,8 +154,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Raise UserError if output_dir is not writable, or holds another run or the model to start from. Skip damaged
         checkpoints. Nothing is changed before `begin`.
         """
-        if not self._is_alone:  # one process has written its lock there
-            self._require_shared_output()
+        if not self._is_alone:
+            # Every rank may write there, and sees the lock of rank 0.
+            problem = None
+            if not os.access(self.output, os.W_OK | os.X_OK):
+                problem = "cannot be written to"
+            elif not (self.output / LOCK).is_file():
+                problem = "is not the folder of process 0"
+            for rank, reason in enumerate(collectives.gather_objects(problem)):
+                if reason is not None:
+                    raise UserError(
+                        f"output_dir: {self.output} {reason} on process {rank}: give one on a file system that all machines "
+                        "share, and that every process may write to"
+                    )
         self._on_main(lambda: refuse_own_model(self.run, model))
         point = None
         # The list of rank 0: `verify` is collective, so all ranks go through the same paths.
@@ -286,7 +298,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 path.rename(renamed)
                 log.info(f"renamed {path} to {renamed.name}")
         first_step = -1 if point is None else point.step
-        trim_metrics(output, first_step, is_scored=is_scored, num_bytes=num_bytes)
+        if point is not None or (output / METRICS_FILE).exists():
+            trim_metrics(output, first_step, is_scored=is_scored, num_bytes=num_bytes)
         collectives.barrier()
 
     def load(self, point: ResumePoint, trained: Trained) -> dict[str, Any]:
@@ -434,20 +447,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if problem is not None:
             raise UserError(problem)
         return value
-
-    def _require_shared_output(self) -> None:
-        """Raise UserError unless every rank may write to output_dir and sees there the lock of rank 0."""
-        problem = None
-        if not os.access(self.output, os.W_OK | os.X_OK):
-            problem = "cannot be written to"
-        elif not (self.output / LOCK).is_file():
-            problem = "is not the folder of process 0"
-        for rank, reason in enumerate(collectives.gather_objects(problem)):
-            if reason is not None:
-                raise UserError(
-                    f"output_dir: {self.output} {reason} on process {rank}: give one on a file system that all machines "
-                    "share, and that every process may write to"
-                )
 
     def _differences(self, point: ResumePoint) -> list[tuple[str, Any, Any, bool]]:
         precision = self.session.mixed_precision
