@@ -44,7 +44,7 @@ def decoders(tmp_path, monkeypatch):
 
 
 def test_processes_give_the_pixels_of_threads(tmp_path, monkeypatch):
-    description = featuriser(tiny.shared(tiny.tiny_clip)).description
+    description = featuriser(tiny.tiny_clip).description
     mine = Featuriser(description, decoders=2)
     inputs = []
     for seed in range(40):

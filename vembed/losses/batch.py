@@ -499,7 +499,7 @@ def with_mixtures(
 
     with u(x) = x / |x|, for the dot product u(x) = x. The draws are a function of the seed, the index of the batch and the
     example's position in it, so that they are the same on any number of ranks and in a resumed run. A
-    mixture is left out where one of its parts is. The gradient passes through the mixture to both of its parts.
+    mixture is excluded where one of its parts is. The gradient passes through the mixture to both of its parts.
 
     `rank_negatives` stay those of the data.
     """

@@ -69,7 +69,7 @@ from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
 from vembed.progress import counted
 from vembed.teachers import Teachers
-from vembed.training.checkpoint.folders import of_images, of_option
+from vembed.training.checkpoint.folders import fingerprint_of_option, of_images
 from vembed.training.frozen import InputBuilder, open_stores
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.evaluations import (
@@ -255,7 +255,7 @@ def identity_of(
     if images is not None:
         identity["image_files"] = images
     for name, kind in FILE_OPTIONS.items():
-        contents = of_option(name, options[name], options["model_revision"])
+        contents = fingerprint_of_option(name, options[name], options["model_revision"])
         # The examples have a fingerprint of their own.
         if kind != "data" and contents != options[name]:
             identity[f"{name}_files"] = contents

@@ -725,8 +725,7 @@ def gather_fields(parts: Mapping[str, FieldPart]) -> dict[str, Tensor]:
     gathered = collectives.all_gather_rows(rank_numbers, per_rank).cpu().numpy()
     # [numbers of all ranks], rank by rank, and field by field within a rank. `field_of` is the index of each number's
     # field: with two ranks and two fields of 2 and 1 numbers each, 0 0 1 0 0 1.
-    indices = np.arange(len(parts))
-    indices = np.tile(indices, len(sizes))
+    indices = np.tile(np.arange(len(parts)), len(sizes))
     field_of = np.repeat(indices, sizes.ravel())
     fields = {}
     for index, (name, part) in enumerate(parts.items()):
