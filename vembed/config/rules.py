@@ -354,8 +354,7 @@ def remarks(config: TrainConfig) -> list[str]:
     unread[f"with optim: {optim}"] = _options_of_others(OPTIMIZERS, [optim])
     report_to = config.logging.report_to
     trackers = ", ".join(report_to) or "none"
-    tracker_options = _options_of_others(TRACKERS, report_to)
-    unread[f"with report_to: {trackers}"] = tracker_options
+    unread[f"with report_to: {trackers}"] = _options_of_others(TRACKERS, report_to)
     if not data.has_validation:
         evaluation_options = {"eval_before", "eval_metric"}
         for name in ("eval_steps", "patience"):
