@@ -111,9 +111,9 @@ def test_ranks_get_torchs_environment(tmp_path, monkeypatch):
     ports = set()
     ranks = set()
     for line in out.splitlines():
-        rank, local_rank, *sizes, address, port, threads, debug = (
-            line.rpartition("] ")[2].split()
-        )
+        rank, local_rank, *sizes, address, port, threads, debug = line.rpartition("] ")[
+            2
+        ].split()
         assert rank == local_rank
         assert sizes == ["3", "3"]
         assert (address, debug) == ("127.0.0.1", "INFO")
