@@ -15,26 +15,18 @@ from vembed.evaluation.query_results import path_of, read_queries
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with two finished runs, one stopped before its end and one with other validation data."""
+    """A folder with two finished runs, and one stopped before its end."""
     folder = tmp_path_factory.mktemp("several")
     options = settings(folder, max_steps=8, eval_steps=4)
-    vembed.train(
-        {**options, "output_dir": str(folder / "small"), "learning_rate": 1e-5}
-    )
-    vembed.train(
-        {**options, "output_dir": str(folder / "large"), "learning_rate": 3e-3}
-    )
+    for name, rate in (("small", 1e-5), ("large", 3e-3)):
+        output = str(folder / name)
+        vembed.train({**options, "output_dir": output, "learning_rate": rate})
     shutil.copytree(folder / "large", folder / "stopped")
     for name in ("run.json", "report.html", "report.md"):
         (folder / "stopped" / name).unlink()
     shutil.rmtree(folder / "stopped" / "final")
     with (folder / "stopped" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "lo')  # killed while it wrote
-    shutil.copytree(folder / "large", folder / "elsewhere")
-    for path in (folder / "elsewhere" / "evaluations").iterdir():
-        content = json.loads(path.read_text())
-        content["queries"][0]["query"]["text"] = "another query"
-        path.write_text(json.dumps(content))
     return folder
 
 
@@ -44,12 +36,11 @@ def compare(*words):
 
 
 def test_the_json_has_scores_paired_differences_settings_and_queries(runs):
-    code, out, err = compare(
-        str(runs / "small"), str(runs / "large"), str(runs / "stopped"), "--json"
-    )
+    names = ["small", "large", "stopped"]
+    code, out, err = compare(*(str(runs / name) for name in names), "--json")
     assert code == 0, err
     report = json.loads(out)
-    assert [run["name"] for run in report["runs"]] == ["small", "large", "stopped"]
+    assert [run["name"] for run in report["runs"]] == names
     assert [run["is_finished"] for run in report["runs"]] == [True, True, False]
     rates = {"small": 1e-5, "large": 3e-3, "stopped": 3e-3}
     assert report["settings"] == {"learning_rate": rates}
@@ -70,6 +61,17 @@ def test_the_json_has_scores_paired_differences_settings_and_queries(runs):
         assert win["this"]["score"] > win["first"]["score"]
     for loss in large["losses"]:
         assert loss["this"]["score"] < loss["first"]["score"]
+
+
+def test_an_option_that_one_run_alone_has_is_a_setting_that_differs(runs, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(runs / "small", other)
+    with (other / "config.yaml").open("a") as file:
+        file.write("column_mapping: {question: query}\n")
+    folders = (str(runs / "small"), str(other))
+    settings = json.loads(compare(*folders, "--json")[1])["settings"]
+    mapping = {"small": None, "other": {"question": "query"}}
+    assert settings["column_mapping"] == mapping
 
 
 def test_the_page_shows_all_of_it_in_one_file(runs, tmp_path):
@@ -93,26 +95,29 @@ def test_the_page_shows_all_of_it_in_one_file(runs, tmp_path):
     assert "http" not in page.replace("http://www.w3.org", ""), "needs no network"
 
 
-def test_runs_with_other_queries_are_not_paired(runs, tmp_path):
-    folders = (str(runs / "small"), str(runs / "elsewhere"))
-    page = tmp_path / "page.html"
-    report = json.loads(compare(*folders, "--json", "--output", str(page))[1])
-    assert set(report["differences"][0]) == {"run", "not_paired"}
-    assert report["best"] == "small", "scores of other queries decide nothing"
-    assert "evaluated on other data" in page.read_text()
+def other_query(content):
+    content["queries"][0]["query"]["text"] = "another query"
 
 
-def test_runs_over_another_corpus_are_not_paired(runs, tmp_path):
-    wider = tmp_path / "wider"
-    shutil.copytree(runs / "large", wider)
-    for path in (wider / "evaluations").iterdir():
+def larger_corpus(content):
+    content["num_documents"] += 59
+
+
+@pytest.mark.parametrize("change", [other_query, larger_corpus])
+def test_runs_over_other_data_are_not_paired(runs, tmp_path, change):
+    other = tmp_path / "other"
+    shutil.copytree(runs / "large", other)
+    for path in (other / "evaluations").iterdir():
         content = json.loads(path.read_text())
-        content["num_documents"] += 59
+        change(content)
         path.write_text(json.dumps(content))
-    report = json.loads(compare(str(runs / "small"), str(wider), "--json")[1])
-    not_paired = report["differences"][0]["not_paired"]
-    assert "wider was evaluated on other data than small" in not_paired
-    assert report["best"] == "small", "scores over another corpus decide nothing"
+    page = tmp_path / "page.html"
+    words = (str(runs / "small"), str(other), "--json", "--output", str(page))
+    report = json.loads(compare(*words)[1])
+    message = report["differences"][0]["not_paired"]
+    assert "other was evaluated on other data than small" in message
+    assert report["best"] == "small", "scores on other data decide nothing"
+    assert "evaluated on other data" in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -21,27 +21,18 @@ from vembed.evaluation.scores import evaluate
 
 
 def write_lines(path, records):
+    """Write a record as JSON, and a text as it is."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "\n".join(
-            record if isinstance(record, str) else json.dumps(record)
-            for record in records
-        )
-        + "\n"
-    )
+    with path.open("w") as file:
+        for record in records:
+            line = record if isinstance(record, str) else json.dumps(record)
+            file.write(f"{line}\n")
     return path
 
 
-def opened(path, **options):
-    task = options.pop("task", "auto")
-    splits = options.pop("splits", None)
-    extra = {"splits": splits} if splits else {}
-    return open_eval_data(
-        DataSection(data_path="d", **options),
-        str(path),
-        task=task,
-        **extra,
-    )
+def opened(path, on_bad_record="stop", **options):
+    data = DataSection(data_path="d", on_bad_record=on_bad_record)
+    return open_eval_data(data, str(path), **options)
 
 
 def found(data):
@@ -54,14 +45,9 @@ def found(data):
     }
 
 
-def example(query, *positives, scores=None, negatives=()):
+def example(query, *positives, scores=None):
     items = tuple(Item(text=positive) for positive in positives)
-    return Example(
-        Item(text=query),
-        items,
-        tuple(Item(text=negative) for negative in negatives),
-        scores,
-    )
+    return Example(Item(text=query), items, (), scores)
 
 
 # ---- pairs -----------------------------------------------------------------------------------------------------
@@ -145,12 +131,9 @@ def test_the_task_can_be_said():
 
 
 def test_scores_that_are_all_equal_allow_no_correlation():
+    examples = [example(text, "A", scores=(1.0,)) for text in "ab"]
     with pytest.raises(UserError, match="2 scored pairs with 1 different scores"):
-        from_examples(
-            [example("a", "A", scores=(1.0,)), example("b", "B", scores=(1.0,))], "test"
-        )
-    with pytest.raises(UserError, match="0 scored pairs"):
-        from_examples([example("a", "A")], "test", "similarity")
+        from_examples(examples, "test")
 
 
 # ---- BEIR folders ----------------------------------------------------------------------------------------------
@@ -199,21 +182,17 @@ def test_beir_folder_in_parquet(tmp_path, is_of_hub):
     qrels = tables / "qrels"
     qrels.mkdir(parents=True)
     for part, records in (("corpus", CORPUS), ("queries", QUERIES)):
-        rows = []
-        for record in records:
-            row = {"title": "", **record, "_id": str(record["_id"])}
-            rows.append(row)
+        rows = [{"title": "", **row, "_id": str(row["_id"])} for row in records]
         if is_of_hub:
             write_table(tables / part / "train-00000-of-00002.parquet", rows[:2])
             write_table(tables / part / "train-00001-of-00002.parquet", rows[2:])
         else:
             write_table(tables / f"{part}.parquet", rows)
     if is_of_hub:
-        judged = []
-        for query, document, score in (("q1", "d1", 2.0), ("2", "d3", 1.0)):
-            row = {"query-id": query, "corpus-id": document, "score": score}
-            judged.append(row)
-        write_table(qrels / "test-00000-of-00001.parquet", judged)
+        names = ("query-id", "corpus-id", "score")
+        judged = [("q1", "d1", 2.0), ("2", "d3", 1.0)]
+        rows = [dict(zip(names, row, strict=True)) for row in judged]
+        write_table(qrels / "test-00000-of-00001.parquet", rows)
     else:
         shutil.copy(folder / "qrels" / "test.tsv", qrels)
     expected = opened(folder)
@@ -263,16 +242,16 @@ def test_grades_under_another_name_are_not_taken_for_one(tmp_path):
 
 
 def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
-    documents = []
-    for number in range(100):
-        text = f"text {number % 60} " + "word " * number
-        documents.append({"_id": f"d{number}", "text": text})
+    texts = [f"text {number} " + "word " * number for number in range(100)]
+    documents = [
+        {"_id": f"d{number}", "text": text} for number, text in enumerate(texts)
+    ]
     lines = [f"q1\td{number}\t1" for number in (3, 70, 99)]
     folder = beir(tmp_path, lines, corpus=documents)
     data = opened(folder)
     corpus = data.documents
     assert isinstance(corpus, Corpus)
-    expected = [Item(text=document["text"].strip()) for document in documents]
+    expected = [Item(text=text.strip()) for text in texts]
     assert list(corpus) == expected
     assert corpus.keys.tolist() == [item.key() for item in expected]
     assert corpus.lengths.tolist() == [len(item.text) for item in expected]
@@ -288,13 +267,10 @@ def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
 
 
 def test_equal_contents_of_a_corpus_are_one_document(tmp_path):
-    documents = []
-    for name, text in (("a", "1"), ("b", "2"), ("c", "1")):
-        documents.append({"_id": name, "text": text})
-    folder = beir(tmp_path, ["q1\tb\t1", "2\tc\t2"], corpus=documents)
-    data = opened(folder)
-    assert found(data) == {"first": {"2": 1}, "second": {"1": 2}}
-    assert data.notes[-1] == "joined 1 documents with equal content"
+    corpus = [*CORPUS, {"_id": "d4", "text": "two"}]
+    data = opened(beir(tmp_path, ["q1\td1\t1", "2\td4\t2"], corpus=corpus))
+    assert found(data) == {"first": {"Title of one": 1}, "second": {"two": 2}}
+    assert data.notes[-1] == "joined 1 document with equal content"
 
 
 def test_choice_of_qrels(tmp_path):
@@ -321,15 +297,10 @@ def test_pairs_have_no_splits(tmp_path):
 def test_missing_files_are_named(tmp_path):
     folder = beir(tmp_path, ["q1\td1\t1"])
     (folder / "queries.jsonl").unlink()
-    with pytest.raises(
-        UserError, match=r"has neither queries\.jsonl nor queries\.parquet"
-    ):
+    with pytest.raises(UserError, match=r"neither queries\.jsonl nor queries\.parq"):
         opened(folder)
     (folder / "qrels" / "test.tsv").unlink()
-    with pytest.raises(
-        UserError,
-        match="qrels holds no qrels",
-    ):
+    with pytest.raises(UserError, match="qrels holds no qrels"):
         opened(folder)
 
 
@@ -342,43 +313,34 @@ BAD_CORPUS = [
     ["a list"],
     {"_id": "x", "text": "half an emoji \ud83d"},
 ]
-BAD_QRELS = ["q1\td1\t1", "q1\td1", "q9\td1\t1", "q1\td9\t1", "q1\td1\thigh"]
+BAD_QRELS = ["q1\td1\t1", "q1\td1", "q9\td1\t1", "q1\td9\t1"]
+BAD_QRELS += [f"q1\td1\t{score}" for score in ("high", "--1", "3000000000", "0.5")]
 
 
-@pytest.mark.parametrize("score", ["--1", "3000000000", "0.5"])
-def test_scores_that_are_no_grades(tmp_path, score):
-    folder = beir(tmp_path, [f"q1\td1\t{score}"])
-    with pytest.raises(UserError, match=r"test\.tsv:2"):
-        opened(folder)
-
-
-def test_bad_records_are_named_with_file_and_line(tmp_path):
+def test_bad_records_are_named_with_file_and_line_or_left_out(tmp_path):
     folder = beir(tmp_path, BAD_QRELS, corpus=BAD_CORPUS)
     with pytest.raises(UserError) as raised:
         opened(folder)
     message = str(raised.value)
     corpus = folder / "corpus.jsonl"
     qrels = folder / "qrels" / "test.tsv"
-    assert message.startswith(f"10 bad records in {folder}")
+    assert message.startswith(f"13 bad records in {folder}")
     for part in (
         f"{corpus}:4: not JSON",
         f"{corpus}:5: d5 has no text",
-        f"{corpus}:6: no id (_id, id, doc_id, document_id, docid, pid are read)",
+        f"{corpus}:6: no id (_id, ",
         f"{corpus}:7: _id d1 occurs twice",
-        f"{corpus}:8: no id (_id, id, doc_id, document_id, docid, pid are read)",
-        f"{corpus}:9: x has a lone surrogate in it, which is no character",
+        f"{corpus}:8: no id",
+        f"{corpus}:9: x has a lone surrogate",
         f"{qrels}:3: not query-id, corpus-id and a whole score",
         f"{qrels}:4: query q9 is not in the queries",
         f"{qrels}:5: document d9 is not in the corpus",
-        f"{qrels}:6: not query-id, corpus-id and a whole score",
+        f"{qrels}:6: not query-id",
     ):
         assert part in message
-
-
-def test_bad_records_can_be_left_out_and_are_counted(tmp_path):
-    data = opened(beir(tmp_path, BAD_QRELS, corpus=BAD_CORPUS), on_bad_record="skip")
+    data = opened(folder, on_bad_record="skip")
     assert found(data) == {"first": {"Title of one": 1}}
-    assert "left out 10 bad records, the first:" in data.notes[0]
+    assert "left out 13 bad records, the first:" in data.notes[0]
 
 
 def test_nothing_relevant_is_an_error(tmp_path):

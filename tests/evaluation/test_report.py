@@ -1,6 +1,5 @@
 """The report: what it says for runs of every kind, and that it is one safe file without script or network."""
 
-import json
 import math
 import re
 from html.parser import HTMLParser
@@ -8,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
+from tests.data.files import write_jsonl
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.record import RunSummary, read_run
@@ -58,46 +58,35 @@ def step(number, **values):
         "samples_per_second": 120.0,
         "tokens_per_second": 9000.0,
         "padding_fraction": 0.05,
-        "memory": [
-            {"rank": 0, "device": "cpu", "peak_gb": 1.5},
-            {"rank": 1, "device": "cpu", "peak_gb": 2.5},
-        ],
+        "memory": [{"rank": 0, "device": "cpu", "peak_gb": 1.5}],
     } | values
     line["steps"] = [[number, line["loss"], line["learning_rate"], line["grad_norm"]]]
     return line
 
 
-def scores(gain, dims=(32, 8), metrics=("ndcg", "mrr", "recall", "map"), ks=(1, 10)):
-    flat = {f"{metric}@{k}": 0.5 + gain for metric in metrics for k in ks}
-    return flat | {
-        f"dim{dim}/{key}": value - 0.01 * 32 / dim
-        for dim in dims
-        for key, value in flat.items()
-    }
-
-
 def write_run(folder, lines, summary=None, **options):
     folder.mkdir(exist_ok=True)
-    config = TrainConfig(
-        **({"model_name": "org/base-model", "data_path": "train.jsonl"} | options)
-    )
+    named = {"model_name": "org/base-model", "data_path": "train.jsonl"} | options
+    config = TrainConfig(**named)
     (folder / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines)
-    )
+    write_jsonl(folder / "metrics.jsonl", lines)
     if summary is not None:
         summary.save(folder)
     return folder
 
 
-def evaluation(number, gain, **options):
-    return {"step": number, "epoch": number / 10, "eval": scores(gain, **options)}
+def evaluation(number, score):
+    scores = {}
+    for metric in ("ndcg", "mrr", "recall", "map"):
+        for prefix, loss in (("", 0), ("dim32/", 0.01), ("dim8/", 0.04)):
+            scores[f"{prefix}{metric}@10"] = score - loss
+    return {"step": number, "epoch": number / 10, "eval": scores}
 
 
 LINES = [
-    evaluation(0, 0.0),
+    evaluation(0, 0.5),
     *[step(number) for number in range(1, 6)],
-    evaluation(5, 0.1),
+    evaluation(5, 0.6),
     *[step(number) for number in range(6, 11)],
 ]
 SUMMARY = RunSummary(
@@ -124,7 +113,7 @@ SUMMARY = RunSummary(
 def run(tmp_path):
     return write_run(
         tmp_path / "my-run",
-        [*LINES, evaluation(10, 0.08)],
+        [*LINES, evaluation(10, 0.58)],
         SUMMARY,
         learning_rate=3e-4,
         mrl_dims="auto",
@@ -183,14 +172,8 @@ def test_what_comes_from_the_user_is_escaped(tmp_path):
         warnings=[evil],
         versions={evil: evil},
     )
-    run = write_run(
-        tmp_path / "run",
-        LINES,
-        summary,
-        run_name=evil,
-        query_prompt=evil,
-        model_name=evil,
-    )
+    names = dict.fromkeys(["run_name", "query_prompt", "model_name"], evil)
+    run = write_run(tmp_path / "run", LINES, summary, **names)
     _, text = parsed(write_report(run))
     assert "<script" not in (run / "report.html").read_text()
     assert text.count("<script>alert('x')</script>&<b>") >= 6
@@ -220,39 +203,31 @@ def test_secrets_are_masked_in_both_reports(tmp_path, monkeypatch):
         assert "query_prompt" in text and "micro_batch_tokens: ***" not in text
 
 
-def test_a_run_without_evaluation_says_so_and_how_to_get_one(tmp_path):
-    run = write_run(tmp_path / "run", [step(number) for number in range(1, 4)])
+@pytest.mark.parametrize(
+    ("num_steps", "title"), [(3, "Not evaluated"), (0, "No step was logged")]
+)
+def test_a_run_without_evaluation_says_so_and_how_to_get_one(
+    tmp_path, num_steps, title
+):
+    lines = [step(number) for number in range(1, num_steps + 1)]
+    run = write_run(tmp_path / "run", lines)
     _, text = parsed(write_report(run))
-    assert (
-        "Not evaluated" in text
-        and "val_split: 0.1" in text
-        and "3.000 -> 1.000" not in text
-    )
-    assert (run / "report.md").read_text().startswith("# Not evaluated\n")
-
-
-def test_a_run_that_was_stopped_before_its_first_step(tmp_path):
-    run = write_run(tmp_path / "run", [])
-    parsed(write_report(run))
-    assert (run / "report.md").read_text().startswith("# No step was logged\n")
+    assert title in text and "val_split: 0.1" in text
+    assert (run / "report.md").read_text().startswith(f"# {title}\n")
 
 
 def test_a_torn_last_line_and_numbers_that_are_none(tmp_path):
-    run = write_run(
-        tmp_path / "run", [step(1), step(2, loss=None, grad_norm=None), step(3)]
-    )
+    lines = [step(1), step(2, loss=None, grad_norm=None), step(3)]
+    run = write_run(tmp_path / "run", lines)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "los')
-    record = read_run(run)
-    assert [line["step"] for line in record.steps] == [1, 2, 3]
+    assert [line["step"] for line in read_run(run).steps] == [1, 2, 3]
     parsed(write_report(run))
 
 
 def test_long_runs_stay_small(tmp_path):
-    run = write_run(
-        tmp_path / "run",
-        [step(number, loss=2 + math.sin(number)) for number in range(1, 20_001)],
-    )
+    lines = [step(number, loss=2 + math.sin(number)) for number in range(1, 20_001)]
+    run = write_run(tmp_path / "run", lines)
     assert len(write_report(run).read_text()) < 500_000
     (loss, *_) = curves(read_run(run))
     assert len(loss.steps) <= 151

@@ -1,6 +1,7 @@
 """Small training data and corpora, and a runner for the commands of the data engine."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,15 +32,25 @@ def documents():
     return texts(NUM_DOCUMENTS, seed=1, shortest=5, longest=12)
 
 
+def pairs_of(actual):
+    """Rows of a query, which is a document without its last word, and that document."""
+    return [{"query": text.rpartition(" ")[0], "positive": text} for text in actual]
+
+
+def corpus_of(actual):
+    """Documents d0, d1, ... with these texts."""
+    return [{"_id": f"d{number}", "text": text} for number, text in enumerate(actual)]
+
+
+def rows_in(options):
+    """The rows of the file that is mined."""
+    return read_lines(Path(options["data_path"]))
+
+
 def write_data(folder):
     """Rows whose positives are in a corpus of 300 documents, and the options that name both."""
-    actual = documents()
-    queries = [text.rpartition(" ")[0] for text in actual[:NUM_ROWS]]
-    rows = [
-        {"query": query, "positive": actual[number], "id": f"r{number}"}
-        for number, query in enumerate(queries)
-    ]
-    corpus = [{"_id": f"d{number}", "text": text} for number, text in enumerate(actual)]
+    rows = pairs_of(documents()[:NUM_ROWS])
+    corpus = corpus_of(documents())
     return {
         "model_name": model(),
         "data_path": str(write_lines(folder / "train.jsonl", rows)),
@@ -72,13 +83,12 @@ def training_examples(path, **options):
 
 
 def run(options, **changes):
-    """Mine in this process, and read what was written."""
+    """Mine in this process, and read the rows that were written."""
     lines = []
     result = mine({**options, **changes}, log=lines.append)
     assert lines
-    return read_lines(
-        result.output_path
-    ) if result.output_path.suffix == ".jsonl" else [], result
+    is_jsonl = result.output_path.suffix == ".jsonl"
+    return read_lines(result.output_path) if is_jsonl else [], result
 
 
 def on_ranks(command, options, num_ranks, folder, **changes):
@@ -91,22 +101,27 @@ def on_ranks(command, options, num_ranks, folder, **changes):
 def score_matrix(queries, actual):
     """[Q, N] similarities, in float64."""
     embedder = Embedder(model(), device="cpu")
-    sides = (
-        embedder.encode(queries, kind="query"),
-        embedder.encode(actual, kind="document"),
-    )
-    a, b = (side.astype(np.float64) for side in sides)
-    return a @ b.T
+    query_vectors = embedder.encode(queries, kind="query").astype(np.float64)
+    return query_vectors @ embedder.encode(actual, kind="document").T
+
+
+def assert_scores_are_the_models(rows):
+    """Each negative of a corpus `documents()` has the similarity that the model gives it, and the positive too."""
+    names = documents()
+    scores = score_matrix([row["query"] for row in rows], names)
+    for row, of_query in zip(rows, scores, strict=True):
+        for name in ("positive", "negatives"):
+            chosen = row[name] if name == "negatives" else [row[name]]
+            places = [names.index(text) for text in chosen]
+            actual = row[f"{name.removesuffix('s')}_scores"]
+            assert actual == pytest.approx(of_query[places], abs=1e-5)
 
 
 def assert_same_rows(actual, expected):
     """Rows are equal; their scores nearly: products of other shapes may round in another way."""
     assert len(actual) == len(expected)
     for entry, other in zip(actual, expected, strict=True):
-        assert entry.keys() == other.keys()
-        for name, value in entry.items():
-            assert value == (
-                pytest.approx(other[name], abs=5e-6)
-                if name.endswith("scores")
-                else other[name]
-            ), name
+        for name, value in other.items():
+            if name.endswith("scores"):
+                other[name] = pytest.approx(value, abs=5e-6)
+        assert entry == other

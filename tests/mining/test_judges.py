@@ -62,15 +62,12 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         status, text = answer if isinstance(answer, tuple) else (200, answer)
-        payload = (
-            json.dumps({"choices": [{"message": {"content": text}}]}).encode()
-            if status == 200
-            else text.encode()
-        )
+        if status == 200:
+            text = json.dumps({"choices": [{"message": {"content": text}}]})
         self.send_response(status)
         self.send_header("Retry-After", "0")
         self.end_headers()
-        self.wfile.write(payload)
+        self.wfile.write(text.encode())
 
     def log_message(self, *args):
         pass
@@ -107,11 +104,8 @@ def endpoint(server, **changes):
 
 
 def says_cat(prompt, _):
-    return (
-        "Yes, it is."
-        if "cat" in prompt.partition("Document:")[2].split("\n")[0]
-        else "no"
-    )
+    document = prompt.partition("Document:")[2].split("\n")[0]
+    return "Yes, it is." if is_relevant(document) else "no"
 
 
 def is_relevant(text):
@@ -125,34 +119,24 @@ def test_relevant_ones_are_left_out_relabelled_or_kept(options, serve, monkeypat
     plain, _ = run(options, num_negatives=8)
     dropped, result = run(options, judges=judges)
     for row, before in zip(dropped, plain, strict=True):
-        assert (
-            row["negatives"]
-            == [
-                negative
-                for negative in before["negatives"]
-                if not is_relevant(negative)
-            ][:4]
-        )
+        others = [text for text in before["negatives"] if not is_relevant(text)]
+        assert row["negatives"] == others[:4]
     assert result.counts["judged_relevant"] > 0
     assert {key for _, key in server.asked} == {"Bearer secret"}
     num_asked = len(server.asked)
     relabelled, _ = run(options, judges=judges, false_negatives="relabel", scores=True)
     for row, before in zip(relabelled, plain, strict=True):
-        actual = [negative for negative in before["negatives"] if is_relevant(negative)]
-        assert row["positive"] == (
-            [before["positive"], *actual] if actual else before["positive"]
-        )
+        actual = [text for text in before["negatives"] if is_relevant(text)]
+        positives = [before["positive"], *actual]
+        assert row["positive"] == (positives if actual else before["positive"])
         assert len(row["positive_scores"]) == 1 + len(actual)
         assert row["negative_judge_scores"] == [0.0] * len(row["negatives"])
     remaining, _ = run(options, judges=judges, false_negatives="keep")
-    assert [row["negatives"] for row in remaining] == [
-        row["negatives"][:4] for row in plain
-    ]
+    for row, before in zip(remaining, plain, strict=True):
+        assert row["negatives"] == before["negatives"][:4]
     assert len(server.asked) == num_asked, "a second run asks nothing"
-    assert "secret" not in "".join(
-        path.read_text()
-        for path in Path(options["output_path"]).parent.rglob("*.jsonl")
-    )
+    for path in Path(options["output_path"]).parent.rglob("*.jsonl"):
+        assert "secret" not in path.read_text()
 
 
 def test_an_endpoint_that_misbehaves_now_and_then(options, serve):
@@ -160,41 +144,33 @@ def test_an_endpoint_that_misbehaves_now_and_then(options, serve):
     expected, _ = run(options, judges=[endpoint(serve(says_cat))])
 
     def decide(prompt, number):
-        return {0: (429, "slow down"), 1: (500, "oops"), 2: None, 3: (200, None)}.get(
-            number % 9, says_cat(prompt, 0)
-        )
+        failures = [(429, "slow down"), (500, "oops"), None, (200, None)]
+        turn = number % 9
+        return failures[turn] if turn < 4 else says_cat(prompt, 0)
 
     server = serve(decide)
-    actual, result = run(
-        options, judges=[endpoint(server, max_retries=30, retry_seconds=1e-4)]
-    )
+    judges = [endpoint(server, max_retries=30, retry_seconds=1e-4)]
+    actual, result = run(options, judges=judges)
     assert actual == expected
     assert result.counts["undecided"] == 0
     assert max(Counter(prompt for prompt, _ in server.asked).values()) > 1
 
 
 def test_nonsense_is_counted_and_no_negative(options, serve):
-    rows, result = run(
-        options,
-        judges=[endpoint(serve(lambda *_: "As a language model, I cannot say."))],
-    )
+    server = serve(lambda *_: "As a language model, I cannot say.")
+    rows, result = run(options, judges=[endpoint(server)])
     assert result.counts["undecided"] > 0
     assert not any(row["negatives"] for row in rows)
 
 
 def test_a_dead_endpoint_is_named_and_nothing_done_is_lost(options, serve):
-    alive = {"is": True}
-
     def decide(prompt, number):
-        alive["is"] = alive["is"] and number < 60
-        return says_cat(prompt, 0) if alive["is"] else None
+        return says_cat(prompt, 0) if number < 60 else None
 
     server = serve(decide)
     judges = [endpoint(server, max_retries=1, concurrency=2)]
-    with pytest.raises(
-        RunError,
-        match=f"127.0.0.1:{server.server_port}/v1/chat/completions gave no answer in 2 attempts",
-    ):
+    url = f"{server.base_url}/chat/completions"
+    with pytest.raises(RunError, match=f"{url} gave no answer in 2 attempts"):
         run(options, judges=judges)
     assert not Path(options["output_path"]).exists()
     server.decide = says_cat
@@ -230,21 +206,10 @@ def test_the_second_judge_sees_what_the_first_is_unsure_of(options, serve, tmp_p
         options,
         judges=[{"model": str(reranker), "unsure": [0.0, 1.0]}, endpoint(server)],
     )
-    everything = len(server.asked)
+    assert server.asked
     server.asked.clear()
-    other = endpoint(
-        server, instruction="another question, so that nothing is known yet"
-    )
-    run(options, judges=[{"model": str(reranker), "unsure": [0.45, 0.55]}, other])
-    assert 0 <= len(server.asked) < everything
-    server.asked.clear()
-    run(
-        options,
-        judges=[
-            {"model": str(reranker), "unsure": [0.5, 0.5]},
-            endpoint(server, instruction="a third one"),
-        ],
-    )
+    other = endpoint(server, instruction="another one, so that nothing is known yet")
+    run(options, judges=[{"model": str(reranker), "unsure": [0.5, 0.5]}, other])
     assert not server.asked
 
 
@@ -297,9 +262,8 @@ def test_a_decoder_answers_yes_or_no(tmp_path, options, instruction):
     answers = tokenizer.convert_tokens_to_ids(["no", "yes"])
     for number, (query, document) in enumerate(PAIRS[:4]):
         body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-        ids = []
-        for part in (ANSWER_PROMPT, body, ANSWER_END):
-            ids += tokenizer.encode(part, add_special_tokens=False)
+        prompt = ANSWER_PROMPT + body + ANSWER_END
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
         with torch.inference_mode():
             logits = model(torch.tensor([ids])).logits[0, -1, answers]
         yes = float(torch.softmax(logits, 0)[1])

@@ -11,9 +11,12 @@ from tests.mining.data import (
     MARGIN,
     NUM_ROWS,
     assert_same_rows,
+    assert_scores_are_the_models,
+    corpus_of,
     documents,
     model,
-    read_lines,
+    pairs_of,
+    rows_in,
     run,
     score_matrix,
     small,
@@ -32,21 +35,16 @@ def options(tmp_path):
 
 def expected(options, highest, num_negatives=4):
     """The best documents below each query's limit, without its positive."""
-    rows = read_lines(Path(options["data_path"]))
-    actual = documents()
-    scores = score_matrix([row["query"] for row in rows], actual)
-    expected = []
-    for number, row_scores in enumerate(scores):
-        order = [
-            entry for entry in np.argsort(-row_scores, kind="stable") if entry != number
-        ]
-        allowed = [
-            entry
-            for entry in order[:50]
-            if row_scores[entry] <= highest(row_scores[number])
-        ]
-        expected.append([actual[entry] for entry in allowed[:num_negatives]])
-    return expected
+    names = documents()
+    scores = score_matrix([row["query"] for row in rows_in(options)], names)
+    chosen = []
+    for positive, row_scores in enumerate(scores):
+        order = np.argsort(-row_scores, kind="stable")
+        candidates = order[order != positive][:50]
+        limit = highest(row_scores[positive])
+        allowed = candidates[row_scores[candidates] <= limit]
+        chosen.append([names[number] for number in allowed[:num_negatives]])
+    return chosen
 
 
 LIMITS = [
@@ -64,17 +62,12 @@ LIMITS = [
 def test_the_best_below_the_limit(options, changes, highest):
     rows, result = run(options, scores=True, **changes)
     assert [row["negatives"] for row in rows] == expected(options, highest)
+    assert_scores_are_the_models(rows)
     names = documents()
-    scores = score_matrix([row["query"] for row in rows], names)
-    for before, row, of_query in zip(
-        read_lines(Path(options["data_path"])), rows, scores, strict=True
-    ):
+    for before, row in zip(rows_in(options), rows, strict=True):
         assert before.items() <= row.items()
-        chosen = [names.index(text) for text in row["negatives"]]
-        assert row["negative_ids"] == [f"d{number}" for number in chosen]
-        assert row["negative_scores"] == pytest.approx(of_query[chosen], abs=1e-5)
-        positive = of_query[names.index(row["positive"])]
-        assert row["positive_scores"] == pytest.approx([positive], abs=1e-5)
+        identities = [f"d{names.index(text)}" for text in row["negatives"]]
+        assert row["negative_ids"] == identities
     assert result.num_rows == 40
     assert result.num_negatives == sum(len(row["negatives"]) for row in rows)
     assert result.num_encoded == 340
@@ -84,25 +77,21 @@ def test_first_ones_are_skipped_and_low_ones_left_out(options):
     options["relative_margin"] = None
     plain, _ = run(options, num_negatives=6, scores=True)
     skipped, _ = run(options, num_negatives=4, skip_first=2)
-    assert [row["negatives"] for row in skipped] == [
-        row["negatives"][2:] for row in plain
-    ]
     lowest = float(np.median([row["negative_scores"][3] for row in plain]))
     remaining, result = run(options, num_negatives=6, min_score=lowest)
-    for row, other in zip(remaining, plain, strict=True):
+    for all_of_them, late, high in zip(plain, skipped, remaining, strict=True):
+        assert late["negatives"] == all_of_them["negatives"][2:]
         # Scores descend: those that stay are the first.
-        num_high = int((np.array(other["negative_scores"]) >= lowest).sum())
-        assert row["negatives"] == other["negatives"][:num_high]
+        num_high = int((np.array(all_of_them["negative_scores"]) >= lowest).sum())
+        assert high["negatives"] == all_of_them["negatives"][:num_high]
     assert result.counts["too_low"] > 0
     assert result.num_short > 0
 
 
 def test_few_negatives_are_warned_of(tmp_path):
-    rows = []
-    for number, text in enumerate(documents()[:3]):
-        rows.append({"query": f"query {number}", "positive": text})
+    options = small(tmp_path, pairs_of(documents()[:3]), num_negatives=4)
     lines = []
-    result = mine(small(tmp_path, rows, num_negatives=4), log=lines.append)
+    result = mine(options, log=lines.append)
     assert result.num_short == 3
     (warning,) = [line for line in lines if line.startswith("warning: ")]
     assert "3 of 3 rows got fewer than 4 negatives" in warning
@@ -128,23 +117,17 @@ def test_known_positives_are_never_negatives(tmp_path):
     """By content in other case and spaces, across rows of one query, by id, by qrels, and the query itself."""
     actual = documents()
     query = actual[0]
-    corpus = [{"_id": f"d{number}", "text": text} for number, text in enumerate(actual)]
+    marked = {"positive_ids": ["d3", "d4"], "query_id": "q"}
     rows = [
         {"query": query, "positive": actual[1]},
         {"query": f"  {query.upper()} ", "positive": actual[2].upper()},
-        {
-            "query": query,
-            "positive": "something else",
-            "positive_ids": ["d3", "d4"],
-            "query_id": "q",
-        },
+        {"query": query, "positive": "something else", **marked},
     ]
     qrels = tmp_path / "qrels.tsv"
     qrels.write_text("query-id\tcorpus-id\tscore\nq\td5\t1\nq\td6\t0\n")
-    options = small(
-        tmp_path, rows, corpus, num_negatives=299, top_k=300, near_duplicate=None
-    )
-    built, result = run(options, qrels_path=str(qrels))
+    options = small(tmp_path, rows, corpus_of(actual), near_duplicate=None)
+    every = {"num_negatives": 299, "top_k": 300}
+    built, result = run(options, qrels_path=str(qrels), **every)
     for row in built:
         assert set(row["negatives"]) == set(actual) - set(actual[:6])
     assert result.counts["candidates"] == 294
@@ -167,49 +150,30 @@ def test_near_duplicates_of_a_positive_are_no_negatives(tmp_path):
     assert set(rows[0]["negatives"]) == {near, far}
 
 
-def test_the_documents_of_the_data_are_the_corpus_by_default(tmp_path):
-    actual = documents()[:30]
-    rows = [
-        {"question": f"find {number}", "answer": text}
-        for number, text in enumerate(actual)
-    ]
-    built, _ = run(small(tmp_path, rows, num_negatives=2))
-    assert all(set(row["negatives"]) < set(actual) - {row["answer"]} for row in built)
-    # Training reads the result as it is, and finds everything in it.
-    examples = training_examples(tmp_path / "mined.jsonl")
-    assert [len(example.negatives) for example in examples] == [2] * 30
-
-
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("kind", ["mapped", "conversations"])
 def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
     actual = documents()[:30]
     extra_negative = "an own negative"
-    rows = [
-        {"query": f"find {number}", "positive": entry, "bad": extra_negative}
-        for number, entry in enumerate(actual)
-    ]
-    if kind == "conversations":
-        names = (
-            ("messages", "query"),
-            ("positive_messages", "positive"),
-            ("negative_messages", "bad"),
-        )
-        rows = [
-            {name: [{"role": "user", "content": row[field]}] for name, field in names}
-            for row in rows
-        ]
+    rows = []
+    for text in actual:
+        sides = (f"find {text}", text, extra_negative)
+        if kind == "conversations":
+            names = ("messages", "positive_messages", "negative_messages")
+            sides = [[{"role": "user", "content": side}] for side in sides]
+        else:
+            names = ("query", "positive", "bad")
+        rows.append(dict(zip(names, sides, strict=True)))
     mapping = {"bad": "negative"} if kind == "mapped" else None
     options = small(tmp_path, rows, actual, num_negatives=2, column_mapping=mapping)
     for scores in (False, True):
         run(options, keep_negatives=keep, scores=scores)
-        examples = training_examples(tmp_path / "mined.jsonl", column_mapping=mapping)
-        negatives = [[item.text for item in each.negatives] for each in examples]
-        expected = {(2 + keep, 2 + keep, keep)}
-        assert {
-            (len(negative), len(set(negative)), extra_negative in negative)
-            for negative in negatives
-        } == expected
+        for example in training_examples(
+            tmp_path / "mined.jsonl", column_mapping=mapping
+        ):
+            negatives = [item.text for item in example.negatives]
+            assert len(negatives) == len(set(negatives)) == 2 + keep
+            assert (extra_negative in negatives) == keep
 
 
 def test_rows_of_one_query_take_turns(tmp_path):
@@ -224,47 +188,30 @@ def test_rows_of_one_query_take_turns(tmp_path):
 
 def test_a_beir_folder_is_data_and_corpus(tmp_path):
     actual = documents()[:60]
-    corpus = [
-        {"_id": f"d{number}", "title": "t", "text": text}
-        for number, text in enumerate(actual)
-    ]
+    corpus = [{**row, "title": "t"} for row in corpus_of(actual)]
     write_lines(tmp_path / "corpus.jsonl", corpus)
-    queries = [
-        {"_id": f"q{number}", "text": text}
-        for number, text in enumerate(texts(8, seed=5))
-    ]
-    write_lines(tmp_path / "queries.jsonl", queries)
+    write_lines(tmp_path / "queries.jsonl", corpus_of(texts(8, seed=5)))
     (tmp_path / "qrels").mkdir()
     lines = ["query-id\tcorpus-id\tscore"]
-    lines += [f"q{number // 2}\td{number}\t1" for number in range(16)]
+    lines += [f"d{number // 2}\td{number}\t1" for number in range(16)]
     (tmp_path / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")
     options = small(tmp_path, [], top_k=58, num_negatives=58, near_duplicate=None)
     rows, _ = run(options, data_path=str(tmp_path))
     for number, row in enumerate(rows):
         positives = [f"t {text}" for text in actual[2 * number : 2 * number + 2]]
         assert row["positive"] == positives
-        assert row["query_id"] == f"q{number}"
+        assert row["query_id"] == f"d{number}"
         assert set(row["negatives"]) == {f"t {text}" for text in actual} - {*positives}
-    for part in ("corpus", "queries"):  # as the Hub has them
-        (tmp_path / part).mkdir()
-        table = pa.Table.from_pylist(read_lines(tmp_path / f"{part}.jsonl"))
-        pq.write_table(table, tmp_path / part / f"{part}-00000-of-00001.parquet")
-        (tmp_path / f"{part}.jsonl").unlink()
-    again, _ = run(options, data_path=str(tmp_path))
-    assert again == rows
 
 
-def test_parquet_in_and_out_keeps_every_column(tmp_path):
-    options = write_data(tmp_path)
+def test_parquet_in_and_out_keeps_every_column(options, tmp_path):
     lines, _ = run(options)
-    rows = [{**row, "extra": [1, 2]} for row in read_lines(Path(options["data_path"]))]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
-    run(
-        options,
-        data_path=str(tmp_path / "train.parquet"),
-        output_path=str(tmp_path / "mined.parquet"),
-    )
-    actual = pq.read_table(tmp_path / "mined.parquet").to_pylist()
+    rows = [{**row, "extra": [1, 2]} for row in rows_in(options)]
+    source = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), source)
+    target = tmp_path / "mined.parquet"
+    run(options, data_path=str(source), output_path=str(target))
+    actual = pq.read_table(target).to_pylist()
     assert [{**row, "extra": [1, 2]} for row in lines] == actual
     assert len(training_examples(tmp_path / "mined.parquet")) == 40
 
@@ -280,25 +227,16 @@ def test_bm25_alone_and_fused(options):
     dense, _ = run(options, scores=True)
     del options["model_name"]
     retrievers = ["bm25", {"model": model(), "weight": 2.0}]
-    names = documents()
     for fusion in ("rrf", "scores"):
         both, _ = run(options, retrievers=retrievers, fusion=fusion, scores=True)
         assert both != dense
-        # Scores are the model's, whoever found the document.
-        scores = score_matrix([row["query"] for row in both], names)
-        for row, of_query in zip(both, scores, strict=True):
-            chosen = [names.index(text) for text in row["negatives"]]
-            assert row["negative_scores"] == pytest.approx(of_query[chosen], abs=1e-5)
+        assert_scores_are_the_models(both)  # whoever found the document
 
 
 def test_documents_that_no_tokenizer_takes_are_named(options):
-    corpus = Path(options["corpus_path"])
-    write_lines(
-        corpus, [*read_lines(corpus), {"_id": "half", "text": "half an emoji \ud83d"}]
-    )
-    with pytest.raises(
-        UserError, match=r"corpus.jsonl:301: the text has a lone surrogate in it"
-    ):
+    corpus = corpus_of([*documents(), "half an emoji \ud83d"])
+    write_lines(Path(options["corpus_path"]), corpus)
+    with pytest.raises(UserError, match=r"corpus.jsonl:301: .* a lone surrogate"):
         run(options)
 
 
@@ -322,7 +260,7 @@ def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(
     assert result.num_encoded == 340
     _, result = run(options, num_negatives=2)
     assert result.num_encoded == 0
-    corpus = read_lines(tmp_path / "corpus.jsonl")
+    corpus = corpus_of(documents())
     corpus[99]["text"] += " changed"
     write_lines(tmp_path / "corpus.jsonl", corpus)
     changed, result = run(options)
@@ -336,18 +274,12 @@ def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(
     assert not (tmp_path / "mined.jsonl.work").exists()
 
 
-@pytest.mark.parametrize(
-    "dtype, tolerance",
-    [
-        ("float16", 2e-3),
-    ],
-)
-def test_short_vectors(options, dtype, tolerance):
+def test_short_vectors(options):
     rows, _ = run(options, scores=True)
-    short, _ = run(options, vector_dtype=dtype, scores=True)
+    short, _ = run(options, vector_dtype="float16", scores=True)
     num_equal = 0
     for row, other in zip(rows, short, strict=True):
-        scores = pytest.approx(other["positive_scores"], abs=tolerance)
+        scores = pytest.approx(other["positive_scores"], abs=2e-3)
         assert row["positive_scores"] == scores
         num_equal += row["negatives"] == other["negatives"]
     assert num_equal > 5
@@ -355,13 +287,9 @@ def test_short_vectors(options, dtype, tolerance):
 
 def test_the_threshold_is_calibrated(tmp_path):
     """Queries with two positives of nearly equal score: without a threshold the hidden one would be mined."""
-    actual = documents()
     rows = [
-        {
-            "query": actual[number],
-            "positive": [f"{actual[number]} red", f"{actual[number]} blue"],
-        }
-        for number in range(60)
+        {"query": text, "positive": [f"{text} red", f"{text} blue"]}
+        for text in documents()[:60]
     ]
     options = small(
         tmp_path, rows, num_negatives=4, threshold="auto", max_false_negative_rate=0.02
@@ -393,26 +321,16 @@ def test_mistakes_name_the_option(options, changes, option):
         mine({**options, **changes})
 
 
-def test_scores_are_read_by_training(tmp_path):
+def test_scores_are_read_by_training(options, tmp_path):
     """Negatives of several columns keep their scores in the order in which they are read."""
-    options = write_data(tmp_path)
-    rows = [
-        {
-            **row,
-            "neg": ["my own negative text"],
-            "negative_1": "another one",
-            "neg_scores": [0.5, 0.5],
-        }
-        for row in read_lines(Path(options["data_path"]))
-    ]
+    before = {"neg": ["first"], "negative_1": "second", "neg_scores": [0.5, 0.5]}
+    rows = [row | before for row in rows_in(options)]
     write_lines(tmp_path / "train.jsonl", rows)
     built, _ = run(options, scores=True)
     examples = training_examples(tmp_path / "mined.jsonl")
     for example, row in zip(examples, built, strict=True):
-        assert [item.text for item in example.negatives[:2]] == [
-            "my own negative text",
-            "another one",
-        ]
+        texts_before = [item.text for item in example.negatives[:2]]
+        assert texts_before == ["first", "second"]
         num_negatives = len(row["negatives"])
         assert len(example.negative_scores) == len(example.negatives) == num_negatives
         assert len(example.scores) == 1
@@ -423,9 +341,8 @@ def test_scores_are_read_by_training(tmp_path):
 def test_an_index_of_the_same_documents_in_another_order_is_not_used(options, tmp_path):
     options = {**options, "model_name": "bm25", "relative_margin": None}
     run(options)
-    corpus = Path(options["corpus_path"])
-    first, second, *others = read_lines(corpus)
-    write_lines(corpus, [second, first, *others])
+    other_order = corpus_of(documents())[::-1]
+    write_lines(Path(options["corpus_path"]), other_order)
     again, _ = run(options)
     afresh, _ = run(options, output_path=str(tmp_path / "afresh.jsonl"))
     assert again == afresh
@@ -434,23 +351,18 @@ def test_an_index_of_the_same_documents_in_another_order_is_not_used(options, tm
 def test_other_queries_with_the_same_positives_are_searched_for_anew(tmp_path):
     options = {**write_data(tmp_path), "work_dir": str(tmp_path / "work")}
     run(options)
-    actual = documents()
-    rows = [
-        {"query": actual[-number - 1].partition(" ")[2], "positive": actual[number]}
-        for number in range(NUM_ROWS)
-    ]
+    rows = pairs_of(documents()[:NUM_ROWS])
+    for row in rows:
+        row["query"] = row["positive"].partition(" ")[2]
     write_lines(tmp_path / "train.jsonl", rows)
     assert_same_rows(run(options)[0], run(options, work_dir=str(tmp_path / "empty"))[0])
 
 
 @pytest.mark.parametrize("value", ["lone \ud800", 2**70])
-def test_columns_that_parquet_cannot_hold(tmp_path, value):
-    options = write_data(tmp_path)
-    rows = read_lines(tmp_path / "train.jsonl")
+def test_columns_that_parquet_cannot_hold(options, tmp_path, value):
+    rows = rows_in(options)
     rows[3]["note"] = value
     write_lines(tmp_path / "train.jsonl", rows)
     assert run(options)[0][3]["note"] == value
-    with pytest.raises(
-        UserError, match=r"Parquet cannot hold the rows .*: write \.jsonl"
-    ):
+    with pytest.raises(UserError, match=r"Parquet cannot hold .*: write \.jsonl"):
         run(options, output_path=str(tmp_path / "mined.parquet"))

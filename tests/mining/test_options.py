@@ -89,30 +89,18 @@ def test_options_of_the_command_win_over_those_of_training(training):
     assert (config.num_negatives, config.max_length, config.seed) == (7, 64, 5)
 
 
-@pytest.mark.parametrize(
-    ("line", "argument", "model_name", "retrievers"),
-    [
-        ("model_name: a/model", "retrievers=[bm25]", None, ["bm25"]),
-        ("retrievers: [bm25]", "model_name=a/model", "a/model", []),
-    ],
-)
-def test_a_model_on_the_command_line_wins_over_that_of_the_file(
-    tmp_path, line, argument, model_name, retrievers
-):
+def test_a_model_on_the_command_line_wins_over_retrievers_of_the_file(tmp_path):
     path = tmp_path / "mine.yaml"
-    path.write_text(f"data_path: train.jsonl\noutput_path: x.jsonl\n{line}\n")
-    config = load_options(MineConfig, path, [argument])
-    assert config.model_name == model_name
-    assert list(config.retrievers) == retrievers
+    path.write_text("data_path: a.jsonl\noutput_path: x.jsonl\nretrievers: [bm25]\n")
+    config = load_options(MineConfig, path, ["model_name=a/model"])
+    assert (config.model_name, list(config.retrievers)) == ("a/model", [])
 
 
 def test_two_models_in_one_place_are_refused(tmp_path):
     path = tmp_path / "mine.yaml"
     lines = "data_path: a.jsonl\noutput_path: x.jsonl\nmodel_name: m\nretrievers: [m]"
     path.write_text(lines)
-    with pytest.raises(
-        UserError, match=r"mine\.yaml: .*model_name or retrievers.*null"
-    ):
+    with pytest.raises(UserError, match=r"mine\.yaml: .*model_name or retrievers"):
         load_options(MineConfig, path)
 
 
@@ -124,10 +112,8 @@ def test_two_models_in_one_place_are_refused(tmp_path):
     ],
 )
 def test_mistakes_are_named(training, line, parts):
-    text = training.read_text()
-    if line.startswith("seed"):
-        text = text.replace("seed: 5\n", "")
-    training.write_text(f"{text}{line}\n")
+    with training.open("a") as file:
+        file.write(line)
     with pytest.raises(UserError) as error:
         load_options(AuditConfig, training)
     for part in [str(training), *parts]:
@@ -143,18 +129,18 @@ def test_audit_of_a_training_config(training, tmp_path, capsys):
     assert "3 rows" in capsys.readouterr().err
 
 
-MINING = {"model_name": "bm25", "data_path": "rows/train.jsonl"}
-
-
 @pytest.mark.parametrize(
     ("command", "values", "option", "read"),
     [
-        (mine, MINING | {"output_path": "link.jsonl"}, "output_path", "data_path"),
         (
             mine,
-            MINING | {"corpus_path": "corpus.jsonl", "output_path": "corpus.jsonl"},
+            {
+                "model_name": "bm25",
+                "data_path": "rows/train.jsonl",
+                "output_path": "link.jsonl",
+            },
             "output_path",
-            "corpus_path",
+            "data_path",
         ),
         (
             judge,

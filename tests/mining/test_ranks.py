@@ -48,10 +48,9 @@ def killed_in_the_search(options):
 @pytest.fixture
 def options(tmp_path):
     base = write_data(tmp_path)
-    retrievers = ["bm25", base.pop("model_name")]
     return {
         **base,
-        "retrievers": retrievers,
+        "retrievers": ["bm25", base.pop("model_name")],
         "scores": True,
         "sampling": "random",
         "work_dir": str(tmp_path / "work"),

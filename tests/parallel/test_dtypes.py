@@ -29,44 +29,33 @@ def lines():
 def mixed():
     """A frozen bfloat16 base under float32 adapters and a bfloat16 head that is trained."""
     base = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
-    return nn.ModuleDict(
-        {
-            "base": base,
-            "adapter": nn.Linear(4, 2),
-            "head": nn.Linear(2, 2).to(torch.bfloat16),
-        }
-    )
+    head = nn.Linear(2, 2).to(torch.bfloat16)
+    return nn.ModuleDict({"base": base, "adapter": nn.Linear(4, 2), "head": head})
 
 
 @pytest.mark.promise("D36")
 def test_uniform_dtype_is_said_in_the_documents_words(lines):
-    assert (
-        parameters.unify_model_dtype_for_fsdp(nn.Linear(2, 2).to(torch.bfloat16)) == 0
-    )
+    model = nn.Linear(2, 2).to(torch.bfloat16)
+    assert parameters.unify_model_dtype_for_fsdp(model) == 0
     assert lines == ["FSDP dtype check: all parameters already in torch.bfloat16"]
 
 
+@pytest.mark.parametrize(
+    ("version", "converted", "small"),
+    [(1, "4 parameters (26 values)", ()), (2, "2 parameters (6 values)", ("base",))],
+)
 @pytest.mark.promise("D29")
-def test_masters_are_never_downcast_and_frozen_weights_stay_small(lines):
+def test_masters_are_never_downcast_and_fsdp1_needs_one_dtype_for_all(
+    lines, version, converted, small
+):
     model = mixed()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    assert parameters.unify_model_dtype_for_fsdp(model) == 2
-    assert lines == [
-        "FSDP dtype check: converted 2 parameters (6 values) from torch.bfloat16 to torch.float32",
-        "FSDP dtype check: trainable parameters in torch.float32, frozen ones in torch.bfloat16",
-    ]
+    parameters.unify_model_dtype_for_fsdp(model, fsdp_version=version)
+    assert f"converted {converted} from torch.bfloat16 to torch.float32" in lines[0]
     for name, value in model.state_dict().items():
         is_half = value.dtype == torch.bfloat16
-        assert is_half == name.startswith("base."), name
+        assert is_half == name.startswith(small), name
         assert torch.equal(value.to(before[name].dtype), before[name])
-
-
-@pytest.mark.promise("D29")
-def test_fsdp1_needs_one_dtype_for_all(lines):
-    model = mixed()
-    assert parameters.unify_model_dtype_for_fsdp(model, fsdp_version=1) == 4
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert "converted 4 parameters (26 values)" in lines[0]
 
 
 @pytest.mark.promise("D37")
@@ -174,17 +163,14 @@ def seen_in_bf16(options):
                 module.register_forward_hook(note)
         (output,) = model(parts_of(featuriser, session.rank, 0))
         output.sum().backward()
-        gradients = [
-            entry.grad for entry in model.parameters() if entry.grad is not None
-        ]
+        masters = parameters.full_state_dict(model).values()
+        gradients = [weight.grad for weight in model.parameters()]
         return {
             "reduced in": reduced,
             "computed in": computed,
-            "output": output.dtype,
-            "masters": {
-                value.dtype for value in parameters.full_state_dict(model).values()
-            },
-            "gradients": {gradient.dtype for gradient in gradients},
+            "output": {output.dtype},
+            "masters": {master.dtype for master in masters},
+            "gradients": {grad.dtype for grad in gradients if grad is not None},
         }
 
 
@@ -202,7 +188,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters():
         assert dtypes == {
             "reduced in": {torch.bfloat16 if is_reduced else torch.float32},
             "computed in": [torch.bfloat16] * 3,
-            "output": torch.float32,
+            "output": {torch.float32},
             "masters": {torch.float32},
             "gradients": {torch.float32},
         }, name

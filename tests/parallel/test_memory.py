@@ -33,19 +33,13 @@ def test_total_is_a_real_sum():
     (lines, logged), (others, logged_by_other) = run_ranks(hold_and_print, 2)
     assert logged == lines == others
     assert logged_by_other == []
-    actual = [LINE.search(line) for line in lines[:2]]
-    assert [int(match[1]) for match in actual if match] == [0, 1]
-    used = [float(match[2]) for match in actual if match]
+    values = np.array([LINE.search(line).groups() for line in lines[:2]], float)
+    ranks, used, _ = values.T
+    assert ranks.tolist() == [0, 1]
     assert used[1] - used[0] > 0.25
-    total = re.fullmatch(
-        r"after loading: Total across 2 processes: RSS: (\S+)GB, Peak: (\S+)GB",
-        lines[2],
-    )
-    assert total
-    assert float(total[1]) == pytest.approx(sum(used), abs=0.011)
-    assert float(total[2]) == pytest.approx(
-        sum(float(match[3]) for match in actual if match), abs=0.011
-    )
+    total = "after loading: Total across 2 processes: RSS: (.+)GB, Peak: (.+)GB"
+    sums = [float(number) for number in re.fullmatch(total, lines[2]).groups()]
+    assert sums == pytest.approx(values[:, 1:].sum(axis=0), abs=0.011)
 
 
 @pytest.mark.promise("B10", "B29", "B31")
@@ -60,7 +54,7 @@ def test_peak_starts_anew_between_phases():
 
 
 def clear_together():
-    """Rank 1 comes late. Return when this rank came and went, and the memory before and after, freed memory kept."""
+    """Rank 1 comes late. Return when this rank came and went, and the memory that it gave back, freed memory kept."""
     devices.choose_device(RankInfo())
     blocks = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
     del blocks
@@ -69,22 +63,17 @@ def clear_together():
         time.sleep(0.3)
     came = time.monotonic()
     devices.fsdp_empty_cache()
-    return (
-        came,
-        time.monotonic(),
-        before,
-        devices.memory_snapshot(torch.device("cpu"))["rss_gb"],
-    )
+    went = time.monotonic()
+    after = devices.memory_snapshot(torch.device("cpu"))["rss_gb"]
+    return came, went, before - after
 
 
 @pytest.mark.promise("B10", "B29")
 def test_ranks_wait_for_each_other_and_give_back_what_they_keep():
-    actual = run_ranks(clear_together, 2)
-    assert min(went for _, went, _, _ in actual) >= max(
-        came for came, _, _, _ in actual
-    )
+    came, went, returned = zip(*run_ranks(clear_together, 2), strict=True)
+    assert min(went) >= max(came)
     if platform.libc_ver()[0] == "glibc":
-        assert all(before - after > 0.15 for _, _, before, after in actual)
+        assert min(returned) > 0.15
 
 
 @pytest.mark.promise("B10")
@@ -98,12 +87,8 @@ def test_lines_reach_standard_output_where_nobody_logs():
 
 @pytest.mark.promise("A21")
 def test_gpu_line_has_the_words_of_the_documents(monkeypatch):
-    figures = {
-        "device": "cuda:3",
-        "allocated_gb": 1.234,
-        "reserved_gb": 2.344,
-        "peak_gb": 3.45,
-    }
+    figures = {"allocated_gb": 1.234, "reserved_gb": 2.344, "peak_gb": 3.45}
+    figures["device"] = "cuda:3"
     monkeypatch.setattr(devices, "memory_snapshot", lambda _: figures)
     logging.getLogger("vembed").addHandler(logging.NullHandler())
     lines = devices.fsdp_print_memory_usage()

@@ -11,13 +11,7 @@ import pytest
 from vembed.parallel import environment, session
 from vembed.parallel.environment import interface_to
 
-INTERFACES = {"lo": ["127.0.0.1", "::1"], "eth0": ["10.0.0.1", "fe80::1%eth0"]}
-ROUTES = {
-    "127.0.0.1": "127.0.0.1",
-    "head": "127.0.0.1",
-    "10.0.0.2": "10.0.0.1",
-    "node0": "10.0.0.1",
-}
+ROUTES = {"127.0.0.1": "127.0.0.1", "head": "127.0.0.1", "node0": "10.0.0.1"}
 """Where packets go to -> the own address that they come from."""
 
 
@@ -35,10 +29,9 @@ def routes(monkeypatch):
         def getsockname(self):
             return self.own, 40000
 
-    actual = {
-        name: [SimpleNamespace(address=address) for address in addresses]
-        for name, addresses in INTERFACES.items()
-    }
+    actual = {}
+    for name, address in (("lo", "127.0.0.1"), ("eth0", "10.0.0.1")):
+        actual[name] = [SimpleNamespace(address=address)]
     monkeypatch.setattr(socket, "socket", Probe)
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: actual)
     return known
@@ -46,14 +39,7 @@ def routes(monkeypatch):
 
 @pytest.mark.usefixtures("routes")
 @pytest.mark.parametrize(
-    ("host", "interface"),
-    [
-        ("10.0.0.2", "eth0"),
-        ("node0", "eth0"),
-        ("127.0.0.1", "lo"),
-        ("head", "lo"),
-        ("nowhere", None),
-    ],
+    ("host", "interface"), [("node0", "eth0"), ("head", "lo"), ("nowhere", None)]
 )
 def test_the_interface_that_leads_to_a_host(host, interface):
     assert interface_to(host) == interface
@@ -74,7 +60,5 @@ def test_a_name_of_machine_0_that_is_loopback_there(
     expected = None if default is None else "eth0"
     assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
     assert ("to --main-process-ip" in caplog.text) is (expected is None)
-    assert (
-        f"interface {expected} (the default route's, because head is loopback on"
-        in caplog.text
-    ) is bool(expected)
+    line = f"interface {expected} (the default route's, because head is loopback on"
+    assert (line in caplog.text) == bool(expected)

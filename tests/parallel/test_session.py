@@ -46,34 +46,26 @@ SHORT = 3 / 60
 # ---- the launcher's variables ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise("B26")
-def test_no_variables_mean_one_process():
-    assert read_rank_info({}) == RankInfo(
-        rank=0, world_size=1, local_rank=0, local_world_size=1
-    )
-
-
-@pytest.mark.promise("A10", "C26")
-def test_variables_have_torchs_meaning():
+@pytest.mark.promise("A10", "B26", "C26")
+def test_variables_have_torchs_meaning_and_none_means_one_process():
     assert read_rank_info(GROUP | {"LOCAL_WORLD_SIZE": "1"}) == RankInfo(1, 2, 1, 1)
+    assert read_rank_info({}) == RankInfo(0, 1, 0, 1)
 
 
-@pytest.mark.promise("C26")
-def test_a_missing_variable_is_named():
-    env = {**GROUP}
-    del env["MASTER_PORT"]
-    with pytest.raises(UserError, match=r"^MASTER_PORT is not set ") as caught:
-        read_rank_info(env)
-    for name, value in env.items():
-        assert f"{name}={value}" in str(caught.value)
-
-
-@pytest.mark.promise("A10")
-def test_nodes_counted_as_processes_are_refused():
-    with pytest.raises(UserError, match="RANK=2 must be between 0 and WORLD_SIZE"):
-        read_rank_info(GROUP | {"RANK": "2"})
-    with pytest.raises(UserError, match="WORLD_SIZE='two'"):
-        read_rank_info(GROUP | {"WORLD_SIZE": "two"})
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set .*WORLD_SIZE=2"),
+        ({"RANK": "2"}, "RANK=2 must be between 0 and WORLD_SIZE"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+    ],
+)
+@pytest.mark.promise("A10", "C26")
+def test_variables_that_are_wrong_or_missing_are_named(changes, message):
+    variables = GROUP | changes
+    environment = {name: value for name, value in variables.items() if value}
+    with pytest.raises(UserError, match=message):
+        read_rank_info(environment)
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
@@ -125,13 +117,6 @@ def test_advice_where_fsdp_is_pointless():
     assert placed(LARGE, strategy="fsdp").notes == ()
 
 
-@pytest.mark.promise("A01", "C34")
-def test_one_process_with_fsdp_runs_whole_with_one_line():
-    alone = placed(LARGE, 1, strategy="fsdp")
-    assert (alone.strategy.value, alone.fsdp) == ("single", None)
-    assert "FSDP needs at least two processes" in alone.strategy.reason
-
-
 def test_options_without_effect_on_these_processes_are_said():
     options = {
         "fsdp_min_num_params": 5,
@@ -167,9 +152,8 @@ def whole_life(folder):
     before = dict(os.environ)
     lines = listen()
     recorded = {}
-    with session.start_session(
-        config_of(folder, dist_timeout_minutes=7, debug=True)
-    ) as first:
+    config = config_of(folder, dist_timeout_minutes=7, debug=True)
+    with session.start_session(config) as first:
         group = dist.group.WORLD
         assert group is not None
         recorded["timeout"] = group._get_backend(CPU).options._timeout.total_seconds()
@@ -189,22 +173,14 @@ def whole_life(folder):
     recorded["ended"] = not dist.is_initialized()
     recorded["same_environment"] = dict(os.environ) == before
     recorded["lines"] = list(lines)
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    with (
-        pytest.raises(ZeroDivisionError) as error,
-        session.start_session(config_of(folder, strategy="ddp")),
-    ):
-        recorded["again"] = collectives.sum_ints([1])
-        raise ZeroDivisionError
-    recorded["note"] = error.value.__notes__
-    recorded["ended_by_error"] = not dist.is_initialized()
-    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        session.start_session(config_of(folder, strategy="ddp")),
-    ):
-        raise KeyboardInterrupt
-    recorded["ended_by_interrupt"] = not dist.is_initialized()
+    for failure in (ZeroDivisionError, KeyboardInterrupt):
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        config = config_of(folder, strategy="ddp")
+        with pytest.raises(failure) as error, session.start_session(config):
+            recorded["again"] = collectives.sum_ints([1])
+            raise failure
+        notes = getattr(error.value, "__notes__", None)
+        recorded[failure] = (notes, dist.is_initialized())
     return recorded
 
 
@@ -217,36 +193,34 @@ def test_a_session_starts_says_so_and_ends_the_group_whatever_happens():
         assert result["facts"] == (rank, 2, "ddp", "cpu", rank == 0, "no")
         assert result["weight"] == 1.0
         assert result["again"] == [2]
-        assert result["note"] == [f"rank {rank} of 2"]
-        assert (
-            result["ended"]
-            and result["ended_by_error"]
-            and result["ended_by_interrupt"]
-            and result["same_environment"]
-        )
+        assert result["ended"] and result["same_environment"]
+        assert result[ZeroDivisionError] == ([f"rank {rank} of 2"], False)
+        assert result[KeyboardInterrupt] == (None, False)
         assert (
             "processes: 2, 2 of them on this machine; backend: gloo (no GPU); a collective waits 7 minutes at most"
             in result["lines"]
         )
 
 
-def one_process(folder):
-    for name in (*GROUP, "LOCAL_WORLD_SIZE"):
-        del os.environ[name]
+def one_process(folder, is_launched):
+    if not is_launched:
+        for name in (*GROUP, "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
     lines = listen()
     os.environ["ACCELERATE_USE_FSDP"] = "true"  # as `accelerate launch` leaves it
     os.environ["FSDP_VERSION"] = "2"
     with session.start_session(config_of(folder, strategy="fsdp")) as first:
         model = first.prepare(nn.Linear(3, 3))
-        facts = (first.strategy, first.fsdp, type(model).__name__)
-        return facts, dist.is_initialized(), "\n".join(lines)
+    facts = (first.strategy, first.fsdp, type(model).__name__)
+    return facts, dist.is_initialized(), "\n".join(lines)
 
 
-@pytest.mark.promise("A01", "B12")
-def test_plain_process_with_fsdp():
-    ((facts, is_initialized, log),) = run_ranks(
-        one_process, 1, str(shared(tiny_bert)), process_group=False
-    )
+@pytest.mark.parametrize("is_launched", [False, True], ids=["plain", "torchrun"])
+@pytest.mark.promise("A01", "A11", "B12", "C34")
+def test_one_process_with_fsdp_runs_whole_with_one_line(is_launched):
+    arguments = (str(shared(tiny_bert)), is_launched)
+    (result,) = run_ranks(one_process, 1, *arguments, process_group=False)
+    facts, is_initialized, log = result
     assert facts == ("single", None, "Linear")
     assert not is_initialized
     assert log.count("FSDP needs at least two") == 1
@@ -273,19 +247,6 @@ def test_one_launch_holds_several_sessions(tmp_path):
     done = command(*words, module="torch.distributed.run")
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("SUM 2.0") == 6
-
-
-def alone_under_torchrun(folder):
-    with session.start_session(config_of(folder, strategy="fsdp")) as first:
-        first.prepare(nn.Linear(3, 3))
-    return first.strategy, dist.is_initialized()
-
-
-@pytest.mark.promise("A11")
-def test_one_process_under_torchrun_ends_well_too():
-    assert run_ranks(
-        alone_under_torchrun, 1, str(shared(tiny_bert)), process_group=False
-    ) == [("single", False)]
 
 
 def test_a_state_that_another_trainer_left_is_replaced():
@@ -422,9 +383,8 @@ def test_a_failed_rank_waited_for_kernels_that_never_end(
     ended = []
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append("destroy"))
-    monkeypatch.setattr(
-        dist.distributed_c10d, "_abort_process_group", lambda: ended.append("abort")
-    )
+    c10d = dist.distributed_c10d
+    monkeypatch.setattr(c10d, "_abort_process_group", lambda: ended.append("abort"))
     first = session.start_session(config_of(shared(tiny_bert)))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with contextlib.suppress(RuntimeError, UserError), first:

@@ -292,7 +292,9 @@ def test_cohere_reranks(reranking, route):
 @pytest.mark.parametrize(
     ("route", "values", "words"),
     [
-        ("/rerank", {"texts": DOCUMENTS}, "query must be"),
+        ("/rerank", {"texts": DOCUMENTS}, "query must be one text"),
+        ("/rerank", {"query": 7, "texts": ["a"]}, "query must be one text"),
+        ("/rerank", {"query": QUERY, "texts": [7]}, "texts must be a text or a list"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "documents": ["b"]}, "not both"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "truncate": False}, "truncate"),
         ("/rerank", {"query": ["a", "b"], "texts": DOCUMENTS}, "2 queries"),

@@ -213,7 +213,7 @@ class MemoryEstimate:
         if recomputes is None:
             recomputes = self.placement.recomputation.value
         size = self.size
-        width = 2 if self.placement.computes_in_half else 4
+        width = 2 if self.placement.precision.value != "no" else 4
         per_token = width * (KEPT_PER_HIDDEN * size.hidden + 3.0 * size.inner)
         if recomputes:  # one layer at a time, and the inputs of all
             per_token += width * float(size.hidden * size.num_layers)
@@ -266,7 +266,7 @@ class MemoryEstimate:
         placement = self.placement
         size = self.size
         share = 0.0 if placement.offloads else 1.0 / placement.num_shards
-        width = 2 if placement.computes_in_half else 4
+        width = 2 if placement.precision.value != "no" else 4
         gradient_share = share
         gathered = 0.0
         if placement.fsdp is not None:
