@@ -391,7 +391,7 @@ class AdapterSection(Section):
     """After a LoRA run, save the merged model in `final/`, with the adapter beside it. false: only the adapter."""
     freeze: list[str] = Field(default_factory=list)
     """Parts not to train: `text`, `vision`, `embeddings`, `first_n_layers=6` (of every tower),
-    `vision.first_n_layers=6` (of one), or prefixes of parameter names."""
+    `vision.first_n_layers=6` (of one), or names of modules and parameters (`encoder.layer.1`)."""
 
     @property
     def use_qlora(self) -> bool:

@@ -748,15 +748,17 @@ def names_frozen_by(
                 for stack in stacks:
                     beginnings += stack[: int(count)]
         else:
-            beginnings = [part.removeprefix("backbone.")]
-        names = {name for name in every if name.startswith(tuple(beginnings))}
+            path = part.removeprefix("backbone.").removesuffix(".")
+            # Whole names: layer.1 does not select layer.10.
+            beginnings = [f"{path}."]
+        names = {name for name in every if f"{name}.".startswith(tuple(beginnings))}
         if not names:
             near = difflib.get_close_matches(part, every, n=1, cutoff=0.0)[0]
             numbers = {tower: len(stack) for tower, stack in layers.items()}
             raise UserError(
                 f"freeze: {part} selects nothing of this model. Give one of its towers ({', '.join(layers)}), embeddings, "
                 f"first_n_layers=N or TOWER.first_n_layers=N with N up to the number of layers ({numbers}), or the "
-                f"beginning of a parameter's name (the nearest is {near})"
+                f"name of a module or parameter (the nearest is {near})"
             )
         log.info("freeze: %s, %d tensors", part, len(names))
         frozen |= names

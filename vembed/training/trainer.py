@@ -369,7 +369,8 @@ class Trainer:
                 self.checkpointer.wait()  # with async_save, until it is on disk
                 step = self.state.step
                 path = self.checkpointer.path_of(step)
-                raise self.interrupts.stopped(step, path) from None
+                resumes = self.config.run.resume in (True, "auto", "force")
+                raise self.interrupts.stopped(step, path, resumes=resumes) from None
             finally:
                 self.batches.close()
             return self.finish()
@@ -547,22 +548,20 @@ class Trainer:
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
         # The best step must be recoverable: it has a checkpoint, or it is the last one. In a run without checkpoints the
         # best step is reported and not loaded.
-        is_recoverable = (
-            self.intervals.save_steps is None
-            or self.checkpoint_is_due()
-            or self._is_last()
-        )
-        is_better = state.best is None or scores[metric] > state.best
-        is_best = is_better and is_recoverable and state.step > 0
-        if is_best:
+        has_checkpoint = self.intervals.save_steps is None or self.checkpoint_is_due()
+        is_better = state.step > 0
+        if state.best is not None:
+            is_better = scores[metric] > state.best
+        if is_better and (has_checkpoint or self._is_last()):
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
-        evaluation = Evaluation(
-            state.step, epoch, scores, metric, is_best, query_results
-        )
+        evaluation = Evaluation(state.step, epoch, scores, metric, query_results)
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.end_requested = True
         self.interrupts.share_end_request()
+        if is_better and self._is_last():
+            # A hook may have made this step the last one just now.
+            state.set_best(metric)
 
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective."""
