@@ -40,9 +40,7 @@ from vembed.config.terms import (
     source_groups,
 )
 from vembed.config.values import Auto
-from vembed.data.batching.rank_batch import (
-    Feeder,
-)
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.batching.stream import RankBatchStream
 from vembed.data.datasets import Sets, open_sets
@@ -53,11 +51,7 @@ from vembed.evaluation.scores import check_metric
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
-from vembed.models.building import (
-    build_model,
-    has_initial_norms,
-    is_embedding_model,
-)
+from vembed.models.building import build_model, has_initial_norms, is_embedding_model
 from vembed.models.embedding_model import ComposedModel, EmbeddingModel
 from vembed.models.families.description import (
     ModelDescription,
@@ -68,14 +62,13 @@ from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.environment import num_cores
 from vembed.parallel.launch_check import require_equal
-from vembed.parallel.parameters import (
-    num_parameters,
-)
+from vembed.parallel.parameters import num_parameters
 from vembed.parallel.placement import PRECISION_DTYPES
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
+from vembed.progress import counted
 from vembed.teachers import Teachers
-from vembed.training.checkpoint.folders import of_images, of_option
+from vembed.training.checkpoint.folders import fingerprint_of_option, of_images
 from vembed.training.frozen import InputBuilder, open_stores
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.evaluations import (
@@ -214,11 +207,11 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     total_steps = optimizer_options.max_steps or steps_of_epochs(
         epochs, batch_schedule.batches_per_epoch, batches_per_step
     )
-    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    processes = counted(world_size, "process", "processes")
     line = f"global batch: {size:,d} examples over {processes} ({size / world_size:,.6g} each)"
     if batches_per_step > 1:
         line += f", {batches_per_step} batches per step"
-    log.info(f"{line}; {total_steps:,d} steps")
+    log.info(f"{line}; {counted(total_steps, 'step')}")
     smallest = batch_schedule.smallest_batch
     if smallest < world_size:
         raise UserError(
@@ -261,7 +254,7 @@ def identity_of(
     if images is not None:
         identity["image_files"] = images
     for name, kind in FILE_OPTIONS.items():
-        contents = of_option(name, options[name], options["model_revision"])
+        contents = fingerprint_of_option(name, options[name], options["model_revision"])
         # The examples have a fingerprint of their own.
         if kind != "data" and contents != options[name]:
             identity[f"{name}_files"] = contents
