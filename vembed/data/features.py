@@ -25,7 +25,7 @@ from vembed.data.images.decoders import PIXELS_KEY
 from vembed.data.images.files import image_name
 from vembed.data.images.pixels import Pixels, blank_image
 from vembed.errors import UserError
-from vembed.models.attention import PREFIX
+from vembed.models.attention import SHARED_PREFIX
 from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
@@ -372,14 +372,16 @@ class PairFeaturiser(BaseFeaturiser):
         return features
 
     def joined(self, features: Sequence[Features]) -> dict[str, Tensor]:
-        """See BaseFeaturiser. What all questions begin with is there once, as PREFIX."""
+        """See BaseFeaturiser. What all questions begin with is there once, as SHARED_PREFIX."""
         if self._template_length:
             rows = [np.asarray(feature.token_ids) for feature in features]
             # At most the template, because memory is measured with copies of one question.
             num_shared = shared_length(rows, self._template_length)
             if num_shared:
                 batch = self._texts.pad([row[num_shared:] for row in rows])
-                batch[PREFIX] = torch.tensor(rows[0][:num_shared], dtype=torch.int64)
+                batch[SHARED_PREFIX] = torch.tensor(
+                    rows[0][:num_shared], dtype=torch.int64
+                )
                 return batch
         batch = super().joined(features)
         if features[0].segments is not None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import ResolvedTerm, losses_differ, source_groups, source_terms
 from vembed.losses.batch import ListedPairs, LossBatch, LossModule
-from vembed.losses.declaration import FixedTemperature, StartValues
+from vembed.losses.declaration import FixedTemperature, LossDeclaration, StartValues
 from vembed.losses.similarity import (
     KnownGradients,
     Similarity,
@@ -32,6 +32,8 @@ StoredForm = Literal["int8", "binary"]
 
 class TermModule(LossModule):
     """One term of a loss, with its similarity, its learned parameters and its teachers."""
+
+    declared: LossDeclaration
 
     def __init__(
         self,
@@ -98,14 +100,6 @@ class TermModule(LossModule):
         scale = 1.0 / self.declared.temperature
         dtype = arithmetic_dtype(embeddings)
         return embeddings.new_full((), scale, dtype=dtype)
-
-    def clamp_parameters(self) -> None:
-        """See LossModule."""
-        self.declared.clamp(dict(self.named_parameters()))
-
-    def learned_logit_scale(self) -> tuple[float, float] | None:
-        """See LossModule."""
-        return self.declared.logit_scale_and_bias(dict(self.named_parameters()))
 
 
 class WeightedLosses(LossModule):

@@ -21,11 +21,7 @@ from vembed.errors import UserError
 from vembed.files import check_weights, read_yaml
 from vembed.losses.table import LOSSES
 from vembed.models import attention, precision, vision
-from vembed.models.adapters import (
-    add_adapters,
-    fuse_adapters,
-    merge_saved_adapter,
-)
+from vembed.models.adapters import add_adapters, fuse_adapters, merge_saved_adapter
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.embedding_model import (
     LOSS_PARAMETERS,

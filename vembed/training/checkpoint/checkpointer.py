@@ -302,7 +302,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             trim_metrics(output, first_step, is_scored=is_scored, num_bytes=num_bytes)
         collectives.barrier()
 
-    def load(self, point: ResumePoint, trained: Trained) -> dict[str, Any]:
+    def load(self, point: ResumePoint, trained: TrainedState) -> dict[str, Any]:
         """Restore what is trained from a checkpoint; return the `state` that was passed to `save`."""
         restore(trained, point.path, no_dist=self._is_alone)
         state: dict[str, Any] = dict(point.state["loop"])
@@ -326,7 +326,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             state.update(NO_BEST, guarded_step=None, guarded_scores={})
         return state
 
-    def load_weights(self, directory: Path, trained: Trained) -> bool:
+    def load_weights(self, directory: Path, trained: TrainedState) -> bool:
         """Restore all but the optimizer's state (of the best checkpoint, at the end of a run).
 
         Return False, with a warning and unchanged weights, if the checkpoint is missing or damaged.
@@ -357,7 +357,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def save(
         self,
         state: Mapping[str, Any],
-        trained: Trained,
+        trained: TrainedState,
         write_more: Callable[[Path], None] | None = None,
     ) -> None:
         """Write the checkpoint of `state["step"]`. A second call for the same step does nothing. Collective.
@@ -638,7 +638,7 @@ def _quieten_torch() -> None:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedState:
     """What is trained, and so belongs in a checkpoint."""
 
     model: nn.Module
@@ -654,7 +654,7 @@ class Trained:
         return nn.ModuleDict({"model": self.model, "loss": self.loss})
 
 
-def tensors_of(trained: Trained) -> dict[str, Any]:
+def tensors_of(trained: TrainedState) -> dict[str, Any]:
     """Return trained weights, buffers, optimizer state and tensors of hooks by name, as plain tensors or DTensors."""
     _quieten_torch()
     optimizer = trained.optimizer
@@ -675,7 +675,7 @@ def tensors_of(trained: Trained) -> dict[str, Any]:
 
 
 def restore(
-    trained: Trained,
+    trained: TrainedState,
     checkpoint: Path,
     *,
     no_dist: bool,

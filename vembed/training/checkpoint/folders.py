@@ -367,16 +367,19 @@ MODEL_FILES = frozenset({".json", ".safetensors", ".txt", ".model", ".jinja", ".
 _AT_TOP = ("config.json", "modules.json", "adapter_config.json")
 
 
-def of_option(
+def fingerprint_of_option(
     name: str,
     value: Any,
     revision: str | None,
 ) -> Any:
     """Return the value of an option with files and folders replaced by their fingerprints, at any depth."""
     if isinstance(value, list):
-        return [of_option(name, entry, revision) for entry in value]
+        return [fingerprint_of_option(name, entry, revision) for entry in value]
     if isinstance(value, Mapping):
-        return {key: of_option(name, entry, revision) for key, entry in value.items()}
+        return {
+            key: fingerprint_of_option(name, entry, revision)
+            for key, entry in value.items()
+        }
     if not isinstance(value, str):
         return value
     if FILE_OPTIONS[name] == "model":
