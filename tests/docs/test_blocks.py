@@ -30,7 +30,19 @@ from vembed.mining.options import GenerateConfig, JudgeConfig, MineConfig, load_
 from vembed.parallel.devices import read_hardware
 from vembed.pipelines.stages import run_stages
 
-OTHER_PROGRAMS = ["cd", "cp", "curl", "git", "hf", "kubectl", "nvidia-smi", "pip", "sbatch", "tee", ".venv/bin/pre-commit"]
+OTHER_PROGRAMS = [
+    "cd",
+    "cp",
+    "curl",
+    "git",
+    "hf",
+    "kubectl",
+    "nvidia-smi",
+    "pip",
+    "sbatch",
+    "tee",
+    ".venv/bin/pre-commit",
+]
 """Commands of others; of them only the paths of the checkout that they name are looked at."""
 NOT_RUN = ("import mteb", "localhost:8080", "vembed.Reranker")
 """Python that needs a network, a server, or a trained reranker (tests/rerank has one); tests/docs/test_tutorial.py runs the tutorial's."""

@@ -5,7 +5,7 @@ import pytest
 
 from tests.data.files import write_jsonl
 from tests.tiny import shared, tiny_bert_st
-from vembed import Embedder, UserError, evaluate, train
+from vembed import Embedder, UserError, evaluate
 from vembed.cli.commands.scores import eval as evaluate_command
 
 WORDS = ("red", "green", "cat", "dog", "house")
@@ -38,24 +38,6 @@ def test_tables(pairs, printed):
             values = [scores[key], scores[f"dim8/{key}"]]
             row = [f"{name}@{cut}", *(f"{value:.4f}" for value in values)]
             assert row in lines
-
-
-def test_each_matryoshka_size_has_a_row(pairs, tmp_path, printed):
-    """Embeddings of 32 dimensions with the sizes 32 and 16: the whole ones are those of 32."""
-    config = {
-        "model_name": str(shared(tiny_bert_st)),
-        "data_path": str(pairs),
-        "output_dir": str(tmp_path / "run"),
-        "mrl_dims": [32, 16],
-        "max_steps": 1,
-        "report_to": [],
-    }
-    final = train(config).model_dir
-    scores, text = printed(str(final), str(pairs))
-    assert scores["dim32/ndcg@10"] == scores["ndcg@10"]
-    assert scores["dim16/mrr@10"] != scores["mrr@10"]
-    lines = [line.split() for line in text.splitlines() if line.strip()]
-    assert lines[0] == ["metric", "whole", "32", "16"]
 
 
 def test_scored_pairs_have_one_table(tmp_path, printed):
