@@ -235,8 +235,12 @@ def disk_refusal(error: Exception) -> str | None:
     text = str(error)
     if not isinstance(error, OSError) and "os error" not in text:
         return None
+    # numpy names only how much it has written.
+    is_cut = re.fullmatch(r"\d+ requested and \d+ written", text) is not None
     for code, advice in _REFUSALS.items():
-        if not _is_about(text, code):
+        # By the text: errors of safetensors are not OSErrors, and Rust writes their number as "(os error 28)".
+        is_named = os.strerror(code) in text or f"os error {code})" in text
+        if not is_named and not (is_cut and code == errno.ENOSPC):
             continue
         path = getattr(error, "filename", None)
         for note in getattr(error, "__notes__", [])[:1]:
@@ -249,15 +253,6 @@ def disk_refusal(error: Exception) -> str | None:
             f"{path or 'a file'} could not be {action} ({os.strerror(code)}): {advice}"
         )
     return None
-
-
-def _is_about(problem: str, code: int) -> bool:
-    # By the text: errors of safetensors are not OSErrors, and Rust writes their number as "(os error 28)".
-    if os.strerror(code) in problem or f"os error {code})" in problem:
-        return True
-    # numpy names only how much it has written.
-    is_cut = re.fullmatch(r"\d+ requested and \d+ written", problem) is not None
-    return code == errno.ENOSPC and is_cut
 
 
 # ---- Checksums: written when a folder is complete, compared before its files are used --------
@@ -350,27 +345,6 @@ def stamp(path: Path) -> list[int]:
 def short_hash(*values: Any) -> str:
     """Return a short hash of JSON values."""
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=12).hexdigest()
-
-
-def add_content(
-    digest: Any,
-    path: Path,
-    *,
-    pieces: int,
-    piece_bytes: int,
-    whole_bytes: int,
-) -> None:
-    """Add a file to a digest of hashlib: whole up to `whole_bytes`, otherwise the first piece, the last one, and those
-    at equal distances between them."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= whole_bytes:
-            while block := file.read(2**20):
-                digest.update(block)
-            return
-        for piece in range(pieces):
-            file.seek(piece * (size - piece_bytes) // (pieces - 1))
-            digest.update(file.read(piece_bytes))
 
 
 @contextmanager

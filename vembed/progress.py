@@ -91,6 +91,12 @@ class ProgressReport:
             self.bar = None
 
 
+def counted(number: int, singular: str, plural: str = "") -> str:
+    """Return a number with its noun: 1 query, 2 queries."""
+    noun = singular if number == 1 else plural or f"{singular}s"
+    return f"{number:,d} {noun}"
+
+
 def duration(seconds: float) -> str:
     """Format a duration: 45 s, 3 min 20 s or 2 h 05 min."""
     whole = max(round(seconds), 0)

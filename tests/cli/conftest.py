@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -13,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.files import write_jsonl
+from tests.data.files import pair, write_jsonl
 from tests.harness import run_ranks
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed.cli.main import app, run_process
+
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,11 @@ class Ended:
 
 @pytest.fixture
 def vembed(tmp_path, monkeypatch, capsys):
-    """Runs `vembed TEXT WORDS` in an empty folder, in this process; the text is split into words."""
+    """Runs `vembed TEXT WORDS` in an empty folder, in this process; the text is split into words. Its exit code is
+    `code`."""
     monkeypatch.chdir(tmp_path)
     for name in (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
+        *OF_A_RANK,
         "MASTER_ADDR",
         "MASTER_PORT",
         "ACCELERATE_MIXED_PRECISION",
@@ -43,12 +43,26 @@ def vembed(tmp_path, monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def run(text, *words):
+    def run(text, *words, code=0):
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             app([*text.split(), *words])
-        out, err = capsys.readouterr()
-        return Ended(end.value.code if isinstance(end.value.code, int) else 0, out, err)
+        done = Ended(end.value.code or 0, *capsys.readouterr())
+        assert done.code == code, done.err
+        return done
+
+    return run
+
+
+@pytest.fixture
+def refused(vembed):
+    """Runs a command whose message names all parts, and ends with exit code 2."""
+
+    def run(words, *parts):
+        done = vembed(words, code=2)
+        for part in parts:
+            assert part in done.err, done.err
+        return done
 
     return run
 
@@ -73,24 +87,17 @@ def process(tmp_path, monkeypatch):
     Path("no_torch").mkdir()
     Path("no_torch/torch.py").write_text("raise AssertionError('torch was imported')\n")
 
-    def run(*words, **env):
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-        }
-        environment |= {
-            "PYTHONPATH": str(tmp_path / "no_torch"),
-            "CUDA_VISIBLE_DEVICES": "",
-        } | env
+    for name in OF_A_RANK:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "no_torch"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def run(*words, code=0):
         done = subprocess.run(
-            [sys.executable, *words],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
+            [sys.executable, *words], capture_output=True, text=True, check=False
         )
-        return Ended(done.returncode, done.stdout, done.stderr)
+        assert done.returncode == code, done.stderr
+        return Ended(code, done.stdout, done.stderr)
 
     return run
 
@@ -107,11 +114,10 @@ def write_config(folder, more):
     words = texts(32)
     rows = []
     for row in range(16):
-        positive = f"{words[2 * row + 1]} {row}"
-        rows.append({"query": words[2 * row], "positive": positive})
+        rows.append(pair(words[2 * row], f"{words[2 * row + 1]} {row}"))
     write_jsonl(folder / "train.jsonl", rows)
-    config = f"model_name: {shared(tiny_bert_st)}\ndata_path: {folder}/train.jsonl\nlr: 1e-3\n"
-    config += "logging_steps: 1\nreport_to: none\n"
+    config = f"model_name: {shared(tiny_bert_st)}\ndata_path: {folder}/train.jsonl\n"
+    config += "lr: 1e-3\nlogging_steps: 1\nreport_to: none\n"
     (folder / "cfg.yaml").write_text(config + more)
     return folder / "cfg.yaml"
 

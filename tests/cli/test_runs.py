@@ -17,16 +17,14 @@ def run_config(vembed):
 
 @pytest.mark.promise("A08", "D43")
 def test_train_here_and_on_two_sharded_processes(vembed, run_config):
-    single = vembed("train", run_config, "output_dir=one")
-    assert single.code == 0, single.err
+    vembed("train", run_config, "output_dir=one")
     sharded = command(
         "train", run_config, "output_dir=two", "--nproc", "2", "--use-fsdp", "true"
     )
     assert sharded.returncode == 0, sharded.stderr
     assert len(losses("one")) == 4
     assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
-    again = vembed("train one/config.yaml output_dir=three")
-    assert again.code == 0, again.err
+    vembed("train one/config.yaml output_dir=three")
     assert losses("three") == losses("one"), "the written config repeats the run"
 
 

@@ -14,35 +14,25 @@ from vembed.cli.support import guarded
 
 
 def test_a_run_without_standard_streams_ends_well(tmp_path):
-    options = settings(tmp_path, max_steps=2, val_data_path=None)
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**options, "report_to": "none"}))
-    assert (
-        start("train", f"{tmp_path}/run.yaml", "--nproc", "2", has_streams=False).wait(
-            100
-        )
-        == 0
-    )
+    options = settings(tmp_path, max_steps=2, val_data_path=None, report_to=[])
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(options))
+    process = start("train", str(config), "--nproc", "2", has_streams=False)
+    assert process.wait(100) == 0
     assert (tmp_path / "run" / "final").is_dir()
-    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("\n") == 2, (
-        "nothing is printed into other files"
-    )
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 2, "nothing is printed into other files"
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_no_half_model(tmp_path):
     err = tmp_path / "err"
-    code = start(
-        "export",
-        str(shared(tiny_bert_st)),
-        f"{tmp_path}/copy",
-        stderr=err,
-        max_file_bytes=20_000,
-    ).wait(100)
-    assert code == 1 and err.read_text().startswith(
-        f"error: {tmp_path}/copy could not be written (File too large): "
-    )
-    assert err.read_text().count("\n") == 1 and [
-        path.name for path in tmp_path.iterdir()
-    ] == ["err"]
+    model = str(shared(tiny_bert_st))
+    words = ("export", model, f"{tmp_path}/copy")
+    process = start(*words, stderr=err, max_file_bytes=20_000)
+    assert process.wait(100) == 1
+    (line,) = err.read_text().splitlines()
+    assert line.startswith(f"error: {tmp_path}/copy could not be written (File too")
+    assert list(tmp_path.iterdir()) == [err]
 
 
 def scored(folder, address_space):

@@ -20,7 +20,7 @@ from vembed.models.families.backbones import layers_of
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.parameters import local_bytes
-from vembed.parallel.placement import memory_of_a_process, place
+from vembed.parallel.placement import PRECISION_DTYPES, memory_of_a_process, place
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import GIB, MemoryEstimate, measure
 
@@ -135,7 +135,7 @@ def run_all(cases):
                 description,
                 device=session.model_device,
                 computes_on=session.device,
-                compute_dtype=session.placement.compute_dtype,
+                compute_dtype=PRECISION_DTYPES[session.mixed_precision],
                 recompute=run.recomputation.value,
                 meta=session.builds_empty,
             )

@@ -270,7 +270,7 @@ def test_equal_contents_of_a_corpus_are_one_document(tmp_path):
     corpus = [*CORPUS, {"_id": "d4", "text": "two"}]
     data = opened(beir(tmp_path, ["q1\td1\t1", "2\td4\t2"], corpus=corpus))
     assert found(data) == {"first": {"Title of one": 1}, "second": {"two": 2}}
-    assert data.notes[-1] == "joined 1 documents with equal content"
+    assert data.notes[-1] == "joined 1 document with equal content"
 
 
 def test_choice_of_qrels(tmp_path):

@@ -64,7 +64,9 @@ def test_the_report_shows_queries_intervals_and_meanings(run):
     interval = actual.intervals["ndcg@10"]
     assert (NO_DIFFERENCE in text.split("95 % interval")[0]) == (not interval.is_clear)
     printed = (actual.better or actual.worse)[0]
-    assert printed.query["text"] in text and printed.found_after[0][0]["text"] in text
+    assert (
+        printed.query["text"] in text and printed.documents_after[0][0]["text"] in text
+    )
 
 
 def test_curves_have_every_step_where_lines_are_rarer(run):

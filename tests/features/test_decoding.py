@@ -36,7 +36,7 @@ def features_of(mine, count=COUNT):
 def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_own(
     decoded,
 ):
-    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=3)
+    mine = Featuriser(featuriser(tiny.tiny_vit).description, decoders=3)
     features = features_of(mine)
     decoded.clear()
     micro_batches = []
@@ -52,7 +52,7 @@ def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_ow
 
 
 def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch):
-    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=4)
+    mine = Featuriser(featuriser(tiny.tiny_vit).description, decoders=4)
     features = features_of(mine, 4)
     together = threading.Barrier(4, timeout=200)
     load = decoders.load_image

@@ -11,7 +11,7 @@ from tests import tiny
 from tests.built import described
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
-from vembed.config.schema import TrainConfig
+from tests.files.saving import config_of
 from vembed.data.batching import rank_batch
 from vembed.data.batching.rank_batch import Feeder
 from vembed.data.images import decoders
@@ -24,9 +24,16 @@ SIZES = ((24, 16), (300, 40), (33, 200), (32, 32), (5, 7))
 
 
 def processor_of(make):
-    return load_image_processor(
-        described(TrainConfig(model_name=str(tiny.shared(make)), data_path="-"))
-    )
+    return load_image_processor(described(config_of(make)))
+
+
+def assert_same_pixels(processor, picture):
+    """Compare the pixels of a processor's recipe with its own."""
+    recipe = find_recipe(processor)
+    actual = recipe.finished(recipe.halfway(picture))[PIXELS_KEY]
+    expected = processor(images=[picture], return_tensors="pt")[PIXELS_KEY]
+    assert torch.equal(actual, expected)
+    return recipe
 
 
 @pytest.mark.parametrize(
@@ -55,58 +62,50 @@ def test_both_halves_give_the_processors_bits(make, kind):
             assert torch.equal(actual[name], value)
 
 
-def test_a_crop_beyond_the_image_has_the_processors_border():
+@pytest.mark.parametrize("size", [(20, 40), (33, 15), (7, 7)])
+def test_a_crop_beyond_the_image_has_the_processors_border(size):
     processor = processor_of(tiny.tiny_clip)
     processor.do_resize = False
-    recipe = find_recipe(processor)
+    recipe = assert_same_pixels(processor, load_image(image(*size)))
     assert isinstance(recipe.first, Resizing)
-    for size in ((20, 40), (33, 15), (7, 7)):
-        picture = load_image(image(*size))
-        actual = recipe.finished(recipe.halfway(picture))[PIXELS_KEY]
-        expected = processor(images=[picture], return_tensors="pt")[PIXELS_KEY]
-        assert torch.equal(actual, expected)
 
 
-class Brighter:
-    """A processor with an arithmetic of its own: before the scale, or after it."""
-
-    def __init__(self, processor, *, late):
-        self.processor = processor
-        self.late = late
-
-    def to_dict(self):
-        return dict(self.processor.to_dict())
-
-    def __call__(self, images, **options):
-        if not self.late:
-            images = [image.point(lambda value: 255 - value) for image in images]
-        built = self.processor(images=images, **options)
-        return {PIXELS_KEY: built[PIXELS_KEY] ** 2 if self.late else built[PIXELS_KEY]}
-
-
-def test_a_processor_of_another_kind_keeps_its_own_code():
-    processor = processor_of(tiny.tiny_vit)
-    recipe = find_recipe(Brighter(processor, late=False))
-    assert isinstance(recipe.first, ProcessorCode), (
-        "the first half by the processor, the numbers on the device"
-    )
-    picture = load_image(image(50, 20))
-    actual = recipe.finished(recipe.halfway(picture))[PIXELS_KEY]
-    assert torch.equal(
-        actual,
-        Brighter(processor, late=False)([picture], return_tensors="pt")[PIXELS_KEY],
-    )
-    assert find_recipe(Brighter(processor, late=True)).scale is None
-
-
-class AsTorchvision:
-    """A processor with the arithmetic of the processors that use torchvision: one step for scale and mean."""
+class Changed:
+    """A processor with an arithmetic of its own."""
 
     def __init__(self, processor):
         self.processor = processor
 
     def to_dict(self):
         return dict(self.processor.to_dict())
+
+
+class Inverted(Changed):
+    """Other colours before the scale."""
+
+    def __call__(self, images, **options):
+        images = [image.point(lambda value: 255 - value) for image in images]
+        return self.processor(images=images, **options)
+
+
+class Squared(Changed):
+    """Other numbers after the scale."""
+
+    def __call__(self, images, **options):
+        pixels = self.processor(images=images, **options)[PIXELS_KEY]
+        return {PIXELS_KEY: pixels**2}
+
+
+def test_a_processor_of_another_kind_keeps_its_own_code():
+    processor = processor_of(tiny.tiny_vit)
+    recipe = assert_same_pixels(Inverted(processor), load_image(image(50, 20)))
+    # The first half by the processor, the numbers on the device.
+    assert isinstance(recipe.first, ProcessorCode)
+    assert find_recipe(Squared(processor)).scale is None
+
+
+class AsTorchvision(Changed):
+    """A processor with the arithmetic of the processors that use torchvision: one step for scale and mean."""
 
     def __call__(self, images, *, do_rescale=True, **_):
         plain = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
@@ -124,14 +123,12 @@ def test_the_arithmetic_of_torchvision_has_a_recipe_too():
     processor = processor_of(tiny.tiny_clip)
     processor.image_mean = [0.48145466, 0.4578275, 0.40821073]
     processor.image_std = [0.26862954, 0.26130258, 0.27577711]
-    recipe = find_recipe(AsTorchvision(processor))
-    picture = load_image(image(77, 50))
-    expected = AsTorchvision(processor)([picture])[PIXELS_KEY]
-    assert torch.equal(recipe.finished(recipe.halfway(picture))[PIXELS_KEY], expected)
+    recipe = assert_same_pixels(AsTorchvision(processor), load_image(image(77, 50)))
+    assert recipe.scale is not None
 
 
 def test_pixels_stay_bytes_until_they_are_on_the_device(monkeypatch):
-    mine = featuriser(tiny.shared(tiny.tiny_vit))
+    mine = featuriser(tiny.tiny_vit)
     features = mine.features([of_images(image(seed=seed)) for seed in range(4)])
     moved = []
 

@@ -1,7 +1,9 @@
 """Saving a tiny model as a run does, and encoding with the saved folder in our way and in Sentence Transformers'."""
 
+import json
 from typing import Any
 
+import numpy as np
 from sentence_transformers import SentenceTransformer
 from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 from transformers.processing_utils import ProcessorMixin
@@ -34,21 +36,42 @@ def save(model, directory, *, card=None, **options):
 def ours(folder, items, kind, truncate_dim=None):
     """Embeddings by vembed's one encode path, cut after normalisation as Sentence Transformers does."""
     model = load_embedder(folder)
-    asked = [Item(text=item) if isinstance(item, str) else item for item in items]
+    whole = encoded(model, items, kind)
+    size = truncate_dim or model.description.truncate_dim or whole.shape[1]
+    return first_dims(whole, size, False)
+
+
+def encoded(model, items, kind="query"):
+    """Embeddings of texts and items by a model."""
     description = model.description
-    whole = encode_items(
-        model, Featuriser(description), asked, kind, normalize=description.normalize
-    )
-    return first_dims(
-        whole, truncate_dim or description.truncate_dim or whole.shape[1], False
+    items = [Item(text=item) if isinstance(item, str) else item for item in items]
+    normalize = description.normalize
+    return encode_items(
+        model, Featuriser(description), items, kind, normalize=normalize
     )
 
 
-def load_in_sentence_transformers(folder, **options):
+def assert_same(first, second):
+    """Equal to 1e-5, and not because all rows are equal."""
+    np.testing.assert_allclose(first, second, atol=1e-5)
+    assert len(first) == 1 or np.abs(first[:, None] - first[None]).max() > 0.01
+
+
+def assert_alike(folder, texts, kind="query"):
+    """Compare our embeddings of texts with those of Sentence Transformers, whose model is returned."""
+    model = load_in_sentence_transformers(folder)
+    encode = model.encode_query if kind == "query" else model.encode_document
+    assert_same(ours(folder, texts, kind), encode(texts))
+    return model
+
+
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def load_in_sentence_transformers(folder):
     """The folder as somebody without vembed loads it."""
-    return SentenceTransformer(
-        str(folder), device="cpu", local_files_only=True, **options
-    )
+    return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
 
 
 class NoVideos(dict[str, Any]):

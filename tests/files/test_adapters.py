@@ -5,19 +5,26 @@ import json
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoTokenizer
 
 import vembed
 from tests import tiny
 from tests.built import described, model_of
-from tests.files.saving import config_of, load_in_sentence_transformers, ours
-from tests.files.test_text_models import TEXTS, assert_same
+from tests.data.pictures import write
+from tests.files.saving import (
+    assert_alike,
+    assert_same,
+    config_of,
+    encoded,
+    load_in_sentence_transformers,
+    ours,
+    read_json,
+)
+from tests.files.test_text_models import TEXTS
 from tests.harness import run_ranks
 from tests.training.test_run import metrics, settings
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.inference.encoding import encode_items
 from vembed.saving.files import save_model
 
 
@@ -33,13 +40,11 @@ def tuned(source, **options):
 
 
 def save(model, directory, *, merge):
-    weights = model.state_dict()
-    return save_model(
-        directory,
-        model,
-        weights,
-        merge_adapters=merge,
-    )
+    return save_model(directory, model, model.state_dict(), merge_adapters=merge)
+
+
+def assert_close(folder, trained):
+    np.testing.assert_allclose(ours(folder, TEXTS, "query"), trained, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -51,28 +56,18 @@ def save(model, directory, *, merge):
     ],
 )
 def test_merged_or_not_the_embeddings_are_the_same(make, options, tmp_path):
-    source = tiny.shared(make)
-    model = tuned(source, **options)
-    items = [Item(text=text) for text in TEXTS]
-    trained = encode_items(
-        model,
-        Featuriser(model.description),
-        items,
-        "query",
-        normalize=model.description.normalize,
-    )
+    model = tuned(make, **options)
+    trained = encoded(model, TEXTS)
     merged = save(model, tmp_path / "merged", merge=True)
     alone = save(model, tmp_path / "alone", merge=False)
     assert (merged / "adapter" / "adapter_model.safetensors").is_file()
-    assert [path.name for path in alone.glob("*.safetensors")] == [
-        "adapter_model.safetensors"
-    ]
+    (weights,) = alone.glob("*.safetensors")
+    assert weights.name == "adapter_model.safetensors"
     assert "holds an adapter (LoRA) alone" in (alone / "README.md").read_text()
     assert "(LoRA)" not in (merged / "README.md").read_text()
     for folder in (merged, alone):
-        np.testing.assert_allclose(ours(folder, TEXTS, "query"), trained, atol=1e-4)
-        theirs = load_in_sentence_transformers(folder).encode_query(TEXTS)
-        assert_same(ours(folder, TEXTS, "query"), theirs)
+        assert_close(folder, trained)
+        assert_alike(folder, TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -84,35 +79,22 @@ def test_merged_or_not_the_embeddings_are_the_same(make, options, tmp_path):
     ],
 )
 def test_models_that_are_more_than_their_adapters_are_saved_whole(
-    make,
-    options,
-    tmp_path,
-    caplog,
+    make, options, tmp_path, caplog
 ):
-    with caplog.at_level("INFO", logger="vembed"):
-        folder = save(tuned(make, **options), tmp_path / "final", merge=False)
+    caplog.set_level("INFO", logger="vembed")
+    folder = save(tuned(make, **options), tmp_path / "final", merge=False)
     assert "save_merged: the whole model is saved" in caplog.text
     assert (folder / "model.safetensors").is_file()
     assert (folder / "adapter" / "adapter_model.safetensors").is_file()
-    assert_same(
-        ours(folder, TEXTS[:3], "query"),
-        load_in_sentence_transformers(folder).encode(TEXTS[:3]),
-    )
+    assert_alike(folder, TEXTS[:3])
 
 
-def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(
-    tmp_path,
-):
+def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(tmp_path):
     folder = save(tuned(tiny.tiny_vitmae), tmp_path / "final", merge=False)
-    draw = np.random.default_rng(0)
-    paths = [str(tmp_path / f"{number}.png") for number in range(3)]
-    for path in paths:
-        Image.fromarray(draw.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(path)
-    items = [Item(images=(ImageRef(path=path),)) for path in paths]
-    assert_same(
-        ours(folder, items, "document"),
-        load_in_sentence_transformers(folder).encode(paths),
-    )
+    paths = [write(tmp_path / f"{seed}.png", "PNG", seed) for seed in range(3)]
+    items = [Item(images=(ImageRef(path=str(path)),)) for path in paths]
+    theirs = load_in_sentence_transformers(folder).encode([str(path) for path in paths])
+    assert_same(ours(folder, items, "document"), theirs)
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3_st])
@@ -122,29 +104,20 @@ def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
     alone = save(tuned(make), tmp_path / "alone", merge=False)
     before = ours(alone, TEXTS, "query")
     path = alone / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
+    tokenizer = read_json(path)
     vocabulary = tokenizer["model"]["vocab"]
     first, second = [word for word in vocabulary if word.isalpha()][-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    tokenizer["normalizer"] = {
-        "type": "Replace",
-        "pattern": {"String": "e"},
-        "content": "o",
-    }
+    normalizer = {"type": "Replace", "pattern": {"String": "e"}, "content": "o"}
+    tokenizer["normalizer"] = normalizer
     path.write_text(json.dumps(tokenizer))
-    after = ours(alone, TEXTS, "query")
-    assert np.abs(after - before).max() > 0.01
-    assert_same(after, load_in_sentence_transformers(alone).encode_query(TEXTS))
+    assert_alike(alone, TEXTS)
+    assert np.abs(ours(alone, TEXTS, "query") - before).max() > 0.01
     again = save(tuned(alone), tmp_path / "again", merge=True)
-    assert (
-        json.loads((again / "tokenizer.json").read_text())["normalizer"]
-        == tokenizer["normalizer"]
-    )
+    assert read_json(again / "tokenizer.json")["normalizer"] == normalizer
 
 
-def test_a_padding_token_that_was_added_without_a_row_is_not_used(
-    tmp_path,
-):
+def test_a_padding_token_that_was_added_without_a_row_is_not_used(tmp_path):
     alone = save(tuned(tiny.tiny_llama), tmp_path / "alone", merge=False)
     before = ours(alone, TEXTS, "query")
     tokenizer = AutoTokenizer.from_pretrained(alone)
@@ -152,48 +125,34 @@ def test_a_padding_token_that_was_added_without_a_row_is_not_used(
     tokenizer.add_special_tokens({"pad_token": "<999>"})
     tokenizer.save_pretrained(alone)
     np.testing.assert_allclose(ours(alone, TEXTS, "query"), before, atol=1e-5)
-    description = described(config_of(alone))
-    features = Featuriser(description).features(
-        [(Item(text=text), "query") for text in ("red", " ".join(TEXTS))]
-    )
-    rows = json.loads((tiny.shared(tiny.tiny_llama) / "config.json").read_text())[
-        "vocab_size"
-    ]
-    assert int(Featuriser(description).collate(features)["input_ids"].max()) < rows
+    featuriser = Featuriser(described(config_of(alone)))
+    texts = ("red", " ".join(TEXTS))
+    features = featuriser.features([(Item(text=text), "query") for text in texts])
+    num_rows = read_json(tiny.shared(tiny.tiny_llama) / "config.json")["vocab_size"]
+    assert int(featuriser.collate(features)["input_ids"].max()) < num_rows
 
 
 @pytest.mark.parametrize("merge", [True, False])
 def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(merge, tmp_path):
     model = tuned(tiny.tiny_bert, quantize_weights="nf4")
-    items = [Item(text=text) for text in TEXTS]
-    trained = encode_items(model, Featuriser(model.description), items, "query")
+    trained = encoded(model, TEXTS)
     folder = save(model, tmp_path / "final", merge=merge)
-    np.testing.assert_allclose(ours(folder, TEXTS, "query"), trained, atol=1e-4)
+    assert_close(folder, trained)
     assert ("4 bits" in (folder / "README.md").read_text()) != merge
     if merge:
-        assert "quantization_config" not in (folder / "config.json").read_text()
-        assert_same(
-            ours(folder, TEXTS, "query"),
-            load_in_sentence_transformers(folder).encode(TEXTS),
-        )
+        assert "quantization_config" not in read_json(folder / "config.json")
+        assert_alike(folder, TEXTS)
 
 
 def test_a_composed_model_with_adapters_is_saved_whole(tmp_path):
-    options = {
-        "model_family": "composed",
-        "image_model_name": str(tiny.shared(tiny.tiny_vit)),
-        "mrl_dims": [16],
-    }
+    vit = str(tiny.shared(tiny.tiny_vit))
+    options = {"model_family": "composed", "image_model_name": vit, "mrl_dims": [16]}
     model = tuned(tiny.tiny_bert, **options)
-    items = [Item(text=text) for text in TEXTS]
-    trained = encode_items(model, Featuriser(model.description), items, "query")
-    folder = save(model, tmp_path / "final", merge=True)
-    np.testing.assert_allclose(ours(folder, TEXTS, "query"), trained, atol=1e-4)
+    trained = encoded(model, TEXTS)
+    assert_close(save(model, tmp_path / "final", merge=True), trained)
 
 
-def test_two_processes_start_from_an_adapter_that_was_saved_alone(
-    tmp_path,
-):
+def test_two_processes_start_from_an_adapter_that_was_saved_alone(tmp_path):
     options = settings(
         tmp_path, max_steps=2, use_lora=True, lora_dropout=0.0, val_data_path=None
     )
@@ -201,21 +160,11 @@ def test_two_processes_start_from_an_adapter_that_was_saved_alone(
     assert not (folder / "model.safetensors").exists()
     options |= {"model_name": str(folder), "output_dir": str(tmp_path / "one")}
     vembed.train(options)
-    two = {
-        **options,
-        "global_batch_size": options.pop("batch_size"),
-        "strategy": "fsdp",
-    }
-    del two["batch_size"]
-    run_ranks(
-        trained_there,
-        2,
-        {**two, "output_dir": str(tmp_path / "two")},
-        process_group=False,
-    )
-    assert metrics(tmp_path / "two") == pytest.approx(
-        metrics(tmp_path / "one"), rel=1e-5
-    )
+    options |= {"strategy": "fsdp", "output_dir": str(tmp_path / "two")}
+    options["global_batch_size"] = options.pop("batch_size")
+    run_ranks(trained_there, 2, options, process_group=False)
+    one = metrics(tmp_path / "one")
+    assert metrics(tmp_path / "two") == pytest.approx(one, rel=1e-5)
 
 
 def trained_there(options):

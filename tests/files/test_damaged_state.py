@@ -7,6 +7,7 @@ import signal
 import pytest
 import yaml
 
+from tests.files.test_state_files import device, huge, pipe
 from tests.tiny import shared, tiny_bert_st
 from tests.training.test_run import settings
 from vembed.cli.main import run_process
@@ -14,25 +15,12 @@ from vembed.cli.main import run_process
 WAIT_SECONDS = 120
 
 
-def pipe(path, content):
-    os.mkfifo(path)
-
-
-def device(path, content):
-    path.symlink_to("/dev/zero")
-
-
-def huge(path, content):
-    with path.open("wb") as file:
-        file.truncate(40 * 2**30)
-
-
-def empty(path, content):
+def empty(path):
     path.touch()
 
 
-def cut(path, content):
-    path.write_bytes(content[: len(content) // 2])
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
 
 
 DAMAGES = (pipe, device, huge, empty, cut)
@@ -93,16 +81,17 @@ def test_damaged_state_is_one_sentence(prepare, folder, patterns, tmp_path, caps
         for damage in DAMAGES:
             shutil.rmtree(root)
             shutil.copytree(whole, root)
-            content = (root / name).read_bytes()
-            (root / name).unlink()
-            damage(root / name, content)
+            if damage is not cut:
+                (root / name).unlink()
+            damage(root / name)
             capsys.readouterr()
             signal.alarm(WAIT_SECONDS)
             code = run_process(command, words)
             signal.alarm(0)
             error = capsys.readouterr().err
-            assert "Traceback" not in error, (damage.__name__, name, error)
-            assert code in (0, 1, 2), (damage.__name__, name, error)
+            facts = (damage.__name__, name, error)
+            assert "Traceback" not in error, facts
+            assert code in (0, 1, 2), facts
             if code:
-                assert error.count("error:") == 1, (damage.__name__, name, error)
-                assert str(name) in error, (damage.__name__, name, error)
+                assert error.count("error:") == 1, facts
+                assert str(name) in error, facts

@@ -1,7 +1,5 @@
 """Saved models that see give the same embeddings in Sentence Transformers as here, for texts, images and both."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,14 +9,15 @@ from safetensors.torch import load_file, save_file
 from tests import tiny
 from tests.built import model_of
 from tests.files.saving import (
+    assert_alike,
+    assert_same,
     config_of,
     load_in_sentence_transformers,
     ours,
+    read_json,
     save,
     without_torchvision,
 )
-from tests.files.test_text_models import assert_same
-from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.models.building import load_embedder
 from vembed.saving.files import save_model
@@ -48,9 +47,7 @@ def pictures(tmp_path_factory):
     draw = np.random.default_rng(3)
 
     def picture(width, height):
-        small = draw.integers(
-            0, 255, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8
-        )
+        small = draw.integers(0, 255, (height // 8 + 1, width // 8 + 1, 3), np.uint8)
         return Image.fromarray(small).resize((width, height), Image.Resampling.NEAREST)
 
     exif = Image.Exif()
@@ -59,9 +56,7 @@ def pictures(tmp_path_factory):
     picture(90, 40).save(folder / "turned.jpg", exif=exif)
     picture(33, 70).convert("L").save(folder / "grey.png")
     transparent = picture(48, 48)
-    transparent.putalpha(
-        Image.fromarray(draw.integers(0, 255, (48, 48), dtype=np.uint8))
-    )
+    transparent.putalpha(picture(48, 48).convert("L"))
     transparent.save(folder / "transparent.png")
     return [str(path) for path in sorted(folder.iterdir())]
 
@@ -82,47 +77,29 @@ def test_images_are_embedded_alike(make, pictures, tmp_path):
 @pytest.mark.parametrize("make", TWO_TOWERS)
 def test_texts_of_two_towers_are_embedded_alike(make, tmp_path):
     folder = save(make, tmp_path / "final", query_prompt="a photo of ")
-    model = load_in_sentence_transformers(folder)
-    assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS, prompt_name="query"))
-    assert_same(
-        ours(folder, TEXTS, "document"),
-        np.concatenate([model.encode([text]) for text in TEXTS]),
-    )
+    model = assert_alike(folder, TEXTS)
+    alone = np.concatenate([model.encode([text]) for text in TEXTS])
+    assert_same(ours(folder, TEXTS, "document"), alone)
 
 
 def test_a_projection_of_clip_is_a_dense_module(pictures, tmp_path):
     folder = save(tiny.tiny_clip, tmp_path / "final", mrl_dims=[12, 6])
-    model = load_in_sentence_transformers(folder)
-    assert_same(
-        ours(folder, [of_image(path) for path in pictures], "query"),
-        model.encode(pictures),
-    )
-    assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS))
+    model = assert_alike(folder, TEXTS)
+    images = [of_image(path) for path in pictures]
+    assert_same(ours(folder, images, "query"), model.encode(pictures))
 
 
 def test_clip_has_the_module_that_versions_before_5_4_know(tmp_path):
     folder = save(tiny.tiny_clip, tmp_path / "final")
-    modules = json.loads((folder / "modules.json").read_text())
-    assert modules[0] == {
-        "idx": 0,
-        "name": "0",
-        "path": "",
-        "type": "sentence_transformers.models.CLIPModel",
-    }
-    assert "modality_config" in json.loads(
-        (folder / "sentence_bert_config.json").read_text()
-    )
+    first, *_ = read_json(folder / "modules.json")
+    assert first["type"] == "sentence_transformers.models.CLIPModel"
+    assert first["path"] == ""
+    assert "modality_config" in read_json(folder / "sentence_bert_config.json")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("make", VISION_LANGUAGE)
-def test_vision_language_models_are_alike(
-    make,
-    side,
-    pictures,
-    tmp_path,
-    monkeypatch,
-):
+def test_vision_language_models_are_alike(make, side, pictures, tmp_path, monkeypatch):
     without_torchvision(monkeypatch)
     folder = save(
         tiny.shared(make, padding_side=side),
@@ -130,56 +107,47 @@ def test_vision_language_models_are_alike(
         query_prompt="Represent it.",
         max_length=60,
     )
-    model = load_in_sentence_transformers(folder)
-    opened = [
-        Image.open(path) for path in pictures if "plain" in path or "grey" in path
-    ]
-    paths = [path for path in pictures if "plain" in path or "grey" in path]
+    grey, plain, *_ = pictures
+    grey_image = Image.open(grey)
+    plain_image = Image.open(plain)
+    both = (ImageRef(path=grey), ImageRef(path=plain))
     items = [
-        of_image(paths[0]),
-        of_image(paths[1], "a cat"),
-        Item(text="two of them", images=tuple(ImageRef(path=path) for path in paths)),
+        of_image(grey),
+        of_image(plain, "a cat"),
+        Item(text="two of them", images=both),
         Item(text="no image at all"),
-        of_image(paths[0], "a text that is cut " * 5),
+        of_image(grey, "a text that is cut " * 5),
     ]
-    asked = [
-        {"image": opened[0]},
-        {"image": opened[1], "text": "a cat"},
-        {"image": opened, "text": "two of them"},
+    inputs = [
+        {"image": grey_image},
+        {"image": plain_image, "text": "a cat"},
+        {"image": [grey_image, plain_image], "text": "two of them"},
         "no image at all",
-        {"image": opened[0], "text": "a text that is cut " * 5},
+        {"image": grey_image, "text": "a text that is cut " * 5},
     ]
+    long = [*TEXTS, " ".join(TEXTS * 5)]
+    model = assert_alike(folder, long)
     for kind in ("query", "document"):
         mine = ours(folder, items, kind)
-        assert_same(mine, model.encode(asked, prompt_name=kind))
-        alone = np.concatenate(
-            [model.encode([entry], prompt_name=kind) for entry in asked]
-        )
-        np.testing.assert_allclose(mine, alone, atol=1e-5)
-    long = [*TEXTS, " ".join(TEXTS * 5)]
-    assert_same(ours(folder, long, "query"), model.encode(long, prompt_name="query"))
+        assert_same(mine, model.encode(inputs, prompt_name=kind))
+        alone = [model.encode([entry], prompt_name=kind) for entry in inputs]
+        np.testing.assert_allclose(mine, np.concatenate(alone), atol=1e-5)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_limits_of_the_image_area_are_saved(nested, pictures, tmp_path, monkeypatch):
     without_torchvision(monkeypatch)
     source = tiny.tiny_qwen3_vl(tmp_path / "source")
-    settings = json.loads((source / "preprocessor_config.json").read_text()) | {
-        "max_pixels": 16 * 32 * 32
-    }
-    tiny.write_json(source / "preprocessor_config.json", settings)
     name = "preprocessor_config.json"
+    settings = read_json(source / name) | {"max_pixels": 16 * 32 * 32}
     if nested:  # as version 5 of Transformers writes it
+        (source / name).unlink()
         name = "processor_config.json"
-        (source / "preprocessor_config.json").unlink()
-        tiny.write_json(
-            source / name,
-            {"image_processor": settings, "processor_class": "Qwen3VLProcessor"},
-        )
-    folder = save(
-        source, tmp_path / "final", min_pixels=2 * 32 * 32, max_pixels=4 * 32 * 32
-    )
-    saved = json.loads((folder / name).read_text())
+        settings = {"image_processor": settings, "processor_class": "Qwen3VLProcessor"}
+    tiny.write_json(source / name, settings)
+    limits = {"min_pixels": 2 * 32 * 32, "max_pixels": 4 * 32 * 32}
+    folder = save(source, tmp_path / "final", **limits)
+    saved = read_json(folder / name)
     saved = saved["image_processor"] if nested else saved
     assert saved["size"] == {"shortest_edge": 2048, "longest_edge": 4096}
     assert "max_pixels" not in saved
@@ -193,18 +161,18 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
 ):
     without_torchvision(monkeypatch)
     once = save(tiny.tiny_qwen3_vl, tmp_path / "once")
-    settings = json.loads((once / "sentence_bert_config.json").read_text())
+    path = once / "sentence_bert_config.json"
+    settings = read_json(path)
     settings["processing_kwargs"]["chat_template"] = {}  # no opened answer
-    (once / "sentence_bert_config.json").write_text(json.dumps(settings))
+    tiny.write_json(path, settings)
     (once / "vembed.json").unlink()
     twice = save(once, tmp_path / "twice")
-    assert (once / "chat_template.jinja").read_text() == (
-        twice / "chat_template.jinja"
-    ).read_text()
-    asked = [{"image": Image.open(pictures[0])}, "a text"]
-    theirs = load_in_sentence_transformers(once).encode(asked)
+    templates = {(path / "chat_template.jinja").read_text() for path in (once, twice)}
+    assert len(templates) == 1
+    inputs = [{"image": Image.open(pictures[0])}, "a text"]
+    theirs = load_in_sentence_transformers(once).encode(inputs)
     assert_same(ours(once, [of_image(pictures[0]), "a text"], "document"), theirs)
-    assert_same(load_in_sentence_transformers(twice).encode(asked), theirs)
+    assert_same(load_in_sentence_transformers(twice).encode(inputs), theirs)
 
 
 def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path):
@@ -223,24 +191,15 @@ def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path):
 def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
     pictures, tmp_path
 ):
-    options = {
-        "image_model_name": str(tiny.shared(tiny.tiny_dinov2)),
-        "mrl_dims": [20],
-    }
-    folder = save(
-        tiny.tiny_bert,
-        tmp_path / "final",
-        model_family="composed",
-        **options,
-    )
-    images = [of_image(path) for path in pictures]
-    before = ours(folder, images, "document")
-    assert before.shape == (4, 20)
+    dinov2 = str(tiny.shared(tiny.tiny_dinov2))
+    options = {"image_model_name": dinov2, "mrl_dims": [20]}
+    folder = save(tiny.tiny_bert, tmp_path / "final", **options)
     again = save(folder, tmp_path / "again")
-    np.testing.assert_allclose(ours(again, images, "document"), before, atol=1e-6)
-    np.testing.assert_allclose(
-        ours(again, TEXTS, "query"), ours(folder, TEXTS, "query"), atol=1e-6
-    )
+    images = [of_image(path) for path in pictures]
+    assert ours(folder, images, "document").shape == (4, 20)
+    for items in (images, TEXTS):
+        before = ours(folder, items, "query")
+        np.testing.assert_allclose(ours(again, items, "query"), before, atol=1e-6)
     with pytest.raises(Exception, match=r"TwoTowers|load"):
         load_in_sentence_transformers(folder)
     card = (folder / "README.md").read_text()
@@ -256,14 +215,10 @@ def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
 
 def test_trained_projections_of_a_composed_model_go_on_at_its_rate(tmp_path):
     """Only new ones get a head_learning_rate of their own."""
-    new = {
-        "model_name": str(tiny.shared(tiny.tiny_bert)),
-        "image_model_name": str(tiny.shared(tiny.tiny_dinov2)),
-    }
-    folder = save(new["model_name"], tmp_path, image_model_name=new["image_model_name"])
+    new = config_of(tiny.tiny_bert, image_model_name=str(tiny.shared(tiny.tiny_dinov2)))
+    folder = save_model(tmp_path, model_of(new), model_of(new).state_dict())
     rates = []
-    for options in (new, {"model_name": str(folder)}):
-        config = TrainConfig(data_path="unused", **options)
+    for config in (new, config_of(folder)):
         decided = decide_rates(config, model_of(config), total_steps=50)
         rates.append(decided.optimizer.head_learning_rate)
     assert rates == [2e-3, None]
@@ -271,14 +226,11 @@ def test_trained_projections_of_a_composed_model_go_on_at_its_rate(tmp_path):
 
 def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path):
     model = model_of(config_of(tiny.tiny_clip))
-    state = {
-        name: tensor.to(torch.bfloat16)
-        if "vision_model" in name and tensor.is_floating_point()
-        else tensor
-        for name, tensor in model.state_dict().items()
-    }
+    state = {}
+    for name, tensor in model.state_dict().items():
+        is_frozen = "vision_model" in name and tensor.is_floating_point()
+        state[name] = tensor.to(torch.bfloat16) if is_frozen else tensor
     folder = save_model(tmp_path / "final", model, state)
-    settings = json.loads((folder / "config.json").read_text())
-    assert settings["dtype"] == "float32"
+    assert read_json(folder / "config.json")["dtype"] == "float32"
     text = load_embedder(folder).backbone.get_parameter("text_projection.weight")
     assert torch.equal(text, state["backbone.text_projection.weight"])

@@ -21,7 +21,6 @@ from tests.models.families import (
 )
 from tests.weights.variants import pairs
 from vembed.config.loading import resolve_run
-from vembed.models import precision
 from vembed.models.families.backbones import layers_of
 from vembed.models.precision import (
     WeightCopies,
@@ -70,7 +69,7 @@ def test_linear_layers():
 
 
 def test_layer_norms_went_through_float32_on_gpus(monkeypatch):
-    monkeypatch.setattr(precision, "_is_on_gpu", lambda values: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     torch.manual_seed(0)
     norm = nn.LayerNorm(64)
     nn.init.normal_(norm.weight, 1.0, 0.1)

@@ -36,9 +36,9 @@ def test_every_name_has_one_record():
 )
 def test_a_record_agrees_with_itself(family):
     towers = {"text": {"text"}, "image": {"vision"}, "multimodal": {"text", "vision"}}
-    expected = set().union(*(towers[modality] for modality in family.modalities))
+    expected = set().union(*(towers[modality] for modality in family.forwards))
     assert set(family.towers) == expected
-    assert set(family.projections) <= set(family.modalities)
+    assert set(family.projections) <= set(family.forwards)
     assert set(family.adapter_targets) <= set(family.towers)
     assert family.pools_itself == (family.pooling == "own")
     assert (family.starter.image_model_name is not None) == family.is_composed
@@ -81,7 +81,7 @@ def test_a_model_of_each_family_is_described_built_saved_and_used(name, tmp_path
     embedder = Embedder(folder, mixed_precision="no", trust_remote_code=True)
     assert embedder.description.family == name
     inputs = pictures(2)
-    if description.traits.reads_text:
+    if "text" in description.modalities:
         inputs = ["red cat", "parse"]
     vectors = embedder.encode(inputs)
     assert vectors.shape == (2, description.embedding_dim)

@@ -26,7 +26,6 @@ def train(vembed):
             "report_to: none\n"
         )
         done = vembed("train", "cfg.yaml", *options)
-        assert done.code == 0, done.err
         return done.out
 
     return run

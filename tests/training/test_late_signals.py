@@ -62,15 +62,16 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
     options = settings(tmp_path, **MANY)
     whole = vembed.train({**options, "output_dir": str(tmp_path / "whole")})
     cut = tmp_path / "cut"
-    options["output_dir"] = str(cut)
+    options |= {"output_dir": str(cut), "resume": "auto"}
     said = stop_in_evaluation(options, number)
+    assert said.endswith("run it again to go on")
     assert f"stopped after step {3 * number}, saved in {cut}/checkpoint-" in said
     assert not (cut / "final").exists()
     resumed = vembed.train({**options, "resume": True})
     assert repeated(cut) == repeated(whole.output_dir)
     assert_same(final_weights(cut), final_weights(whole.output_dir))
     assert resumed.metrics == whole.metrics
-    assert ("; 6 of 6 steps are done" in log_text(cut)) is (number == 2)
+    assert ("; steps done: 6 of 6" in log_text(cut)) is (number == 2)
 
 
 def repeated(output):

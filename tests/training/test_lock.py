@@ -83,8 +83,7 @@ def test_a_run_that_is_going_on_is_named_before_its_checkpoints(finished, comman
     config = str(output / "config.yaml")
     with OutputLock(output) as lock:
         lock.take()
-        refused = command("train", config)
-    assert refused.code == 2
+        refused = command("train", config, code=2)
     assert f"host {os.uname().nodename}, process {os.getpid()}, " in refused.err
 
 

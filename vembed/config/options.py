@@ -20,13 +20,15 @@ from pydantic_core import PydanticUndefined
 from vembed.config.parsing import Node, parse_value
 from vembed.config.schema import options_of_sections
 from vembed.config.values import Form
-from vembed.errors import did_you_mean
-from vembed.losses.table import ENTRY_OPTIONS, with_constraints
+from vembed.errors import did_you_mean, printable
+from vembed.losses.table import ENTRY_OPTIONS
 from vembed.models.poolings.table import POOLINGS
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
 
 COMMAND_LINE = "command line"
+LONGEST_VALUE = 80
+"""Characters of a value in a message."""
 
 REPLACES = {
     "global_batch_size": "batch_size",
@@ -703,11 +705,6 @@ class Option:
         default = self.field.get_default(call_default_factory=True)
         return None if default is PydanticUndefined else default
 
-    @cached_property
-    def _adapter(self) -> TypeAdapter[Any]:
-        annotation = with_constraints(self.field)
-        return TypeAdapter(annotation, config={"coerce_numbers_to_str": True})
-
     @property
     def is_plain_text(self) -> bool:
         """True if the option accepts any text."""
@@ -726,8 +723,10 @@ class Option:
 
     def checked(self, value: Any) -> Any:
         """Return the validated value. Raise ValueError with the accepted values and the given one."""
+        annotation = self.field.rebuild_annotation()
+        adapter = TypeAdapter(annotation, config={"coerce_numbers_to_str": True})
         try:
-            return self._adapter.validate_python(value)
+            return adapter.validate_python(value)
         except ValidationError as error:
             raise ValueError(self._refusal(value, error)) from None
 
@@ -791,23 +790,18 @@ def quoted(value: Any) -> str:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
         text = f"a {type(value).__name__}"
-    return shortened(text)
-
-
-def shortened(text: str) -> str:
-    """Return the beginning of a text for messages."""
-    return text if len(text) <= 80 else text[:77] + "..."
+    return printable(text, LONGEST_VALUE)
 
 
 def yaml_word(value: Any) -> str:
     """Return a value as it is written in YAML."""
-    if isinstance(value, str) and len(value) <= 80:
+    if isinstance(value, str) and len(value) <= LONGEST_VALUE:
         return value
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list | Mapping | BaseModel):
         text = json.dumps(value, ensure_ascii=False, default=_given_fields)
-        return shortened(text)
+        return printable(text, LONGEST_VALUE)
     return quoted(value)
 
 

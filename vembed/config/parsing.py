@@ -98,30 +98,27 @@ def read_tree(path: Path) -> Node:
         raise UserError(
             f"{path}, line {line}: not UTF-8 text; save it as UTF-8."
         ) from None
-    tree = _parsed(text, path)
-    if not isinstance(tree.value, dict) or not tree.value:
-        raise UserError(f"{path}: has no options; write one `key: value` per line.")
-    return tree
-
-
-def _parsed(text: str, path: Path) -> Node:
     kind = "YAML"
+    tree = Node({}, None)
     try:
-        if path.suffix.lower() == ".toml":
+        if suffix == ".toml":
             kind = "TOML"
-            return tree_of_mapping(tomllib.loads(text))  # tomllib gives no lines
-        if path.suffix.lower() == ".json":
-            # JSON is YAML, except that it may be indented with tabs.
-            text = text.replace("\t", " ")
-        # Composed, not loaded: no tag makes an object, and the nodes know their lines.
-        root = yaml.compose(text, Loader=CoreLoader)
+            tree = tree_of_mapping(tomllib.loads(text))  # tomllib gives no lines
+        else:
+            if suffix == ".json":
+                # JSON is YAML, except that it may be indented with tabs.
+                text = text.replace("\t", " ")
+            # Composed, not loaded: no tag makes an object, and the nodes know their lines.
+            root = yaml.compose(text, Loader=CoreLoader)
+            if root is not None:
+                tree = _tree(root, str(path), itertools.count(1))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise UserError(f"{path}{where}: not valid {kind}: {error}.") from None
-    return (
-        Node({}, None) if root is None else _tree(root, str(path), itertools.count(1))
-    )
+    if not isinstance(tree.value, dict) or not tree.value:
+        raise UserError(f"{path}: has no options; write one `key: value` per line.")
+    return tree
 
 
 def parse_value(text: str) -> Any:

@@ -31,9 +31,9 @@ from vembed.config.values import (
     Task,
 )
 from vembed.errors import UserError
-from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSSES, with_constraints
+from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSSES
 from vembed.models.families.table import FamilyName
-from vembed.models.poolings.table import PoolingName, pooling_text
+from vembed.models.poolings.table import POOLING_TEXT, PoolingName
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
 
@@ -94,9 +94,9 @@ class Guard(Immutable):
     path: str
     """Evaluation data, as `val_data_path` takes them."""
     name: str | None = None
-    """Name in the log and the report. Default: that of the file."""
+    """Name in the log and the report. Default: the name of the file."""
     max_drop: NonNegativeFloat = 0.02
-    """The most that its main score (ndcg@10, or spearman for scored pairs) may fall below that before training."""
+    """How far its score (ndcg@10, or spearman for scored pairs) may fall below the score before training."""
 
     @property
     def label(self) -> str:
@@ -114,7 +114,7 @@ class Teacher(Immutable):
     kind: Literal["auto", "embedder", "reranker", "yes_no"] = "auto"
     """embedder: gives vectors. reranker: a sequence classifier that scores (query, document) pairs. yes_no: a decoder
     whose next token answers whether they belong together (Qwen3-Reranker). `auto`: from the architectures that the
-    model's config names; a decoder without files of Sentence Transformers is yes_no where no loss needs vectors."""
+    model's config names. A decoder without files of Sentence Transformers is yes_no, unless a loss needs vectors."""
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own."""
     document_prompt: str | None = None
@@ -122,13 +122,14 @@ class Teacher(Immutable):
     max_length: PositiveInt | None = None
     """Longest text in tokens. Default: the model's own limit, at most 512."""
     scale: PositiveFloat = 1.0
-    """Factor of a reranker's scores: its logits are no cosines, and losses compare them with similarities. The score of
-    yes_no is the logit of yes less that of no."""
+    """Factor of a reranker's scores. They are logits, and losses compare them with similarities, which are much smaller.
+    The score of yes_no is the logit of yes minus that of no."""
     instruction: str | None = None
-    """Definition of relevance, for yes_no. Default: the one that the model was trained with, or Qwen3-Reranker's."""
+    """yes_no: the sentence in the prompt that says what a relevant document is. Default: the one that the model was
+    trained with, or Qwen3-Reranker's."""
     sharded: Auto | bool = "auto"
-    """Each of several processes holds a shard of the teacher. `auto`: where the model is sharded, or a copy of the
-    teacher takes more than four fifths of a process's memory."""
+    """Divide the teacher's weights among the processes, rather than load all of them in each. `auto`: where the trained
+    model is sharded, or the teacher takes more than four fifths of a process's memory."""
 
     @property
     def label(self) -> str:
@@ -140,9 +141,9 @@ class _LossEntry(Immutable):
     """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
 
     loss: LossName
-    """Its loss."""
+    """Name of the loss."""
     weight: PositiveFloat = 1.0
-    """Factor of the term in the sum."""
+    """Factor of this loss in the sum."""
 
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ if TYPE_CHECKING:
 else:
     # Every option of every loss, or None.
     _optional = {
-        name: (with_constraints(field) | None, None)
+        name: (field.rebuild_annotation() | None, None)
         for name, field in LOSS_OPTIONS.items()
     }
     LossEntry = create_model("LossEntry", __base__=_LossEntry, **_optional)
@@ -162,8 +163,8 @@ class DataSource(Immutable):
     path: str
     """A file (JSONL, CSV, TSV, Parquet), a folder saved by `datasets`, or a Hub dataset name."""
     weight: PositiveFloat = 1.0
-    """Number of times that each example is drawn per epoch, on average. 1: once; 0.5: half of them. With `sampling:
-    weights`, the source's share of the draws."""
+    """How often each example of the source is drawn per epoch, on average. 1: once. 0.5: half of the examples. With
+    `sampling: weights`, the source's share of all draws."""
     name: str | None = None
     """Name in logs. Default: the path."""
     column_mapping: dict[str, str] | None = None
@@ -175,15 +176,16 @@ class DataSource(Immutable):
     max_length: PositiveInt | None = None
     """Maximum length of this source's texts in tokens, where it is below the run's."""
     losses: list[LossEntry] | None = None
-    """The losses of this source, instead of those of the run; needs `homogeneous_batches`. A task of its own."""
+    """The losses of this source, instead of those of the run. Needs `homogeneous_batches`. Sources with the same losses,
+    temperature and batch size are one task."""
     temperature: PositiveFloat | None = None
-    """Like the option of the same name, for this source only; needs `homogeneous_batches`."""
+    """Like the option of the same name, for this source only. Needs `homogeneous_batches`."""
     batch_size: PositiveInt | None = None
-    """Examples per process in a batch of this source; needs `homogeneous_batches`."""
+    """Examples per process in a batch of this source. Needs `homogeneous_batches`."""
     global_batch_size: PositiveInt | None = None
-    """The same over all processes, where the run has a `global_batch_size`."""
+    """Examples in a batch of this source over all processes, in a run with `global_batch_size`."""
     val_data_path: str | None = None
-    """Validation data of this source's task, as those of the run: scored with each evaluation."""
+    """Validation data of this source's task. Each evaluation scores them beside those of the run."""
     max_negatives: NonNegativeInt | None = None
     """Like the option of the same name, for this source only."""
 
@@ -196,14 +198,14 @@ class ChoiceOptions(Immutable):
     """Options that choose negatives among the candidates, and their number."""
 
     num_negatives: PositiveInt = 5
-    """Negatives that each row gets, where there are so many."""
+    """Number of negatives for each row. Fewer where there are not enough candidates."""
     top_k: PositiveInt = 100
-    """Candidates per query: the best ones after known positives are left out."""
+    """Number of candidates for each query: the documents with the highest scores, without its known positives."""
     skip_first: NonNegativeInt = 0
-    """Leave out so many of the best candidates."""
+    """Number of candidates with the highest scores that are not used, since they may be relevant."""
     relative_margin: Fraction | None = 0.05
     """Keep a candidate d only if s(q, d) <= s(q, p) - relative_margin * |s(q, p)|, p being the query's known positive
-    with the lowest score. `null` turns it off."""
+    with the lowest score. `null`: no such limit."""
     margin: FiniteFloat | None = None
     """Keep a candidate d only if s(q, d) <= s(q, p) - margin."""
     max_score: FiniteFloat | None = None
@@ -211,25 +213,28 @@ class ChoiceOptions(Immutable):
     min_score: FiniteFloat | None = None
     """Keep only candidates with at least this score."""
     threshold: Auto | None = None
-    """`auto`: hide a part of the known positives, see at which threshold too many of them would become negatives, and
-    use that threshold instead of `relative_margin`. The log says the threshold and the estimated rate."""
+    """`auto`: hide a part of the known positives, find the score from which too many of them would become negatives, and
+    use it as the limit instead of `relative_margin`. The log gives the threshold and the estimated rate."""
     max_false_negative_rate: ProperFraction = 0.05
-    """With `threshold: auto`: the estimated share of negatives that are in truth relevant stays at or below this."""
+    """With `threshold: auto`: the highest estimated share of negatives that are relevant after all."""
     prefer_claimed: Auto | bool = "auto"
-    """Take first those candidates d that another query q' with its positive p' claims:
-    s(q, d) + s(p, d) <= 0.95 * (s(q', d) + s(p', d)). Few of them are relevant here. `auto`: where `relative_margin`, `margin`, `max_score`
-    and `threshold` are left out. Claimed candidates may then score up to 5 % above the positive, and the default margin
-    holds for the others."""
+    """Use claimed candidates first. A document that answers q is near to q and also to its positive p. So a candidate d
+    of q is claimed if it is at least 5 % nearer to another query q' and its positive p' together:
+    s(q, d) + s(p, d) <= 0.95 * (s(q', d) + s(p', d)). Few claimed candidates are relevant for q. `auto`: true if none of
+    `relative_margin`, `margin`, `max_score` and `threshold` is set. Claimed candidates may then score up to 5 % above the
+    positive, and the default `relative_margin` limits the others."""
     near_duplicate: Fraction | None = 0.9
-    """Leave out a candidate if at least this share of its word n-grams is in a known positive, or the reverse.
-    `null`: only equal texts, apart from case, punctuation and spaces."""
+    """Do not use a candidate if at least this share of its word n-grams is in a known positive, or the other way round.
+    `null`: only if the texts are equal, apart from case, punctuation and spaces."""
     sampling: Literal["top", "random", "softmax"] = "top"
-    """Choice among those that are left: the best, any, or any with probability softmax(score / temperature)."""
+    """How negatives are chosen from the remaining candidates. `top`: those with the highest scores. `random`: each with
+    the same probability. `softmax`: each with probability softmax(score / sampling_temperature)."""
     sampling_temperature: PositiveFloat = 0.05
     """Temperature of `sampling: softmax`."""
     per_query_budget: PositiveInt | None = None
-    """Different negatives for all rows of one query together; the rows take turns. Default: `num_negatives`, so that
-    all rows of a query get the same."""
+    """Number of different negatives for all rows of a query together: a query with several positives has several rows,
+    and each row gets the next `num_negatives` of them in turn. Default: `num_negatives`, so that all rows of a query get
+    the same ones."""
 
     @model_validator(mode="after")
     def _is_enough(self) -> Self:
@@ -255,8 +260,8 @@ class ChoiceOptions(Immutable):
         return NEGATIVE_LIMITS.isdisjoint(self.model_fields_set)
 
     @property
-    def budget(self) -> int:
-        """Negatives that are chosen per query."""
+    def negatives_per_query(self) -> int:
+        """Different negatives that are chosen for each query."""
         return self.per_query_budget or self.num_negatives
 
 
@@ -268,8 +273,8 @@ class EpochMining(ChoiceOptions):
     at_start: bool = True
     """Mine before the first epoch too. false: the first epoch has only the negatives of the data."""
     corpus_path: str | list[str] | None = None
-    """Documents to search: a file with one document per record, a BEIR-style folder, or a list of these. Default: the
-    documents of the training data."""
+    """Documents that are searched: a file with one document per record, a BEIR-style folder, or a list of these. Default:
+    the documents of the training data."""
 
 
 # ---- sections
@@ -285,11 +290,12 @@ class ModelSection(Section):
     model_name: Annotated[str, NamesFiles("model")]
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
     task: Task = "embed"
-    """What is trained: `embed`, a model that gives a vector for each input, or `rerank`, one that reads a query and a
-    document together and gives a score."""
+    """Kind of model to train. `embed`: an embedding model, which gives a vector for each input. `rerank`: a reranker,
+    which reads a query and a document together and gives a score."""
     reranker_head: Literal["auto", "label", "answer"] = "auto"
-    """task: rerank: the layer that gives the score. `label`: a classifier with one label. `answer`: the logit of `yes`
-    minus that of `no`, of a decoder's language-model head. `auto`: `answer` for a causal language model."""
+    """task: rerank: the layer that gives the score. `label`: a classifier with one label. `answer`: the language-model
+    head of a decoder, whose logit of `yes` minus that of `no` is the score. `auto`: that of the model's files, otherwise
+    `answer` for a causal language model and `label` for others."""
     model_family: Auto | FamilyName = "auto"
     """Kind of model. `auto`: from the model's config and files. The log gives the reason."""
     model_revision: str | None = None
@@ -300,35 +306,37 @@ class ModelSection(Section):
     """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. New weights, unless
     `model_name` names a folder of them."""
     model_arguments: dict[str, Any] | None = None
-    """Keyword arguments of `model_class` (alias: `model_config`). Without it: other values of keys in the model's
-    config.json, such as {rope_theta: 1000000} or {num_hidden_layers: 6}, the first six layers. `final/` has them too."""
+    """Keyword arguments of `model_class` (alias: `model_config`). Without `model_class`: values that replace those in the
+    model's config.json, such as {rope_theta: 1000000}, or {num_hidden_layers: 6} for the first six layers. They are saved
+    in `final/`."""
     tokenizer_name: Annotated[str | None, NamesFiles("model")] = None
     """Tokenizer, or image processor, of `model_class`: a folder or a Hub name. Default: that of `model_name`."""
     from_scratch: bool = False
     """Start from random weights with the config of `model_name`, whose weights are not read."""
     image_model_name: Annotated[str | None, NamesFiles("model")] = None
-    """Model of a second tower for images. `model_name` then encodes text (model_family: composed). Their shared space has
-    max(mrl_dims) dimensions. Default: the smaller of the two towers' sizes."""
+    """Image encoder of a composed model, whose text encoder is `model_name` (model_family: composed). Their shared space
+    has max(mrl_dims) dimensions, by default as many as the smaller of the two."""
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16", "pure_bfloat16"] = (
         "auto"
     )
     """Dtype of frozen weights, and of all weights in `final/`. Trained weights are kept as float32 master weights.
-    `auto`: that of the model's own files. `pure_bfloat16`: no master weights, half the
-    memory of training. Needs optim: adamw, whose updates are then rounded stochastically, so that few vanish."""
+    `auto`: the dtype of the model's files. `pure_bfloat16`: no master weights, so training takes half the memory. It
+    needs optim: adamw, which then rounds updates stochastically, so that small ones are not lost."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
     hidden size of at least 256 that are not sharded. Otherwise no. Trained weights, gradients, norms, pooling and loss
-    are float32, except with torch_dtype: pure_bfloat16. `no` gives the same numbers on CPUs with and without these instructions."""
+    are float32, except with torch_dtype: pure_bfloat16. `no`: the results of CPUs with and without these instructions
+    are the same."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernel. `auto`: flash-attn where it is installed and the GPU allows, otherwise sdpa."""
     padding_free: Auto | bool = "auto"
-    """Concatenate the texts of a micro-batch instead of padding them. `auto`: where model and kernel support it.
-    `true`: the run stops with the reason where they do not."""
+    """Concatenate the texts of a micro-batch instead of padding them. `auto`: if model and attention kernel support it.
+    `true`: stop with the reason if they do not."""
     bidirectional_attention: bool = False
     """Decoder-only models: every token attends to every other token (no causal mask)."""
     max_length: PositiveInt | None = None
     """Maximum length of a text in tokens. Longer texts are truncated. Default: the model's own limit, at most 512."""
-    pooling: Auto | PoolingName = Field(default="auto", description=pooling_text())
+    pooling: Auto | PoolingName = Field(default="auto", description=POOLING_TEXT)
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own. An empty string means none."""
     document_prompt: str | None = None
@@ -338,9 +346,8 @@ class ModelSection(Section):
     max_pixels: PositiveInt | None = None
     """Vision-language models: largest image area in pixels. Larger images are reduced. Default: the model's own."""
     torch_compile: Auto | bool = "auto"
-    """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes. The
-    log says so. On CPUs only if asked for. Has no effect with gradient checkpointing where texts are packed
-    (`padding_free`)."""
+    """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, never on
+    CPUs. The log gives the decision. Has no effect with gradient checkpointing and `padding_free` together."""
     gradient_checkpointing: bool | None = None
     """Recompute activations in the backward pass: less memory, a third more time. Default: true with `strategy: fsdp`,
     except on GPUs where micro-batches fit without it and Gradient Cache may be used. Otherwise false."""
@@ -350,13 +357,13 @@ class MatryoshkaSection(Section):
     """Matryoshka sizes of the embedding."""
 
     mrl_dims: Auto | Annotated[list[PositiveInt], Field(min_length=1)] | None = None
-    """Sizes to train (Matryoshka): the loss is a weighted sum over them, each the first dimensions. `auto`: the
-    embedding's size, halved repeatedly down to 64. Alias: `use_mrl: true` for `auto`."""
+    """Matryoshka sizes: the loss is a weighted sum of the losses on the first d dimensions, for each d of this list.
+    `auto`: the embedding's size, halved repeatedly down to 64. Alias: `use_mrl: true` for `auto`."""
     mrl_weights: list[PositiveFloat] | None = None
     """Weight of each size in the loss, in the order of `mrl_dims`. Default: 1 for each."""
     mrl_projection: Literal["auto", "pca"] | bool = "auto"
-    """A linear layer from the hidden size to max(mrl_dims). `auto`: only where max(mrl_dims) is smaller. It starts as
-    rows of the identity, with `pca` as the principal components of a sample of the data."""
+    """Add a linear layer from the hidden size to max(mrl_dims). `auto`: only if max(mrl_dims) is smaller. The layer starts
+    as rows of the identity. `pca`: it starts as the principal components of a sample of the data."""
 
 
 class AdapterSection(Section):
@@ -369,21 +376,22 @@ class AdapterSection(Section):
     lora_alpha: PositiveInt = 32
     """Scale of the adapters: their update is multiplied by alpha / r."""
     lora_dropout: Fraction = 0.0
-    """Dropout inside the adapters. It draws numbers for every input of every adapted layer."""
+    """Dropout inside the adapters. Slower, since it draws numbers for every input of every adapted layer."""
     lora_target_modules: Literal["auto", "all-linear"] | list[str] = "auto"
-    """Layers that get an adapter. `auto`: attention and feed-forward projections of the chosen towers."""
+    """Layers that get an adapter, by the ends of their names. `auto`: the attention and feed-forward projections of all
+    towers that are not frozen."""
     lora_variant: Literal["lora", "rslora", "dora"] = "lora"
-    """rslora: scale by alpha / sqrt(r) instead, which suits large ranks (alias: `use_rslora`). dora: weight-decomposed
-    adapters, slower, often better at small ranks (alias: `use_dora`)."""
+    """rslora: the update is multiplied by alpha / sqrt(r) instead of alpha / r, which suits large ranks (alias:
+    `use_rslora`). dora: weight-decomposed adapters, slower, often better at small ranks (alias: `use_dora`)."""
     quantize_weights: Literal["int8", "nf4"] | None = None
-    """nf4: keep the frozen base weights in 4 bits below the adapters (also `use_qlora: true`, which implies `use_lora`).
-    Needs bitsandbytes. int8: round the weights of the layers' linear maps to int8 in each forward pass, a scale per row,
-    and train through the rounding, for a model that is served in int8. `final/` has the rounded weights."""
+    """nf4: keep the frozen weights in 4 bits and train adapters (also `use_qlora: true`, which implies `use_lora`). Needs
+    bitsandbytes. int8: for a model that is served in int8. Each forward pass rounds the weights of the linear layers to
+    int8, with a scale per row, and gradients pass through the rounding. `final/` has the rounded weights."""
     save_merged: bool = True
     """After a LoRA run, save the merged model in `final/`, with the adapter beside it. false: only the adapter."""
     freeze: list[str] = Field(default_factory=list)
     """Parts not to train: `text`, `vision`, `embeddings`, `first_n_layers=6` (of every tower),
-    `vision.first_n_layers=6` (of one), or prefixes of parameter names."""
+    `vision.first_n_layers=6` (of one), or names of modules and parameters (`encoder.layer.1`)."""
 
     @property
     def use_qlora(self) -> bool:
@@ -401,42 +409,45 @@ class DataSection(Section):
     """Validation data: as `data_path`, or a BEIR-style folder (corpus, queries and qrels, in JSON Lines or Parquet)."""
     val_split: ProperFraction | None = None
     """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. Examples with equal
-    or nearly equal queries or documents go to one side. Which side depends on the seed and the texts alone. All
-    documents of the data are searched."""
+    or nearly equal queries or documents are either all held out or all trained, by the seed and the texts alone. The
+    evaluation searches among all documents of the data."""
     column_mapping: dict[str, str] | None = None
     """Names in your file -> names that vembed reads, e.g. {question: query, answer: positive}."""
     retrieval_mode: RetrievalMode = "auto"
-    """Meaning of plain strings, as query 2 document: t text, i image path, m a record with both. `auto`: plain strings
-    are text, and images are written as {"image": path}."""
+    """What plain strings in the data stand for, in queries and in documents: t a text, i the path of an image, m a record
+    with both. So `t2i` has texts as queries and images as documents. `auto`: plain strings are texts, and images are
+    written as {"image": path}."""
     image_root: str | None = None
     """Base folder of relative image paths, which must not lead out of it. Default: the folder of the data file."""
     allow_image_urls: bool = False
     """Fetch images from http(s) addresses."""
     on_bad_record: Literal["stop", "skip"] = "stop"
-    """Invalid records: stop before training and list the first ten, or skip them and count them."""
+    """Invalid records. stop: end before training with a list of the first ten. skip: train without them and log their
+    number."""
     max_negatives: NonNegativeInt | None = None
-    """Maximum number of negatives per record. The first ones are used. Default: all."""
+    """Maximum number of negatives per record, the first ones. Default: all."""
     in_batch_negatives: NonNegativeInt = 0
     """task: rerank: number of additional negatives for each query, taken from the positives of other examples of the global
-    batch. An embedding model compares with all of these in any case."""
+    batch. An embedding model compares each query with all of these without this option."""
     max_train_examples: PositiveInt | None = None
     """Use only this many examples, the first ones of each source. Default: all."""
     no_duplicates: bool = False
-    """Avoid equal contents in one global batch. Examples that fit in no batch are left out: where possible, no more than
-    those of the last incomplete batch. The log gives the number."""
+    """Form global batches in which no content occurs twice. Examples that then fit in no batch are not used in that epoch,
+    if possible no more than the last incomplete batch would have. The log gives the number."""
     homogeneous_batches: Literal["task"] | bool = False
-    """With several sources: draw every global batch from a single source. `task`: from sources of one task, which have
-    the same losses, temperature and batch size."""
+    """With several sources: draw every global batch from a single source. `task`: from the sources of a single task, which
+    have the same losses, temperature and batch size."""
     sampling: SamplingName = "proportional"
-    """With several sources: a source of n examples is drawn in proportion to its weight times n (`proportional`), n to
-    a power from 0 to 1 (`temperature(0.5)`), or its weight alone (`weights`). The number of examples per epoch stays the same.
-    `round_robin`: a batch of each source in turn."""
+    """With several sources: how often each is drawn, for a source of n examples. `proportional`: in proportion to its
+    weight times n. `temperature(0.5)`: to its weight times n ** 0.5, so that small sources are drawn more often. Any power
+    from 0 to 1 may stand there. `weights`: to its weight alone. `round_robin`: a batch of each source in turn. An epoch
+    has as many examples as with `proportional`."""
     mine: Annotated[EpochMining | None, NamesFiles("data")] = None
-    """Hard negatives mined by the run's own model between epochs, after those of the data: {every_epochs: 1,
-    num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
+    """Mine hard negatives between epochs with the model as it is then, and add them to those of the data: {every_epochs: 1,
+    num_negatives: 5, ...}, with the options of `vembed mine` that choose negatives. Checkpoints hold them."""
     num_workers: Auto | NonNegativeInt = "auto"
-    """Workers that prepare batches ahead of the current step: threads. `auto`: 1 for text, up to 4 with images. 0: none. On a GPU
-    machine a single one is a process."""
+    """Number of threads that prepare batches ahead of the step. `auto`: 1 for text, up to 4 with images. 0: batches are
+    prepared during the step. On GPUs a single worker is a process instead of a thread."""
 
     @property
     def has_validation(self) -> bool:
@@ -466,24 +477,25 @@ class _Objective(Section):
 
     loss: LossName = "infonce"
     auxiliary_losses: dict[str, float] | None = None
-    """Weight of each loss that the model itself returns, by name. Default: 1 for each. 0: logged only. A model of your own
-    (`model_class`) names them. Other text models have a language-model head. Decoders: `next_token`, which is trained
-    beside `loss` if it has a weight here, and alone with loss: none. Encoders: `masked_token`, only alone with loss: none. It
-    predicts tokens that are hidden with probability 0.15."""
+    """Weight of each loss that the model itself returns, by name, such as {next_token: 0.1}. Default: 1 for each. 0: it is
+    logged only. A model of your own (`model_class`) names them. Decoders have `next_token`: trained beside `loss` if it
+    has a weight here, and alone with loss: none. Text encoders have `masked_token`, with loss: none alone: it predicts
+    tokens that are hidden with probability 0.15."""
     losses: Annotated[
         Annotated[list[LossEntry], Field(min_length=1)] | None, NamesFiles("model")
     ] = None
-    """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
-    own `temperature`, `teacher`, `guide` and other options of this section, and those that only entries have
+    """Several losses instead of `loss`, added up with weights. Each entry has a `loss`, a `weight`, and may have its own
+    `temperature`, `teacher`, `guide` and other options of this section. Some options are for entries alone
     (docs/teachers.md)."""
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
     quantize_embeddings: Literal["int8", "binary"] | None = None
-    """Quantization-aware training, for vectors that are stored in int8 or as bits: the loss is the mean of the loss on the
-    float embeddings and of that on the quantized ones (straight-through gradient), at every size of `mrl_dims`.
-    Evaluations score all stored forms too."""
+    """Quantization-aware training, for vectors that are stored in int8 or as bits. The loss is the mean of the loss on
+    float embeddings and of the loss on quantized ones (straight-through gradient), at every size of `mrl_dims`.
+    Evaluations score int8 and binary documents too."""
     teachers: Annotated[list[str | Teacher] | None, NamesFiles("model")] = None
-    """Models that teach: embedding models or rerankers, each a Hub name, a folder, or an entry with its own prompts."""
+    """Embedding models or rerankers that losses follow (`teacher`) or choose candidates by (`guide`): each a Hub name, a
+    folder, or an entry with further options."""
 
 
 if TYPE_CHECKING:
@@ -496,7 +508,7 @@ else:
     for _name, _field in LOSS_OPTIONS.items():
         if _name not in ENTRY_OPTIONS:
             _value = Field(default=_field.default, description=_field.description)
-            _fields[_name] = (with_constraints(_field), _value)
+            _fields[_name] = (_field.rebuild_annotation(), _value)
     ObjectiveSection = create_model("ObjectiveSection", __base__=_Objective, **_fields)
 
 
@@ -508,18 +520,17 @@ class BatchSection(Section):
     global_batch_size: PositiveInt | None = None
     """Examples in a batch over all processes. Replaces `batch_size`."""
     gradient_accumulation_steps: PositiveInt = 1
-    """Batches per optimizer step. Each has its own negatives: for a larger contrastive batch raise `batch_size`,
-    whose memory is bounded by `micro_batch_tokens`."""
+    """Global batches per optimizer step. Each has its own negatives. For more negatives raise `batch_size` instead: its
+    memory is bounded by `micro_batch_tokens`."""
     micro_batch_tokens: Auto | PositiveInt = "auto"
-    """Padded tokens (and image patches) per micro-batch, in evaluations too. Affects memory and speed, not the
-    result."""
+    """Maximum number of tokens (and image patches) in a micro-batch, with padding, also in evaluations. Affects memory and
+    speed, not the result. `auto`: by the memory of the device."""
     use_gradient_cache: Auto | bool = "auto"
-    """Gradient Cache: run every micro-batch twice instead of keeping its autograd graph, so that the memory of one
-    micro-batch is enough. `auto`: only for micro-batches whose graphs do not fit in memory. The gradient is the
-    same."""
+    """Gradient Cache: run every micro-batch a second time instead of keeping its autograd graph, so that memory for one
+    graph is enough. `auto`: only for micro-batches whose graphs do not fit in memory. The gradient is the same."""
     cache_frozen_features: bool = False
-    """Store what frozen towers give in vembed's cache folder, so that each input passes the tower only once, over
-    all epochs and runs. Needs a tower without trained parameters (`freeze`)."""
+    """Store the outputs of frozen towers in vembed's cache folder, so that each input passes the tower only once, over all
+    epochs and runs. Needs a tower without trained parameters (`freeze`)."""
 
     def examples_per_process(self, world_size: int) -> int:
         """Return the examples of a process in a batch. Raise UserError for a remainder."""
@@ -537,16 +548,15 @@ class OptimizerSection(Section):
     """Optimizer, learning rate and length of the run."""
 
     epochs: Auto | PositiveFloat = "auto"
-    """Passes over the data. May be a fraction. `max_steps` takes precedence. `auto`: one over many examples, up to six
-    over few, four times as many from initial weights, CLIP and SigLIP up to 48. The log gives the number."""
+    """Passes over the data. May be a fraction. `max_steps` takes precedence. `auto`: from one for many examples to six for
+    few, four times as many from random weights, and up to 48 for CLIP and SigLIP. The log gives the number."""
     max_steps: PositiveInt | None = None
-    """Optimizer steps. Default: from `epochs`."""
+    """Number of optimizer steps. Default: from `epochs`."""
     learning_rate: Auto | PositiveFloat = "auto"
-    """Peak learning rate. It does not depend on the number of processes. `auto`: by what is trained (all weights of an
-    encoder or a decoder by width and steps, adapters by alpha, a head alone, initial weights, CLIP). The log gives the
-    reason."""
+    """Peak learning rate. It does not depend on the number of processes. `auto`: by what is trained (all weights, adapters,
+    a head alone, random weights, CLIP), the model's width and the number of steps. The log gives the reason."""
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply the learning rate by global batch / 32 (or its square root). The log shows the result."""
+    """linear: multiply the learning rate by global batch / 32. sqrt: by its square root. The log shows the result."""
     optim: OptimizerName = "adamw"
     """Optimizer. The state of the 8-bit ones takes a quarter of the memory."""
     weight_decay: NonNegativeFloat = 0.01
@@ -571,7 +581,8 @@ class OptimizerSection(Section):
     """Decay of an exponential moving average of the weights, such as 0.999. Evaluations and `final/` use the average.
     The decay is lower during the first steps. Not under FSDP1."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """Non-finite loss or gradient: fail and name the examples, or skip the step and count it."""
+    """If the loss or the gradient is not finite. stop: end with an error that names the examples. skip: leave the weights
+    as they are, and log the number of such steps."""
 
     def gives_length(self) -> bool:
         """Return whether the length of the run is given, rather than left to `auto`."""
@@ -582,12 +593,12 @@ class ParallelSection(Section):
     """Processes, devices and sharding."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """Distribution of the model over processes: ddp, a copy on each, or fsdp, sharded, with the options of
-    `configs/accelerate_fsdp.yaml`. `auto`: by size (see the log). Alias: `use_fsdp: true` for fsdp. `use_fsdp: false` rules
-    sharding out."""
+    """How the model is distributed over processes. ddp: each has the whole model. fsdp: each has a shard, with the options
+    of `configs/accelerate_fsdp.yaml`. single: one process. `auto`: by the model's size. The log gives the reason. Alias:
+    `use_fsdp: true` for fsdp. `use_fsdp: false`: any but fsdp."""
     accelerate_config: str | None = None
-    """Accelerate YAML or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Options of the training
-    config override it, and values that `accelerate launch` sets do too."""
+    """YAML file of Accelerate, or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Options of the training
+    config and values that `accelerate launch` sets override it."""
     num_processes: Auto | PositiveInt = "auto"
     """Processes per machine that `vembed train` starts (alias: `devices`). `auto`: one per GPU, 1 without."""
     num_machines: PositiveInt = 1
@@ -601,7 +612,7 @@ class ParallelSection(Section):
     stay gathered between forward and backward (alias: `reshard_after_forward: false`). NO_SHARD: plain DDP. HYBRID_SHARD:
     sharded inside a machine, replicated between machines."""
     fsdp_offload_params: bool | None = None
-    """Keep parameters, gradients and optimizer state in host memory between uses."""
+    """Keep parameters, gradients and optimizer state in host memory while they are not in use."""
     fsdp_auto_wrap_policy: Annotated[
         Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
         | CodeName
@@ -624,10 +635,10 @@ class ParallelSection(Section):
     fsdp_reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced. Default: float32."""
     sync_batchnorm: bool = False
-    """Convert batch norms so that they use statistics over all processes. Micro-batches remain separate batches. Inputs
-    that repeat in a batch are encoded as often as they occur, and count as often, on any number of processes."""
+    """Let batch norms use statistics over all processes. Each micro-batch has its own statistics. Inputs that repeat in a
+    batch are encoded as often as they occur, so that they count equally on any number of processes."""
     dist_timeout_minutes: PositiveFloat = 30.0
-    """Timeout of collectives in minutes. After it the run fails with a message. If the option is not given, the
+    """Timeout of collectives in minutes. After it the run fails with a message. Without this option, the environment
     variable `NCCL_TIMEOUT` (seconds) sets it."""
 
 
@@ -635,25 +646,25 @@ class EvaluationSection(Section):
     """Evaluations during a run, and what they decide."""
 
     eval_steps: Auto | PositiveInt | None = "auto"
-    """Steps between evaluations. `auto`, with validation data: about ten in a run, fewer where they would take over a
-    tenth of it, none in a very short run. null: only before and after training."""
+    """Steps between evaluations. `auto`, with validation data: about ten evaluations in a run, fewer if they would take
+    over a tenth of its time, none in a very short run. null: only before and after training."""
     patience: Auto | PositiveInt | None = "auto"
-    """End the run after so many evaluations in a row, past the warm-up, without a better score. `auto`: 4 where
-    `epochs` and `max_steps` are left out too. null: never."""
+    """End the run after this many evaluations in a row without a better score, counted from the end of the warm-up.
+    `auto`: 4 if neither `epochs` nor `max_steps` is set, otherwise never. null: never."""
     eval_before: bool = True
     """Evaluate before the first step, for the comparison in the report."""
     eval_metric: str = "auto"
     """Metric that selects the best checkpoint: ndcg, mrr, recall or map at any cut-off, such as mrr@20. `auto`: ndcg@10
     for retrieval, spearman for scored pairs. Evaluations have the cut-offs 1, 5, 10, 100, and that of this metric."""
     guards: Annotated[list[str | Guard] | None, NamesFiles("data")] = None
-    """Evaluation data of other abilities, scored with each evaluation. The run ends if the score on one of them falls by
-    more than its `max_drop`, and `final/` is the last checkpoint before that. Needs val_data_path, eval_steps and
-    save_steps."""
+    """Evaluation data of abilities that the model should keep. Each evaluation scores them. If one of these scores falls
+    by more than its `max_drop`, the run ends, and `final/` is the last checkpoint before that. Needs val_data_path,
+    eval_steps and save_steps."""
     first_stage: Annotated[str, NamesFiles("model")] = "bm25"
-    """task: rerank: what chooses the documents that are reranked: `bm25`, an embedding model, or a run file (`.trec` with
-    the ids of a BEIR-style folder, `.jsonl` with texts)."""
+    """task: rerank: what chooses the documents that evaluations rerank: `bm25`, an embedding model, or a run file (`.trec`
+    with the ids of a BEIR-style folder, `.jsonl` with texts)."""
     rerank_top_k: PositiveInt = 50
-    """task: rerank: documents of the first stage that are reranked for each query."""
+    """task: rerank: number of documents of the first stage that are reranked for each query."""
 
     def cutoffs(self) -> list[int]:
         """Return the k of nDCG, MRR, Recall and MAP, in ascending order."""
@@ -679,24 +690,24 @@ class LoggingSection(Section):
     report_to: list[TrackerName] = Field(default=["tensorboard"])
     """Trackers. `none` for no tracker."""
     run_name: str | None = None
-    """Name of the run in trackers. For TensorBoard, a folder inside `tensorboard/`. Default: the name of output_dir,
-    and no such folder."""
+    """Name of the run in trackers. For TensorBoard, a folder inside `tensorboard/`. Default: the name of output_dir, for
+    TensorBoard no folder."""
     wandb_project: str = "vembed"
     """Project in wandb or trackio, experiment in MLflow."""
     wandb_tags: list[str] = Field(default_factory=list)
     """Tags of the run in wandb."""
     push_to_hub: str | None = None
-    """Repository on the Hub (user/name, private) that gets `final/` at the end, with card, report and a description of the data.
-    The token is that of the login or of HF_TOKEN."""
+    """Private repository on the Hub (user/name) to upload `final/` to at the end, with card, report and a description of
+    the data. The token is that of the login or of HF_TOKEN."""
     console: Literal["normal", "verbose", "quiet"] = "normal"
-    """Lines on the console: five on the set-up, then steps and scores. Or all lines of the log file (alias: `--verbose`), or
-    only warnings (alias: `--quiet`)."""
+    """Lines on the console. normal: five lines on the set-up, then steps and scores. verbose: all lines of the log file
+    (alias: `--verbose`). quiet: only warnings (alias: `--quiet`)."""
     log_file: str = "training_log.txt"
     """Log file, inside output_dir."""
     debug: bool = False
     """Write a detailed log of every process to logs/rank-<r>.log, and set TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     profile_steps: list[PositiveInt] | None = None
-    """[first, last]: write a profiler trace of these steps per process (trace-rank<r>.json)."""
+    """[first, last]: each process writes a profiler trace of these steps (trace-rank<r>.json)."""
 
 
 class RunSection(Section):
@@ -712,20 +723,20 @@ class RunSection(Section):
     overwrite: bool = False
     """Replace the earlier run in `output_dir`. Without it, a folder with checkpoints or a finished run is refused."""
     save_steps: Auto | PositiveInt | None = "auto"
-    """Steps between checkpoints. `auto`: at each evaluation. Without validation data about ten in a run of 200 steps or
-    more, none in a very short run, or where one takes over 20 GB. null: none before the end."""
+    """Steps between checkpoints. `auto`: one at each evaluation. Without validation data about ten in a run, none in a run
+    below 200 steps or if a checkpoint takes over 20 GB. null: none before the end."""
     save_total_limit: PositiveInt | None = 3
     """Number of checkpoints to keep. The best and the newest are never deleted."""
     load_best_model_at_end: Auto | bool = "auto"
-    """`final/` holds the best evaluated checkpoint instead of the last weights. It needs eval_steps and save_steps.
-    `auto`: with validation data, where every checkpoint is evaluated."""
+    """`final/` holds the checkpoint with the best score instead of the last weights. Needs eval_steps and save_steps.
+    `auto`: true with validation data if every checkpoint is evaluated."""
     async_save: bool = False
     """Write checkpoints in the background while training continues."""
     resume: Literal["auto", "force"] | bool | str = False
-    """true: continue from the newest valid checkpoint of output_dir. auto: as true if there is one, otherwise start anew. A
-    path: continue from that checkpoint. force: as true, although model, data, batch or seed have changed."""
+    """true: continue from the newest valid checkpoint of output_dir. auto: the same if there is one, otherwise start anew.
+    A path: continue from that checkpoint. force: as true, even if model, data, batch or seed have changed."""
     max_train_minutes: PositiveFloat | None = None
-    """Time limit in minutes. The run writes a checkpoint and stops before it. `resume` goes on."""
+    """Time limit in minutes. Before it is reached, the run writes a checkpoint and stops. `resume` continues it."""
 
 
 class TrainConfig(Immutable):
@@ -812,9 +823,9 @@ def option_fields() -> dict[str, FieldInfo]:
 
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema of a config file, in which all options stand flat."""
-    fields: dict[str, Any] = {}
-    for name, field in option_fields().items():
-        fields[name] = (field.annotation, field)
+    fields: dict[str, Any] = {
+        name: (field.annotation, field) for name, field in option_fields().items()
+    }
     model = create_model("TrainConfig", __base__=Immutable, **fields)
     return model.model_json_schema()
 

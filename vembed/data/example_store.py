@@ -7,7 +7,6 @@ large file is read in parts, by as many processes as there are cores.
 from __future__ import annotations
 
 import bisect
-import functools
 import gc
 import hashlib
 import itertools
@@ -145,10 +144,12 @@ class Records:
             example = self.form.example(self.record(number), where)
         except BadRecord as error:
             raise self._changed(number, error) from error
-        return example.with_items(
-            lambda query: query.read_from(where),
-            lambda document: document.read_from(where),
-        )
+        if any(item.images for item in example.items):
+            example = example.with_items(
+                lambda query: query.read_from(where),
+                lambda document: document.read_from(where),
+            )
+        return example
 
     def _changed(self, number: int, reason: object) -> UserError:
         where = self.where(number)
@@ -198,7 +199,7 @@ class Records:
             LOSSES[loss].records == "matches" for loss in losses
         )
         sentences: list[str | None] = []
-        if index.labels is None and losses:
+        if index.unused and index.labels is None and losses:
             names = negative_columns(index.unused)
             mapped = ", ".join(f"{quoted_column(name)}: negative" for name in names)
             if names:
@@ -215,9 +216,9 @@ class Records:
                 "`vembed mine` adds some"
             )
         if index.labels is None and takes_matches:
-            if not counts["scored"]:
+            if not counts["scored"] and index.unused:
                 sentences.append(unread_judgement(index.unused))
-            elif losses and not reads_scores(self.terms):
+            elif counts["scored"] and losses and not reads_scores(self.terms):
                 sentences.append(
                     f"its scores are not read by loss: {' and '.join(losses)}, and every pair is taken for a match: set "
                     "loss: cosent if they say how well a pair matches, loss: kl and teacher: scores if they are a "
@@ -324,6 +325,12 @@ class ExampleStore:
             sources.append(replace(source, index=index))
         return ExampleStore(sources, short_hash(self.fingerprint, note))
 
+    def all_documents(self, index: int) -> tuple[Item, ...]:
+        """Return the documents of an example, with the negatives beyond `max_negatives`."""
+        source, number = self._locate(index)
+        form = replace(source.form, max_negatives=None)
+        return replace(source, form=form).example(number).documents
+
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
         values = [source.index.keys for source in self._sources]
@@ -336,8 +343,10 @@ class ExampleStore:
         for source in self._sources:
             index = source.index
             lines.append(source.summary())
-            lines += [f"left out: {problem}" for problem in joined(index.problems)]
-            num_more = index.counts["bad"] - len(index.problems)
+            num_bad = index.counts["bad"]
+            if num_bad:
+                lines += [f"left out: {problem}" for problem in joined(index.problems)]
+            num_more = num_bad - len(index.problems)
             if num_more:
                 lines.append(f"left out: {num_more:,d} more of {source.name}")
             if index.unused:
@@ -676,10 +685,8 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
     counts: Counter[str] = Counter()
     first_lines: dict[int, int] = defaultdict(int)
     images: set[str] = set()
-    with (
-        ThreadPoolExecutor(min(8, num_cores())) as pool,
-        ProgressReport(f"{reader.name}: checked", log=log.info) as progress,
-    ):
+    progress = ProgressReport(f"{reader.name}: checked", log=log.info)
+    with ThreadPoolExecutor(min(8, num_cores())) as pool:
         # Begins beside the first parts, and is faster than they are.
         digests = pool.map(_file_hash, reader.files())
         if num_processes > 1:
@@ -688,7 +695,8 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
             results = (index_part(reader, form, part) for part in parts)
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
-            form.columns.merge(result.columns)
+            if num_processes > 1:
+                form.columns.merge(result.columns)
             # The parts of a file follow one another. Lines of a part count from its own first line.
             file = part.start >> FILE_BITS
             first_line = first_lines[file]
@@ -874,9 +882,15 @@ def cached_index(
 ) -> Index:
     """Return the index of a source: from the cache folder if its files, its images, the options and the code are the
     same, otherwise built anew."""
+    # The code that reads records. That of the losses is part of it, since they declare which records they can use.
+    package = Path(__file__).parents[1]
+    code = hashlib.blake2b(digest_size=12)
+    for name in ("data", "losses"):
+        for path in sorted((package / name).rglob("*.py")):
+            code.update(path.read_bytes())
     files = reader.files()
     paths = [str(path.absolute()) for path in files]
-    name = short_hash(_code_hash(), paths, *options)
+    name = short_hash(code.hexdigest(), paths, *options)
     path = cache_folder() / "index" / f"{name}.safetensors"
     stamps = [stamp(file) for file in files]
     with suppress(OSError, SafetensorError):  # missing or damaged: it is built again
@@ -906,20 +920,6 @@ def cached_index(
     ):
         save_file(arrays, partial, {"facts": json.dumps([stamps, facts])})
     return index
-
-
-@functools.cache
-def _code_hash() -> str:
-    """Return a hash of the code that reads records: an index is good for the code that made it.
-
-    That of the losses is part of it, since they declare which records they can use.
-    """
-    package = Path(__file__).parents[1]
-    digest = hashlib.blake2b(digest_size=12)
-    for name in ("data", "losses"):
-        for path in sorted((package / name).rglob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
 
 
 def _image_stamp(path: str) -> list[int] | None:

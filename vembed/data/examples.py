@@ -84,8 +84,6 @@ class Item:
 
     def read_from(self, where: str) -> Item:
         """Return the item with the file and line of its record on its images."""
-        if not self.images:
-            return self
         images = tuple(replace(image, where=where) for image in self.images)
         return replace(self, images=images)
 

@@ -25,7 +25,7 @@ from vembed.data.images.decoders import PIXELS_KEY
 from vembed.data.images.files import image_name
 from vembed.data.images.pixels import Pixels, blank_image
 from vembed.errors import UserError
-from vembed.models.attention import PREFIX
+from vembed.models.attention import SHARED_PREFIX
 from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
@@ -121,7 +121,7 @@ class BaseFeaturiser(ABC):
     def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
         """Return the tensors of features of one modality on the host: `collate` without `finished`, which runs on the
         device."""
-        images = _images_of(features)
+        images = list(chain.from_iterable(each.images for each in features))
         rows = [each.token_ids for each in features if each.token_ids is not None]
         if not images:
             assert self.texts is not None
@@ -147,11 +147,8 @@ class BaseFeaturiser(ABC):
     def decode_ahead(self, features: Sequence[Features]) -> None:
         """Begin to decode the images of these features on other cores, as many as the cache holds."""
         if self.pixels is not None:
-            self.pixels.decode_ahead(_images_of(features))
-
-
-def _images_of(features: Sequence[Features]) -> list[ImageRef]:
-    return list(chain.from_iterable(feature.images for feature in features))
+            images = chain.from_iterable(feature.images for feature in features)
+            self.pixels.decode_ahead(list(images))
 
 
 class Featuriser(BaseFeaturiser):
@@ -192,28 +189,25 @@ class Featuriser(BaseFeaturiser):
             addresses.append(address)
             if address in self._cache:
                 known[address] = self._cache[address]
-            else:
-                missing.setdefault(self._modality(item), {})[address] = item
+                continue
+            modality: Modality = "text"
+            if item.images:
+                modality = "multimodal" if self.chat is not None else "image"
+            num_contents = (item.text is not None) + len(item.images)
+            is_readable = num_contents == 1 or modality == "multimodal"
+            if not is_readable or modality not in self.modalities:
+                contents = f"{len(item.images)} image(s)"
+                if item.text is not None:
+                    contents = f"the text {item.text!r:.60} and {contents}"
+                raise UserError(
+                    f"{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} at a "
+                    f"time, and got {contents}: set retrieval_mode where plain strings are paths of images (i2i: all are), "
+                    "or take a vision-language model, which reads a text and images together"
+                )
+            missing.setdefault(modality, {})[address] = item
         for modality, items_of_modality in missing.items():
             known |= self._make(modality, items_of_modality)
         return [known[address] for address in addresses]
-
-    def _modality(self, item: Item) -> Modality:
-        modality: Modality = "text"
-        if item.images:
-            modality = "multimodal" if self.chat is not None else "image"
-        num_contents = (item.text is not None) + len(item.images)
-        is_readable = num_contents == 1 or modality == "multimodal"
-        if is_readable and modality in self.modalities:
-            return modality
-        contents = f"{len(item.images)} image(s)"
-        if item.text is not None:
-            contents = f"the text {item.text!r:.60} and {contents}"
-        raise UserError(
-            f"{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} at a time, "
-            f"and got {contents}: set retrieval_mode where plain strings "
-            "are paths of images (i2i: all are), or take a vision-language model, which reads a text and images together"
-        )
 
     def _make(
         self, modality: Modality, items: Mapping[Address, Item]
@@ -354,14 +348,16 @@ class PairFeaturiser(BaseFeaturiser):
         return features
 
     def joined(self, features: Sequence[Features]) -> dict[str, Tensor]:
-        """See BaseFeaturiser. What all questions begin with is there once, as PREFIX."""
+        """See BaseFeaturiser. What all questions begin with is there once, as SHARED_PREFIX."""
         if self._template_length:
             rows = [np.asarray(feature.token_ids) for feature in features]
             # At most the template, because memory is measured with copies of one question.
             num_shared = shared_length(rows, self._template_length)
             if num_shared:
                 batch = self._texts.pad([row[num_shared:] for row in rows])
-                batch[PREFIX] = torch.tensor(rows[0][:num_shared], dtype=torch.int64)
+                batch[SHARED_PREFIX] = torch.tensor(
+                    rows[0][:num_shared], dtype=torch.int64
+                )
                 return batch
         batch = super().joined(features)
         if features[0].segments is not None:
@@ -519,10 +515,13 @@ class TextProcessing:
         """Return the int32 token ids of each text after its prompt. `limits`: a smaller maximum length for each text."""
         # Of a very long text, only as much as fills `max_length` is tokenised.
         length = MAX_CHARACTERS_PER_TOKEN * self._max_length
-        texts = [cut_words(text, length, from_left=self._cut_left) for text in texts]
         beginnings = texts
-        if not self._cut_left:
-            beginnings = [_beginning(text, length) for text in texts]
+        if any(len(text) > length for text in texts):
+            from_left = self._cut_left
+            texts = [cut_words(text, length, from_left=from_left) for text in texts]
+            beginnings = texts
+            if not from_left:
+                beginnings = [_beginning(text, length) for text in texts]
         rendered = list(map(self._render, prompts, beginnings))
         rows = []
         for number, ids in enumerate(self.tokenize(rendered)):

@@ -118,9 +118,12 @@ class RecordFormat:
             negatives = self._documents(record, first, layout.negative_image)
             for other in others:
                 negatives += self._documents(record, other, None)
-        scores, negative_scores = self._all_scores(
-            record, layout, len(positives), len(negatives)
-        )
+        scores = None
+        negative_scores = None
+        if layout.score or layout.negative_score:
+            scores, negative_scores = self._all_scores(
+                record, layout, len(positives), len(negatives)
+            )
         # After the scores: a list of scores counts all negatives of the record.
         negatives = negatives[: self.max_negatives]
         if negative_scores is not None:
@@ -542,7 +545,7 @@ class Columns:
         """`mapping`: column_mapping, names in the file -> names in COLUMNS. `may_miss`: the mapping serves several
         sources, and a table need not have all of its names. `texts_alone`: a record may be a single `text`, which is
         query and positive then. `reads_all`: columns of a table that are no part of an example are kept."""
-        self._mapping = _roles(mapping or {})
+        self._mapping = _roles(mapping) if mapping else {}
         self._reads_all = reads_all
         self._texts_alone = texts_alone
         self.may_miss = may_miss

@@ -20,6 +20,7 @@ from vembed.data.datasets import open_sets, short_item, spread
 from vembed.data.examples import Example
 from vembed.data.near_duplicates import normal_key
 from vembed.data_tools.starter import local_model
+from vembed.progress import counted
 
 if TYPE_CHECKING:
     from vembed.data.features import BaseFeaturiser
@@ -130,10 +131,8 @@ def _repetitions(
         different = len(set(keys))
         repeated = len(keys) - different
         figures[name] = {"different": different, "repeated": repeated}
-        plural = "" if repeated == 1 else "s"
-        lines.append(
-            f"{name}: {different:,d} different, {repeated:,d} repetition{plural}"
-        )
+        repetitions = counted(repeated, "repetition")
+        lines.append(f"{name}: {different:,d} different, {repetitions}")
     figures["queries_with_several_records"] = {"queries": len(split_queries)}
     if split_queries:
         lines.append(

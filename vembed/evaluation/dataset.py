@@ -34,6 +34,7 @@ from vembed.data.records import (
 )
 from vembed.errors import UserError
 from vembed.files import read_state_text
+from vembed.progress import counted
 
 log = logging.getLogger("vembed")
 
@@ -92,10 +93,10 @@ class RetrievalData:
     def summary(self) -> str:
         """Return one line for logs and the report."""
         num_relevant = sum(map(len, self.relevance))
-        line = (
-            f"{len(self.queries):,d} queries over {len(self.documents):,d} documents, {num_relevant:,d} relevant pairs, "
-            f"from {self.name}"
-        )
+        queries = counted(len(self.queries), "query", "queries")
+        documents = counted(len(self.documents), "document")
+        pairs = counted(num_relevant, "relevant pair")
+        line = f"{queries} over {documents}, {pairs}, from {self.name}"
         return "; ".join([line, *self.notes])
 
 
@@ -170,6 +171,12 @@ def open_eval_data(
     for line in store.warnings():
         log.warning(line)
     return from_examples([store[index] for index in range(len(store))], path, task)
+
+
+def open_test_data(path: str | Path) -> EvalData:
+    """Return evaluation data for a finished model: the test split of a BEIR-style folder, where it has one."""
+    options = DataSection(data_path=str(path))
+    return open_eval_data(options, str(path), splits=TEST_FIRST)
 
 
 def are_scored_pairs(examples: Sequence[Example]) -> bool:
@@ -570,7 +577,7 @@ def read_beir_corpus(
     is_first = _first_occurrences(keys)
     num_joined = len(keys) - int(is_first.sum())
     if num_joined:
-        notes.append(f"joined {num_joined:,d} documents with equal content")
+        notes.append(f"joined {counted(num_joined, 'document')} with equal content")
     document_of = KeyIndex(keys[is_first]).find(keys).astype(np.int32)
     documents = Corpus(
         reader,

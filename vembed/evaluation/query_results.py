@@ -17,7 +17,7 @@ from vembed.files import read_json_object, replace_text
 if TYPE_CHECKING:
     from vembed.evaluation.dataset import RetrievalData
 
-NUM_FOUND = 3
+NUM_FIRST_DOCUMENTS = 3
 """Documents that are kept per query, the first of its ranking."""
 MAX_QUERIES_WITH_TEXTS = 2_000
 """Queries whose texts are kept. Metrics are kept of all queries."""
@@ -35,8 +35,10 @@ class QueryResults:
     names: list[str] = field(default_factory=list)
     values: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     """[queries, metrics]."""
-    found: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    """[queries, NUM_FOUND] indices of the first documents; -1: none."""
+    first_documents: np.ndarray = field(
+        default_factory=lambda: np.zeros((0, 0), np.int64)
+    )
+    """[queries, NUM_FIRST_DOCUMENTS] indices of the first documents; -1: none."""
 
     def content(
         self,
@@ -54,7 +56,7 @@ class QueryResults:
             ]
 
         texts = []
-        for number, row in enumerate(self.found[:MAX_QUERIES_WITH_TEXTS]):
+        for number, row in enumerate(self.first_documents[:MAX_QUERIES_WITH_TEXTS]):
             relevant = data.relevance[number]
             documents = [int(document) for document in row if document >= 0]
             texts.append(
@@ -134,9 +136,9 @@ class Changed:
     relevant: Sequence[Mapping[str, Any]]
     before: float
     after: float
-    found_before: Sequence[tuple[Mapping[str, Any], bool]]
+    documents_before: Sequence[tuple[Mapping[str, Any], bool]]
     """First documents, each with whether it is relevant."""
-    found_after: Sequence[tuple[Mapping[str, Any], bool]]
+    documents_after: Sequence[tuple[Mapping[str, Any], bool]]
 
 
 @dataclass(frozen=True)

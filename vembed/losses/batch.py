@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vembed.errors import UserError
+from vembed.losses.declaration import LossDeclaration
 from vembed.losses.similarity import PAIRS_AT_ONCE, arithmetic_dtype, chunks
 
 NO_KEY_ROW = -1
@@ -309,6 +310,8 @@ class LossModule(nn.Module):
     over ranks must therefore multiply by the world size.
     """
 
+    declared: LossDeclaration | None = None
+    """Declaration of the loss that this module itself computes. None for a module that combines others."""
     term_shares: Mapping[str, Tensor] = MappingProxyType({})
     """This rank's share of each term of the newest batch, without its weight. Empty for losses of one term."""
 
@@ -316,18 +319,11 @@ class LossModule(nn.Module):
         """Return this rank's share of L, a scalar."""
         raise NotImplementedError
 
-    def clamp_parameters(self) -> None:
-        """Clamp the learned parameters of this module itself to their ranges."""
-
-    def learned_logit_scale(self) -> tuple[float, float] | None:
-        """Return the scale and bias of the logits that this module itself learns, or None."""
-        return None
-
     def project_parameters(self) -> None:
         """Clamp all learned parameters to their ranges. Called after every optimizer step."""
         for module in self.modules():
-            if isinstance(module, LossModule):
-                module.clamp_parameters()
+            if isinstance(module, LossModule) and module.declared is not None:
+                module.declared.clamp(dict(module.named_parameters()))
 
     def logit_scale_and_bias(self) -> tuple[float, float] | None:
         """Return the learned scale and bias of the logits, or None. They are saved with CLIP and SigLIP models.
@@ -335,8 +331,9 @@ class LossModule(nn.Module):
         With several losses: those of the first one that learns a scale.
         """
         for module in self.modules():
-            if isinstance(module, LossModule):
-                learned = module.learned_logit_scale()
+            if isinstance(module, LossModule) and module.declared is not None:
+                parameters = dict(module.named_parameters())
+                learned = module.declared.logit_scale_and_bias(parameters)
                 if learned is not None:
                     return learned
         return None
@@ -502,7 +499,7 @@ def with_mixtures(
 
     with u(x) = x / |x|, for the dot product u(x) = x. The draws are a function of the seed, the index of the batch and the
     example's position in it, so that they are the same on any number of ranks and in a resumed run. A
-    mixture is left out where one of its parts is. The gradient passes through the mixture to both of its parts.
+    mixture is excluded where one of its parts is. The gradient passes through the mixture to both of its parts.
 
     `rank_negatives` stay those of the data.
     """

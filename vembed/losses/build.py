@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import ResolvedTerm, losses_differ, source_groups, source_terms
 from vembed.losses.batch import ListedPairs, LossBatch, LossModule
-from vembed.losses.declaration import FixedTemperature, StartValues
+from vembed.losses.declaration import FixedTemperature, LossDeclaration, StartValues
 from vembed.losses.similarity import (
+    KnownGradients,
     Similarity,
     arithmetic_dtype,
     pair_scores,
-    with_known_gradients,
 )
 
 log = logging.getLogger("vembed")
@@ -32,6 +32,8 @@ StoredForm = Literal["int8", "binary"]
 
 class TermModule(LossModule):
     """One term of a loss, with its similarity, its learned parameters and its teachers."""
+
+    declared: LossDeclaration
 
     def __init__(
         self,
@@ -99,14 +101,6 @@ class TermModule(LossModule):
         dtype = arithmetic_dtype(embeddings)
         return embeddings.new_full((), scale, dtype=dtype)
 
-    def clamp_parameters(self) -> None:
-        """See LossModule."""
-        self.declared.clamp(dict(self.named_parameters()))
-
-    def learned_logit_scale(self) -> tuple[float, float] | None:
-        """See LossModule."""
-        return self.declared.logit_scale_and_bias(dict(self.named_parameters()))
-
 
 class WeightedLosses(LossModule):
     """L = sum over terms of weight * L_term.
@@ -151,7 +145,8 @@ class WeightedLosses(LossModule):
                 if term_gradient is not None:
                     gradient.add_(term_gradient, alpha=weight)
         self.term_shares = shares
-        return with_known_gradients(total, inputs, gradients)
+        loss: Tensor = KnownGradients.apply(total, gradients, *inputs)  # type: ignore[no-untyped-call]
+        return loss
 
 
 class LossBySource(LossModule):

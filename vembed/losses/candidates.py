@@ -61,7 +61,7 @@ class ExclusionMask:
     """[C, S'] int32 keys of the columns. Unused slots are -2."""
 
     def tiles(self, rows: slice, tile_width: int) -> Iterator[Tensor]:
-        """Yield a bool mask [n, t] of some rows for each tile of `tile_width` columns: true is left out."""
+        """Yield a bool mask [n, t] of some rows for each tile of `tile_width` columns: true is excluded."""
         row_slots = self.row_keys[rows].T[:, :, None]
         for tile_keys in torch.split(self.column_keys, tile_width):
             # One [n, t] comparison for each pair of slots. A single broadcast would need [n, t, S, S'].
@@ -77,7 +77,7 @@ class ExclusionMask:
 class ColumnGroup:
     """Scores of all rows of this rank against the columns of a range of entries.
 
-    The row's own positive is always left out here. It enters the loss separately.
+    The row's own positive is always excluded here. It enters the loss separately.
     """
 
     row_entries: slice
@@ -285,22 +285,22 @@ def _column_groups(
     """Return the column groups, without empty ones."""
     documents = layout.documents
     queries = layout.queries
-    # Left out: documents with the content of the row's query or of one of its positives.
+    # Excluded: documents with the content of the row's query or of one of its positives.
     document_masks = [ExclusionMask(keys.row, keys.document)]
     if rule.lists_own_negatives:
-        # They are explicit pairs already.
+        # Excluded: hard negatives of the row's example. They are explicit pairs.
         example_mask = ExclusionMask(keys.row_example, keys.document_example)
         document_masks.append(example_mask)
     masks = tuple(document_masks)
     groups = [ColumnGroup(layout.rank_queries, documents, masks)]
     if rule.query_query:
-        # Left out: the row's query itself, and queries with the content of one of its positives.
+        # Excluded: the row's query itself, and queries with the content of one of its positives.
         query_mask = ExclusionMask(keys.row, keys.query)
         groups.append(ColumnGroup(layout.rank_queries, queries, (query_mask,)))
     if rule.document_document:
         groups.append(ColumnGroup(layout.rank_positives, documents, masks))
     if rule.both_directions:
-        # Left out: the queries of examples that have the row's positive as positive or as query, and queries with the
+        # Excluded: the queries of examples that have the row's positive as positive or as query, and queries with the
         # content of the row's query.
         row_positive = keys.document[layout.rank_positives, :1]
         row_query = keys.row[:, :1]

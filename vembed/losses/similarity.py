@@ -330,17 +330,9 @@ class _PairScores(torch.autograd.Function):
         return gradient.to(embeddings.dtype), None, None, None
 
 
-def with_known_gradients(
-    loss: Tensor,
-    inputs: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-) -> Tensor:
-    """Return a scalar as a function of `inputs`, whose gradients with respect to them have been computed by hand."""
-    result: Tensor = _KnownGradients.apply(loss, gradients, *inputs)  # type: ignore[no-untyped-call]
-    return result
+class KnownGradients(torch.autograd.Function):
+    """The scalar `loss` as a function of `inputs`, whose gradients with respect to them have been computed by hand."""
 
-
-class _KnownGradients(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -348,6 +340,7 @@ class _KnownGradients(torch.autograd.Function):
         gradients: Sequence[Tensor],
         *inputs: Tensor,
     ) -> Tensor:
+        """Return the loss, and keep the gradients."""
         del inputs  # autograd reads from `ctx` which of them need a gradient
         ctx.save_for_backward(*gradients)
         return loss.clone()
@@ -355,6 +348,7 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients with respect to the inputs."""
         # The loss is a scalar, so the chain rule is one multiplication. The arguments `loss` and `gradients` of
         # `forward` get no gradient.
         products = [None, None]

@@ -7,7 +7,7 @@ function `reference` in tests/losses/test_NAME.py that computes it plainly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, get_args
+from typing import get_args
 
 from pydantic.fields import FieldInfo
 
@@ -122,11 +122,3 @@ def read_options(name: str) -> set[str]:
     if loss.negatives != "unread":
         options.add("max_negatives")
     return options
-
-
-def with_constraints(field: FieldInfo) -> Any:
-    """Return the type of an option with the limits that pydantic keeps apart from it."""
-    annotation: Any = field.annotation
-    for constraint in field.metadata:
-        annotation = Annotated[annotation, constraint]
-    return annotation

@@ -243,7 +243,7 @@ def _mean_distance(
     """
     import torch
 
-    from vembed.losses.similarity import chunks, with_known_gradients
+    from vembed.losses.similarity import KnownGradients, chunks
 
     occurrences = batch.rank_occurrences()
     index = batch.occurrences()[occurrences]
@@ -269,10 +269,9 @@ def _mean_distance(
             # An input that occurs several times gets the sum of the gradients of its occurrences.
             d_embeddings.index_add_(0, index[chunk], d_z)
             d_projection += d_weight
-    total = with_known_gradients(
-        total, (embeddings, projection), (d_embeddings, d_projection)
-    )
-    return total / max(1, len(batch.occurrences()))
+    gradients = (d_embeddings, d_projection)
+    summed: Tensor = KnownGradients.apply(total, gradients, embeddings, projection)  # type: ignore[no-untyped-call]
+    return summed / max(1, len(batch.occurrences()))
 
 
 def _sum_of_distances(

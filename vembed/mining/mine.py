@@ -270,7 +270,7 @@ class ExampleMiner:
             search,
             self.seed + epoch,
             self.documents,
-            depth=options.budget,
+            depth=options.negatives_per_query,
         )
         note = ""
         if choice.calibration is not None:

@@ -265,9 +265,12 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions, WorkOptions, CommandC
     def depth(self) -> int:
         """Candidates that are chosen per query before the judges see them."""
         return (
-            max(self.judged_per_query or 2 * self.budget, self.budget)
+            max(
+                self.judged_per_query or 2 * self.negatives_per_query,
+                self.negatives_per_query,
+            )
             if self.judges
-            else self.budget
+            else self.negatives_per_query
         )
 
 

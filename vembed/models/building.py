@@ -21,11 +21,7 @@ from vembed.errors import UserError
 from vembed.files import check_weights, read_yaml
 from vembed.losses.table import LOSSES
 from vembed.models import attention, precision, vision
-from vembed.models.adapters import (
-    add_adapters,
-    fuse_adapters,
-    merge_saved_adapter,
-)
+from vembed.models.adapters import add_adapters, fuse_adapters, merge_saved_adapter
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.embedding_model import (
     LOSS_PARAMETERS,
@@ -146,12 +142,15 @@ def build_model(
         language_head.requires_grad_(False)
     if head is None and dense_modules:
         head = Head(*dense_modules)
+    scale = None
+    if description.traits.has_logit_scale_and_bias:
+        scale = logit_scale_and_bias(Path(description.source))
     model = EmbeddingModel(
         description,
         backbone,
         head,
         pooling=pooling,
-        logit_scale_and_bias=logit_scale_and_bias(description),
+        logit_scale_and_bias=scale,
         language_head=language_head,
     )
     freeze_unused(backbone)
@@ -513,17 +512,16 @@ def _cast_frozen_towers(
         tower_module(backbone, description.traits, tower).to(dtype)
 
 
-def logit_scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
+def logit_scale_and_bias(folder: Path) -> tuple[float, float] | None:
     """Return the scale and bias that CLIP or SigLIP was trained with, read from the weight files.
 
     The model's own parameters may be empty (meta) or sharded.
     """
     values = {}
-    if description.traits.has_logit_scale_and_bias:
-        for path in Path(description.source).glob("*.safetensors"):
-            with safe_open(path, framework="pt") as file:
-                for name in set(file.keys()).intersection(LOSS_PARAMETERS):
-                    values[name] = float(file.get_tensor(name))
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in set(file.keys()).intersection(LOSS_PARAMETERS):
+                values[name] = float(file.get_tensor(name))
     if "logit_scale" not in values:
         return None
     # The files hold the logarithm of the scale.

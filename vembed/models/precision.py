@@ -133,7 +133,7 @@ class WeightCopies:
         if not self.num_holders or not self.may_keep:
             return weight.detach().to(torch.bfloat16)
         weights = [weight]
-        if _is_on_gpu(weight):
+        if weight.is_cuda:
             weights += self._not_copied(weight)
         copies = [torch.empty_like(each, dtype=torch.bfloat16) for each in weights]
         with torch.no_grad():
@@ -286,11 +286,11 @@ class _Linear(torch.autograd.Function):
             grads[0] = torch.mm(gradient, weight).view_as(values)
         if of_weight:
             inputs = values.flatten(0, -2)
-            if _is_on_gpu(gradient):
+            if gradient.is_cuda:
                 grads[1] = torch.mm(gradient.t(), inputs, out_dtype=torch.float32)
             else:
                 grads[1] = torch.mm(gradient.t(), inputs).float()
-        if of_bias and _is_on_gpu(gradient):
+        if of_bias and gradient.is_cuda:
             grads[2] = gradient.sum(0, dtype=torch.float32)
         elif of_bias:
             # torch sums each few columns over all rows, from memory page to memory page. A product reads the rows in
@@ -300,10 +300,6 @@ class _Linear(torch.autograd.Function):
         return tuple(grads)
 
 
-def _is_on_gpu(values: Tensor) -> bool:
-    return values.device.type == "cuda"
-
-
 class Bf16LayerNorm(nn.LayerNorm):
     """nn.LayerNorm with float32 weights and statistics, and output in bfloat16."""
 
@@ -311,7 +307,7 @@ class Bf16LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply the norm to float32 or bfloat16."""
-        if not _is_on_gpu(input):
+        if not input.is_cuda:
             return super().forward(input).to(torch.bfloat16)
         # Kernels of GPUs take one dtype, and autocast makes that float32: the input would be widened, kept so for the
         # backward pass, and the output narrowed again. The statistics are float32 in any case.

@@ -70,7 +70,7 @@ class Layout:
     fsdp: FsdpConfig | None
     """The settings of FSDP where the model is sharded, else None."""
     precision: Decision[Precision]
-    """Precision of the arithmetic."""
+    """Precision of the arithmetic; `no` is that of the weights."""
 
     @property
     def num_machines(self) -> int:
@@ -83,16 +83,6 @@ class Layout:
         if self.fsdp is None or self.fsdp.sharding_strategy != "HYBRID_SHARD":
             return False
         return self.num_machines > 1 and self.ranks.local_world_size > 1
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of the arithmetic."""
-        return PRECISION_DTYPES[self.precision.value]
-
-    @property
-    def computes_in_half(self) -> bool:
-        """True if the arithmetic is in 16 bits."""
-        return self.precision.value != "no"
 
     @property
     def unsharded_bytes_limit(self) -> float:

@@ -203,7 +203,7 @@ class Session(AbstractContextManager["Session"]):
         # would miss towers that are not part of the last micro-batch. `synchronise` (vembed.training.optimizer) reduces
         # them once per step instead.
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
-        if self.layout.computes_in_half:
+        if self.mixed_precision != "no":
             # The forward runs under autocast. By default peft would cast the input of each adapted layer to float32, for
             # dropout, and autocast would cast it back.
             for module in model.modules():
@@ -261,11 +261,12 @@ class Session(AbstractContextManager["Session"]):
         3n times with Gradient Cache (two forward passes).
         """
         layout = self.layout
+        is_half = self.mixed_precision != "no"
         gradient_bytes = 0
         parameter_bytes = 0
         for parameter in model.parameters():
             # FSDP gathers parameters in the dtype of the arithmetic, and accumulates gradients in float32.
-            num_bytes = 2 if layout.computes_in_half else parameter.element_size()
+            num_bytes = 2 if is_half else parameter.element_size()
             parameter_bytes += parameter.numel() * num_bytes
             if parameter.requires_grad:
                 gradient_bytes += 4 * parameter.numel()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,7 @@ from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.precision import is_quantized
 from vembed.parallel import collectives
 from vembed.parallel.parameters import unify_model_dtype_for_fsdp
-
-if TYPE_CHECKING:
-    from vembed.parallel.placement import Layout
+from vembed.parallel.placement import PRECISION_DTYPES, Layout
 
 log = logging.getLogger("vembed")
 
@@ -111,7 +109,8 @@ def shard(
     assert fsdp is not None
     unify_model_dtype_for_fsdp(model, fsdp.version)
     wide = []
-    if layout.computes_in_half and isinstance(model, EmbeddingModel):
+    is_half = layout.precision.value != "no"
+    if is_half and isinstance(model, EmbeddingModel):
         # Units of their own: a unit that computes in 16 bits would gather their weights in 16 bits, and without sharding
         # they compute in float32.
         wide = list(model.heads().values())
@@ -133,15 +132,15 @@ def shard(
         collectives.broadcast_tensors(model.parameters())
     # Master weights keep their dtype. Gathered copies and computation use that of the arithmetic. The output dtype is
     # not the units' but the whole model's, and set there.
-    param_dtype = layout.compute_dtype if layout.computes_in_half else None
+    param_dtype = PRECISION_DTYPES[layout.precision.value] if is_half else None
     reduce_dtype = None
-    if layout.computes_in_half or fsdp.reduce_dtype != "float32":
+    if is_half or fsdp.reduce_dtype != "float32":
         reduce_dtype = getattr(torch, fsdp.reduce_dtype)
     sharded: nn.Module
     if fsdp.version == 1:
         precision = None
-        if layout.computes_in_half or reduce_dtype is not None:
-            buffer_dtype = torch.float32 if layout.computes_in_half else None
+        if is_half or reduce_dtype is not None:
+            buffer_dtype = torch.float32 if is_half else None
             precision = MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)
         for unit in wide:
             unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping

@@ -64,7 +64,7 @@ def training_time(
 ) -> tuple[float | None, str]:
     """Return the estimated seconds and a line with what they rest on; without an estimate None, and why."""
     config = placement.run.config
-    is_half = placement.computes_in_half
+    is_half = placement.precision.value != "no"
     peak = None
     if gpu is not None:
         peak = gpu.half_tflops if is_half else gpu.single_tflops

@@ -55,7 +55,9 @@ def build_optimizer(
     """
     # FSDP1 leaves a flat piece of each parameter. FSDP2's DTensors and plain tensors report their whole shape.
     whole_shapes = {id(piece): shape for piece, shape in flat_pieces(model)}
-    heads = head_prefixes(model)
+    heads: tuple[str, ...] = ()
+    if options.head_learning_rate is not None:
+        heads = head_prefixes(model)
     # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     dtypes = set()
@@ -264,6 +266,10 @@ class Update:
             for parameter in group["params"]:
                 if not any(parameter is weight for weight in self._loss_parameters):
                     self._model_parameters.append(parameter)
+        # In the order of the model, which decides how the gradient norm is rounded.
+        places = enumerate(self.model.parameters())
+        order = {id(weight): place for place, weight in places}
+        self._model_parameters.sort(key=lambda weight: order.get(id(weight), 0))
         self._fsdp1_group = fsdp1_group(self.model)
         self.uses_scale = self.session.mixed_precision == "fp16"
         # Unless a checkpoint has restored a later value.

@@ -68,6 +68,7 @@ class LogFile(logging.FileHandler):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             super().__init__(path, encoding="utf-8", errors="backslashreplace")
+            self.setFormatter(SafeFormatter(LOG_FILE_LINE, LOG_FILE_TIME))
         except OSError as error:
             raise UserError(
                 f"log_file: {path} cannot be written to ({error.strerror}); give a file that every process may write to, "
@@ -253,7 +254,7 @@ class RunLog:
         options = self._options
         # First, since it may fail. From the beginning on, since it is read when a start hangs.
         if options.debug:
-            log.addHandler(self._file(f"logs/rank-{self._rank}.log"))
+            log.addHandler(LogFile(self._output / f"logs/rank-{self._rank}.log"))
         log.setLevel(logging.DEBUG if options.debug else logging.INFO)
         log.propagate = False
         log.addHandler(logging.NullHandler())
@@ -275,13 +276,8 @@ class RunLog:
     def begin(self) -> None:
         """Write the log file from here on, with the lines so far. Raise UserError if it cannot be written to."""
         if self._rank == "0":
-            file = self._file(self._options.log_file)
+            file = LogFile(self._output / self._options.log_file)
             self._held.setTarget(file)
             self._held.flush()
             log.removeHandler(self._held)
             log.addHandler(file)
-
-    def _file(self, name: str) -> LogFile:
-        file = LogFile(self._output / name)
-        file.setFormatter(SafeFormatter(LOG_FILE_LINE, LOG_FILE_TIME))
-        return file

@@ -40,9 +40,7 @@ from vembed.config.terms import (
     source_groups,
 )
 from vembed.config.values import Auto
-from vembed.data.batching.rank_batch import (
-    Feeder,
-)
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.batching.stream import RankBatchStream
 from vembed.data.datasets import Sets, open_sets
@@ -53,29 +51,24 @@ from vembed.evaluation.scores import check_metric
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
-from vembed.models.building import (
-    build_model,
-    has_initial_norms,
-    is_embedding_model,
-)
+from vembed.models.building import build_model, has_initial_norms, is_embedding_model
 from vembed.models.embedding_model import ComposedModel, EmbeddingModel
 from vembed.models.families.description import (
     ModelDescription,
     describe,
-    without_effect,
 )
 from vembed.models.heads import Head, principal_components
 from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.environment import num_cores
 from vembed.parallel.launch_check import require_equal
-from vembed.parallel.parameters import (
-    num_parameters,
-)
+from vembed.parallel.parameters import num_parameters
+from vembed.parallel.placement import PRECISION_DTYPES
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
+from vembed.progress import counted
 from vembed.teachers import Teachers
-from vembed.training.checkpoint.folders import of_images, of_option
+from vembed.training.checkpoint.folders import fingerprint_of_option, of_images
 from vembed.training.frozen import InputBuilder, open_stores
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.evaluations import (
@@ -93,7 +86,7 @@ from vembed.training.hooks.metrics import (
     Watch,
 )
 from vembed.training.hooks.mining import EpochMiner
-from vembed.training.optimizer import build_optimizer, head_prefixes
+from vembed.training.optimizer import build_optimizer
 
 if TYPE_CHECKING:
     from vembed.training.trainer import Trainer
@@ -125,11 +118,8 @@ class RunData(Sets):
     """Passes over the data, where `max_steps` does not say how long the run is."""
     total_steps: int
     """Optimizer steps of the whole run."""
-
-    @property
-    def examples_per_step(self) -> int:
-        """Examples of all global batches of an optimizer step."""
-        return self.batch_schedule.global_batch_size * self.batches_per_step
+    examples_per_step: int
+    """Examples of all global batches of an optimizer step."""
 
     def epoch_at(self, step: int) -> float:
         """Return the number of epochs, with a fraction, that are done after `step` optimizer steps."""
@@ -217,11 +207,11 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     total_steps = optimizer_options.max_steps or steps_of_epochs(
         epochs, batch_schedule.batches_per_epoch, batches_per_step
     )
-    processes = "1 process" if world_size == 1 else f"{world_size} processes"
+    processes = counted(world_size, "process", "processes")
     line = f"global batch: {size:,d} examples over {processes} ({size / world_size:,.6g} each)"
     if batches_per_step > 1:
         line += f", {batches_per_step} batches per step"
-    log.info(f"{line}; {total_steps:,d} steps")
+    log.info(f"{line}; {counted(total_steps, 'step')}")
     smallest = batch_schedule.smallest_batch
     if smallest < world_size:
         raise UserError(
@@ -234,6 +224,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         batches_per_step=batches_per_step,
         epochs=epochs,
         total_steps=total_steps,
+        examples_per_step=batch_schedule.global_batch_size * batches_per_step,
     )
 
 
@@ -263,7 +254,7 @@ def identity_of(
     if images is not None:
         identity["image_files"] = images
     for name, kind in FILE_OPTIONS.items():
-        contents = of_option(name, options[name], options["model_revision"])
+        contents = fingerprint_of_option(name, options[name], options["model_revision"])
         # The examples have a fingerprint of their own.
         if kind != "data" and contents != options[name]:
             identity[f"{name}_files"] = contents
@@ -375,8 +366,20 @@ def describe_model(config: TrainConfig, data: RunData) -> ModelDescription:
         use_qlora=config.adapters.use_qlora,
     )
     log.info(f"model: {description.summary()}")
-    for line in without_effect(description, config.model):
-        log.info(line)
+    # Options that are given, and that a model of this kind does not look at.
+    unused = []
+    if "multimodal" not in description.modalities:
+        unused += ["min_pixels", "max_pixels"]
+    if description.modalities == ("image",):
+        unused += ["max_length", "query_prompt", "document_prompt", "padding_free"]
+    if not description.bidirectional_attention:
+        unused.append("bidirectional_attention")
+    for name in unused:
+        value = dict(config.model)[name]
+        if name in config.model.model_fields_set and value not in (None, False):
+            log.info(
+                f"{name}: {value} has no effect on a model of the family {description.family}"
+            )
     if data.evaluation is not None:
         check_metric(
             config.evaluation,
@@ -402,7 +405,7 @@ def unsharded_model(
         seed=config.run.seed,
         device=session.model_device,
         computes_on=session.device,
-        compute_dtype=placement.compute_dtype,
+        compute_dtype=PRECISION_DTYPES[placement.precision.value],
         recompute=placement.recomputation.value,
         compiles=placement.compilation.value,
         meta=session.builds_empty,
@@ -534,7 +537,7 @@ def decide_rates(
     trained_names = [
         name for name, weight in embedder.named_parameters() if weight.requires_grad
     ]
-    heads = head_prefixes(embedder)
+    heads = tuple(f"{name}." for name in embedder.heads())
     what: TrainedPart = "weights"
     if config.adapters.use_lora:
         what = "adapters"

@@ -470,7 +470,6 @@ class TrainingStep:
         for name, values in fields.items():
             if values.is_floating_point():
                 fields[name] = values.to(embeddings.dtype)
-        featuriser = self.input_builder.feeder.featuriser
         loss_batch = LossBatch(
             embeddings=embeddings,
             **fields,
@@ -478,7 +477,7 @@ class TrainingStep:
             rank_negatives=rank_slice(rank, counts.negatives),
             batch_number=batch.batch_number,
             source_index=rank_batch.source_index,
-            embeddings_are_scores=featuriser.reads_pairs,
+            embeddings_are_scores=self.input_builder.feeder.featuriser.reads_pairs,
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
         )
         if self.teachers is None:
@@ -544,7 +543,8 @@ class TrainingStep:
         num_kept = batch.num_kept_graphs
         replayed_inputs = batch.inputs.feed(batch.micro_batches, first=num_kept)
         for micro_index, micro_batch in enumerate(batch.micro_batches):
-            self._set_gradient_sync(batch.is_last_backward(micro_index))
+            is_last = batch.is_last_backward(micro_index)
+            self._set_gradient_sync(is_last)
             if micro_index < num_kept:
                 # Taken out, so that each graph is freed as soon as its backward is done.
                 outputs, losses = batch.kept_outputs.popleft()
@@ -555,7 +555,7 @@ class TrainingStep:
                 )
             # Units reshard again from the last backward pass on. Set before its forward pass, this would reshard there,
             # and gather every unit twice.
-            self._keep_gathered(not batch.is_last_backward(micro_index))
+            self._keep_gathered(not is_last)
             # The roots of this backward pass, each with the gradient that it starts from.
             roots = []
             gradients = []
@@ -577,11 +577,16 @@ class TrainingStep:
                     factor = scaled_weight * self.session.world_size
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))
-            overlaps = not self.session.syncs_batch_norms
-            if batch.is_last_backward(micro_index) and overlaps:
+            if is_last and not self.session.syncs_batch_norms:
                 self.gradient_sync.start_early()
+            grouping: AbstractContextManager[None] = nullcontext()
+            # The last backward pass sums its gradients over the ranks while it runs.
+            is_shared = is_last and self.session.world_size > 1
+            if self._grouped_parameters and not is_shared:
+                # Converts and adds the gradients of all parameters together, in few kernels.
+                grouping = self.bf16_weights.grouped_gradients(self._grouped_parameters)
             if roots:
-                with self._grouping_gradients(batch, micro_index):
+                with grouping:
                     torch.autograd.backward(roots, gradients)
         # FSDP units without a backward pass (a frozen tower, a tower without inputs) are still gathered.
         if batch.is_last and self.session.keeps_gathered:
@@ -631,9 +636,9 @@ class TrainingStep:
         micro_index: int,
     ) -> tuple[list[Tensor], SliceLosses]:
         """Return the embeddings of each slice of a micro-batch, and its auxiliary losses."""
-        rank = self.session.rank
-        seed = seed_of(self.seed, batch.batch_number, rank, micro_index)
-        seed_draws(seed, self.session.device)
+        session = self.session
+        seed = seed_of(self.seed, batch.batch_number, session.rank, micro_index)
+        seed_draws(seed, session.device)
         if self.auxiliary_options is None:
             return self.model(inputs), []
         outputs, losses = self.model(inputs, with_auxiliary=True)
@@ -652,16 +657,6 @@ class TrainingStep:
             all_reduce=is_last or not session.all_reduces_once,
             is_last=is_last,
         )
-
-    def _grouping_gradients(
-        self, batch: BatchState, micro_index: int
-    ) -> AbstractContextManager[None]:
-        """Return a context in which a backward pass converts and adds gradients together, where that saves kernels."""
-        # The last backward pass hands sums to the other ranks while it runs.
-        is_shared = batch.is_last_backward(micro_index) and self.session.world_size > 1
-        if is_shared or not self._grouped_parameters:
-            return nullcontext()
-        return self.bf16_weights.grouped_gradients(self._grouped_parameters)
 
     def _keep_gathered(self, on: bool) -> None:
         if self.session.fsdp is not None and self.session.keeps_gathered:
@@ -730,8 +725,7 @@ def gather_fields(parts: Mapping[str, FieldPart]) -> dict[str, Tensor]:
     gathered = collectives.all_gather_rows(rank_numbers, per_rank).cpu().numpy()
     # [numbers of all ranks], rank by rank, and field by field within a rank. `field_of` is the index of each number's
     # field: with two ranks and two fields of 2 and 1 numbers each, 0 0 1 0 0 1.
-    indices = np.arange(len(parts))
-    indices = np.tile(indices, len(sizes))
+    indices = np.tile(np.arange(len(parts)), len(sizes))
     field_of = np.repeat(indices, sizes.ravel())
     fields = {}
     for index, (name, part) in enumerate(parts.items()):

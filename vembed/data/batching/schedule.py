@@ -252,7 +252,9 @@ class BatchSchedule:
             batches = self._classes[sources[0]].batches(epoch)
             return list(batches + self._first[sources[0]])
         drawn = [self._draw(source, epoch) for source in sources]
-        stream = self._mix(drawn, group, epoch)
+        stream = drawn[0]
+        if len(drawn) > 1:
+            stream = self._mix(drawn, group, epoch)
         if self.keys is None:
             # An incomplete batch is trained on where there is no other.
             num_full = max(len(stream) // size, 1)
@@ -297,8 +299,6 @@ class BatchSchedule:
         epoch: int,
     ) -> np.ndarray:
         """Interleave the streams at random. Each keeps its order, so that a second pass does not precede the first."""
-        if len(drawn) == 1:
-            return drawn[0]
         lengths = [len(stream) for stream in drawn]
         source_of = np.repeat(np.arange(len(drawn)), lengths)
         # Group 0 draws from a stream without its number, as runs without groups do.

@@ -401,11 +401,8 @@ def _copy(
 ) -> None:
     """Copy an open file."""
     num_bytes = 0
-    with (
-        new_copy(target, name) as partial,
-        ProgressReport(f"copying {name}", log=log.info) as progress,
-        partial.open("wb") as file,
-    ):
+    progress = ProgressReport(f"copying {name}", log=log.info)
+    with new_copy(target, name) as partial, partial.open("wb") as file:
         while piece := source.read(COPY_PIECE_BYTES):
             file.write(piece)
             num_bytes += len(piece)

@@ -37,7 +37,7 @@ from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
     check_model_config,
     error_sentence,
-    read_object,
+    is_own,
     read_tensors,
 )
 
@@ -90,7 +90,7 @@ def read_config(
         f"{folder} needs Python code of its own, and trust_remote_code is false; set trust_remote_code: true if you trust "
         "this code (of a class of yours, give model_class instead)"
     )
-    if read_object(path).get("model_type") == OwnConfig.model_type:
+    if is_own(folder):
         custom = OwnConfig.from_pretrained(folder)
         custom.name_or_path = str(folder)
         if str(folder) not in TRUSTED and not trust_remote_code:

@@ -374,7 +374,7 @@ def describe(
         source=str(files.backbone),
         embedding_dim=size,
         pooling=pooling,
-        modalities=family.modalities,
+        modalities=tuple(family.forwards),
         layer_classes=layer_classes,
         max_length=_max_length(reading, family, tokenizer, for_inference=for_inference),
         padding_side=padding_side,
@@ -455,25 +455,6 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
     )
 
 
-def without_effect(description: ModelDescription, options: ModelSection) -> list[str]:
-    """Return a line for each option that is given and that a model of this kind does not look at."""
-    unused = []
-    if "multimodal" not in description.modalities:
-        unused += ["min_pixels", "max_pixels"]
-    if description.modalities == ("image",):
-        unused += ["max_length", "query_prompt", "document_prompt", "padding_free"]
-    if not description.bidirectional_attention:
-        unused.append("bidirectional_attention")
-    lines = []
-    for name in unused:
-        value = dict(options)[name]
-        if name in options.model_fields_set and value not in (None, False):
-            lines.append(
-                f"{name}: {value} has no effect on a model of the family {description.family}"
-            )
-    return lines
-
-
 def _family(reading: _Reading) -> Family:
     """Return the model's family: what its files say, and the option model_family where it fits."""
     options = reading.options
@@ -533,7 +514,7 @@ def _pooling(
     files = reading.files
     facts = {
         "is_causal": is_causal,
-        "is_image": not family.reads_text,
+        "is_image": "text" not in family.forwards,
         "has_class_token": shape.has_class_token,
     }
     path = "1_Pooling/config.json"
@@ -562,7 +543,7 @@ def _pooling(
                 break
         if not files.include_prompt:
             problem = "leaves the prompt out of the pooling, which is not supported"
-    elif not family.reads_text:
+    elif "text" not in family.forwards:
         pooling = _image_pooling(reading.config, shape)
         reason = "the class token of the image encoder, or the mean without one"
     elif is_causal and family.pooling != "last":
@@ -711,7 +692,7 @@ def _max_length(
     if positions and reading.config.model_type in POSITIONS_AFTER_PADDING:
         positions -= int(text.pad_token_id) + 1
     longest = family.longest_by_default
-    if not family.reads_text:
+    if "text" not in family.forwards:
         return option or longest
     if option is not None and (family.has_fixed_length or not for_inference):
         smallest = positions if family.has_fixed_length else 1

@@ -51,7 +51,7 @@ class Family:
 
     # ---- forward pass -------------------------------------------------------------------------------------------
     forwards: Mapping[Modality, Forward]
-    """Modality of the inputs -> its forward pass."""
+    """Modality of the inputs -> its forward pass. All models but image encoders have `text`."""
     towers: Mapping[Tower, str]
     """Tower -> prefix of its parameter names in the backbone. The prefix is empty if the backbone is the tower."""
     projections: Mapping[Modality, str] = field(default_factory=dict)
@@ -88,19 +88,9 @@ class Family:
     """The same for `task: rerank`; None: the family has no rerankers."""
 
     @property
-    def modalities(self) -> tuple[Modality, ...]:
-        """Modalities of the inputs."""
-        return tuple(self.forwards)
-
-    @property
-    def reads_text(self) -> bool:
-        """True for all models but image encoders."""
-        return "text" in self.forwards
-
-    @property
     def reads_only_text(self) -> bool:
         """True for models without images."""
-        return self.modalities == ("text",)
+        return tuple(self.forwards) == ("text",)
 
     @property
     def reads_chats(self) -> bool:

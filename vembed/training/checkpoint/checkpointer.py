@@ -76,6 +76,7 @@ from vembed.training.checkpoint.folders import (
     JUDGES,
     LOCK,
     MANIFEST,
+    METRICS_FILE,
     PARTIAL,
     STATE,
     FinishedRun,
@@ -153,8 +154,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         Raise UserError if output_dir is not writable, or holds another run or the model to start from. Skip damaged
         checkpoints. Nothing is changed before `begin`.
         """
-        if not self._is_alone:  # one process has written its lock there
-            self._require_shared_output()
+        if not self._is_alone:
+            # Every rank may write there, and sees the lock of rank 0.
+            problem = None
+            if not os.access(self.output, os.W_OK | os.X_OK):
+                problem = "cannot be written to"
+            elif not (self.output / LOCK).is_file():
+                problem = "is not the folder of process 0"
+            for rank, reason in enumerate(collectives.gather_objects(problem)):
+                if reason is not None:
+                    raise UserError(
+                        f"output_dir: {self.output} {reason} on process {rank}: give one on a file system that all machines "
+                        "share, and that every process may write to"
+                    )
         self._on_main(lambda: refuse_own_model(self.run, model))
         point = None
         # The list of rank 0: `verify` is collective, so all ranks go through the same paths.
@@ -286,10 +298,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 path.rename(renamed)
                 log.info(f"renamed {path} to {renamed.name}")
         first_step = -1 if point is None else point.step
-        trim_metrics(output, first_step, is_scored=is_scored, num_bytes=num_bytes)
+        if point is not None or (output / METRICS_FILE).exists():
+            trim_metrics(output, first_step, is_scored=is_scored, num_bytes=num_bytes)
         collectives.barrier()
 
-    def load(self, point: ResumePoint, trained: Trained) -> dict[str, Any]:
+    def load(self, point: ResumePoint, trained: TrainedState) -> dict[str, Any]:
         """Restore what is trained from a checkpoint; return the `state` that was passed to `save`."""
         restore(trained, point.path, no_dist=self._is_alone)
         state: dict[str, Any] = dict(point.state["loop"])
@@ -313,7 +326,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             state.update(NO_BEST, guarded_step=None, guarded_scores={})
         return state
 
-    def load_weights(self, directory: Path, trained: Trained) -> bool:
+    def load_weights(self, directory: Path, trained: TrainedState) -> bool:
         """Restore all but the optimizer's state (of the best checkpoint, at the end of a run).
 
         Return False, with a warning and unchanged weights, if the checkpoint is missing or damaged.
@@ -344,7 +357,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
     def save(
         self,
         state: Mapping[str, Any],
-        trained: Trained,
+        trained: TrainedState,
         write_more: Callable[[Path], None] | None = None,
     ) -> None:
         """Write the checkpoint of `state["step"]`. A second call for the same step does nothing. Collective.
@@ -434,20 +447,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         if problem is not None:
             raise UserError(problem)
         return value
-
-    def _require_shared_output(self) -> None:
-        """Raise UserError unless every rank may write to output_dir and sees there the lock of rank 0."""
-        problem = None
-        if not os.access(self.output, os.W_OK | os.X_OK):
-            problem = "cannot be written to"
-        elif not (self.output / LOCK).is_file():
-            problem = "is not the folder of process 0"
-        for rank, reason in enumerate(collectives.gather_objects(problem)):
-            if reason is not None:
-                raise UserError(
-                    f"output_dir: {self.output} {reason} on process {rank}: give one on a file system that all machines "
-                    "share, and that every process may write to"
-                )
 
     def _differences(self, point: ResumePoint) -> list[tuple[str, Any, Any, bool]]:
         precision = self.session.mixed_precision
@@ -618,7 +617,7 @@ def _quieten_torch() -> None:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedState:
     """What is trained, and so belongs in a checkpoint."""
 
     model: nn.Module
@@ -634,7 +633,7 @@ class Trained:
         return nn.ModuleDict({"model": self.model, "loss": self.loss})
 
 
-def tensors_of(trained: Trained) -> dict[str, Any]:
+def tensors_of(trained: TrainedState) -> dict[str, Any]:
     """Return trained weights, buffers, optimizer state and tensors of hooks by name, as plain tensors or DTensors."""
     _quieten_torch()
     optimizer = trained.optimizer
@@ -655,7 +654,7 @@ def tensors_of(trained: Trained) -> dict[str, Any]:
 
 
 def restore(
-    trained: Trained,
+    trained: TrainedState,
     checkpoint: Path,
     *,
     no_dist: bool,

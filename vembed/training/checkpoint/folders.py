@@ -37,7 +37,6 @@ from vembed.errors import UserError
 from vembed.evaluation.report.record import SUMMARY_FILE, read_run, read_summary
 from vembed.files import (
     NO_LOCKS,
-    add_content,
     checksums_of,
     damage_of,
     existing,
@@ -115,11 +114,29 @@ class OutputLock(AbstractContextManager["OutputLock"]):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = self.path.open("a+b")
+            is_free = True
             try:
-                self._lock(file)
-            except BaseException:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The run before may have removed the file after it was opened here.
+                lock_status = os.fstat(file.fileno())
+                is_free = os.path.samestat(lock_status, self.path.stat())
+            except BlockingIOError:
+                is_free = False
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    file.close()
+                    raise
+                log.warning(
+                    f"output_dir: the file system of {self.folder} has no locks: no other run may write there meanwhile"
+                )
+            if not is_free:
+                file.seek(0)
+                owner = file.read(MAX_OWNER_BYTES).decode("utf-8", "replace")
                 file.close()
-                raise
+                raise UserError(
+                    f"output_dir: {self.folder} is in use by another run ({owner}): wait for its end, stop it, or choose "
+                    "another output_dir"
+                )
             self._file = file
             file.truncate(0)
             started = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -140,28 +157,6 @@ class OutputLock(AbstractContextManager["OutputLock"]):
             self._file.close()
         with suppress(OSError):  # a run that has begun has filled it
             self.folder.rmdir()
-
-    def _lock(self, file: IO[bytes]) -> None:
-        is_free = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The run before may have removed the file after it was opened here.
-            is_free = os.path.samestat(os.fstat(file.fileno()), self.path.stat())
-        except BlockingIOError:
-            is_free = False
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            log.warning(
-                f"output_dir: the file system of {self.folder} has no locks: no other run may write there meanwhile"
-            )
-        if not is_free:
-            file.seek(0)
-            owner = file.read(MAX_OWNER_BYTES).decode("utf-8", "replace")
-            raise UserError(
-                f"output_dir: {self.folder} is in use by another run ({owner}): wait for its end, stop it, or choose "
-                "another output_dir"
-            )
 
 
 # ---- finished runs -----------------------------------------------------------
@@ -404,16 +399,19 @@ MODEL_FILES = frozenset({".json", ".safetensors", ".txt", ".model", ".jinja", ".
 _AT_TOP = ("config.json", "modules.json", "adapter_config.json")
 
 
-def of_option(
+def fingerprint_of_option(
     name: str,
     value: Any,
     revision: str | None,
 ) -> Any:
     """Return the value of an option with files and folders replaced by their fingerprints, at any depth."""
     if isinstance(value, list):
-        return [of_option(name, entry, revision) for entry in value]
+        return [fingerprint_of_option(name, entry, revision) for entry in value]
     if isinstance(value, Mapping):
-        return {key: of_option(name, entry, revision) for key, entry in value.items()}
+        return {
+            key: fingerprint_of_option(name, entry, revision)
+            for key, entry in value.items()
+        }
     if not isinstance(value, str):
         return value
     if FILE_OPTIONS[name] == "model":
@@ -467,7 +465,9 @@ def of_images(*collections: ExampleStore | Sequence[Example | Item]) -> str | No
                     continue
                 try:
                     whole_bytes = IMAGE_PARTS * PIECE_BYTES
-                    digests[path] = _digest(Path(path), IMAGE_PARTS, whole_bytes)
+                    digests[path] = content_digest(
+                        Path(path), pieces=IMAGE_PARTS, whole_bytes=whole_bytes
+                    )
                 except OSError as error:
                     digests[path] = f"cannot be read: {error.strerror}"
     return _short(list(digests.values())) if digests else None
@@ -477,29 +477,38 @@ def _content(path: Path, suffixes: frozenset[str] | None = None) -> str:
     """Return the fingerprint of a file, or of the files below a folder, without hidden ones."""
     try:
         if path.is_file():
-            return _short([_digest(path)])
+            return _short([content_digest(path)])
         parts = []
         for file in sorted(path.rglob("*")):
             name = file.relative_to(path)
             is_hidden = any(part.startswith(".") for part in name.parts)
             is_read = suffixes is None or file.suffix in suffixes
             if is_read and not is_hidden and file.is_file():
-                parts += [name.as_posix(), _digest(file)]
+                parts += [name.as_posix(), content_digest(file)]
         return _short(parts)
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
 
-def _digest(
+def content_digest(
     path: Path,
+    *,
     pieces: int = PARTS,
+    piece_bytes: int = PIECE_BYTES,
     whole_bytes: int = WHOLE_BYTES,
 ) -> str:
-    size = str(path.stat().st_size)
-    digest = hashlib.blake2b(size.encode(), digest_size=16)
-    add_content(
-        digest, path, pieces=pieces, piece_bytes=PIECE_BYTES, whole_bytes=whole_bytes
-    )
+    """Return a hash of a file's size and content: whole up to `whole_bytes`, otherwise of the first piece, the last
+    one, and those at equal distances between them."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        if size <= whole_bytes:
+            while block := file.read(2**20):
+                digest.update(block)
+            return digest.hexdigest()
+        for piece in range(pieces):
+            file.seek(piece * (size - piece_bytes) // (pieces - 1))
+            digest.update(file.read(piece_bytes))
     return digest.hexdigest()
 
 
