@@ -1,13 +1,18 @@
 """Small batches with duplicates of every kind, and what the tests compare."""
 
-import math
 from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.losses.reference import reference_loss
+from tests.losses.reference import (
+    parameters_of,
+    prefix_of,
+    reference_loss,
+    scale_of,
+    weighted_dims,
+)
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import source_terms
 from vembed.losses.batch import (
@@ -190,28 +195,18 @@ def term_sizes(batch, config, loss):
         name: parameter.detach() for name, parameter in loss.named_parameters()
     }
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
-    for number, term in enumerate(
-        source_terms(config.objective, config.data, config.model.model_name)[0]
-    ):
-        prefix = "" if term.is_alone else f"terms.{number}."
-        learned = {
-            name.removeprefix(prefix): value
-            for name, value in parameters.items()
-            if name.startswith(prefix)
-        }
+    terms = source_terms(config.objective, config.data, config.model.model_name)[0]
+    for number, term in enumerate(terms):
+        learned = parameters_of(term, number, parameters)
         for name, size in _sizes_of_a_term(batch, config, term, learned).items():
-            key = name if name in ("loss", "embeddings") else prefix + name
-            sizes[key] += term.weight * size
+            prefix = prefix_of(term, number) if name in learned else ""
+            sizes[prefix + name] += term.weight * size
     return sizes
 
 
 def _sizes_of_a_term(batch, config, term, parameters):
     loss = term.loss
-    scale = 1.0 if term.temperature is None else 1.0 / term.temperature
-    if "temperature" in parameters:
-        scale = 1.0 / float(parameters["temperature"])
-    if "log_scale" in parameters:
-        scale = math.exp(float(parameters["log_scale"]))
+    scale = float(scale_of(term, parameters))
     target = 0.0
     if loss.follows not in ("nobody", "start_model"):
         options = dict(loss)
@@ -219,12 +214,7 @@ def _sizes_of_a_term(batch, config, term, parameters):
         target = 4.0 / (divisor or 1.0)
     rows = 1 if loss.ranks_pairs else max(1, batch.num_rows)
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
-    dims = [batch.embeddings.shape[1]]
-    weights = [1.0]
-    if config.matryoshka.mrl_dims is not None:
-        dims = list(config.matryoshka.mrl_dims or [])
-        weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
-    for dim, weight in zip(dims, weights, strict=True):
+    for dim, weight in weighted_dims(config, batch.embeddings.shape[1]):
         norms = batch.embeddings.detach().double()[:, :dim].norm(dim=1)
         norms = norms[norms > 0]
         score = 1.0
@@ -238,14 +228,9 @@ def _sizes_of_a_term(batch, config, term, parameters):
         sizes["embeddings"] += (
             weight * scale * slope * (score + target) ** (power - 1) / rows
         )
-        by_parameter = {
-            "temperature": scale**2 * score,
-            "log_scale": scale * score,
-            "bias": 1.0,
-            "projection": 1.0,
-        }
+        by_parameter = {"temperature": scale**2 * score, "log_scale": scale * score}
         for name in parameters:
-            sizes[name] += weight * by_parameter.get(name, scale * score)
+            sizes[name] += weight * by_parameter.get(name, 1.0)
     if "bias" in parameters:
         sizes["loss"] += abs(float(parameters["bias"]))
     return sizes

@@ -20,7 +20,7 @@ from vembed.losses.batch import (
     TeacherVectors,
     draw_mixtures,
 )
-from vembed.losses.declaration import SCORES
+from vembed.losses.declaration import LABEL_SCORES
 
 TIE = 64 * torch.finfo(torch.float64).eps
 
@@ -73,39 +73,57 @@ def reference_loss(
         model_temperature=model_temperature,
     )[0]
     for number, term in enumerate(terms):
-        prefix = "" if term.is_alone else f"terms.{number}."
-        learned = {
-            name.removeprefix(prefix): value
-            for name, value in (parameters or {}).items()
-            if name.startswith(prefix)
-        }
+        learned = parameters_of(term, number, parameters or {})
         total = total + term.weight * _term(batch, config, term, learned, mrl_dims)
     return total
 
 
-def _term(batch, config, term, parameters, mrl_dims):
-    scale = 1.0 if term.temperature is None else 1.0 / term.temperature
+def prefix_of(term, number):
+    """What the names of a term's learned parameters begin with."""
+    return "" if term.is_alone else f"terms.{number}."
+
+
+def parameters_of(term, number, parameters):
+    """A term's learned parameters, by the names that they have in it."""
+    prefix = prefix_of(term, number)
+    learned = {}
+    for name, value in parameters.items():
+        if name.startswith(prefix):
+            learned[name.removeprefix(prefix)] = value
+    return learned
+
+
+def scale_of(term, parameters):
+    """One over the temperature, which may be learned."""
     if "temperature" in parameters:
-        scale = 1.0 / parameters["temperature"]
-    elif "log_scale" in parameters:
-        scale = parameters["log_scale"].exp()
+        return 1.0 / parameters["temperature"]
+    if "log_scale" in parameters:
+        return parameters["log_scale"].exp()
+    return 1.0 if term.temperature is None else 1.0 / term.temperature
+
+
+def weighted_dims(config, dim, mrl_dims=()):
+    """(size, weight) of each Matryoshka size."""
+    matryoshka = config.matryoshka
+    if matryoshka.mrl_dims is None:
+        return [(dim, 1.0)]
+    dims = mrl_dims if matryoshka.mrl_dims == "auto" else matryoshka.mrl_dims
+    return list(zip(dims, matryoshka.mrl_weights or [1.0] * len(dims), strict=True))
+
+
+def _term(batch, config, term, parameters, mrl_dims):
     cosine = config.objective.similarity == "cosine"
     content = batch.content.tolist()
     contents = [{content[u]} for u in batch.negative.tolist()]
     if getattr(term.loss, "mix_negatives", 0):
         batch, contents = with_plain_mixtures(batch, term, config.run.seed, cosine)
     embeddings = batch.embeddings.double()
-    dims = [embeddings.shape[1]]
-    weights = [1.0]
-    if config.matryoshka.mrl_dims is not None and term.loss.name != "anchor":
-        dims = list(
-            mrl_dims
-            if config.matryoshka.mrl_dims == "auto"
-            else config.matryoshka.mrl_dims
-        )
-        weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
+    dims = [(embeddings.shape[1], 1.0)]
+    if term.loss.name != "anchor":
+        dims = weighted_dims(config, embeddings.shape[1], mrl_dims)
+    scale = scale_of(term, parameters)
     total = embeddings.sum() * 0.0
-    for dim, weight in zip(dims, weights, strict=True):
+    for dim, weight in dims:
         z = x = embeddings[:, :dim]
         if cosine:
             x = torch.stack(
@@ -119,6 +137,33 @@ def _term(batch, config, term, parameters, mrl_dims):
 def reference_of(name):
     """The function of a loss's name in this file, or `reference` in the test file of the loss."""
     return globals().get(name) or from_its_test("losses", name, "reference")
+
+
+def mean_over_rows(row_loss):
+    """The loss whose value for each row is given."""
+
+    def loss(plain):
+        total = plain.zero
+        for i in plain.rank_rows:
+            total = total + row_loss(plain, i)
+        return plain.per_row(total)
+
+    return loss
+
+
+def mean_over_terms(terms):
+    """The mean of all terms. `terms` yields rows, each with a tensor of terms."""
+
+    def loss(plain):
+        total = plain.zero
+        count = 0
+        for i, values in terms(plain):
+            count += values.numel()
+            if i in plain.rank_rows:
+                total = total + values.sum()
+        return total / max(1, count)
+
+    return loss
 
 
 # ---- Losses over candidates -------------------------------------------------------------
@@ -262,91 +307,77 @@ class Rows:
         return pair_score, self.in_reach(others, pair_score)
 
 
-def infonce(plain):
-    loss = plain.loss
-    scale = plain.scale
-    total = plain.zero
+def softmax_loss(plain, pair_score, others, alphas):
+    """-log of the softmax at the own pair, among candidates that are hardened by these weights."""
+    gamma = plain.loss.focal_gamma
+    logits = others * plain.scale + alphas * others.detach()
+    own_logit = pair_score * plain.scale
+    value = torch.logsumexp(torch.cat((own_logit[None], logits)), 0) - own_logit
+    if gamma and len(others):
+        value = (1 - torch.exp(-value)) ** gamma * value
+    return value
 
-    def of_row(pair_score, others, alphas):
-        logits = others * scale + alphas * others.detach()
-        value = torch.logsumexp(torch.cat(((pair_score * scale)[None], logits)), 0)
-        value = value - pair_score * scale
-        if loss.focal_gamma and len(others):
-            value = (1 - torch.exp(-value)) ** loss.focal_gamma * value
-        return value
 
+@mean_over_rows
+def infonce(plain, i):
     if plain.batch.embeddings_are_scores:
-        for i in plain.rank_rows:
-            student, _ = listed(plain, [i])
-            total = total - torch.log_softmax(student * scale, 0)[0]
-        return plain.per_row(total)
+        student, _ = listed(plain, [i])
+        return -torch.log_softmax(student * plain.scale, 0)[0]
     rows = Rows(plain)
-    alpha = loss.hardness_alpha
-    alpha_of_others = alpha if loss.hardness_scope == "all" else 0.0
-    for i in plain.rank_rows:
-        local, others = rows.scores_of_others(i)
-        negatives = rows.scores_of_own_negatives(i)
-        alphas = [alpha_of_others] * len(others) + [alpha] * len(negatives)
-        scores = torch.cat((others, negatives))
-        row = of_row(local, scores, scores.new_tensor(alphas))
-        if loss.bidirectional:
-            local, others = rows.reverse_scores(i)
-            alphas = [alpha_of_others] * len(others)
-            row = (row + of_row(local, others, others.new_tensor(alphas))) / 2
-        total = total + row
-    return plain.per_row(total)
+    alpha = plain.loss.hardness_alpha
+    alpha_of_others = alpha if plain.loss.hardness_scope == "all" else 0.0
+    pair_score, others = rows.scores_of_others(i)
+    negatives = rows.scores_of_own_negatives(i)
+    alphas = [alpha_of_others] * len(others) + [alpha] * len(negatives)
+    scores = torch.cat((others, negatives))
+    value = softmax_loss(plain, pair_score, scores, scores.new_tensor(alphas))
+    if plain.loss.bidirectional:
+        pair_score, others = rows.reverse_scores(i)
+        reverse = softmax_loss(plain, pair_score, others, alpha_of_others)
+        value = (value + reverse) / 2
+    return value
 
 
-def sigmoid(plain):
-    rows = Rows(plain)
+@mean_over_rows
+def sigmoid(plain, i):
     scale = plain.scale
-    total = plain.zero
     bias = plain.parameters.get("bias", -10.0)
     zero = plain.x.new_zeros(())
-    for i in plain.rank_rows:
-        pair_score, others = rows.forward_scores(i)
-        total = total + torch.logaddexp(-(pair_score * scale + bias), zero)
-        total = total + torch.logaddexp(others * scale + bias, zero).sum()
-    return plain.per_row(total)
+    pair_score, others = Rows(plain).forward_scores(i)
+    value = torch.logaddexp(-(pair_score * scale + bias), zero)
+    return value + torch.logaddexp(others * scale + bias, zero).sum()
 
 
-def circle(plain):
-    rows = Rows(plain)
-    total = plain.zero
+def circle_loss(plain, pair_score, others):
+    if not len(others):
+        return plain.zero
     margin = 0.25 if plain.loss.margin is None else plain.loss.margin
-
-    def of_row(pair_score, others):
-        if not len(others):
-            return plain.zero
-        positive = torch.clamp(1 + margin - pair_score, min=0.0).detach() * (
-            pair_score - 1 + margin
-        )
-        negative = torch.clamp(others + margin, min=0.0).detach() * (others - margin)
-        exponent = torch.logsumexp(negative * plain.scale, 0) - positive * plain.scale
-        return torch.logaddexp(exponent, plain.x.new_zeros(()))
-
-    for i in plain.rank_rows:
-        row = of_row(*rows.forward_scores(i))
-        if plain.loss.bidirectional:
-            row = (row + of_row(*rows.reverse_scores(i))) / 2
-        total = total + row
-    return plain.per_row(total)
+    weight = torch.clamp(1 + margin - pair_score, min=0.0).detach()
+    positive = weight * (pair_score - 1 + margin)
+    negative = torch.clamp(others + margin, min=0.0).detach() * (others - margin)
+    exponent = torch.logsumexp(negative * plain.scale, 0) - positive * plain.scale
+    return torch.logaddexp(exponent, plain.x.new_zeros(()))
 
 
+@mean_over_rows
+def circle(plain, i):
+    rows = Rows(plain)
+    value = circle_loss(plain, *rows.forward_scores(i))
+    if plain.loss.bidirectional:
+        value = (value + circle_loss(plain, *rows.reverse_scores(i))) / 2
+    return value
+
+
+@mean_over_terms
 def triplet(plain):
     batch = plain.batch
     x = plain.x
-    total = plain.zero
-    count = 0
+    margin = 0.2 if plain.loss.margin is None else plain.loss.margin
     for i in range(batch.num_rows):
-        for h in own_negatives(plain, i):
-            count += 1
-            if i in plain.rank_rows:
-                query = x[batch.query[i]]
-                difference = x[batch.negative[h]] @ query - x[batch.positive[i]] @ query
-                margin = 0.2 if plain.loss.margin is None else plain.loss.margin
-                total = total + torch.clamp(difference + margin, min=0.0)
-    return total / max(1, count)
+        negatives = batch.negative[own_negatives(plain, i)]
+        query = x[batch.query[i]]
+        differences = x[negatives] @ query - x[batch.positive[i]] @ query
+        yield i, torch.clamp(differences + margin, min=0.0)
 
 
 # ---- Losses on scored pairs --------------------------------------------------------------
@@ -393,7 +424,7 @@ def target(plain, row, negative):
     """The teacher's score of a row's own pair, or of its query with a hard negative."""
     batch = plain.batch
     name = plain.term.teacher
-    if name in (None, SCORES):
+    if name in (None, LABEL_SCORES):
         if batch.label_scores is None:
             # Without scores the labels are those of positives and negatives.
             return torch.tensor(float(negative is None)).double()
@@ -444,110 +475,73 @@ def listed(plain, rows):
 
 def lists(plain):
     """For each example its first row, and the scores of all its documents."""
-    actual = []
     for example in plain.batch.example.unique().tolist():
         rows = (plain.batch.example == example).nonzero().flatten().tolist()
-        actual.append((rows[0], *listed(plain, rows)))
-    return actual
-
-
-def labelled(plain):
-    """As `lists`, with 0 for documents without a score."""
-    examples = []
-    for first, student, teacher in lists(plain):
-        examples.append((first, student, teacher.nan_to_num(nan=0.0)))
-    return examples
+        yield rows[0], *listed(plain, rows)
 
 
 def target_scale(plain):
     return 1.0 / (plain.loss.teacher_temperature or plain.loss.temperature)
 
 
-def kl(plain):
-    total = plain.zero
-    for i in plain.rank_rows:
-        if plain.loss.distill_candidates == "batch":
-            rows = Rows(plain)
-            vectors = by_embedding(plain.batch, str(plain.term.teacher))
-            documents = [rows.positive[i], *rows.documents(i)]
-            student = plain.x[documents] @ plain.x[rows.query[i]]
-            teacher = vectors[documents] @ vectors[rows.query[i]]
-        else:
-            student, teacher = listed(plain, [i])
-        log_p = torch.log_softmax(teacher * target_scale(plain), 0)
-        log_q = torch.log_softmax(student * plain.scale, 0)
-        total = total + (log_p.exp() * (log_p - log_q)).sum()
-    return plain.per_row(total)
+@mean_over_rows
+def kl(plain, i):
+    student, teacher = listed(plain, [i])
+    if plain.loss.distill_candidates == "batch":
+        rows = Rows(plain)
+        vectors = by_embedding(plain.batch, str(plain.term.teacher))
+        documents = [rows.positive[i], *rows.documents(i)]
+        student = plain.x[documents] @ plain.x[rows.query[i]]
+        teacher = vectors[documents] @ vectors[rows.query[i]]
+    log_p = torch.log_softmax(teacher * target_scale(plain), 0)
+    log_q = torch.log_softmax(student * plain.scale, 0)
+    return (log_p.exp() * (log_p - log_q)).sum()
 
 
-def score_mse(plain):
-    total = plain.zero
-    for i in plain.rank_rows:
-        student, teacher = listed(plain, [i])
-        expected = torch.softmax(teacher * target_scale(plain), 0)
-        errors = torch.softmax(student * plain.scale, 0) - expected
-        total = total + errors.square().mean()
-    return plain.per_row(total)
+@mean_over_rows
+def score_mse(plain, i):
+    student, teacher = listed(plain, [i])
+    expected = torch.softmax(teacher * target_scale(plain), 0)
+    return (torch.softmax(student * plain.scale, 0) - expected).square().mean()
 
 
+@mean_over_terms
 def margin_mse(plain):
-    total = plain.zero
-    count = 0
     for i in range(plain.batch.num_rows):
         student, teacher = listed(plain, [i])
-        count += len(student) - 1
-        if i in plain.rank_rows:
-            errors = (student[0] - student[1:]) - (teacher[0] - teacher[1:])
-            total = total + errors.square().sum()
-    return total / max(1, count)
+        errors = (student[0] - student[1:]) - (teacher[0] - teacher[1:])
+        yield i, errors.square()
 
 
+@mean_over_terms
 def listwise(plain):
-    total = plain.zero
-    examples = lists(plain)
-    for first, student, teacher in examples:
-        if first in plain.rank_rows:
-            known = ~teacher.isnan()
-            expected = torch.softmax(teacher[known] * target_scale(plain), 0)
-            log_softmax = torch.log_softmax(student[known] * plain.scale, 0)
-            total = total - (expected * log_softmax).sum()
-    return total / max(1, len(examples))
+    for first, student, teacher in lists(plain):
+        known = ~teacher.isnan()
+        expected = torch.softmax(teacher[known] * target_scale(plain), 0)
+        log_softmax = torch.log_softmax(student[known] * plain.scale, 0)
+        yield first, -(expected * log_softmax).sum()
 
 
+@mean_over_terms
 def ranknet(plain):
-    total = plain.zero
-    count = 0
-    zero = plain.x.new_zeros(())
     for first, student, teacher in lists(plain):
         values = teacher.nan_to_num(nan=-float("inf"))
-        for a in range(len(values)):
-            for b in range(len(values)):
-                if values[a] > values[b]:
-                    count += 1
-                    if first in plain.rank_rows:
-                        difference = (student[b] - student[a]) * plain.scale
-                        total = total + torch.logaddexp(difference, zero)
-    return total / max(1, count)
+        better, worse = torch.nonzero(values[:, None] > values, as_tuple=True)
+        differences = (student[worse] - student[better]) * plain.scale
+        yield first, torch.logaddexp(differences, plain.x.new_zeros(()))
 
 
+@mean_over_terms
 def bce(plain):
-    total = plain.zero
-    count = 0
-    for first, student, labels in labelled(plain):
-        count += len(labels)
-        if first in plain.rank_rows:
-            total = total + (torch.log1p(student.exp()) - labels * student).sum()
-    return total / max(1, count)
-
-
-def mse(plain):
-    total = plain.zero
-    count = 0
     for first, student, teacher in lists(plain):
-        count += len(teacher)
-        if first in plain.rank_rows:
-            total = total + (student - teacher).square().sum()
-    return total / max(1, count)
+        labels = teacher.nan_to_num(nan=0.0)
+        yield first, torch.log1p(student.exp()) - labels * student
+
+
+@mean_over_terms
+def mse(plain):
+    for first, student, teacher in lists(plain):
+        yield first, (student - teacher).square()
 
 
 # ---- Losses on vectors -------------------------------------------------------------------

@@ -30,7 +30,7 @@ from tests.losses.batches import (
 )
 from tests.parts import unlisted_classes
 from vembed.config.loading import load_config
-from vembed.config.schema import LossEntry, TrainConfig
+from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms, source_terms
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
@@ -215,34 +215,30 @@ def test_equal_scores_have_a_finite_gradient(name):
     assert torch.isfinite(gradient).all()
 
 
+def temperatures(**options):
+    """(temperature, its source) of every loss, of a model that was trained with one."""
+    config = TrainConfig(model_name="m", **{"data_path": "d", **options})
+    source = config.data.sources()[0]
+    terms = loss_terms(config.objective, "m", source, model_temperature=0.01)
+    return {
+        term.loss.name: (term.temperature, term.temperature_source) for term in terms
+    }
+
+
 def test_temperatures_are_resolved_by_term_and_by_source():
-    losses = [LossEntry(loss=name) for name in LOSSES]
-
-    def temperatures(**options):
-        config = TrainConfig(
-            model_name="m", data_path=options.pop("data", "d"), **options
-        )
-        terms = loss_terms(
-            config.objective, "m", config.data.sources()[0], model_temperature=0.01
-        )
-        return {
-            term.loss.name: (term.temperature, term.temperature_source)
-            for term in terms
-        }
-
+    losses = [{"loss": name} for name in LOSSES]
     actual = temperatures(losses=losses)
     assert actual["cosent"] == (0.1, "default of loss: cosent")
-    assert actual["angle"] == (0.1, "default of loss: angle")
     assert actual["infonce"] == (0.01, "with which this model was trained")
     assert actual["circle"] == (0.05, "default")
     assert actual["triplet"][0] is None
-    inputs = temperatures(losses=losses, temperature=0.3)
-    assert {text for text in inputs.values() if text[0]} == {(0.3, "given")}
-    source = [{"path": "d", "losses": [{"loss": "cosent"}, {"loss": "infonce"}]}]
-    by_source = temperatures(data=source)
-    assert by_source["cosent"][0] == 0.1 and by_source["infonce"][0] == 0.01
-    by_source = temperatures(data=[{**source[0], "temperature": 0.2}])
-    assert by_source["cosent"] == by_source["infonce"] == (0.2, "given")
+    actual = temperatures(losses=losses, temperature=0.3)
+    assert {value for value in actual.values() if value[0]} == {(0.3, "given")}
+    source = {"path": "d", "losses": [{"loss": "cosent"}]}
+    assert temperatures(data_path=[source])["cosent"][0] == 0.1
+    source["temperature"] = 0.2
+    actual = temperatures(data_path=[source])
+    assert actual["cosent"] == (0.2, "given")
 
 
 def test_the_table_of_the_page_has_the_summaries_of_the_declarations():

@@ -4,6 +4,8 @@ Its models and collators are left out: its losses are given the embeddings. Wher
 says how.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,46 +17,36 @@ from sentence_transformers.util import pairwise_angle_sim
 from torch import nn
 
 from tests.losses.batches import assert_close, config_of
-from vembed.losses.batch import LossBatch, TeacherVectors
+from tests.losses.test_definition import batch_of
+from vembed.losses.batch import TeacherVectors
 from vembed.losses.build import build_loss
 
 N = 8
 DIM = 12
-TEACHER_DIM = 6
 
 
-def columns(num, seed):
+def columns(num, seed, dim=DIM):
     draw = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randn(N, DIM, generator=draw, dtype=torch.float64) + 1.0
-        ).requires_grad_()
-        for _ in range(num)
-    ]
+    made = []
+    for _ in range(num):
+        values = torch.randn(N, dim, generator=draw, dtype=torch.float64) + 1.0
+        made.append(values.requires_grad_())
+    return made
 
 
-def batch_of(embeddings, **values):
+def batch_of_columns(embeddings, **values):
     """Query, positive and negative columns, without duplicates."""
-    numbers = torch.arange(N)
-    num_negatives = len(embeddings) - 2
-    columns = {
-        "embeddings": torch.cat(embeddings),
-        "content": torch.arange(N * len(embeddings)),
-        "query": numbers,
-        "positive": N + numbers,
-        "example": numbers,
-        "negative": 2 * N + torch.arange(N * num_negatives),
-        "negative_example": numbers.repeat(num_negatives),
-        "label_scores": None,
-        "rank_rows": slice(0, N),
-        "rank_negatives": slice(0, N * num_negatives),
-    }
-    return LossBatch(**{**columns, **values})
+    rows = [(row, row, N + row) for row in range(N)]
+    num_negatives = N * (len(embeddings) - 2)
+    negatives = [(number % N, 2 * N + number) for number in range(num_negatives)]
+    batch = batch_of(rows, negatives, embeddings=torch.cat(embeddings))
+    return replace(batch, **values)
 
 
 def compare(embeddings, options, theirs, **values):
     """Our loss equals theirs, and so does the gradient of every column."""
-    ours = build_loss(config_of(**options)).double()(batch_of(embeddings, **values))
+    batch = batch_of_columns(embeddings, **values)
+    ours = build_loss(config_of(**options)).double()(batch)
     assert_close(ours, theirs, 1e-10, "loss")
     expected = torch.autograd.grad(theirs, embeddings)
     actual = torch.autograd.grad(ours, embeddings)
@@ -78,10 +70,7 @@ def test_gist(strategy, contrast):
     The query itself is masked there by the guide's score of 1, here by its content."""
     num = 2 if contrast else 3
     embeddings = columns(num, 1)
-    draw = torch.Generator().manual_seed(5)
-    guided = []
-    for _ in range(num):
-        guided.append(torch.randn(N, TEACHER_DIM, generator=draw).double() + 0.5)
+    guided = [vectors.detach() for vectors in columns(num, 5, dim=6)]
     loss = peer(
         CachedGISTEmbedLoss,
         temperature=0.05,
@@ -103,7 +92,7 @@ def test_gist(strategy, contrast):
         "temperature": 0.05,
         "same_side_negatives": "both" if contrast else "none",
     }
-    batch = batch_of(embeddings)
+    batch = batch_of_columns(embeddings)
     vectors = F.normalize(torch.cat(guided), dim=1)
     guide = TeacherVectors(vectors, batch.query, batch.positive, batch.negative)
     compare(embeddings, options, theirs, teachers={"guide": guide})

@@ -1,12 +1,12 @@
 """Whole runs with teachers, through the function that the command calls."""
 
-import json
-
 import pytest
 
 import vembed
+from tests.data.files import text_records, write_jsonl
 from tests.data.pictures import write
 from tests.tiny import shared, texts, tiny_bert, tiny_clip
+from tests.training.test_run import metrics
 from vembed.files import cache_folder
 
 
@@ -16,131 +16,55 @@ def own_cache(tmp_path, monkeypatch):
     assert cache_folder() == tmp_path / "cache" / "vembed"
 
 
-def train(tmp_path, records, **options):
-    """The logged steps of a run."""
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+def small_bert(folder):
+    return tiny_bert(folder, layers=1, hidden=24)
+
+
+def train(folder, records, losses, *, model=tiny_bert, teacher=small_bert, **options):
+    """The folder of a run with these losses and a teacher."""
+    data = folder / "train.jsonl"
+    write_jsonl(data, records)
     settings = {
-        "model_name": str(shared(tiny_bert)),
-        "data_path": str(path),
-        "output_dir": str(tmp_path / "out"),
+        "model_name": str(shared(model)),
+        "data_path": str(data),
+        "output_dir": str(folder / "out"),
+        "losses": losses,
+        "teachers": [{"model": str(shared(teacher)), "name": "teacher"}],
         "batch_size": 4,
         "max_steps": 3,
         "logging_steps": 1,
         "report_to": [],
         **options,
     }
-    vembed.train(settings)
-    return [
-        json.loads(line)
-        for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    ]
+    return vembed.train(settings).output_dir
 
 
-def records(count=12):
-    words = texts(4 * count, seed=1, longest=12)
-    return [
-        {
-            "query": words[4 * number],
-            "positive": words[4 * number + 1],
-            "negatives": words[4 * number + 2 : 4 * number + 4],
-        }
-        for number in range(count)
-    ]
-
-
-def test_a_run_with_several_losses_and_a_teacher(tmp_path):
-    losses = [
-        {"loss": "infonce", "guide": "teacher", "mix_negatives": 1},
-        {"loss": "embedding"},
-        {"loss": "spread_out"},
-    ]
-    teacher = {"model": str(shared(tiny_bert, layers=1, hidden=24)), "name": "teacher"}
-    steps = train(
-        tmp_path,
-        records(),
-        losses=losses,
-        teachers=[teacher],
-        mrl_dims=[8, 32],
-    )
-    assert len([step for step in steps if "loss" in step]) == 3
-    weights = (tmp_path / "out" / "final").rglob("*.safetensors")
+def test_several_losses_and_a_teacher(tmp_path):
+    infonce = {"loss": "infonce", "guide": "teacher", "mix_negatives": 1}
+    losses = [infonce, {"loss": "embedding"}, {"loss": "spread_out"}]
+    records = text_records(12, num_negatives=2)
+    run = train(tmp_path, records, losses, mrl_dims=[8, 32])
+    assert len(metrics(run)) == 3
+    weights = list((run / "final").rglob("*.safetensors"))
+    assert weights
     assert all("projection" not in path.name for path in weights)
 
 
 def test_a_teacher_of_texts_and_images(tmp_path):
-    pictures = [
-        write(tmp_path / f"{number}.jpg", seed=number).name for number in range(8)
-    ]
-    rows = [
-        {"query": text, "positive": {"image": name}}
-        for text, name in zip(texts(8, seed=2), pictures, strict=True)
-    ]
-    clip = str(shared(tiny_clip))
-    steps = train(
-        tmp_path,
-        rows,
-        model_name=clip,
-        losses=[{"loss": "embedding"}, {"loss": "relational"}],
-        teachers=[clip],
-    )
-    assert len([step for step in steps if "loss" in step]) == 3
+    records = []
+    for number, text in enumerate(texts(8, seed=2)):
+        picture = write(tmp_path / f"{number}.jpg", seed=number)
+        records.append({"query": text, "positive": {"image": picture.name}})
+    losses = [{"loss": "embedding"}, {"loss": "relational"}]
+    run = train(tmp_path, records, losses, model=tiny_clip, teacher=tiny_clip)
+    assert len(metrics(run)) == 3
 
 
 def test_texts_without_pairs_follow_a_teacher(tmp_path):
-    alone = [{"text": text} for text in texts(24, seed=5)]
-    teacher = str(shared(tiny_bert, layers=1, hidden=24))
+    records = [{"text": text} for text in texts(24, seed=5)]
     losses = [{"loss": "embedding"}, {"loss": "relational"}]
-    steps = train(
-        tmp_path,
-        alone,
-        losses=losses,
-        teachers=[teacher],
-        max_steps=12,
-        learning_rate=1e-2,
-    )
-    said = [step["loss/embedding"] for step in steps if "loss/embedding" in step]
-    assert len(said) == 12 and sum(said[-4:]) < sum(said[:4])
-    pairs = [{"loss": "infonce"}, *losses]
+    run = train(tmp_path, records, losses, max_steps=12, learning_rate=1e-2)
+    embedding = metrics(run, "loss/embedding")
+    assert len(embedding) == 12 and sum(embedding[-4:]) < sum(embedding[:4])
     with pytest.raises(vembed.UserError, match="no query and no positive"):
-        train(
-            tmp_path,
-            alone,
-            losses=pairs,
-            teachers=[teacher],
-            output_dir=str(tmp_path / "out2"),
-        )
-
-
-def test_scores_in_the_data(tmp_path):
-    scored = [{**record, "scores": [2.0, 0.5, -1.0]} for record in records()]
-    train(tmp_path, scored, loss="kl", teacher="scores", temperature=1.0)
-    apart = [
-        {**record, "positive_scores": [2.0], "negative_scores": [0.5, -1.0]}
-        for record in records()
-    ]
-    train(
-        tmp_path,
-        apart,
-        loss="margin_mse",
-        teacher="scores",
-        resume=False,
-        output_dir=str(tmp_path / "out2"),
-    )
-
-
-@pytest.mark.parametrize("loss", ["margin_mse", "score_mse", "kl"])
-def test_losses_that_compare_with_hard_negatives_alone_need_some(loss, tmp_path):
-    pairs = [
-        {"query": record["query"], "positive": record["positive"]}
-        for record in records()
-    ]
-    teacher = str(shared(tiny_bert))
-    with pytest.raises(
-        vembed.UserError,
-        match=f"loss: {loss} compares a positive with the hard negatives",
-    ):
-        train(tmp_path, pairs, loss=loss, teacher=teacher)
-    if loss == "kl":  # over the whole batch there is something to compare
-        losses = [{"loss": loss, "distill_candidates": "batch"}]
-        train(tmp_path, pairs, losses=losses, teacher=teacher)
+        train(tmp_path, records, [{"loss": "infonce"}, *losses], overwrite=True)

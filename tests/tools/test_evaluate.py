@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from tests.data.files import write_jsonl
-from tests.tiny import shared, tiny_bert_st
-from vembed import Embedder, UserError, evaluate, train
+from tests.tiny import shared, tiny_bert_st, tiny_reranker
+from vembed import Embedder, Reranker, UserError, evaluate, train
 from vembed.cli.commands.scores import eval as evaluate_command
 
 WORDS = ("red", "green", "cat", "dog", "house")
@@ -81,6 +81,30 @@ def test_mapping_split_and_bad_records(tmp_path, printed):
         on_bad_record="skip",
     )
     assert scores["ndcg@10"] == 1.0
+
+
+@pytest.mark.parametrize("options", [{"dims": "8"}, {"compressed": "page.html"}])
+def test_what_a_reranker_does_not_have_is_refused(pairs, printed, options):
+    with pytest.raises(UserError, match="is a reranker: leave them out"):
+        printed(str(shared(tiny_reranker)), str(pairs), **options)
+
+
+def test_a_reranker_sorts_what_the_first_stage_finds(tmp_path, printed):
+    records = [
+        {"query": "red", "positive": "red house"},
+        {"query": "green", "positive": "red dog"},
+    ]
+    data = write_jsonl(tmp_path / "val.jsonl", records)
+    model = str(shared(tiny_reranker))
+    scores, text = printed(model, str(data))
+    best = Reranker(model).rank("red", ["red house", "red dog"])[0]["index"]
+    # BM25 finds both documents for the first query, and none for the second.
+    expected = 1.0 if best == 0 else 1 / np.log2(3)
+    assert scores["ndcg@10"] == pytest.approx(expected / 2)
+    assert scores["first_stage/ndcg@10"] == 0.5
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0] == ["metric", "whole", "first", "stage"]
+    assert ["nDCG@10", f"{expected / 2:.4f}", "0.5000"] in lines
 
 
 def test_compressed_documents(pairs, tmp_path, printed):

@@ -25,7 +25,7 @@ def test_a_signal_is_obeyed_after_the_step(number, exit_code, capfd):
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the terminal and the launcher both send it
         assert interrupts.agree_on_stop()
-        stopped = interrupts.stopped(7, Path("run/checkpoint-7"))
+        stopped = interrupts.stopped(7, Path("run/checkpoint-7"), resumes=False)
     assert stopped.exit_code == exit_code
     assert (
         "stopped after step 7, saved in run/checkpoint-7; go on with --resume"
@@ -33,6 +33,18 @@ def test_a_signal_is_obeyed_after_the_step(number, exit_code, capfd):
     )
     assert f"{number.name}: finishing the step and saving" in capfd.readouterr().err
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize(
+    ("resumes", "says"), [(True, "run it again to go on"), (False, "--resume")]
+)
+def test_the_way_on_is_that_of_the_run(resumes, says):
+    with Interrupts() as interrupts:
+        assert not interrupts.agree_on_stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.agree_on_stop()
+        stopped = interrupts.stopped(7, Path("c"), resumes=resumes)
+    assert str(stopped).endswith(says)
 
 
 def test_before_the_first_step_a_signal_ends_the_run_where_it_stands():
@@ -73,7 +85,7 @@ def test_an_evaluation_does_not_use_up_the_time_for_its_checkpoint(monkeypatch):
         interrupts.check()
     clock.now = 68.0
     assert_stops(interrupts)
-    assert interrupts.stopped(13, Path("c")).exit_code == 0
+    assert interrupts.stopped(13, Path("c"), resumes=False).exit_code == 0
 
 
 def test_an_evaluation_does_not_take_back_that_the_run_stops(monkeypatch):
@@ -133,7 +145,7 @@ def test_the_time_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch):
         assert not interrupts.agree_on_stop(save_seconds=20.0)
     clock.now = 65
     assert interrupts.agree_on_stop(save_seconds=20.0)
-    stopped = interrupts.stopped(13, Path("c"))
+    stopped = interrupts.stopped(13, Path("c"), resumes=False)
     assert stopped.exit_code == 0
     assert "max_train_minutes" in str(stopped)
 
@@ -154,7 +166,7 @@ def time_is_up_on_one():
     interrupts = Interrupts(0.001 if os.environ["RANK"] == "0" else 1000)
     time.sleep(0.1)
     is_stopped = interrupts.agree_on_stop()
-    return is_stopped, interrupts.stopped(3, Path("c")).exit_code
+    return is_stopped, interrupts.stopped(3, Path("c"), resumes=False).exit_code
 
 
 def test_all_ranks_stop_where_the_time_of_one_is_up():

@@ -10,7 +10,7 @@ from sentence_transformers import SentenceTransformer
 from transformers import AlbertConfig, AlbertModel, GPTNeoXConfig, GPTNeoXModel
 
 import vembed
-from tests.harness import result_of, run_cases, run_ranks
+from tests.harness import run_ranks
 from tests.tiny import shared, tiny_clip, tiny_distilbert, tiny_qwen3_st
 from tests.weights.bilingual import bilingual_model, bilingual_texts
 from vembed import Embedder, UserError
@@ -179,43 +179,27 @@ def _edit_on_a_rank(model, files, output, options):
     config = TrainConfig(
         model_name=model, data_path="unused", mixed_precision="no", **options
     )
+    plan = {"where": "both", "direction": "principal", "components": 2}
     with start_session(config) as session:
-        result = edit(
-            model,
-            output,
-            *files,
-            where="both",
-            direction="principal",
-            components=2,
-            session=session,
-        )
+        result = edit(model, output, *files, **plan, session=session)
         return session.strategy, result.after
 
 
 @pytest.mark.promise("B18")
-def test_shards_are_edited_to_the_same_bits(model, files, tmp_path):
-    """Of either kind, on two processes."""
+@pytest.mark.parametrize("version", [1, 2])
+def test_shards_are_edited_to_the_same_bits(version, model, files, tmp_path):
+    def edited(num_ranks, name, **options):
+        case = (str(model), files, str(tmp_path / name), options)
+        return run_ranks(_edit_on_a_rank, num_ranks, *case, process_group=False)
 
-    def case(name, **options):
-        return str(model), files, str(tmp_path / name), options
-
-    one = case("one")
-    ((strategy, score),) = run_ranks(_edit_on_a_rank, 1, *one, process_group=False)
+    ((strategy, score),) = edited(1, "one")
     assert strategy == "single"
-    cases = {}
-    for version in (1, 2):
-        name = f"fsdp{version}"
-        cases[name] = case(name, strategy="fsdp", fsdp_version=version)
-    results = run_cases(_edit_on_a_rank, 2, cases, process_group=False)
-    written = sorted((tmp_path / "one").rglob("*.safetensors"))
-    assert written
-    for name in cases:
-        for strategy, of_rank in result_of(results, name):
-            assert strategy == "fsdp"
-            assert of_rank == pytest.approx(score, abs=0.02)
-        for path in written:
-            other = load_file(tmp_path / name / path.relative_to(tmp_path / "one"))
-            torch.testing.assert_close(other, load_file(path), rtol=0, atol=0)
+    for strategy, of_rank in edited(2, "two", strategy="fsdp", fsdp_version=version):
+        assert strategy == "fsdp"
+        assert of_rank == pytest.approx(score, abs=0.02)
+    expected = load_file(tmp_path / "one" / "model.safetensors")
+    actual = load_file(tmp_path / "two" / "model.safetensors")
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_a_search_takes_the_best_that_holds(model, files, tmp_path):
