@@ -719,12 +719,6 @@ def quoted_column(name: str) -> str:
     return repr(name) if name != name.strip() else printable(name)
 
 
-def normalised_name(name: str) -> str:
-    """Return a column's name as the tables of names write it."""
-    words = name.strip(" \"'").lower().replace("-", " ").split()
-    return "_".join(words)
-
-
 # ---- conversations ---------------------------------------------------------------
 
 
@@ -871,10 +865,12 @@ def _named(
     words: str,
     others: str,
 ) -> list[str]:
-    """Return the names of columns with one of the words and none of the others. A number at the end does not count."""
+    """Return the names of columns with one of the words and none of the others."""
     named = []
     for name in names:
-        words_of_name = set(normalised_name(name).rstrip("0123456789").split("_"))
+        # As the lists of words write it, without a number at the end.
+        plain_name = name.strip(" \"'").rstrip("0123456789").lower()
+        words_of_name = set(re.split(r"[-_\s]+", plain_name))
         is_named = not words_of_name.isdisjoint(words.split())
         is_other = not words_of_name.isdisjoint(others.split())
         if is_named and not is_other and not name.endswith(INSIDE):
