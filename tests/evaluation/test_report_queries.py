@@ -122,7 +122,7 @@ def test_images_of_changed_queries_are_shown_as_thumbnails(tmp_path):
         values = np.array(scores)[:, None]
         results = QueryResults(["ndcg@10"], values, np.array(rankings)[:, None])
         metrics = {"ndcg@10": 0.5}
-        record.on_evaluation(Evaluation(step, 1.0, metrics, "ndcg@10", False, results))
+        record.on_evaluation(Evaluation(step, 1.0, metrics, "ndcg@10", results))
         contents.append(read_queries(path_of(tmp_path, step)))
     changes = compare_results(*contents, "ndcg@10")
     better = changed_table(changes.better)
