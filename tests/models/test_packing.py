@@ -1,6 +1,5 @@
 """Texts without padding give the numbers and gradients of texts with it, in every model and by every kernel."""
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -46,10 +45,10 @@ def assert_same(first, second):
 
 
 def test_every_model_that_is_named_is_tried_here():
-    tried = {
-        read_config(tiny.shared(make), trust_remote_code=False).model_type
-        for make in PACKED
-    }
+    tried = set()
+    for make in PACKED:
+        config = read_config(tiny.shared(make), trust_remote_code=False)
+        tried.add(config.model_type)
     assert tried == set(attention.MODEL_TYPES)
 
 
@@ -80,8 +79,8 @@ def test_decoders_that_see_all_tokens():
 
 def narrow_mistral(folder):
     """A Mistral whose sliding window is shorter than the texts."""
-    path = tiny.tiny_mistral(folder) / "config.json"
-    tiny.write_json(path, json.loads(path.read_text()) | {"sliding_window": 4})
+    tiny.tiny_mistral(folder)
+    tiny.change_json(folder / "config.json", sliding_window=4)
     return folder
 
 
@@ -110,26 +109,16 @@ def text_by_text(query, key, value, starts, scale, sides):
     """What a GPU's kernel computes, by its documentation."""
     outputs = []
     for start, end in pairwise(starts.tolist()):
-        rows = slice(start, end)
+        rows = [tensor[start:end].transpose(0, 1) for tensor in (query, key, value)]
         length = end - start
         ahead = torch.arange(length)[None, :] - torch.arange(length)[:, None]
         left, right = (length if side < 0 else side for side in sides)
         visible = (ahead <= right) & (ahead >= -left)
         output = functional.scaled_dot_product_attention(
-            query[rows].transpose(0, 1),
-            key[rows].transpose(0, 1),
-            value[rows].transpose(0, 1),
-            visible,
-            scale=scale,
-            enable_gqa=True,
+            *rows, visible, scale=scale, enable_gqa=True
         )
         outputs.append(output.transpose(0, 1))
     return torch.cat(outputs)
-
-
-def checked(starts, key_starts, longest, longest_key):
-    assert starts is key_starts and starts.dtype == torch.int32
-    assert longest == longest_key == int(starts.diff().max())
 
 
 @pytest.fixture
@@ -141,11 +130,14 @@ def kernel_calls():
 def gpu_kernel(request, kernel_calls, monkeypatch):
     """A kernel of GPUs, stood in for by attention text by text, with the signature that it has."""
 
-    def varlen(q, k, v, *cuts, scale, window_size, enable_gqa=False):
-        checked(*cuts)
-        kernel_calls.append(q)
+    def varlen(
+        q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False
+    ):
+        assert cu_q is cu_k and cu_q.dtype == torch.int32
+        assert max_q == max_k == int(cu_q.diff().max())
         assert enable_gqa or q.shape[1] == k.shape[1]
-        return text_by_text(q, k, v, cuts[0], scale, window_size)
+        kernel_calls.append(q)
+        return text_by_text(q, k, v, cu_q, scale, window_size)
 
     def older(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):
         cuts = (cu_q, cu_k, max_q, max_k)
