@@ -81,7 +81,7 @@ from vembed.training.checkpoint.folders import (
     PARTIAL,
     STATE,
     FinishedRun,
-    NothingLeft,
+    NothingToTrain,
     candidates,
     checkpoint_name,
     commit,
@@ -230,7 +230,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             log.info(f"settings changed since the checkpoint: {'; '.join(changed)}")
 
     def require_steps_left(self, point: ResumePoint | None, total_steps: int) -> None:
-        """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective.
+        """Raise NothingToTrain if output_dir holds a finished run to which no step would be added. Collective.
 
         Raise UserError if steps would be added to it without a checkpoint.
         """
@@ -253,7 +253,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             return
         finished = self._on_main(unchanged_run)
         if finished is not None:
-            raise NothingLeft(finished, total_steps)
+            raise NothingToTrain(finished, total_steps)
 
     def begin(self, point: ResumePoint | None) -> None:
         """Make room for the run: the first change of the folder. Collective.

@@ -187,7 +187,7 @@ class FinishedRun:
         return {**before, **record.after}
 
 
-class NothingLeft(Exception):  # noqa: N818 - not an error: the run is done
+class NothingToTrain(Exception):  # noqa: N818 - not an error: the run is done
     """The end of a resumed run whose folder holds a finished one that it would not change."""
 
     def __init__(self, run: FinishedRun, total_steps: int) -> None:
