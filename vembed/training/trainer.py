@@ -47,7 +47,7 @@ from vembed.training.checkpoint.checkpointer import (
     TrainedState,
 )
 from vembed.training.checkpoint.folders import (
-    NothingLeft,
+    NothingToTrain,
     OutputLock,
     fingerprint_of_option,
     kept_decisions,
@@ -143,7 +143,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         try:
             trainer = Trainer(config, session, checkpointer, interrupts, run_log, hooks)
             result = trainer.run()
-        except NothingLeft as end:
+        except NothingToTrain as end:
             log.info(str(end), extra=HEADLINE)
             done = end.run
             return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
