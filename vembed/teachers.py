@@ -29,7 +29,7 @@ from vembed.data.row_store import KEY_BYTES, RowStore, lasting_identity
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import encode_features
+from vembed.inference.encoding import encode_features, first_dims, from_all_ranks
 from vembed.inference.reranker import Reranker
 from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
 from vembed.losses.similarity import arithmetic_dtype
@@ -230,8 +230,7 @@ class CachedTeacher(ABC):
                 # Dealt to the ranks in turn.
                 share = chunk[session.rank :: session.world_size]
                 computed = self.compute([questions[place] for place in share])
-                answers = torch.from_numpy(computed).to(session.device)
-                rows = collectives.all_gather_dealt(answers, len(chunk)).cpu().numpy()
+                rows = from_all_ranks(computed, len(chunk), session)
                 # A machine may have a disk of its own, so one process of each machine writes.
                 if session.local_rank == 0:
                     self.store.add_rows([keys[place] for place in chunk], rows)
@@ -278,9 +277,7 @@ class VectorTeacher(CachedTeacher):
             self.session.device,
             world_size=self.session.world_size,
         )
-        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-        unit: np.ndarray = vectors / np.maximum(norms, 1e-12)
-        return unit
+        return first_dims(vectors, vectors.shape[1], True)
 
     def questions(self, example: Example) -> Iterator[tuple[bytes, tuple[Item, Kind]]]:
         """Yield the key of each input of an example, and the input."""

@@ -180,9 +180,9 @@ def test_answers_of_several_queries_are_on_one_side(tmp_path):
     assert {item.text for item in data.documents} == set(answers), "all of the file"
 
 
-def opened(path, share):
+def opened(path, share, **more):
     """The data of a run on a file."""
-    options = TrainConfig(model_name="m", data_path=str(path), val_split=share)
+    options = TrainConfig(model_name="m", data_path=str(path), val_split=share, **more)
     return open_sets(
         options.data, options.objective, model_name="m", seed=0, compares=False
     )
@@ -210,3 +210,32 @@ def test_a_share_below_a_percent_and_few_negatives_are_written_out(tmp_path):
     sets = opened(path, 0.0001)
     assert f"from 0.01% of the queries of {path}" in sets.evaluation.summary()
     assert "0.02 negatives each" in sets.examples.summary()[0]
+
+
+@pytest.mark.parametrize("max_negatives", [None, 1, 0])
+def test_all_negatives_are_searched_whatever_a_step_trains_on(tmp_path, max_negatives):
+    rows = []
+    texts = set()
+    for number, query in enumerate(random_queries(random.Random(6), 40)):
+        negatives = [f"wrong {number}", f"worse {number}"]
+        rows.append(pair(query, f"answer {number}", negatives=negatives))
+        texts |= {f"answer {number}", *negatives}
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    sets = opened(path, 0.2, max_negatives=max_negatives)
+    # Those of the held-out records too.
+    assert {item.text for item in sets.evaluation.documents} == texts
+    num_trained = 2 if max_negatives is None else max_negatives
+    assert len(sets.examples[0].negatives) == num_trained
+
+
+def test_negatives_whose_images_no_step_reads_may_be_missing(tmp_path, caplog):
+    rows = []
+    for number, query in enumerate(random_queries(random.Random(6), 40)):
+        write(tmp_path / f"{number}.jpg", seed=number)
+        names = (f"{number}.jpg", f"{number}-missing.jpg")
+        negatives = [{"image": name} for name in names]
+        rows.append(pair(query, f"answer {number}", negatives=negatives))
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    sets = opened(path, 0.2, max_negatives=1)
+    assert len(sets.evaluation.documents) == 80
+    assert "40 negatives beyond max_negatives" in caplog.text

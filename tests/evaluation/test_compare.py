@@ -63,6 +63,17 @@ def test_the_json_has_scores_paired_differences_settings_and_queries(runs):
         assert loss["this"]["score"] < loss["first"]["score"]
 
 
+def test_an_option_that_one_run_alone_has_is_a_setting_that_differs(runs, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(runs / "small", other)
+    with (other / "config.yaml").open("a") as file:
+        file.write("column_mapping: {question: query}\n")
+    folders = (str(runs / "small"), str(other))
+    settings = json.loads(compare(*folders, "--json")[1])["settings"]
+    mapping = {"small": None, "other": {"question": "query"}}
+    assert settings["column_mapping"] == mapping
+
+
 def test_the_page_shows_all_of_it_in_one_file(runs, tmp_path):
     target = tmp_path / "both.html"
     folders = [str(runs / name) for name in ("small", "large", "stopped")]

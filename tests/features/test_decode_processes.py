@@ -44,7 +44,8 @@ def decoders(tmp_path, monkeypatch):
 
 
 def test_processes_give_the_pixels_of_threads(tmp_path, monkeypatch):
-    mine = Featuriser(featuriser(tiny.tiny_clip).description, decoders=2)
+    description = featuriser(tiny.tiny_clip).description
+    mine = Featuriser(description, decoders=2)
     inputs = []
     for seed in range(40):
         path = tmp_path / f"{seed}.jpg"
@@ -56,9 +57,11 @@ def test_processes_give_the_pixels_of_threads(tmp_path, monkeypatch):
     by_threads = mine.collate(features)[PIXELS_KEY]
     assert not decoders.pids
     monkeypatch.setattr(module, "DECODED_BY_THREADS", 1)
-    mine.pixels.forget()
-    assert mine.collate(features)[PIXELS_KEY].equal(by_threads)
-    assert decoders.pids
+    # Of its own, which has nothing in its cache.
+    other = Featuriser(description, decoders=2)
+    assert other.collate(features)[PIXELS_KEY].equal(by_threads)
+    assert other.pixels.decoders.pids
+    other.pixels.decoders.close()
     decoders.close()
 
 

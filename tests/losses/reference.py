@@ -20,7 +20,7 @@ from vembed.losses.batch import (
     TeacherVectors,
     draw_mixtures,
 )
-from vembed.losses.declaration import SCORES
+from vembed.losses.declaration import LABEL_SCORES
 
 TIE = 64 * torch.finfo(torch.float64).eps
 
@@ -421,7 +421,7 @@ def target(plain, row, negative):
     """The teacher's score of a row's own pair, or of its query with a hard negative."""
     batch = plain.batch
     name = plain.term.teacher
-    if name in (None, SCORES):
+    if name in (None, LABEL_SCORES):
         if batch.label_scores is None:
             # Without scores the labels are those of positives and negatives.
             return torch.tensor(float(negative is None)).double()

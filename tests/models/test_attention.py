@@ -4,12 +4,13 @@ import inspect
 
 import pytest
 import torch
+import torch.nn.attention.varlen  # before a test replaces an operator that it looks up
 from torch import nn
 
 from tests import tiny
 from tests.models.families import built, config_for
 from vembed.models import attention
-from vembed.models.attention import CpuDropout, keep_draws, scale_of
+from vembed.models.attention import CpuDropout, keep_draws
 from vembed.models.families.backbones import read_config
 
 CUDA = torch.device("cuda")
@@ -26,12 +27,12 @@ def queries_keys_values(*shape):
 )
 def test_share_of_kept_elements_and_expectation(p, dtype):
     torch.manual_seed(0)
-    bits = keep_draws(torch.Size([1001, 1003]), p, dtype)
+    bits, scale = keep_draws(torch.Size([1001, 1003]), p, dtype)
     assert bits.dtype.itemsize == dtype.itemsize
     assert set(bits.unique().tolist()) == {1, 0}
     mask = bits.float()
     assert float(mask.mean()) == pytest.approx(1 - p, abs=2e-3)
-    assert scale_of(p) == pytest.approx(1 / (1 - p), rel=1e-4)
+    assert scale == pytest.approx(1 / (1 - p), rel=1e-4)
     for dim in (0, 1):
         # Neighbours come from the same 64-bit number: they must not know of each other.
         together = float((mask * mask.roll(1, dim)).mean())
@@ -105,9 +106,9 @@ def test_padded_attention_with_dropout_is_that_of_the_formula(
         scores = scores.masked_fill(~mask, -torch.inf)
     is_kept = []
     for piece in scores.split(at_once):
-        draws = keep_draws(piece.flatten(0, 1).shape, p, output.dtype)
+        draws, scale = keep_draws(piece.flatten(0, 1).shape, p, output.dtype)
         is_kept.append(draws.view(piece.shape) != 0)
-    dropped = scores.softmax(-1) * torch.cat(is_kept) * scale_of(p)
+    dropped = scores.softmax(-1) * torch.cat(is_kept) * scale
     expected = (dropped @ value).transpose(1, 2)
     expected.backward(weights.double())
     # In bfloat16 a score is rounded, and its error is a relative one of the probability.
@@ -139,10 +140,9 @@ def test_packed_attention_is_that_of_the_formula(
     def drawn(shape, p, dtype):
         ones = (torch.rand(shape) > p).to(attention.BITS[dtype.itemsize])
         draws.append(ones.view(-1, heads, *shape[1:]) != 0)
-        return ones
+        return ones, 1 / (1 - p)
 
     monkeypatch.setattr(attention, "keep_draws", drawn)
-    monkeypatch.setattr(attention, "scale_of", lambda p: 1 / (1 - p))
     dropped = attention._DroppedAttention.apply(*inputs, pieces, p, size**-0.5)
     plain = attention.sdpa_by_piece(*inputs, pieces, 0.0, size**-0.5)
     weights = torch.randn_like(dropped)

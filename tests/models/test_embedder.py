@@ -88,6 +88,10 @@ def test_parameters_without_use_are_frozen_and_named(caplog):
     assert ", ".join(unused) in caplog.text
 
 
+def bert_of_twelve_layers(folder):
+    return tiny.tiny_bert(folder, layers=12)
+
+
 @pytest.mark.parametrize(
     ("make", "freeze", "prefixes"),
     [
@@ -115,6 +119,11 @@ def test_parameters_without_use_are_frozen_and_named(caplog):
             ("vision_model.encoder.layers.0.", "logit_scale"),
         ),
         (tiny.tiny_qwen3, ["backbone.layers.1.mlp"], ("layers.1.mlp.",)),
+        (
+            bert_of_twelve_layers,
+            ["encoder.layer.1", "encoder.layer.2."],
+            ("encoder.layer.1.", "encoder.layer.2.", "pooler."),
+        ),
     ],
 )
 def test_freeze_freezes_what_it_names(make, freeze, prefixes):

@@ -23,7 +23,7 @@ from tests.parity.engine import (
 )
 from tests.tiny import shared, tiny_qwen3_reranker
 from vembed.data import features
-from vembed.models.attention import PREFIX
+from vembed.models.attention import SHARED_PREFIX
 from vembed.parallel.step_memory import Budget
 
 EXACT = 1e-9
@@ -112,9 +112,9 @@ def test_scores_are_those_of_each_question_alone(padding_free, checkpointing):
     alone = [featuriser.collate([question]) for question in questions]
     template = features.ANSWER_PROMPT + "<Instruct>: " + description.query_prompt
     assert featuriser.texts is not None
-    prefix = featuriser.texts.decoded(together[PREFIX].numpy())
+    prefix = featuriser.texts.decoded(together[SHARED_PREFIX].numpy())
     assert prefix.startswith(template[:100])
-    assert not any(PREFIX in inputs for inputs in alone)
+    assert not any(SHARED_PREFIX in inputs for inputs in alone)
     with exact_norms():
         scores, gradients = scores_and_gradients(model, [together])
         expected_scores, expected_gradients = scores_and_gradients(model, alone)

@@ -25,7 +25,11 @@ from tests.training.tiny_run import (
 from vembed.errors import RunError, UserError
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint import folders as integrity
-from vembed.training.checkpoint.checkpointer import Checkpointer, Trained, read_state
+from vembed.training.checkpoint.checkpointer import (
+    Checkpointer,
+    TrainedState,
+    read_state,
+)
 from vembed.training.optimizer import build_optimizer
 from vembed.training.trainer import LoopState
 
@@ -56,7 +60,7 @@ class Run:
 
     @property
     def trained(self):
-        return Trained(self.model, self.loss, self.optimizer)
+        return TrainedState(self.model, self.loss, self.optimizer)
 
     def resume(self, identity=None):
         self.point = self.checkpointer.find(self.config.model)

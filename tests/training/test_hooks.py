@@ -60,6 +60,21 @@ def test_order_of_the_calls(tmp_path):
     )
 
 
+def test_the_step_at_which_a_hook_ends_the_run_can_be_the_best(tmp_path):
+    best_steps = []
+
+    class Enough(Hook):
+        def on_evaluation(self, evaluation):
+            return "enough" if evaluation.step == 3 else None
+
+        def on_finish(self, run):
+            best_steps.append(run.state.best_step)
+
+    # Step 3 has no checkpoint, and its scores are the first after training has begun.
+    train(settings(tmp_path, eval_steps=3, save_steps=4), hooks=[Enough()])
+    assert best_steps == [3]
+
+
 def test_hooks_are_closed_after_an_error(tmp_path):
     class Broken(Hook):
         def before_step(self, step):

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.harness import run_ranks
-from vembed.errors import Stopped
 from vembed.training import interrupts as module
 from vembed.training.interrupts import Interrupts, StopRequested
 
@@ -25,24 +24,23 @@ def test_a_signal_is_obeyed_after_the_step(number, exit_code, capfd):
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the terminal and the launcher both send it
         assert interrupts.agree_on_stop()
-        stopped = interrupts.stopped(7, Path("run/checkpoint-7"))
+        stopped = interrupts.stopped(7, Path("run/checkpoint-7"), resumes=False)
     assert stopped.exit_code == exit_code
-    assert (
-        "stopped after step 7, saved in run/checkpoint-7; go on with --resume"
-        in str(stopped)
-    )
+    assert "after step 7, saved in run/checkpoint-7" in str(stopped)
     assert f"{number.name}: finishing the step and saving" in capfd.readouterr().err
     assert signal.getsignal(number) is before
 
 
-def test_before_the_first_step_a_signal_ends_the_run_where_it_stands():
-    with (
-        pytest.raises(Stopped, match="SIGTERM before the first step") as caught,
-        Interrupts(),
-    ):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-    assert caught.value.exit_code == 143
+@pytest.mark.parametrize(
+    ("resumes", "says"), [(True, "run it again to go on"), (False, "--resume")]
+)
+def test_the_way_on_is_that_of_the_run(resumes, says):
+    with Interrupts() as interrupts:
+        assert not interrupts.agree_on_stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.agree_on_stop()
+        stopped = interrupts.stopped(7, Path("c"), resumes=resumes)
+    assert str(stopped).endswith(says)
 
 
 def test_what_was_to_be_ignored_stays_ignored():
@@ -68,12 +66,13 @@ def test_an_evaluation_does_not_use_up_the_time_for_its_checkpoint(monkeypatch):
     clock = Clock(monkeypatch)
     interrupts = Interrupts(100 / 60)
     interrupts.agree_on_stop(save_seconds=20.0)
-    clock.now = 67.0  # 100 - 2 (slack) - 30 (half as much again as a save) = 68
+    # 100 - 2 (slack) - 30 (half as much again as a save) = 68
+    clock.now = 67.0
     for _ in range(16):
         interrupts.check()
     clock.now = 68.0
     assert_stops(interrupts)
-    assert interrupts.stopped(13, Path("c")).exit_code == 0
+    assert interrupts.stopped(13, Path("c"), resumes=False).exit_code == 0
 
 
 def test_an_evaluation_does_not_take_back_that_the_run_stops(monkeypatch):
@@ -88,17 +87,14 @@ def test_an_evaluation_does_not_take_back_that_the_run_stops(monkeypatch):
 
 def test_only_the_main_thread_may_catch_signals():
     before = signal.getsignal(signal.SIGTERM)
-    stops = []
 
     def run():
         with Interrupts() as interrupts:
             assert signal.getsignal(signal.SIGTERM) is before
-            stops.append(interrupts.agree_on_stop())
+            return interrupts.agree_on_stop()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert stops == [False]
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(run).result()
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
@@ -133,7 +129,7 @@ def test_the_time_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch):
         assert not interrupts.agree_on_stop(save_seconds=20.0)
     clock.now = 65
     assert interrupts.agree_on_stop(save_seconds=20.0)
-    stopped = interrupts.stopped(13, Path("c"))
+    stopped = interrupts.stopped(13, Path("c"), resumes=False)
     assert stopped.exit_code == 0
     assert "max_train_minutes" in str(stopped)
 
@@ -154,7 +150,7 @@ def time_is_up_on_one():
     interrupts = Interrupts(0.001 if os.environ["RANK"] == "0" else 1000)
     time.sleep(0.1)
     is_stopped = interrupts.agree_on_stop()
-    return is_stopped, interrupts.stopped(3, Path("c")).exit_code
+    return is_stopped, interrupts.stopped(3, Path("c"), resumes=False).exit_code
 
 
 def test_all_ranks_stop_where_the_time_of_one_is_up():

@@ -62,8 +62,9 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
     options = settings(tmp_path, **MANY)
     whole = vembed.train({**options, "output_dir": str(tmp_path / "whole")})
     cut = tmp_path / "cut"
-    options["output_dir"] = str(cut)
+    options |= {"output_dir": str(cut), "resume": "auto"}
     said = stop_in_evaluation(options, number)
+    assert said.endswith("run it again to go on")
     assert f"stopped after step {3 * number}, saved in {cut}/checkpoint-" in said
     assert not (cut / "final").exists()
     resumed = vembed.train({**options, "resume": True})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
+from vembed.cli.support import print_lines
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import ModelDescription
 from vembed.parallel import collectives, devices, parameters
@@ -66,13 +66,9 @@ def _run(session: Session) -> None:
             f"* Model loaded successfully with FSDP ({share:.0%} of it on each process): pass",
         )
     _say(rank, "Testing basic operations...")
-    with check("forward", rank):
+    with check("forward", rank, "embeddings equal those of the whole model"):
         output = model(inputs)[0]
         _compare(output.detach(), whole(inputs)[0].detach(), "embeddings")
-        _say(
-            rank,
-            "* forward: embeddings equal those of the whole model: pass",
-        )
     with check("backward", rank):
         # Times world_size: FSDP and GradientSync average over ranks, and the whole model sums over all inputs.
         (output.square().sum() * world_size).backward()
@@ -88,33 +84,23 @@ def _run(session: Session) -> None:
             rank,
             f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs: pass",
         )
-    with check("gather", rank):
+    with check("gather", rank, "the full weights equal those of one process"):
         state = parameters.full_state_dict(model)
         if rank == 0:
             for name, value in whole.state_dict().items():
                 _compare(state[name], value.cpu(), name)
-        _say(
-            rank,
-            "* gather: the full weights equal those of one process: pass",
-        )
-    with check("weight edit", rank):
+    with check(
+        "weight edit", rank, "W - v v^T W on shards equals it on the whole weight"
+    ):
         parameters.edit_weights(model, {EDITED: _project_out})
         edited = parameters.full_state_dict(model)
         if rank == 0:
             _compare(edited[EDITED], _project_out(state[EDITED]), EDITED)
         collectives.barrier()
-        _say(
-            rank,
-            "* weight edit: W - v v^T W on shards equals it on the whole weight: pass",
-        )
     _say(rank, "Testing FSDP-aware memory management...")
-    with check("memory", rank):
+    with check("memory", rank, "measured on every process, caches emptied together"):
         devices.fsdp_empty_cache()
         devices.fsdp_print_memory_usage()
-        _say(
-            rank,
-            "* memory: measured on every process, caches emptied together: pass",
-        )
 
 
 def small_model() -> EmbeddingModel:
@@ -146,10 +132,13 @@ def small_model() -> EmbeddingModel:
 
 
 @contextmanager
-def check(name: str, rank: int) -> Iterator[None]:
-    """Print a failure on the rank where it happens, which then exits."""
+def check(name: str, rank: int, passed: str = "") -> Iterator[None]:
+    """Print a failure on the rank where it happens, which then exits; otherwise what has passed, where it is known
+    before."""
     try:
         yield
+        if passed:
+            _say(rank, f"* {name}: {passed}: pass")
     except Exception as error:
         _say(0, f"* {name}: FAIL on rank {rank}: {type(error).__name__}: {error}")
         raise SystemExit(1) from error
@@ -183,8 +172,7 @@ def _compare(ours: Tensor, theirs: Tensor, what: str) -> None:
 
 def _say(rank: int, line: str) -> None:
     if rank == 0:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+        print_lines(line)
 
 
 if __name__ == "__main__":

@@ -97,8 +97,12 @@ class ModelUse:
     ] = "ddp"
     nproc: Nproc = 1
 
-    def share(self) -> None:
-        """End the command here if other processes are to do its work."""
+    def share(self, source: str = "") -> None:
+        """End the command here if other processes are to do its work. `source`: what it reads."""
+        if source == "-" and self.nproc > 1:
+            raise UserError(
+                f"standard input (-) is read by one process: leave out --nproc {self.nproc}, or give a file"
+            )
         option("torch_dtype", self.torch_dtype)
         share(self.nproc)
 
@@ -170,7 +174,13 @@ class Command(TyperCommand):
             return result or code
         # Of several ranks the first one writes.
         if target is not None and is_first_rank():
-            _write_json(target, result)
+            if is_dataclass(result) and not isinstance(result, type):
+                result = asdict(result)
+            text = json.dumps(result, indent=2, ensure_ascii=False, default=str) + "\n"
+            if target == STANDARD_OUTPUT:
+                sys.stdout.write(text)
+            else:
+                Path(target).write_text(text, encoding="utf-8")
         return code
 
 
@@ -190,16 +200,6 @@ def with_json_target(args: Sequence[str]) -> list[str]:
         if argument == "--json" and not is_target:
             arguments[number] = f"--json={STANDARD_OUTPUT}"
     return arguments
-
-
-def _write_json(target: str, result: Any) -> None:
-    if is_dataclass(result) and not isinstance(result, type):
-        result = asdict(result)
-    text = json.dumps(result, indent=2, ensure_ascii=False, default=str) + "\n"
-    if target == STANDARD_OUTPUT:
-        sys.stdout.write(text)
-        return
-    Path(target).write_text(text, encoding="utf-8")
 
 
 @contextmanager
@@ -361,7 +361,7 @@ def usable_model(name: str) -> str:
     return str(folder)
 
 
-def numbers(
+def parts_of(
     flag: str,
     text: str,
     kind: type = int,

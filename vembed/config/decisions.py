@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
 from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.options import Level, OptionValue, yaml_word
@@ -33,7 +33,6 @@ Strategy = Literal["single", "ddp", "fsdp"]
 AskedStrategy = Literal["auto", "single", "ddp", "fsdp"]
 Precision = Literal["no", "bf16", "fp16"]
 AskedPrecision = Literal["auto", "no", "bf16", "fp16"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DEFAULT = "default"
 USER_LEVELS = (Level.CONFIG, Level.COMMAND_LINE)
 """Sources in which the user sets options one by one. Presets, files and launchers bring whole groups of options."""

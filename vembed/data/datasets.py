@@ -11,7 +11,7 @@ import hashlib
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.config.terms import source_group_names
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Example, Examples, Item, Kind, ReadAs
+from vembed.data.images.files import image_problem
 from vembed.data.near_duplicates import (
     Groups,
     near_links,
@@ -87,39 +88,22 @@ def open_sets(
     if options.val_split is not None:
         parts = hold_out(store, options.val_split, seed)
         store = parts.train
-        by_source: dict[int, list[Example]] = {}
-        for number, example in parts.examples:
-            by_source.setdefault(number, []).append(example)
-        scored = {
-            number
-            for number, examples in by_source.items()
-            if are_scored_pairs(examples)
-        }
+        held = {source for source, _ in parts.examples}
+        scored = {source for source in held if are_scored_pairs(parts.of([source]))}
         # Correlations with given scores and retrieval have no common scale: the main score is one of them.
-        if len(scored) == len(by_source):
+        if scored == held:
             scored.clear()
         notes = parts.notes
         if scored:
             notes.append("without scored pairs")
-        names = [
-            source_name
-            for number, source_name in enumerate(store.names)
-            if number not in scored
-        ]
-        evaluation = from_examples(
-            [example for number, example in parts.examples if number not in scored],
-            # Not rounded: a share may be less than a percent.
-            f"{100 * options.val_split:g}% of the queries of {', '.join(names)}",
-            documents=[
-                item for number, item in parts.documents if number not in scored
-            ],
-            notes=notes,
-        )
+        sources = [source for source in range(len(store.names)) if source not in scored]
+        names = ", ".join(store.names[source] for source in sources)
+        # Not rounded: a share may be less than a percent.
+        title = f"{100 * options.val_split:g}% of the queries of {names}"
+        evaluation = parts.evaluation(sources, title, notes)
         by_task = {**held_by_task(options, parts), **by_task}
         log.info(
-            "val_split: %s examples to train on, %s held out",
-            f"{len(store):,d}",
-            f"{len(parts.examples):,d}",
+            f"val_split: {len(store):,d} examples to train on, {len(parts.examples):,d} held out"
         )
     elif options.val_data_path:
         evaluation = open_eval_data(options, options.val_data_path, objective)
@@ -127,7 +111,7 @@ def open_sets(
         return Sets(store, None, tuple(doubts))
     log.info(evaluation.summary())
     for name, data in by_task.items():
-        log.info("task %s: %s", name, data.summary())
+        log.info(f"task {name}: {data.summary()}")
     # On one rank: all would find the same, and it reads all data.
     if compares:
         if isinstance(evaluation, RetrievalData):
@@ -147,13 +131,11 @@ def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:
         return {}
     by_task = {}
     for name in dict.fromkeys(names):
-        examples = [each for source, each in parts.examples if names[source] == name]
-        documents = [item for source, item in parts.documents if names[source] == name]
-        title = f"those held out of {name}"
+        sources = [source for source in range(len(names)) if names[source] == name]
         try:
-            by_task[name] = from_examples(examples, title, documents=documents)
+            by_task[name] = parts.evaluation(sources, f"those held out of {name}")
         except UserError as error:  # too few for a score
-            log.info("task %s is not scored by itself: %s", name, error)
+            log.info(f"task {name} is not scored by itself: {error}")
     return by_task
 
 
@@ -186,24 +168,49 @@ FIRST_DOCUMENT = 2**63
 class HeldOut:
     """The two parts of the data."""
 
+    store: ExampleStore
+    """Both parts."""
     train: ExampleStore
     examples: Sequence[tuple[int, Example]]
     """Examples that are held out, each with the number of its source."""
     notes: list[str]
     """What the score on these data has to be read with."""
 
+    def of(self, sources: Collection[int]) -> list[Example]:
+        """Return the examples that are held out of these sources."""
+        return [example for source, example in self.examples if source in sources]
+
+    def evaluation(
+        self, sources: Collection[int], title: str, notes: Sequence[str] = ()
+    ) -> EvalData:
+        """Return these examples as evaluation data over all documents of the sources."""
+        documents = [item for source, item in self.documents if source in sources]
+        return from_examples(self.of(sources), title, documents=documents, notes=notes)
+
     @cached_property
     def documents(self) -> Sequence[tuple[int, Item]]:
-        """Documents of the training examples, each with the number of its source: all, or of large data a sample that
-        is spread evenly."""
+        """Documents of all examples, each with the number of its source: all, or of large data a sample that is spread
+        evenly. `max_negatives`, an option of the training step, leaves none out."""
         documents: dict[tuple[int, int], Item] = {}
-        for index in spread(len(self.train), MAX_SEARCHED_DOCUMENTS):
-            example = self.train[index]
+        num_unreadable = 0
+        for index in spread(len(self.store), MAX_SEARCHED_DOCUMENTS):
+            example = self.store[index]
             # The texts of a class are relevant to each other: those of training would count as wrong.
-            if example.label is None:
-                source = self.train.source_of(index)
-                for item in example.documents:
-                    documents.setdefault((source, item.key()), item)
+            if example.label is not None:
+                continue
+            source = self.store.source_of(index)
+            for item in self.store.all_documents(index):
+                # The first pass checks the images of documents that are trained on.
+                is_checked = item in example.documents
+                if not is_checked and any(map(image_problem, item.images)):
+                    num_unreadable += 1
+                    continue
+                documents.setdefault((source, item.key()), item)
+        if num_unreadable:
+            log.warning(
+                f"val_split: {num_unreadable:,d} negatives beyond max_negatives have images that cannot be read, and are "
+                "not searched"
+            )
         keyed = [(source, item) for (source, _), item in documents.items()]
         return [keyed[place] for place in spread(len(keyed), MAX_SEARCHED_DOCUMENTS)]
 
@@ -264,7 +271,7 @@ def hold_out(
             notes.append(
                 "queries alone are held out, because most examples are connected by equal or nearly equal texts"
             )
-    return HeldOut(train, held, notes)
+    return HeldOut(store, train, held, notes)
 
 
 @dataclass(frozen=True)

@@ -325,6 +325,12 @@ class ExampleStore:
             sources.append(replace(source, index=index))
         return ExampleStore(sources, short_hash(self.fingerprint, note))
 
+    def all_documents(self, index: int) -> tuple[Item, ...]:
+        """Return the documents of an example, with the negatives beyond `max_negatives`."""
+        source, number = self._locate(index)
+        form = replace(source.form, max_negatives=None)
+        return replace(source, form=form).example(number).documents
+
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
         values = [source.index.keys for source in self._sources]

@@ -25,7 +25,7 @@ from vembed.data.images.decoders import PIXELS_KEY
 from vembed.data.images.files import image_name
 from vembed.data.images.pixels import Pixels, blank_image
 from vembed.errors import UserError
-from vembed.models.attention import PREFIX
+from vembed.models.attention import SHARED_PREFIX
 from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
@@ -62,6 +62,30 @@ class Features:
     """int32, special tokens included."""
     segments: np.ndarray | None = None
     """int32, 0 for tokens of a pair's query and 1 for those of its document, where the tokenizer tells."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets the arrays as bytes: it would read many small arrays as slowly as it makes them."""
+        contents = []
+        for array in (self.token_ids, self.segments):
+            contents.append(None if array is None else array.tobytes())
+        return received_features, (
+            self.modality,
+            self.length,
+            self.key,
+            self.content,
+            self.images,
+            self.num_vectors,
+            *contents,
+        )
+
+
+def received_features(*values: Any) -> Features:
+    """Return features that another process has sent."""
+    *columns, token_ids, segments = values
+    arrays = []
+    for content in (token_ids, segments):
+        arrays.append(None if content is None else np.frombuffer(content, np.int32))
+    return Features(*columns, *arrays)
 
 
 class BaseFeaturiser(ABC):
@@ -348,14 +372,16 @@ class PairFeaturiser(BaseFeaturiser):
         return features
 
     def joined(self, features: Sequence[Features]) -> dict[str, Tensor]:
-        """See BaseFeaturiser. What all questions begin with is there once, as PREFIX."""
+        """See BaseFeaturiser. What all questions begin with is there once, as SHARED_PREFIX."""
         if self._template_length:
             rows = [np.asarray(feature.token_ids) for feature in features]
             # At most the template, because memory is measured with copies of one question.
             num_shared = shared_length(rows, self._template_length)
             if num_shared:
                 batch = self._texts.pad([row[num_shared:] for row in rows])
-                batch[PREFIX] = torch.tensor(rows[0][:num_shared], dtype=torch.int64)
+                batch[SHARED_PREFIX] = torch.tensor(
+                    rows[0][:num_shared], dtype=torch.int64
+                )
                 return batch
         batch = super().joined(features)
         if features[0].segments is not None:
@@ -603,10 +629,8 @@ class TextProcessing:
         share = self._num_unknown / max(self._num_tokens, 1)
         if self._num_tokens >= LEAST_SAMPLE_TOKENS and share > UNKNOWN_SHARE:
             log.warning(
-                "the tokenizer of %s does not know %.0f%% of the tokens of the first texts: is it that of the model, and "
-                "of this language?",
-                self.tokenizer.name_or_path,
-                100 * share,
+                f"the tokenizer of {self.tokenizer.name_or_path} does not know {share:.0%} of the tokens of the first "
+                "texts: is it that of the model, and of this language?"
             )
             self._unknown = None
 

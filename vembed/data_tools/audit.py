@@ -48,7 +48,6 @@ preview = functools.partial(short_item, length=300)
 """An item for the page."""
 LOW_RANK = 10
 """A positive below so many other documents is looked at."""
-FIX_IN_TRAINING = "vembed train cfg.yaml no_duplicates=true"
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,12 @@ def open_eval_data(
     return from_examples([store[index] for index in range(len(store))], path, task)
 
 
+def open_test_data(path: str | Path) -> EvalData:
+    """Return evaluation data for a finished model: the test split of a BEIR-style folder, where it has one."""
+    options = DataSection(data_path=str(path))
+    return open_eval_data(options, str(path), splits=TEST_FIRST)
+
+
 def are_scored_pairs(examples: Sequence[Example]) -> bool:
     """Return whether every example has a score and one document."""
     for example in examples:

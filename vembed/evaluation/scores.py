@@ -41,11 +41,13 @@ from vembed.inference.encoding import (
     encode_features,
     encode_items,
     first_dims,
+    from_all_ranks,
     quantized,
     ranges_of,
 )
+from vembed.inference.reranker import Reranker
 from vembed.models.families.description import ModelDescription
-from vembed.parallel import collectives
+from vembed.models.families.model_files import kind_of, model_folder
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
@@ -57,7 +59,7 @@ REPORTED_K = 10
 
 
 def evaluate(
-    model: str | Path | Embedder,
+    model: str | Path | Embedder | Reranker,
     data: str | Path | EvalData,
     *,
     dims: Sequence[int] | None = None,
@@ -78,7 +80,8 @@ def evaluate(
     """Return the scores of a model, with keys such as `ndcg@10`, `dim256/ndcg@10` or `spearman`.
 
     Args:
-        model: a folder, a run, a Hub name or an `Embedder`. Any model that Sentence Transformers loads is possible.
+        model: a folder, a run, a Hub name, an `Embedder` or a `Reranker`. Any model that Sentence Transformers loads is
+            possible. A reranker scores the first 50 documents of BM25.
         data: a BEIR-style folder, or a file of pairs.
         dims: additional embedding sizes. Default: the model's Matryoshka sizes.
         ks: cut-offs of the metrics.
@@ -92,7 +95,7 @@ def evaluate(
             "vembed.evaluation.dataset.from_examples returns"
         )
     if isinstance(data, str | Path):
-        if retrieval_mode is None and not isinstance(model, Embedder):
+        if retrieval_mode is None and isinstance(model, str | Path):
             run = run_options(str(model), ("retrieval_mode",))
             retrieval_mode = run.get("retrieval_mode")
         options = DataSection(
@@ -111,8 +114,11 @@ def evaluate(
     # One rank prints for all.
     if show_progress and (session is None or session.is_main):
         sys.stderr.write(data.summary() + "\n")
-    if not isinstance(model, Embedder):
-        model = Embedder(
+    if isinstance(model, str | Path):
+        # A causal language model whose files say no more is an embedding model here.
+        is_reranker = kind_of(model_folder(str(model))) == "reranker"
+        load = Reranker if is_reranker else Embedder
+        model = load(
             model,
             device=device,
             torch_dtype=torch_dtype,
@@ -161,6 +167,10 @@ def evaluate_model(
     is_shown = is_main and (show_progress or log is not None)
     cutoffs = sorted({*(ks or evaluation.cutoffs()), REPORTED_K})
     if isinstance(featuriser, PairFeaturiser):
+        if dims or compressed:
+            raise UserError(
+                "--dims and --compressed are of embeddings, and this model is a reranker: leave them out"
+            )
         return _evaluate_reranker(
             model,
             featuriser,
@@ -628,18 +638,6 @@ class RetrievalSearch:
                 for name, value in means.items():
                     scores[f"dim{dim}/{name}"] = value
         return scores
-
-
-def from_all_ranks(
-    rows: np.ndarray,
-    num_rows: int,
-    session: Session | None,
-) -> np.ndarray:
-    """Return the rows of all ranks, to which they were dealt in turn, in their order."""
-    if session is None or session.world_size == 1:
-        return rows
-    local = torch.from_numpy(np.ascontiguousarray(rows)).to(session.device)
-    return collectives.all_gather_dealt(local, num_rows).cpu().numpy()
 
 
 def correlations(similarities: np.ndarray, labels: Sequence[float]) -> dict[str, float]:

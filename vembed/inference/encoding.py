@@ -187,6 +187,18 @@ def encode_features(
     return embeddings.float().cpu().numpy()
 
 
+def from_all_ranks(
+    rows: np.ndarray,
+    num_rows: int,
+    session: Session | None,
+) -> np.ndarray:
+    """Return the rows of all ranks, to which they were dealt in turn, in their order."""
+    if session is None or session.world_size == 1:
+        return rows
+    local = torch.from_numpy(np.ascontiguousarray(rows)).to(session.device)
+    return collectives.all_gather_dealt(local, num_rows).cpu().numpy()
+
+
 def check_finite(values_ND: np.ndarray, what: str) -> None:
     """Raise UserError where a model gives values that are not finite."""
     broken = int((~np.isfinite(values_ND).all(axis=1)).sum())

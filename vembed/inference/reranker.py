@@ -16,12 +16,11 @@ from vembed.data.features import Features, PairFeaturiser
 from vembed.errors import UserError
 from vembed.files import check_weights
 from vembed.inference.embedder import Input, inference_device, to_item
-from vembed.inference.encoding import encode_features
+from vembed.inference.encoding import encode_features, from_all_ranks
 from vembed.models.building import build_model
 from vembed.models.families.backbones import quiet_transformers
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import check_model_config, check_whole_weights
-from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
 
@@ -124,10 +123,7 @@ class Reranker:
         # without pairs goes on: the forward passes of the others gather its shards.
         features = self.featuriser.features(items[rank::world_size])
         scores = self.scores_of(features, world_size)
-        if world_size > 1:
-            rows = torch.from_numpy(scores).to(self.device)
-            scores = collectives.all_gather_dealt(rows, len(items)).cpu().numpy()
-        return np.ravel(scores)
+        return np.ravel(from_all_ranks(scores, len(items), self.session))
 
     def rank(
         self,

@@ -409,8 +409,9 @@ class Service:
         for number, entry in enumerate(entries):
             text = entry.get("text") if isinstance(entry, dict) else entry
             if not isinstance(text, str):
+                expected = "one text" if key == "query" else "a text or a list of texts"
                 raise Refusal(
-                    f"{key} must be a text or a list of texts, and has {reprlib.repr(entry)}",
+                    f"{key} must be {expected}, and has {reprlib.repr(entry)}"
                 )
             self._check_text(f"{key}[{number}]", text)
             texts.append(text)
@@ -685,11 +686,6 @@ class ModelEncoder(TextEncoder):
         self.max_length = description.max_length
         self.has_fixed_length = description.traits.has_fixed_length
         self.gives_unit_vectors = description.normalize
-        self.prompts: dict[Kind | None, str] = {
-            None: "",
-            "query": description.query_prompt,
-            "document": description.document_prompt,
-        }
         # The ids of a conversation would have to bring its template along.
         texts = embedder.featuriser.texts
         if texts is not None and not description.traits.reads_chats:
@@ -701,8 +697,9 @@ class ModelEncoder(TextEncoder):
         items: list[tuple[Item, Kind]] = []
         for served in inputs:
             if isinstance(served.content, str):
-                item = Item(text=served.content, prompt=self.prompts[served.kind])
-                items.append((item, "document"))
+                prompt = None if served.kind else ""
+                item = Item(text=served.content, prompt=prompt)
+                items.append((item, served.kind or "document"))
         tokenized = iter(featuriser.features(items))
         features = []
         for served in inputs:

@@ -53,7 +53,7 @@ REVERSE = 1
 
 @dataclass(frozen=True)
 class ExclusionMask:
-    """Scores that do not count: those whose row and column have an equal key."""
+    """Scores that are excluded: those whose row and column have an equal key."""
 
     row_keys: Tensor
     """[n, S] int32 keys of this rank's rows. Unused slots are -1."""
@@ -61,7 +61,7 @@ class ExclusionMask:
     """[C, S'] int32 keys of the columns. Unused slots are -2."""
 
     def tiles(self, rows: slice, tile_width: int) -> Iterator[Tensor]:
-        """Yield a bool mask [n, t] of some rows for each tile of `tile_width` columns: true is left out."""
+        """Yield a bool mask [n, t] of some rows for each tile of `tile_width` columns: true is excluded."""
         row_slots = self.row_keys[rows].T[:, :, None]
         for tile_keys in torch.split(self.column_keys, tile_width):
             # One [n, t] comparison for each pair of slots. A single broadcast would need [n, t, S, S'].
@@ -77,7 +77,7 @@ class ExclusionMask:
 class ColumnGroup:
     """Scores of all rows of this rank against the columns of a range of entries.
 
-    The row's own positive is always left out here. It enters the loss separately.
+    The row's own positive is always excluded here. It enters the loss separately.
     """
 
     row_entries: slice
@@ -85,7 +85,7 @@ class ColumnGroup:
     columns: slice
     """Entries of the columns."""
     masks: tuple[ExclusionMask, ...]
-    """A score does not count where one of them is true."""
+    """A score is excluded where one of them is true."""
     direction: int = FORWARD
 
 
@@ -125,7 +125,7 @@ class CandidateRule:
     """Which scores a loss reads, besides those of each query with the documents."""
 
     hard_negatives_scope: Literal["all", "own"] = "all"
-    """As the option of this name."""
+    """As the option of this name. own: a hard negative is a candidate of its example's rows alone."""
     query_query: bool = False
     """Queries against queries, too."""
     document_document: bool = False
@@ -184,7 +184,8 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
         # [P] the place of each pair's hard negative among the distinct ones: a negative of several rows has one entry.
         explicit_negatives, place = torch.unique(negative, return_inverse=True)
         tensors["negative_entry"] = first_explicit + place
-    # Occurrences count from 0 for queries, from R for positives, from 2 R for hard negatives.
+    # [N] the occurrence of each entry, in the order of the table. Occurrences count from 0 for queries, from R for
+    # positives, from 2 R for hard negatives.
     occurrences = torch.arange(2 * num_rows + num_negatives, device=batch.query.device)
     parts = (
         occurrences[2 * num_rows :],
@@ -193,7 +194,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
         2 * num_rows + explicit_negatives,
     )
     occurrence = torch.cat(parts)
-    tensors["index"] = batch.occurrences()[occurrence]
+    tensors["index"] = batch.occurrence_indices()[occurrence]
     tensors["occurrence"] = occurrence
     on_device = to_device_together(tensors, device)
     device_keys = _MaskKeys(**to_device_together(keys._asdict(), device))
@@ -235,7 +236,7 @@ class _MaskKeys(NamedTuple):
     document_example: Tensor
     """[C, 1] example of each hard negative. Positives have no key."""
     query_texts: Tensor
-    """[C', S] of each query what `row` is of a row."""
+    """[C', S] contents of each query and of its example's positives, which a row's positive is compared with."""
 
 
 def _mask_keys(
@@ -285,22 +286,22 @@ def _column_groups(
     """Return the column groups, without empty ones."""
     documents = layout.documents
     queries = layout.queries
-    # Left out: documents with the content of the row's query or of one of its positives.
+    # Excluded: documents with the content of the row's query or of one of its positives.
     document_masks = [ExclusionMask(keys.row, keys.document)]
     if rule.lists_own_negatives:
-        # They are explicit pairs already.
+        # Excluded: hard negatives of the row's example. They are explicit pairs.
         example_mask = ExclusionMask(keys.row_example, keys.document_example)
         document_masks.append(example_mask)
     masks = tuple(document_masks)
     groups = [ColumnGroup(layout.rank_queries, documents, masks)]
     if rule.query_query:
-        # Left out: the row's query itself, and queries with the content of one of its positives.
+        # Excluded: the row's query itself, and queries with the content of one of its positives.
         query_mask = ExclusionMask(keys.row, keys.query)
         groups.append(ColumnGroup(layout.rank_queries, queries, (query_mask,)))
     if rule.document_document:
         groups.append(ColumnGroup(layout.rank_positives, documents, masks))
     if rule.both_directions:
-        # Left out: the queries of examples that have the row's positive as positive or as query, and queries with the
+        # Excluded: the queries of examples that have the row's positive as positive or as query, and queries with the
         # content of the row's query.
         row_positive = keys.document[layout.rank_positives, :1]
         row_query = keys.row[:, :1]

@@ -10,8 +10,9 @@ row blocks, and each block into tiles of columns:
             +---------+---------+---------+------  n rows and t columns
     block   | ...
 
-For a loss L = sum over rows of l(row), with logits z = logit_scale * score, the gradient with respect to the vectors x of rows
-and y of columns is as follows. For the cosine x and y are normalised, and `PrefixTable` adds the derivative of that.
+The score of row i and column j is the dot product x_i . y_j of their vectors, and its logit is z = logit_scale * score. For
+a loss L = sum over rows of l(row), the gradient with respect to these vectors is as follows. For the cosine x and y are
+normalised, and `PrefixTable` adds the derivative of that.
 
     dL/dx_i = logit_scale * sum_j dl/dz_ij * y_j          dL/dy_j = logit_scale * sum_i dl/dz_ij * x_i
 
@@ -24,10 +25,12 @@ only multiplies by the incoming gradient.
 Where a score's derivative does not depend on the others of its row (`SEPARABLE`), each tile is differentiated
 immediately after it is scored, and all tiles share one buffer.
 
-Who does what: `candidates.py` says which scores count. The similarity's table computes them and turns their derivatives
-into the gradient of the embeddings. The row losses, below, add them up. `_ScorePass` brings the three together. Vectors
-are named by their entry in the table of candidates. Shapes: K sizes, n rows of a block, t columns of a tile, P explicit
-pairs of a block. `d_x` is dL/dx.
+Who does what: `candidates.py` plans which scores count. `PrefixTable` holds the normalised vectors, computes scores and
+turns their derivatives into the gradient of the embeddings. The row losses add the scores up. `_ScorePass` brings the
+three together. A vector is named by its entry in the plan.
+
+Shapes: K Matryoshka sizes, n rows of a block, t columns of a tile, P explicit pairs of a block, N entries. `d_logits` is
+dL/d(logits), and so for other names. An excluded candidate does not count: its logit is EXCLUDED.
 """
 
 from __future__ import annotations
@@ -58,17 +61,17 @@ MEBIBYTE = 2**20
 EXCLUDED = -1e30
 """Logit of an excluded candidate. Finite, since 0 * -inf would be NaN."""
 TIE_TOLERANCE = 64
-"""A score that exceeds a ceiling by at most this many rounding errors counts as equal to it, and is not left out."""
+"""A score that exceeds a ceiling by at most this many rounding errors counts as equal to it, and is not excluded."""
 
 
 # ---- Row losses: the loss of each row and its derivatives, tile by tile ----------------------
 #
-# A row has the logit of its positive and the logits of its candidates. Excluded candidates have the logit EXCLUDED.
+# A row has the logit of its positive and the logits of its candidates.
 
 
 def is_excluded(logits: Tensor) -> Tensor:
     """Return true where a candidate is excluded."""
-    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times the logit_scale, which is above 1e-6.
+    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times logit_scale, which is above 1e-6.
     return logits <= EXCLUDED * 1e-6
 
 
@@ -366,7 +369,7 @@ class DivergenceRows(RowLoss):
         """[n] sum of exp(t - largest t) * (t - s)"""
 
     def _targets(self, candidates: CandidateLogits) -> Tensor:
-        """Return the teacher's logits, with what the student leaves out left out too."""
+        """Return the teacher's logits, EXCLUDED for candidates that the student excludes."""
         assert candidates.target is not None
         targets = candidates.target * self.target_scale
         return targets.masked_fill_(is_excluded(candidates.logits), EXCLUDED)
@@ -478,7 +481,7 @@ class Guide:
 
     vectors: TeacherVectors
     margin_below_positive: float
-    """Leave out candidates with a score above the positive's score minus this margin, both by the teacher."""
+    """Exclude candidates with a score above the positive's score minus this margin, both by the teacher."""
     is_relative: bool
     """The margin is a fraction of the positive's score."""
 
@@ -490,11 +493,11 @@ class Scoring:
     plan: ScorePlan
     similarity: Similarity
     row_loss: Callable[[RowStart], RowLoss]
-    """Makes the losses of a row block."""
+    """Makes the losses of a row block, for one size and direction."""
     direction_factors: tuple[float, ...]
     """Factor of each direction (forward, reverse)."""
     margin_above_positive: float | None = None
-    """Leave out candidates with a score above the positive's score plus this margin. None: keep all."""
+    """Exclude candidates with a score above the positive's score plus this margin. None: no such limit."""
     guide: Guide | None = None
     teacher: TeacherVectors | None = None
     """Whose scores are the targets of the row losses."""
@@ -506,16 +509,16 @@ def tiled_loss(
     logit_scale: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum over this rank's rows, sizes and directions of coefficient * size weight * row loss.
+    """Return the sum over this rank's rows, sizes and directions of size weight * direction factor * row loss.
 
-    `embeddings`: E [U, D]. Logits are logit_scale * score. The row loss adds the bias. Differentiable once, in embeddings,
-    logit_scale and bias.
+    `embeddings`: E [U, D]. Logits are logit_scale * score. The row loss adds the bias. Differentiable once, in
+    embeddings, logit_scale and bias.
     """
     # Gradients are computed by hand. Autocast would run the products in 16 bits.
     with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
         score_pass = _ScorePass(embeddings, scoring, logit_scale, bias)
         score_pass.run()
-        d_embeddings = score_pass.table.gradient().to(embeddings.dtype)
+        d_embeddings = score_pass.embedding_table.gradient().to(embeddings.dtype)
     inputs = [embeddings, logit_scale]
     gradients = [d_embeddings, score_pass.d_logit_scale]
     if bias is not None:
@@ -526,7 +529,7 @@ def tiled_loss(
 
 
 class _VectorTable:
-    """A teacher's vectors by their entry in the candidates' table."""
+    """A teacher's vectors by entry, beside the embeddings in the PrefixTable."""
 
     def __init__(
         self,
@@ -537,7 +540,7 @@ class _VectorTable:
         """`like`: has the device and dtype of the scores."""
         # [V, width] the teacher's vectors, and [N] the vector of each entry.
         self.vectors = teacher.vectors.to(like.device, like.dtype)
-        self.index = teacher.occurrences()[plan.occurrence]
+        self.index = teacher.occurrence_indices()[plan.occurrence]
 
     def at(self, entries: Entries) -> Tensor:
         """Return [n, width] vectors."""
@@ -581,7 +584,7 @@ class _ScoredPairs:
     scores: Tensor
     """[K, P]"""
     by_size: tuple[CandidateLogits, ...] = ()
-    """Of explicit pairs: the logits [P] that the row losses got, by size."""
+    """Of explicit pairs: the logits [P] that were added to the row losses, by size."""
 
 
 @dataclass(frozen=True)
@@ -593,9 +596,9 @@ class _RowBlock:
     losses: list[list[RowLoss]]
     """By size and direction."""
     ceilings: Tensor | None
-    """[K, n] logits above which candidates are left out."""
+    """[K, n] logits above which candidates are excluded."""
     guide_ceilings: Tensor | None
-    """[n] scores of the guide above which candidates are left out."""
+    """[n] scores of the guide above which candidates are excluded."""
 
 
 class _ScorePass:
@@ -617,7 +620,7 @@ class _ScorePass:
         if bias is not None:
             self.bias = bias.detach().to(embeddings.device, dtype)
         self.num_sizes = len(scoring.similarity.dims)
-        self.table = PrefixTable(
+        self.embedding_table = PrefixTable(
             embeddings, plan.index, scoring.similarity, with_gradient=True
         )
         self.guide_table: _VectorTable | None = None
@@ -641,8 +644,8 @@ class _ScorePass:
         widest_tile = min(widest_group, self.tiling.columns)
         max_rows = min(self.tiling.rows, length_of(plan.rank_queries))
         width = num_columns if self.keeps_tiles else widest_tile
-        size = self.num_matrices * max_rows * width
-        self.logits_buffer = self.logit_scale.new_empty(size)
+        num_logits = self.num_matrices * max_rows * width
+        self.logits_buffer = self.logit_scale.new_empty(num_logits)
         self.scratch_buffer = self.logit_scale.new_empty(2, max_rows * widest_tile)
         self.loss = self.logit_scale.new_zeros(())
         self.d_logit_scale = self.logit_scale.new_zeros(())
@@ -653,37 +656,39 @@ class _ScorePass:
         num_rows = length_of(self.plan.rank_queries)
         for rows in chunks(num_rows, self.tiling.rows):
             # The positives first: they start the online softmax and define the ceilings.
-            block = self._start(rows)
+            block = self._start_block(rows)
             explicit = self._score_explicit(rows, block)
             row_vectors = []
             for group in self.plan.column_groups:
                 entries = shifted(rows, group.row_entries.start)
                 # Scale the n vectors [n, d] rather than the n * N scores.
-                x = self.table.x[entries] * self.logit_scale
+                x = self.embedding_table.x[entries] * self.logit_scale
                 row_vectors.append(RowVectors(entries, x, torch.zeros_like(x)))
             kept_tiles = []
             for tile in self._scored_tiles(rows, block, row_vectors):
                 if self.keeps_tiles:
                     kept_tiles.append(tile)
                 else:
-                    self._differentiate(tile, block)
-            # All logits have entered the sums of their rows.
+                    self._differentiate_tile(tile, block)
+            # The sums of the rows are complete.
             for by_direction in block.losses:
                 for row_loss in by_direction:
                     self.loss += row_loss.total()
             self._differentiate_pairs(block, explicit)
             for tile in kept_tiles:
-                self._differentiate(tile, block)
+                self._differentiate_tile(tile, block)
             for vectors in row_vectors:
-                self.d_logit_scale += self.table.finish(vectors, self.logit_scale)
+                self.d_logit_scale += self.embedding_table.finish(
+                    vectors, self.logit_scale
+                )
 
     # ---- Single pairs: positives and explicit pairs -----------------------------------
 
-    def _start(self, rows: slice) -> _RowBlock:
+    def _start_block(self, rows: slice) -> _RowBlock:
         """Start the losses of a row block with its positives."""
         queries = shifted(rows, self.plan.rank_queries.start)
         positives = shifted(rows, self.plan.rank_positives.start)
-        positive_scores = self.table.pair_scores(queries, positives)  # [K, n]
+        positive_scores = self.embedding_table.pair_scores(queries, positives)  # [K, n]
         target = None
         if self.teacher_table is not None:
             target = self.teacher_table.pair_scores(queries, positives)
@@ -724,7 +729,7 @@ class _ScorePass:
             right = pairs.negative_entry[first:stop]
             # [K, P]. Exclusion is written into the scores, before they are scaled, so that the gradient below also sees
             # EXCLUDED, a finite number.
-            scores = self.table.pair_scores(left, right)
+            scores = self.embedding_table.pair_scores(left, right)
             if block.ceilings is not None:
                 is_above = scores * self.logit_scale > block.ceilings[:, row]
                 scores.masked_fill_(is_above, EXCLUDED)
@@ -766,7 +771,7 @@ class _ScorePass:
             # logits = logit_scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
             self.d_logit_scale += (d_logits * pairs.scores).sum()
             d_scores = d_logits * self.logit_scale
-            self.table.add_pair_gradient(
+            self.embedding_table.add_pair_gradient(
                 pairs.left, pairs.right, pairs.scores, d_scores
             )
 
@@ -792,8 +797,8 @@ class _ScorePass:
             for columns in chunks(length_of(group.columns), tile_width):
                 num_columns = length_of(columns)
                 num_scores = num_rows * num_columns
-                size = self.num_matrices * num_scores
-                buffer = self.logits_buffer[offset : offset + size]
+                num_logits = self.num_matrices * num_scores
+                buffer = self.logits_buffer[offset : offset + num_logits]
                 matrices = buffer.view(self.num_matrices, num_rows, num_columns)
                 scratch = self.scratch_buffer[:, :num_scores]
                 tile = _Tile(
@@ -805,12 +810,12 @@ class _ScorePass:
                     scratch=scratch.view(2, num_rows, num_columns),
                 )
                 excluded = [next(mask) for mask in masks]
-                self._score(tile, block, excluded)
+                self._compute_logits(tile, block, excluded)
                 yield tile
                 if self.keeps_tiles:
-                    offset += size
+                    offset += num_logits
 
-    def _score(
+    def _compute_logits(
         self,
         tile: _Tile,
         block: _RowBlock,
@@ -831,7 +836,9 @@ class _ScorePass:
             self.teacher_table.score(rows, tile.columns, out=tile.target)
         # A size is masked as soon as it is there. The sums for the next one are in the buffer of the largest size, which is
         # masked last.
-        for k in self.table.logits(tile.row_vectors, tile.columns, tile.logits):
+        for k in self.embedding_table.logits(
+            tile.row_vectors, tile.columns, tile.logits
+        ):
             logits = tile.logits[k]
             for mask in excluded:
                 logits.masked_fill_(mask, EXCLUDED)
@@ -841,7 +848,7 @@ class _ScorePass:
             row_loss = block.losses[k][tile.direction]
             row_loss.add(CandidateLogits(logits, tile.target, out=scratch))
 
-    def _differentiate(self, tile: _Tile, block: _RowBlock) -> None:
+    def _differentiate_tile(self, tile: _Tile, block: _RowBlock) -> None:
         """Add the gradient of a tile with respect to the block's rows and to the columns."""
         derivative_buffer, table_buffer = tile.scratch
         for k in reversed(range(self.num_sizes)):
@@ -854,7 +861,7 @@ class _ScorePass:
             d_logits = row_loss.grad(CandidateLogits(logits, tile.target, out=out))
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
-            self.table.add_gradient(
+            self.embedding_table.add_gradient(
                 tile.row_vectors,
                 tile.columns,
                 k,

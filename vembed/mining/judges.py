@@ -20,6 +20,7 @@ from vembed.data.features import ANSWER_END, ANSWER_PROMPT
 from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash
+from vembed.inference.encoding import from_all_ranks
 from vembed.inference.reranker import Reranker
 from vembed.mining.candidates import UNDECIDED, CandidateChunk, Chosen
 from vembed.mining.endpoint import ChatClient
@@ -227,8 +228,7 @@ class Cascade:
                 end = begin + len(pairs)
                 judgements[begin:end] = self._decide(pairs)
                 progress(end, len(numbers))
-        rows = torch.from_numpy(judgements)
-        return collectives.all_gather_dealt(rows, num_pairs).numpy()
+        return from_all_ranks(judgements, num_pairs, session)
 
     def summary(self) -> list[str]:
         """One line for each judge. Collective."""

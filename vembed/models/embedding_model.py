@@ -1,5 +1,5 @@
 """EmbeddingModel: backbone, pooling and head in one forward, with what the step and the saved files need to know. Its
-towers: their parameters, freezing, and two models in one.
+towers: their parameters and freezing. A composed model: two models in one.
 
 Tower and projection are separate steps, so that the pooled output of a frozen tower can be cached while its projection is
 trained.
@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from vembed.errors import UserError
 from vembed.models import precision
 from vembed.models.attention import (
-    PREFIX,
+    SHARED_PREFIX,
     TOKEN_INDEX,
     Packed,
     packs,
@@ -55,10 +55,12 @@ from vembed.models.vision import (
 
 log = logging.getLogger(__name__)
 
-Output = Literal["images", "pooled", "embeddings"]
+StopAfter = Literal["images", "pooled", "embeddings"]
 """How far a forward pass goes: to the output of the image tower, to the pooled output of the tower, or to the end."""
 Inputs = dict[str, Tensor]
+"""Collated inputs of one modality, by the names of the backbone's arguments."""
 ModalitySlice = tuple[Modality, Inputs]
+"""A slice of a micro-batch: its inputs of one modality."""
 Backbone = Any
 """A Transformers model or ComposedModel. Their attributes are untyped."""
 POOLED = "pooled"
@@ -102,7 +104,7 @@ class EmbeddingModel(nn.Module):
         token ids [n, tokens] or pixels
           -> tower: hidden states [n, tokens, token_dim]
           -> pooling: vectors [n, width], which never change while the tower is frozen
-          -> projection of the family (CLIP, two towers): vectors [n, width]
+          -> projection of the family (CLIP, SigLIP, composed): vectors [n, width]
           -> head, Dense modules and this run's MRL projection: embeddings [n, embedding_dim]
     """
 
@@ -139,7 +141,7 @@ class EmbeddingModel(nn.Module):
         self,
         slices: list[ModalitySlice],
         *,
-        until: Output = "embeddings",
+        until: StopAfter = "embeddings",
         with_auxiliary: bool = False,
     ) -> list[Tensor] | tuple[list[Tensor], list[dict[str, Tensor]]]:
         """Return for each slice (modality, inputs) the [n, embedding_dim] embeddings, not normalised, in at least
@@ -166,11 +168,11 @@ class EmbeddingModel(nn.Module):
                     vectors = inputs[POOLED]
                 elif with_auxiliary:
                     language_head = self.language_head if modality == "text" else None
-                    seen = inputs
+                    visible = inputs
                     if language_head is not None:
                         # Before the tower runs: an encoder must not see the tokens that it has to predict.
-                        seen, targets = language_head.hide(inputs)
-                    output = self.tower_output(modality, seen)
+                        visible, targets = language_head.hide(inputs)
+                    output = self.tower_output(modality, visible)
                     vectors = output.pooled
                     slice_losses = sums_and_counts(output.auxiliary, len(vectors))
                     if language_head is not None:
@@ -189,44 +191,49 @@ class EmbeddingModel(nn.Module):
         return (outputs, losses) if with_auxiliary else outputs
 
     def tower_output(self, modality: Modality, inputs: Inputs) -> TowerOutput:
-        """Run the tower (or towers) of one modality on its collated inputs."""
-        family = self.description.traits
-        forward = family.forwards[modality]
-        pooling = self.description.pooling
+        """Run the tower of one modality on its collated inputs, or both towers of a vision-language model.
+
+        How depends on the family: `pooled_towers` (CLIP) pool themselves, `image` is an image encoder, `chat` a
+        vision-language model, `text` all other texts, padded or packed.
+        """
+        description = self.description
+        family = description.traits
+        forward_kind = family.forwards[modality]
+        pooling = description.pooling
         backbone: Any = self.backbone
-        # Composed and two-tower models are called tower by tower; a vision-language model as a whole.
-        if family.is_composed or forward == "pooled_towers":
+        # CLIP and composed models are called tower by tower, a vision-language model as a whole.
+        if family.is_composed or forward_kind == "pooled_towers":
             (tower,) = TOWERS_OF_MODALITY[modality]
             backbone = tower_module(backbone, family, tower)
-        if PREFIX in inputs and not packs(backbone):
-            inputs = with_prefix(inputs)
+        if SHARED_PREFIX in inputs and not packs(backbone):
+            inputs = with_shared_prefix(inputs)
         mask = padding_mask(inputs)
-        if forward == "pooled_towers":
+        if forward_kind == "pooled_towers":
             arguments = {**inputs, "attention_mask": mask}
             # A family with texts of fixed length was trained without a mask.
             if mask is None or family.has_fixed_length:
                 del arguments["attention_mask"]
             return TowerOutput(backbone(**arguments).pooler_output)
         trained_pooling = self.pooling
-        is_packed = forward == "text" and packs(backbone)
-        if forward == "image":
-            pooling = self.description.image_pooling or pooling
+        is_packed = forward_kind == "text" and packs(backbone)
+        if forward_kind == "image":
+            pooling = description.image_pooling or pooling
             if family.is_composed:
                 trained_pooling = None  # that of the text tower
             output = run_images(backbone, inputs)
-        elif forward == "chat":
+        elif forward_kind == "chat":
             output = run_chats(backbone, inputs, mask)
         elif is_packed:
             output = run_packed(backbone, inputs, mask)
         else:
-            output = run_texts(self.description, backbone, inputs, mask)
+            output = run_texts(description, backbone, inputs, mask)
         states = output.last_hidden_state
         if is_packed:
             # From states [1, all tokens, dim] of one row back to [n, tokens, dim]. Not `[0]`, whose derivative is a tensor
             # of zeros and a copy into it.
             states = states.squeeze(0)
-            if PREFIX in inputs:
-                states = states[len(inputs[PREFIX]) :]
+            if SHARED_PREFIX in inputs:
+                states = states[len(inputs[SHARED_PREFIX]) :]
             states = padded_states(states, inputs, mask)
         elif states.ndim == 4:
             # Convolutional: [n, channels, height, width] to [n, positions, channels].
@@ -400,9 +407,9 @@ def run_packed(
     if backbone.config.model_type in POSITIONS_AFTER_PADDING:
         positions = positions + backbone.config.pad_token_id + 1
     shared = None
-    if PREFIX in inputs:
+    if SHARED_PREFIX in inputs:
         # The row begins with the prefix, and each text continues its positions. Only templates of rerankers have one.
-        prefix = inputs[PREFIX]
+        prefix = inputs[SHARED_PREFIX]
         num_shared = len(prefix)
         # [all tokens] the text of a token is its place in the padded batch, divided by the longest length.
         slots = index
@@ -435,11 +442,11 @@ def run_packed(
     return backbone(**arguments)
 
 
-def with_prefix(inputs: Inputs) -> Inputs:
+def with_shared_prefix(inputs: Inputs) -> Inputs:
     """Put the shared prefix back before each text. Padding on the left stays between the two: it is masked, and no
     position counts it."""
     inputs = dict(inputs)
-    prefix = inputs.pop(PREFIX).expand(len(inputs["input_ids"]), -1)
+    prefix = inputs.pop(SHARED_PREFIX).expand(len(inputs["input_ids"]), -1)
     inputs["input_ids"] = torch.cat([prefix, inputs["input_ids"]], dim=1)
     if "attention_mask" in inputs:
         mask = torch.cat([torch.ones_like(prefix), inputs["attention_mask"]], dim=1)
@@ -561,8 +568,10 @@ def pool(
 
 
 def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tensor]:
-    """Return each auxiliary loss as [2, n] or [2, 1], sums and counts, in at least float32. `count`: inputs of the
-    pass."""
+    """Return each auxiliary loss as [2, n] or [2, 1], sums and counts, in at least float32. `count`: inputs of the pass.
+
+    Sums and counts, and not means: a mean over the global batch is then exact, however it is cut into micro-batches.
+    """
     losses = {}
     for name, value in auxiliary.items():
         pair = value
@@ -739,15 +748,17 @@ def names_frozen_by(
                 for stack in stacks:
                     beginnings += stack[: int(count)]
         else:
-            beginnings = [part.removeprefix("backbone.")]
-        names = {name for name in every if name.startswith(tuple(beginnings))}
+            path = part.removeprefix("backbone.").removesuffix(".")
+            # Whole names: layer.1 does not select layer.10.
+            beginnings = [f"{path}."]
+        names = {name for name in every if f"{name}.".startswith(tuple(beginnings))}
         if not names:
             near = difflib.get_close_matches(part, every, n=1, cutoff=0.0)[0]
             numbers = {tower: len(stack) for tower, stack in layers.items()}
             raise UserError(
                 f"freeze: {part} selects nothing of this model. Give one of its towers ({', '.join(layers)}), embeddings, "
                 f"first_n_layers=N or TOWER.first_n_layers=N with N up to the number of layers ({numbers}), or the "
-                f"beginning of a parameter's name (the nearest is {near})"
+                f"name of a module or parameter (the nearest is {near})"
             )
         log.info("freeze: %s, %d tensors", part, len(names))
         frozen |= names
@@ -762,7 +773,8 @@ PROJECTIONS_FILE = "projections.safetensors"
 
 
 class ComposedModel(nn.Module):
-    """Two independent models, projected into a shared space."""
+    """The backbone of the family `composed`: a text model and an image model, with a projection of each into a shared
+    space."""
 
     def __init__(
         self,

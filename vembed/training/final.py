@@ -33,7 +33,7 @@ WHOLE_MODEL = "model"
 """Folder of the whole model inside a checkpoint, for fsdp_state_dict_type: FULL_STATE_DICT."""
 
 
-def write_whole(trainer: Trainer, checkpoint: Path) -> None:
+def write_whole_model(trainer: Trainer, checkpoint: Path) -> None:
     """Write the model into a checkpoint under fsdp_state_dict_type: FULL_STATE_DICT. Collective.
 
     Beside its pieces, from which the run resumes on any number of processes.

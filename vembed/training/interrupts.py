@@ -100,15 +100,17 @@ class Interrupts:
         ):
             raise StopRequested
 
-    def stopped(self, step: int, checkpoint: Path) -> Stopped:
-        """Return the exception to raise after `agree_on_stop` returned True."""
+    def stopped(self, step: int, checkpoint: Path, *, resumes: bool) -> Stopped:
+        """Return the exception to raise after `agree_on_stop` returned True. `resumes`: the same run started again goes
+        on from its newest checkpoint."""
+        way_on = "run it again to go on" if resumes else "go on with --resume"
         reason = "max_train_minutes: the time is up;"
         number = 0
         if self.reason_to_stop != _TIME_IS_UP:
             number = self.reason_to_stop
             reason = f"{signal.Signals(number).name}:"
         return Stopped(
-            f"{reason} stopped after step {step:,d}, saved in {checkpoint}; go on with --resume",
+            f"{reason} stopped after step {step:,d}, saved in {checkpoint}; {way_on}",
             number,
         )
 

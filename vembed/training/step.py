@@ -365,15 +365,14 @@ class TrainingStep:
         lengths = model_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
-        has_negative_label_scores = rank_batch.negative_label_scores is not None
+        has_negative_labels = rank_batch.negative_label_scores is not None
         rank_counts = {
             "inputs": len(features),
             "vectors": sum(rank_batch.num_vectors),
             "rows": len(rank_batch.query),
             "negatives": num_negatives,
             "has_label_scores": rank_batch.label_scores is not None,
-            "has_negative_label_scores": has_negative_label_scores
-            or num_negatives == 0,
+            "has_negative_label_scores": has_negative_labels or num_negatives == 0,
             "padded_tokens": model_split.padded_tokens,
             "longest": max(lengths, default=0),
             "failed": self._ran_out_of_memory,  # in the batch before
@@ -725,8 +724,7 @@ def gather_fields(parts: Mapping[str, FieldPart]) -> dict[str, Tensor]:
     gathered = collectives.all_gather_rows(rank_numbers, per_rank).cpu().numpy()
     # [numbers of all ranks], rank by rank, and field by field within a rank. `field_of` is the index of each number's
     # field: with two ranks and two fields of 2 and 1 numbers each, 0 0 1 0 0 1.
-    indices = np.arange(len(parts))
-    indices = np.tile(indices, len(sizes))
+    indices = np.tile(np.arange(len(parts)), len(sizes))
     field_of = np.repeat(indices, sizes.ravel())
     fields = {}
     for index, (name, part) in enumerate(parts.items()):

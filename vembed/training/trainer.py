@@ -41,15 +41,19 @@ from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import OutOfMemory, find_budget, halved
 from vembed.progress import duration
 from vembed.saving.publication import Hub, publication
-from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint, Trained
+from vembed.training.checkpoint.checkpointer import (
+    Checkpointer,
+    ResumePoint,
+    TrainedState,
+)
 from vembed.training.checkpoint.folders import (
-    NothingLeft,
+    NothingToTrain,
     OutputLock,
+    fingerprint_of_option,
     kept_decisions,
-    of_option,
     require_output_folder,
 )
-from vembed.training.final import save_final, write_whole
+from vembed.training.final import save_final, write_whole_model
 from vembed.training.frozen import log_store_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
 from vembed.training.hooks.metrics import log_line, log_setup
@@ -139,7 +143,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         try:
             trainer = Trainer(config, session, checkpointer, interrupts, run_log, hooks)
             result = trainer.run()
-        except NothingLeft as end:
+        except NothingToTrain as end:
             log.info(str(end), extra=HEADLINE)
             done = end.run
             return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
@@ -165,7 +169,9 @@ def facts_of(resolved: ResolvedRun) -> dict[str, Any]:
             is_switch = isinstance(value, bool) or value in ("auto", "force")
             facts[name] = value if is_switch else "a path"
         elif name in FILE_OPTIONS:
-            facts[name] = of_option(name, value, config.model.model_revision)
+            facts[name] = fingerprint_of_option(
+                name, value, config.model.model_revision
+            )
         elif name not in MAY_DIFFER:
             facts[name] = value
     # What follows from options, files and the environment together.
@@ -258,12 +264,14 @@ class Trainer:
         self.output = Path(user_config.run.output_dir)
 
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
-        point = checkpointer.find(user_config.model)
-        self.resume_point = point
+        resume_point = checkpointer.find(user_config.model)
+        self.resume_point = resume_point
         run_config = user_config
-        if point is not None:
+        if resume_point is not None:
             # Decisions of the run that is resumed stay.
-            kept_options = kept_decisions(user_config, point.state, session.world_size)
+            kept_options = kept_decisions(
+                user_config, resume_point.state, session.world_size
+            )
             run_config = user_config.changed(**kept_options)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
@@ -273,8 +281,8 @@ class Trainer:
         identity = identity_of(options, run_config.data.sources(), data)
         if session.world_size > 1:
             require_same_data(identity, data)
-        checkpointer.check(point, options, identity)
-        checkpointer.require_steps_left(point, data.total_steps)
+        checkpointer.check(resume_point, options, identity)
+        checkpointer.require_steps_left(resume_point, data.total_steps)
 
         # The model, and everything that was left to `auto`.
         self.components, config_with_rates = build_components(run_config, data, session)
@@ -302,7 +310,9 @@ class Trainer:
 
         self._open_step()
         # All state of the loop. After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
-        self.state = LoopState() if point is None else self._restore(point)
+        self.state = (
+            LoopState() if resume_point is None else self._restore(resume_point)
+        )
         self.update = Update(
             self.components.model,
             self.components.loss,
@@ -359,7 +369,8 @@ class Trainer:
                 self.checkpointer.wait()  # with async_save, until it is on disk
                 step = self.state.step
                 path = self.checkpointer.path_of(step)
-                raise self.interrupts.stopped(step, path) from None
+                resumes = self.config.run.resume in (True, "auto", "force")
+                raise self.interrupts.stopped(step, path, resumes=resumes) from None
             finally:
                 self.batches.close()
             return self.finish()
@@ -537,28 +548,26 @@ class Trainer:
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
         # The best step must be recoverable: it has a checkpoint, or it is the last one. In a run without checkpoints the
         # best step is reported and not loaded.
-        is_recoverable = (
-            self.intervals.save_steps is None
-            or self.checkpoint_is_due()
-            or self._is_last()
-        )
-        is_better = state.best is None or scores[metric] > state.best
-        is_best = is_better and is_recoverable and state.step > 0
-        if is_best:
+        has_checkpoint = self.intervals.save_steps is None or self.checkpoint_is_due()
+        is_better = state.step > 0
+        if state.best is not None:
+            is_better = scores[metric] > state.best
+        if is_better and (has_checkpoint or self._is_last()):
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
-        evaluation = Evaluation(
-            state.step, epoch, scores, metric, is_best, query_results
-        )
+        evaluation = Evaluation(state.step, epoch, scores, metric, query_results)
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.end_requested = True
         self.interrupts.share_end_request()
+        if is_better and self._is_last():
+            # A hook may have made this step the last one just now.
+            state.set_best(metric)
 
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective."""
         self.state.hooks = self.hooks.states()
         self.checkpointer.save(
-            asdict(self.state), self._trained(), partial(write_whole, self)
+            asdict(self.state), self._trained_state(), partial(write_whole_model, self)
         )
 
     def finish(self) -> TrainResult:
@@ -590,7 +599,7 @@ class Trainer:
             )
         if step is not None and step != state.step:
             folder = self.checkpointer.path_of(step)
-            if self.checkpointer.load_weights(folder, self._trained()):
+            if self.checkpointer.load_weights(folder, self._trained_state()):
                 log.info(f"final/ gets {reason}, {folder.name}")
                 state.scores = scores
                 state.scored_step = step
@@ -631,7 +640,7 @@ class Trainer:
 
     def _restore(self, point: ResumePoint) -> LoopState:
         """Return the state to begin with, and restore weights, optimizer and hooks."""
-        state = LoopState.restored(self.checkpointer.load(point, self._trained()))
+        state = LoopState.restored(self.checkpointer.load(point, self._trained_state()))
         data = self.data.evaluation
         is_scored = state.step > 0 and state.scored_step == state.step
         has_checkpoint = self.checkpointer.path_of(state.step).is_dir()
@@ -647,9 +656,9 @@ class Trainer:
         self._earlier_seconds = state.seconds
         return state
 
-    def _trained(self) -> Trained:
+    def _trained_state(self) -> TrainedState:
         components = self.components
-        return Trained(
+        return TrainedState(
             components.model,
             components.loss,
             components.optimizer,

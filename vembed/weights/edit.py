@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from vembed.config.schema import DataSection
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
-from vembed.evaluation.dataset import TEST_FIRST, EvalData, open_eval_data
+from vembed.evaluation.dataset import EvalData, open_test_data
 from vembed.evaluation.scores import evaluate
 from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
@@ -133,8 +132,7 @@ def edit(
     # Opened before the model is loaded: a mistake in the data shows at once.
     evaluation = None
     if data is not None:
-        options = DataSection(data_path=str(data))
-        evaluation = open_eval_data(options, str(data), splits=TEST_FIRST)
+        evaluation = open_test_data(data)
     embedder = Embedder(
         model,
         torch_dtype=torch_dtype,

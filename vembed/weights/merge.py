@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.config.schema import DataSection
 from vembed.errors import UserError
-from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
+from vembed.evaluation.dataset import open_test_data
 from vembed.evaluation.scores import evaluate
 from vembed.files import CHECKSUMS, replace_text, write_json
 from vembed.models.families.model_files import CODES, read_header, read_object
@@ -147,8 +146,7 @@ def merge(
     stored_dtype = None if dtype == "auto" else dtype
     evaluation = None
     if data is not None:
-        options = DataSection(data_path=str(data))
-        evaluation = open_eval_data(options, str(data), splits=TEST_FIRST)
+        evaluation = open_test_data(data)
         metric = evaluation.metric if metric == "auto" else metric
     # A folder beside the target for models that are made on the way, of the same name on all ranks.
     scratch = target.absolute().with_name(f".{target.name}.merging")

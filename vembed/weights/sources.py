@@ -39,7 +39,7 @@ from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import ADAPTER_FOLDER, save_model
 from vembed.training.checkpoint import folders as integrity
 from vembed.training.checkpoint.checkpointer import (
-    Trained,
+    TrainedState,
     read_state,
     restore,
     stored_tensors,
@@ -328,7 +328,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
             parameter.data = torch.empty(shape)
     averages = averages_of(embedder) if config.optimizer.ema else {}
     # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
-    trained = Trained(embedder, loss, of_hooks=averages)
+    trained = TrainedState(embedder, loss, of_hooks=averages)
     restore(trained, checkpoint, no_dist=True)
     if averages:
         put_averages(embedder, averages)

@@ -20,7 +20,7 @@ from vembed.cli.support import (
     ModelUse,
     OnBadRecord,
     TruncateDim,
-    numbers,
+    parts_of,
     plain_console,
     require_folder,
 )
@@ -88,16 +88,12 @@ def encode(
     """
     chosen_layers: Any = "all"
     if layers != "all":
-        chosen_layers = numbers("--layers", layers.strip("[]")) or None
+        chosen_layers = parts_of("--layers", layers.strip("[]")) or None
     target = Path(output)
     if target.suffix not in (".npy", ".parquet"):
         raise UserError(f"{output}: vembed encode writes .npy and .parquet")
     require_folder(target)
-    if input_file == "-" and use.nproc > 1:
-        raise UserError(
-            f"standard input (-) is read by one process: leave out --nproc {use.nproc}, or give a file"
-        )
-    kept_fields = [name.strip() for name in keep.split(",") if name.strip()]
+    kept_fields = parts_of("--keep", keep, str)
     if "embedding" in kept_fields or (kept_fields and target.suffix == ".npy"):
         raise UserError(
             f"--keep {keep}: give NAME.parquet, as .npy has no columns. Its column embedding has the vectors"
@@ -116,7 +112,7 @@ def encode(
         raise UserError(
             "hidden states (--layers) are written as they are, in float32, to a .npy file"
         )
-    use.share()
+    use.share(input_file)
     import numpy as np
 
     from vembed.cli.encode_files import EncodeInput, broken_images, vector_writer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +54,8 @@ class DataFlags(MachineFlags):
     nproc: Nproc = 1
     num_machines: PositiveNumber = 1
 
-    def start_processes(self) -> None:
-        """End the command here if other processes are to do its work."""
+    def run(self, work: Callable[..., Any], config: CommandConfig) -> Any:
+        """Do the work of a command and return its result. With several processes, the command ends here."""
         num_machines = self.num_machines or 1
         if num_machines > 1 and self.main_process_ip is None:
             raise UserError(
@@ -69,6 +69,7 @@ class DataFlags(MachineFlags):
             main_process_ip=self.main_process_ip,
             main_process_port=self.main_process_port,
         )
+        return work(config, log=print_progress)
 
 
 NO_FLAGS = DataFlags()
@@ -76,15 +77,14 @@ NO_FLAGS = DataFlags()
 
 def mine(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Find hard negatives for training data in a corpus."""
-    config = command_config("mine", MineConfig, mine.__doc__, args)
+    config = command_config(mine, MineConfig, args)
     from vembed.mining.inputs import read_mining_inputs
     from vembed.mining.mine import check_mine_config
     from vembed.mining.mine import mine as run_mine
 
     target = check_mine_config(config)
     if not use.is_dry_run:
-        use.start_processes()
-        return run_mine(config, log=print_progress)
+        return use.run(run_mine, config)
     inputs = read_mining_inputs(config)
     lines = [*options_of(config), "", *inputs.summary()]
     counts = f"{len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries"
@@ -97,15 +97,14 @@ def mine(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
 def judge(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Judge the negatives of training data by rerankers or endpoints."""
-    config = command_config("judge", JudgeConfig, judge.__doc__, args)
+    config = command_config(judge, JudgeConfig, args)
     from vembed.mining.judges import RowNegatives
     from vembed.mining.judges import judge as run_judge
     from vembed.mining.output import check_output
 
     target = check_output(config, config.output_path)
     if not use.is_dry_run:
-        use.start_processes()
-        return run_judge(config, log=print_progress)
+        return use.run(run_judge, config)
     lines = [RowNegatives(config).summary()]
     for entry in config.judges:
         where = f" at {entry.base_url}" if entry.base_url else ""
@@ -116,15 +115,14 @@ def judge(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
 def audit(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Look at training data: duplicates, leakage, false negatives, weak positives."""
-    config = command_config("audit", AuditConfig, audit.__doc__, args)
+    config = command_config(audit, AuditConfig, args)
     from vembed.data_tools.audit import audit as run_audit
     from vembed.data_tools.audit import check_audit, mining_config
     from vembed.mining.inputs import read_mining_inputs
 
     page = check_audit(config)
     if not use.is_dry_run:
-        use.start_processes()
-        return run_audit(config, log=print_progress)
+        return use.run(run_audit, config)
     inputs = read_mining_inputs(mining_config(config))
     print_lines(*inputs.summary(), f"would write: {page}")
     return None
@@ -132,14 +130,13 @@ def audit(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
 
 def generate(args: ConfigArguments = None, use: DataFlags = NO_FLAGS) -> Any:
     """Make training pairs from documents, with or without a language model."""
-    config = command_config("generate", GenerateConfig, generate.__doc__, args)
+    config = command_config(generate, GenerateConfig, args)
     from vembed.data_tools.generate import generate as run_generate
     from vembed.mining.output import check_output
 
     target = check_output(config, config.output_path)
     if not use.is_dry_run:
-        use.start_processes()
-        return run_generate(config, log=print_progress)
+        return use.run(run_generate, config)
     print_lines(*options_of(config), f"would write: {target}")
     return None
 
@@ -151,15 +148,14 @@ def options_of(config: CommandConfig) -> list[str]:
 
 
 def command_config(
-    command_name: str,
+    command: Callable[..., Any],
     kind: type[Config],
-    about: str | None,
     args: Sequence[str] | None,
 ) -> Config:
     """Read the words: a config file, key=value and --key value. Print the help, or only check them, and end the command,
     where that is asked for."""
     if {"-h", "--help"} & set(args or []):
-        sys.stdout.write(HELP.format(command_name, about))
+        sys.stdout.write(HELP.format(command.__name__, command.__doc__))
         for name, default, text in describe_options(kind):
             indent = " " * 6
             lines = textwrap.wrap(

@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from vembed.cli.arguments import NO_FLAGS, LaunchFlags
-from vembed.cli.support import ConfigArguments, print_lines
+from vembed.cli.support import ConfigArguments, print_lines, require_folder
 from vembed.errors import UserError
 
 
@@ -64,11 +64,13 @@ def compare(
         write_comparison,
     )
 
+    page = Path(output or "comparison.html")
+    require_folder(page)
     compared_runs = read_several(runs)
     result = as_json(compared_runs)
     sys.stdout.write(score_lines(compared_runs))
     if output is not None or ctx.obj is None:  # --json alone needs no page
-        page = write_comparison(compared_runs, output or "comparison.html")
+        write_comparison(compared_runs, page)
         print_lines(f"wrote {page}")
     return result
 

@@ -22,8 +22,8 @@ from vembed.cli.support import (
     PositiveNumber,
     RetrievalModeOption,
     number_table,
-    numbers,
     option,
+    parts_of,
     require_folder,
 )
 from vembed.errors import UserError
@@ -56,6 +56,8 @@ def eval(
 ) -> dict[str, float]:
     """Score a model: nDCG, MRR, Recall and MAP over the whole corpus, or correlations for scored pairs.
 
+    A reranker sorts the first 50 documents of BM25.
+
     Args:
         data: A BEIR-style folder, or a file of pairs or scored pairs.
         dims: Also score at these sizes, as 256,128. Default: the model's own.
@@ -65,11 +67,13 @@ def eval(
         compressed: Also score int8 and binary documents, and write a page of quality against bytes (.html).
         on_bad_record: stop or skip.
     """
-    sizes = numbers("--dims", dims) or None
-    cuts = numbers("--ks", ks)
+    sizes = parts_of("--dims", dims) or None
+    cuts = parts_of("--ks", ks)
     mapping = option("column_mapping", column_mapping)
     if compressed is not None and Path(compressed).suffix != ".html":
         raise UserError(f"--compressed {compressed}: the page is written as .html")
+    if compressed is not None:
+        require_folder(Path(compressed))
     use.share()
     from rich.console import Console
 
@@ -99,7 +103,7 @@ def eval(
             console.print(metrics_table(scores))
             stored = stored_values(scores)
             table = stored["stored"]
-            if compressed is not None and table is not None:
+            if compressed is not None:
                 console.print(" ", number_table(table.header, table.rows), sep="\n")
                 page = render_page(
                     "stored.html.j2",
@@ -111,19 +115,20 @@ def eval(
 
 
 def metrics_table(scores: dict[str, float]) -> Table:
-    """Return a table of all metrics, with a column for each size of the embedding."""
+    """Return a table of all metrics, with a column for each size of the embedding, and for a reranker's first stage."""
     from vembed.evaluation.report.record import metric_name
 
-    sizes = [match[0] for key in scores if (match := re.match(r"dim\d+/", key))]
-    prefixes = list(dict.fromkeys(["", *sizes]))
-    header = ["metric", "whole"]
-    header += [prefix.removeprefix("dim").removesuffix("/") for prefix in prefixes[1:]]
+    columns = {"": "whole"}
+    for key in scores:
+        match = re.match(r"(?:dim(\d+)|first_stage)/", key)
+        if match:
+            columns[match[0]] = match[1] or "first stage"
     rows = []
     for key in scores:
         if "/" not in key:
-            values = [f"{scores[prefix + key]:.4f}" for prefix in prefixes]
+            values = [f"{scores[prefix + key]:.4f}" for prefix in columns]
             rows.append([metric_name(key), *values])
-    return number_table(header, rows)
+    return number_table(["metric", *columns.values()], rows)
 
 
 def score(
@@ -144,13 +149,7 @@ def score(
         output: NAME.npy or NAME.jsonl. - is standard output.
     """
     mapping = option("column_mapping", column_mapping)
-    target = Path(output)
-    if output != "-" and target.suffix not in (".npy", ".jsonl"):
-        raise UserError(
-            f"{output}: vembed score writes .npy, .jsonl, or to standard output (-)"
-        )
-    if output != "-":
-        require_folder(target)
+    target = checked_target("score", output, ".npy", ".jsonl")
     use.share()
     import numpy as np
 
@@ -220,17 +219,10 @@ def rerank(
         output: NAME.jsonl. - is standard output.
         top_k: Documents to write for each query.
     """
-    if output != "-" and Path(output).suffix != ".jsonl":
-        raise UserError(
-            f"{output}: vembed rerank writes .jsonl, or to standard output (-)"
-        )
+    checked_target("rerank", output, ".jsonl")
     if lists != "-" and not Path(lists).is_file():
         raise UserError(f"{lists} is no file: give JSON Lines of queries and documents")
-    if lists == "-" and use.nproc > 1:
-        raise UserError(
-            "--nproc: several processes cannot share standard input; give a file"
-        )
-    use.share()
+    use.share(lists)
     from vembed.data.examples import ImageRoot
     from vembed.data.records import Columns, RecordFormat
     from vembed.inference.reranker import Reranker, sorted_documents
@@ -268,6 +260,19 @@ def rerank(
         file.flush()
 
 
+def checked_target(command: str, output: str, *endings: str) -> Path:
+    """Return where a command writes. Raise UserError if it cannot."""
+    target = Path(output)
+    if output == "-":
+        return target
+    if target.suffix not in endings:
+        raise UserError(
+            f"{output}: vembed {command} writes {', '.join(endings)}, or to standard output (-)"
+        )
+    require_folder(target)
+    return target
+
+
 def _open_output(
     stack: ExitStack,
     output: str,
@@ -295,8 +300,10 @@ def read_list(
         record = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from error
-    query = record.get("query") if isinstance(record, dict) else None
-    documents = record.get("documents") if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        record = {}
+    query = record.get("query")
+    documents = record.get("documents")
     if query is None or not isinstance(documents, list) or not documents:
         raise UserError(
             f'{where} is no list to rerank: write {{"query": "...", "documents": ["...", "..."]}}'

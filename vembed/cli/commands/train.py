@@ -15,6 +15,7 @@ from vembed.cli.support import (
     MODE,
     ConfigArguments,
     number_table,
+    parts_of,
     plain_console,
 )
 
@@ -78,7 +79,7 @@ def tune(
     """
     from vembed.pipelines.option_search import Search, run_tune
 
-    names = tuple(name.strip() for name in options.split(",") if name.strip())
+    names = tuple(parts_of("--options", options, str))
     search = Search(config, tuple(overrides or ()), Path(output), trials, names, seed)
     return run_tune(search, nproc=nproc, is_dry_run=dry_run)
 

@@ -14,7 +14,7 @@ from vembed.cli.support import (
     Nproc,
     PositiveNumber,
     number_table,
-    numbers,
+    parts_of,
     plain_console,
     share,
 )
@@ -69,8 +69,8 @@ def merge(
 
     options: dict[str, Any] = {
         "method": method,
-        "weights": numbers("--weights", weights, float) or None,
-        "sweep_points": numbers("--sweep", sweep, float) or None,
+        "weights": parts_of("--weights", weights, float) or None,
+        "sweep_points": parts_of("--sweep", sweep, float) or None,
         "data": data,
         "interpolate": interpolate,
         "density": density,
@@ -143,7 +143,7 @@ def edit(
         max_drop: --trials: what the score on the data may lose.
         seed: --trials: seed of the search.
     """
-    chosen_layers = numbers("--layers", layers) or None
+    chosen_layers = parts_of("--layers", layers) or None
     use.share()
     from vembed.weights.edit import edit as edit_model
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -461,22 +462,23 @@ class SeveralRuns:
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options and versions that differ, with the value of each run."""
-        names: dict[str, None] = {}
         options = []
         for run in self.runs:
             run_options = dict(run.record.config)
             for package, version in run.record.summary.versions.items():
                 run_options[f"{package} version"] = version
             options.append(run_options)
-            names |= dict.fromkeys(run_options)
         settings = {}
-        for name in names:
+        for name in dict.fromkeys(chain(*options)):
             if name in NEVER_COMPARED:
                 continue
-            # A run that was stopped tells no versions.
-            known = [named[name] for named in options if name in named]
-            if any(value != known[0] for value in known):
-                settings[name] = [named.get(name) for named in options]
+            values = [named.get(name) for named in options]
+            compared = values
+            if name.endswith(" version"):
+                # A run that was stopped tells no versions.
+                compared = [value for value in values if value is not None]
+            if any(value != compared[0] for value in compared):
+                settings[name] = values
         return settings
 
     def figures(self) -> list[tuple[Curve, Plot]]:
@@ -506,11 +508,8 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
             f"{len(folders)} run was given: a comparison needs two or more, as vembed compare runs/a runs/b"
         )
     records = [read_run(folder) for folder in folders]
-    metric = ""
-    for record in records:
-        if record.after:
-            metric = record.headline
-            break
+    metrics = [record.headline for record in records if record.after]
+    metric = metrics[0] if metrics else ""
     runs: list[ComparedRun] = []
     names = [record.name() for record in records]
     if len(set(names)) < len(names):
@@ -635,13 +634,8 @@ def _changes_json(run: ComparedRun) -> dict[str, Any]:
 # ---- page ----------------------------------------------------------------------------------------------------------
 
 
-def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
-    """Write the page and return its path."""
-    path = Path(target)
-    if not path.absolute().parent.is_dir():
-        raise UserError(
-            f"{path.absolute().parent} is not a folder, so {path.name} cannot be written"
-        )
+def write_comparison(runs: SeveralRuns, path: Path) -> None:
+    """Write the page."""
     warnings = []
     for run in runs.runs:
         if not run.record.summary.finished:
@@ -667,7 +661,6 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
         metric_name=metric_name,
     )
     replace_text(path, page)
-    return path
 
 
 def _verdict(runs: SeveralRuns) -> str:

@@ -82,7 +82,6 @@ class Evaluation:
     scores: dict[str, float]
     metric: str
     """Key of the score that decides which checkpoint is best."""
-    is_best: bool
     queries: QueryResults | None = field(default=None, repr=False)
     """Results of each query of retrieval data."""
 

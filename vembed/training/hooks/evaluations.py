@@ -216,12 +216,10 @@ class QueryRecord(Hook):
     def on_start(self, run: Trainer) -> None:
         self._data = run.data.evaluation if run.session.is_main else None
         self._output = run.output
-        self._best_step = run.state.best_step
+        self._state = run.state
 
     @override
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        if evaluation.is_best:
-            self._best_step = evaluation.step
         data = self._data
         if not isinstance(data, RetrievalData) or evaluation.queries is None:
             return
@@ -229,7 +227,7 @@ class QueryRecord(Hook):
         try:
             content = evaluation.queries.content(data, metrics)
             write_queries(path_of(self._output, evaluation.step), content)
-            recorded = (0, self._best_step, evaluation.step)
+            recorded = (0, self._state.best_step, evaluation.step)
             for path in (self._output / EVALUATIONS_FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) not in recorded:
                     path.unlink()
