@@ -95,10 +95,9 @@ def run(copy, *arguments, cwd=None):
 def workplace(copy, tmp_path_factory):
     """A folder with the config, the models and the data of the page's commands."""
     folder = tmp_path_factory.mktemp("work")
-    records = [
-        {"query": text, "positive": f"found {text}", "neg_1": "none"}
-        for text in tiny.texts(16)
-    ]
+    records = []
+    for text in tiny.texts(16):
+        records.append({"query": text, "positive": f"found {text}", "neg_1": "none"})
     write_jsonl(folder / "train.jsonl", records)
     write_jsonl(folder / "pairs.jsonl", [pair()] * 8)
     make = (

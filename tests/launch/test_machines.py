@@ -1,89 +1,45 @@
 """Two "machines" on loopback through the command."""
 
-import yaml
-
-from tests.commands import CODE
-from tests.commands import start as start_command
+from tests.commands import start
 from tests.tiny import shared, tiny_bert
-from tests.training.test_run import settings
+from tests.training.test_run import config_file, write_pairs
 from vembed.parallel.launch import free_port
 
-WITH_PACKAGES = "import sys; sys.path.insert(0, sys.argv.pop(1)); from vembed.cli.main import main; main()"
-"""The command with a folder of packages that comes before the installed ones."""
 
-
-def start(config, machine, port, *words, packages=None):
-    command = ["train", str(config), "--num-machines", "2", "--nproc", "1"]
-    place = [
-        "--machine-rank",
-        str(machine),
-        "--main-process-ip",
-        "127.0.0.1",
-        "--main-process-port",
-        str(port),
-    ]
-    all_words = [*command, *place, *words]
-    errors = errors_of(config, machine)
-    if packages is None:
-        return start_command(*all_words, stderr=errors)
-    return start_command(
-        WITH_PACKAGES, str(packages), *all_words, module=CODE, stderr=errors
-    )
-
-
-def errors_of(config, machine):
-    return config.with_name(f"errors-{machine}")
+def refused(folder, *words_of_machines):
+    """Start a machine with each of these words. Return what each says when it ends with exit code 2."""
+    config = config_file(folder, dist_timeout_minutes=1)
+    place = ["--main-process-ip", "127.0.0.1", "--main-process-port", str(free_port())]
+    machines = []
+    for number, words in enumerate(words_of_machines):
+        rank = ["--num-machines", "2", "--nproc", "1", "--machine-rank", str(number)]
+        errors = folder / f"errors-{number}"
+        machine = start("train", str(config), *rank, *place, *words, stderr=errors)
+        machines.append((machine, errors))
+    lines = []
+    for machine, errors in machines:
+        code = machine.wait(300)
+        text = errors.read_text()
+        assert code == 2 and "Traceback" not in text, text
+        (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+        lines.append(line)
+    assert not (folder / "run").exists()
+    return lines
 
 
 def test_both_machines_name_what_differs(tmp_path):
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        yaml.safe_dump(
-            {**settings(tmp_path), "report_to": "none", "dist_timeout_minutes": 1}
-        )
-    )
-    lines = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "other.jsonl").write_text("".join(lines[::-1]))
-    port = free_port()
-    other = shared(tiny_bert, hidden=16)
-    words = (
-        "learning_rate=0.5",
-        f"data_path={tmp_path}/other.jsonl",
-        f"model_name={other}",
-    )
-    machines = [start(config, 0, port), start(config, 1, port, *words)]
-    for number, machine in enumerate(machines):
-        code = machine.wait(100)
-        err = errors_of(config, number).read_text()
-        assert code == 2, err
-        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert (
-            "learning_rate is 0.002 on rank 0 (" in line
-            and ") but 0.5 on rank 1 (" in line
-        )
-        assert (
-            "data_path is " in line
-            and "model_name is " in line
-            and "Traceback" not in err
-        )
-    assert not (tmp_path / "run").exists()
+    other = tmp_path / "other"
+    other.mkdir()
+    train, _ = write_pairs(other, seed=1)
+    model_name = shared(tiny_bert, hidden=16)
+    words = [f"data_path={train}", f"model_name={model_name}", "learning_rate=0.5"]
+    for line in refused(tmp_path, [], words):
+        assert "learning_rate is 0.002 on rank 0 (" in line
+        assert ") but 0.5 on rank 1 (" in line
+        assert "data_path is " in line and "model_name is " in line
 
 
 def test_a_machine_of_another_run_is_refused(tmp_path):
     """With equal settings, data, port and output folder nothing but the word tells the two runs apart."""
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        yaml.safe_dump(
-            {**settings(tmp_path), "report_to": "none", "dist_timeout_minutes": 1}
-        )
-    )
-    port = free_port()
-    machines = [
-        start(config, number, port, "--run-id", word)
-        for number, word in enumerate(("monday", "friday"))
-    ]
-    for number, machine in enumerate(machines):
-        assert machine.wait(timeout=300) == 2
-        err = errors_of(config, number).read_text()
-        assert "(VEMBED_RUN_ID) is monday on rank 0 (" in err and "Traceback" not in err
-    assert not (tmp_path / "run").exists()
+    for line in refused(tmp_path, ["--run-id", "monday"], ["--run-id", "friday"]):
+        assert "(VEMBED_RUN_ID) is monday on rank 0 (" in line

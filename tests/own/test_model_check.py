@@ -5,29 +5,27 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from tests.docs.pages import ROOT
+from tests.own.classes import (
+    BAG,
+    BOTH,
+    CONVOLUTIONS,
+    FOLDER,
+    FREE,
+    FREE_SIZES,
+    PACKED,
+)
 from vembed.cli.check_class import check_model
 from vembed.cli.main import app
-
-FREE = f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
-SMALL = {
-    "vocab_size": 300,
-    "hidden_dim": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "latent_dim": 8,
-}
 
 
 @pytest.mark.parametrize(
     ("named", "arguments"),
     [
-        (f"{ROOT / 'tests/own/bag.py'}:Bag", {}),
-        (f"{ROOT / 'tests/own/bag.py'}:Bag", {"dropout": 0.2}),
-        (f"{ROOT / 'tests/own/conv.py'}:Convolutions", {}),
-        (f"{ROOT / 'tests/own/both.py'}:Both", {}),
-        (FREE, SMALL),
-        (FREE, {**SMALL, "use_latent": False}),
+        (BAG, {"dropout": 0.2}),
+        (CONVOLUTIONS, {}),
+        (BOTH, {}),
+        (FREE, FREE_SIZES),
+        (FREE, {**FREE_SIZES, "use_latent": False}),
     ],
 )
 def test_good_classes_pass(named, arguments):
@@ -49,20 +47,17 @@ def test_good_classes_pass(named, arguments):
     }.items(),
 )
 def test_a_broken_rule_gets_one_sentence(name, said):
-    broken = [
-        sentence
-        for _, sentence in check_model(f"{ROOT / 'tests/own/broken.py'}:{name}", {})
-        if sentence
-    ]
+    rules = dict(check_model(f"{FOLDER}/broken.py:{name}", {}))
+    broken = [sentence for sentence in rules.values() if sentence]
     assert re.search(said, broken[0]) and "\n" not in broken[0]
     assert len(broken) == 1 or name == "AlwaysDropped"
 
 
 def test_texts_in_one_row_are_tried_where_the_class_takes_them():
-    rules = dict(check_model(f"{ROOT / 'tests/own/packed.py'}:PackedBag", {}))
+    rules = dict(check_model(PACKED, {}))
     assert len(rules) == 8 and not any(rules.values())
     assert "texts in one row, without padding, give the same result" in rules
-    rules = dict(check_model(f"{ROOT / 'tests/own/packed.py'}:Mixed", {}))
+    rules = dict(check_model(f"{FOLDER}/packed.py:Mixed", {}))
     (broken,) = filter(None, rules.values())
     assert "Mixed takes cu_seqlens, and texts in one row change each other" in broken
 
@@ -72,13 +67,11 @@ def run(*words):
 
 
 def test_the_command():
-    bag = f"{ROOT / 'tests/own/bag.py'}:Bag"
-    padded = f"{ROOT / 'tests/own/broken.py'}:Padded"
-    done = run("doctor", "--model-class", bag, "--model-config", "{hidden_dim: 8}")
+    done = run("doctor", "--model-class", BAG, "--model-config", "{hidden_dim: 8}")
     assert done.exit_code == 0 and "FSDP units" in done.output
-    done = run("doctor", "--model-class", padded)
+    done = run("doctor", "--model-class", f"{FOLDER}/broken.py:Padded")
     assert done.exit_code == 1 and "FAIL: padding changes the result" in done.output
-    done = run("doctor", "--model-class", bag, "--model-config", "{size: 8}")
+    done = run("doctor", "--model-class", BAG, "--model-config", "{size: 8}")
     assert done.exit_code == 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,10 +15,10 @@ import vembed
 from tests import tiny
 from tests.commands import command
 from tests.data.files import write_jsonl
-from tests.docs.pages import ROOT
 from tests.harness import run_ranks
 from tests.losses.reference import reference_loss
 from tests.own.bag import Bag
+from tests.own.classes import BAG, BOTH, CONVOLUTIONS, FREE, FREE_SIZES, PACKED
 from tests.parity.engine import (
     Case,
     build,
@@ -30,22 +29,11 @@ from tests.parity.engine import (
     worst_error,
 )
 from tests.tiny_tokenizers import texts, wordpiece_tokenizer
+from tests.training.test_run import log_text, metric_lines
 from vembed.cli.main import app
 from vembed.config.loading import load_config
 from vembed.parallel.session import start_session
 
-BAG = f"{ROOT / 'tests/own/bag.py'}:Bag"
-PACKED = f"{ROOT / 'tests/own/packed.py'}:PackedBag"
-BOTH = f"{ROOT / 'tests/own/both.py'}:Both"
-CONVOLUTIONS = f"{ROOT / 'tests/own/conv.py'}:Convolutions"
-FREE = f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
-SMALL = {
-    "vocab_size": 400,
-    "hidden_dim": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "latent_dim": 8,
-}
 WEIGHTS = {"word_size": 0.7, "vector_size": 1.3}
 CASES = [
     Case("cached-rows", micro="row"),
@@ -104,15 +92,15 @@ def options(place, name, **more):
     }
 
 
+def saved(place, name):
+    return vembed.Embedder(place / name / "final", trust_remote_code=True)
+
+
+def run(*words):
+    return CliRunner().invoke(app, words)
+
+
 # ---- gradients -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Found:
-    """Gradients of each case, and what was logged by name."""
-
-    gradients: list[dict[str, torch.Tensor]]
-    auxiliary: list[dict[str, float]]
 
 
 def config_of(case, place, **more):
@@ -131,15 +119,13 @@ def config_of(case, place, **more):
 
 
 def on_ranks(place, strategy):
-    """Each case through the real step on this rank."""
-    actual = Found([], [])
-    more = {"strategy": strategy}
-    with start_session(config_of(CASES[0], place, **more)) as session:
+    """Each case through the real step on this rank: its gradients, and what was logged by name."""
+    actual = []
+    with start_session(config_of(CASES[0], place, strategy=strategy)) as session:
         for case in CASES:
-            config = config_of(case, place, **more)
+            config = config_of(case, place, strategy=strategy)
             gradients, result = step_on_rank(case, config, session, config.objective)
-            actual.gradients.append(gradients)
-            actual.auxiliary.append(dict(result.auxiliary))
+            actual.append((gradients, dict(result.auxiliary)))
     return actual
 
 
@@ -166,34 +152,36 @@ def wanted(case, place):
             batch, config, mrl_dims=model.description.mrl_dims
         )
     value.backward()
-    return {**full_gradients(model), "loss": value.detach()}, {
-        name: float(mean.detach()) for name, mean in means.items()
-    }
+    gradients = {**full_gradients(model), "loss": value.detach()}
+    return gradients, {name: float(mean.detach()) for name, mean in means.items()}
 
 
 @pytest.fixture(scope="module")
 def placed_results(place):
-    """Results of each group of ranks, one start of processes for each."""
-    groups = {"one": (1, "single"), "ddp": (3, "ddp"), "fsdp2": (2, "fsdp")}
+    """Results of each rank, one start of processes for each strategy."""
     return {
-        name: run_ranks(on_ranks, ranks, place, strategy, process_group=False)
-        for name, (ranks, strategy) in groups.items()
+        strategy: run_ranks(on_ranks, ranks, place, strategy, process_group=False)
+        for strategy, ranks in RANKS.items()
     }
 
 
-@pytest.mark.parametrize("group", ["one", "ddp", "fsdp2"])
+RANKS = {"single": 1, "ddp": 3, "fsdp": 2}
+
+
+@pytest.mark.parametrize("strategy", RANKS)
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
 def test_gradients_with_auxiliary_losses_are_those_of_the_formula(
-    placed_results, place, group, number
+    placed_results, place, strategy, number
 ):
-    gradients, means = wanted(CASES[number], place)
-    ranks = placed_results[group]
-    name, error = worst_error(ranks[0].gradients[number], gradients)
-    assert error < 1e-9, (name, error)
-    total = sum(float(rank.gradients[number]["loss"]) for rank in ranks)
-    assert total == pytest.approx(float(gradients["loss"]), rel=1e-9)
-    for rank in ranks:
-        assert rank.auxiliary[number] == pytest.approx(means, rel=1e-9)
+    expected, means = wanted(CASES[number], place)
+    total = 0.0
+    for rank in placed_results[strategy]:
+        gradients, auxiliary = rank[number]
+        name, error = worst_error(gradients, expected)
+        assert error < 1e-9, (name, error)
+        assert auxiliary == pytest.approx(means, rel=1e-9)
+        total += float(gradients["loss"])
+    assert total == pytest.approx(float(expected["loss"]), rel=1e-9)
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
@@ -201,32 +189,22 @@ def test_gradients_with_auxiliary_losses_are_those_of_the_formula(
 
 def train_all(place):
     """Models in shards with Gradient Cache, one after the other; two of them under FSDP1."""
-    sharded = {"strategy": "fsdp", "eval_before": False}
-    actual = {}
-    for name, values in {
-        "bag": {"model_class": BAG, "auxiliary_losses": WEIGHTS},
-        "convolutions": {
-            "model_class": CONVOLUTIONS,
-            "data_path": str(place / "images.jsonl"),
-        },
-        "free": {
-            "model_class": FREE,
-            "model_config": SMALL,
-            "mrl_dims": [16, 8],
-        },
+    bag = {"model_class": BAG, "auxiliary_losses": WEIGHTS}
+    free = {"model_class": FREE, "model_config": FREE_SIZES, "mrl_dims": [16, 8]}
+    images = str(place / "images.jsonl")
+    runs = {
+        "bag": bag,
+        "convolutions": {"model_class": CONVOLUTIONS, "data_path": images},
+        "free": free,
         "packed": {"model_class": PACKED, "learning_rate": "auto"},
         "both": {"model_class": BOTH, "data_path": str(place / "both.jsonl")},
-        "bag1": {"model_class": BAG, "auxiliary_losses": WEIGHTS, "fsdp_version": 1},
-        "free1": {
-            "model_class": FREE,
-            "model_config": SMALL,
-            "mrl_dims": [16, 8],
-            "fsdp_version": 1,
-        },
-    }.items():
-        vembed.train(options(place, name, **sharded, **values))
-        last = (place / name / "metrics.jsonl").read_text().splitlines()[-1]
-        actual[name] = json.loads(last)
+        "bag1": {**bag, "fsdp_version": 1},
+        "free1": {**free, "fsdp_version": 1},
+    }
+    actual = {}
+    for name, values in runs.items():
+        vembed.train(options(place, name, strategy="fsdp", **values))
+        actual[name] = metric_lines(place / name)[-1]
     return actual
 
 
@@ -241,12 +219,11 @@ def test_models_train_in_shards_with_gradient_cache(trained, place):
     assert {"loss/word_size", "loss/vector_size"} <= trained["bag"].keys()
     assert {"loss/next_token", "loss/kl"} <= trained["free"].keys()
     for name, units in (("free", "3 DecoderBlock"), ("convolutions", "2 Block")):
-        log = (place / name / "training_log.txt").read_text()
-        assert f"units ({units}) and the rest of the model" in log
+        assert f"units ({units}) and the rest" in log_text(place / name)
 
 
 def test_fsdp1_gives_the_losses_of_fsdp2(trained, place):
-    assert "FSDP1" in (place / "bag1" / "training_log.txt").read_text()
+    assert "FSDP1" in log_text(place / "bag1")
     for name in ("bag", "free"):
         for term, value in trained[name].items():
             if term.startswith("loss"):
@@ -256,10 +233,10 @@ def test_fsdp1_gives_the_losses_of_fsdp2(trained, place):
 def test_a_module_takes_texts_in_one_row(trained, place):
     """Its vectors are those of padded texts."""
     assert trained["packed"].keys() >= {"loss/word_size"}
-    log = (place / "packed" / "training_log.txt").read_text()
+    log = log_text(place / "packed")
     assert "texts: without padding" in log
     assert "learning_rate: 0.002 (auto; from scratch" in log
-    model = vembed.Embedder(place / "packed" / "final", trust_remote_code=True)
+    model = saved(place, "packed")
     subset = tiny.texts(3, seed=4)
     one_by_one = np.concatenate([model.encode([text]) for text in subset])
     assert np.abs(model.encode(subset) - one_by_one).max() < 1e-6
@@ -267,12 +244,8 @@ def test_a_module_takes_texts_in_one_row(trained, place):
 
 def test_a_module_takes_texts_and_images(trained, place):
     del trained
-    model = vembed.Embedder(place / "both" / "final", trust_remote_code=True)
-    assert (
-        model.encode([place / "0a.png"]).shape
-        == model.encode(["a red cat"]).shape
-        == (1, 16)
-    )
+    vectors = saved(place, "both").encode([place / "0a.png", "a red cat"])
+    assert vectors.shape == (2, 16)
 
 
 @pytest.mark.parametrize("name", ["bag", "free"])
@@ -284,22 +257,16 @@ def test_saved_models_load_elsewhere(trained, place, name):
     subset = ["a red cat", "two dogs in the snow and a very long pipeline home", "rain"]
     with pytest.raises(vembed.UserError, match="trust_remote_code is false"):
         vembed.Embedder(folder)
-    mine = vembed.Embedder(folder, trust_remote_code=True).encode(subset)
-    theirs = SentenceTransformer(
-        str(folder), trust_remote_code=True, device="cpu"
-    ).encode(subset)
-    assert np.abs(mine - theirs).max() < 1e-5
+    loaded = SentenceTransformer(str(folder), trust_remote_code=True, device="cpu")
+    difference = saved(place, name).encode(subset) - loaded.encode(subset)
+    assert np.abs(difference).max() < 1e-5
     assert "trust_remote_code=True" in (folder / "README.md").read_text()
 
 
 def test_a_saved_model_is_exported_without_a_question(place, tmp_path):
-    values = options(
-        place, "bag-alone", model_class=Bag, max_steps=1, strategy="single"
-    )
-    vembed.train(values)
+    vembed.train(options(place, "bag-alone", model_class=Bag, max_steps=1))
     folders = [str(place / "bag-alone" / "final"), str(tmp_path / "onnx")]
-    words = ["export", *folders, "--format", "onnx", "--trust-remote-code"]
-    done = CliRunner().invoke(app, words)
+    done = run("export", *folders, "--format", "onnx", "--trust-remote-code")
     assert done.exit_code == 0, done.output
     assert "check: 200 texts" in done.output and "custom code" not in done.output
     # The graph needs no code of the model's, which is not in the folder.
@@ -313,49 +280,34 @@ def test_a_module_starts_from_its_weights(place):
     """One that was given in Python: with a step of no size, the saved model has its weights."""
     torch.manual_seed(3)
     module = Bag(hidden_dim=8)
-    inputs = options(
-        place,
-        "module",
-        learning_rate=1e-30,
-        weight_decay=0.0,
-        model_config={"hidden_dim": 8},
-    )
-    vembed.train({**inputs, "model_class": module})
-    from safetensors.torch import load_file
-
-    saved = load_file(place / "module" / "final" / "model.safetensors")
-    assert torch.equal(saved["own.words.weight"], module.words.weight.detach())
+    sizes = {"hidden_dim": 8}
+    values = options(place, "module", model_class=module, model_config=sizes)
+    vembed.train({**values, "learning_rate": 1e-30, "weight_decay": 0.0})
     text = tiny.texts(1, seed=4)[0]
     ids = wordpiece_tokenizer()(text, return_tensors="pt")
     with torch.no_grad():
         (expected,), _ = module.eval()(ids["input_ids"], ids["attention_mask"])
     expected = expected.numpy()
-    model = vembed.Embedder(place / "module" / "final", trust_remote_code=True)
-    vector = model.encode(text)
+    vector = saved(place, "module").encode(text)
     assert np.abs(vector - expected / np.linalg.norm(expected)).max() < 1e-6
 
 
 def test_a_later_stage_starts_from_a_saved_folder(trained, place):
     del trained
-    values = options(
-        place, "later", model_class=Bag, model_name=str(place / "bag" / "final")
-    )
-    result = vembed.train(values)
-    assert result.steps == 2
+    model_name = str(place / "bag" / "final")
+    values = options(place, "later", model_class=Bag, model_name=model_name)
+    assert vembed.train(values).steps == 2
 
 
 def test_an_import_that_no_saved_model_could_make_is_refused(place, tmp_path):
     (tmp_path / "layers.py").write_text("from torch import nn\n")
-    code = "from torch import nn\n\nfrom . import layers\n\n\nclass Bag(nn.Module):\n"
-    code += "    def forward(self, input_ids):\n        return input_ids\n"
-    (tmp_path / "bag_of_layers.py").write_text(code)
-    inputs = options(place, "refused") | {
-        "model_class": f"{tmp_path / 'bag_of_layers.py'}:Bag"
-    }
-    with pytest.raises(
-        vembed.UserError, match=r"imports a file as `from \. import name`"
-    ):
-        vembed.train(inputs)
+    path = tmp_path / "bag_of_layers.py"
+    code = "from . import layers\n\nclass Bag(layers.nn.Module):\n"
+    path.write_text(
+        f"{code}    def forward(self, input_ids):\n        return input_ids\n"
+    )
+    with pytest.raises(vembed.UserError, match=r"`from \. import name`"):
+        vembed.train(options(place, "refused", model_class=f"{path}:Bag"))
 
 
 def test_a_class_without_a_file_is_refused(place):
@@ -375,27 +327,17 @@ def test_a_class_without_a_file_is_refused(place):
 
 def test_adapters_are_merged_and_a_run_is_planned_and_resumed(place):
     """The other ways into a run: adapters on a module without layers, `plan`, a checkpoint, `eval`."""
-    values = options(
-        place,
-        "adapted",
-        model_class=BAG,
-        use_lora=True,
-        lora_r=2,
-        save_steps=1,
-        eval_before=False,
-    )
+    values = options(place, "adapted", model_class=BAG, use_lora=True, lora_r=2)
+    values["save_steps"] = 1
     vembed.train(values)
-    folder = place / "adapted" / "final"
-    assert (folder / "adapter").is_dir()
+    assert (place / "adapted" / "final" / "adapter").is_dir()
     result = vembed.train({**values, "max_steps": 3, "resume": "force"})
     assert result.steps == 3
-    (place / "cfg.yaml").write_text(
-        yaml.safe_dump({**values, "output_dir": str(place / "planned")})
-    )
-    runner = CliRunner()
-    planned = runner.invoke(app, ["plan", str(place / "cfg.yaml")])
+    config = place / "cfg.yaml"
+    config.write_text(yaml.safe_dump({**values, "output_dir": str(place / "planned")}))
+    planned = run("plan", str(config))
     assert planned.exit_code == 0 and "fits" in planned.output, planned.output
-    checked = runner.invoke(app, ["train", str(place / "cfg.yaml"), "--dry-run"])
+    checked = run("train", str(config), "--dry-run")
     assert checked.exit_code == 0 and f"model_class: {BAG}" in checked.output
 
 

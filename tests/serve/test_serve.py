@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import psutil
@@ -60,43 +60,47 @@ class Server:
         self.address = address
         self.port = int(address.rpartition(":")[2])
 
-    def send(self, route, values=None, *, body=b"", key=KEY):
+    def send(self, route, values=None, *, body=None, key=KEY):
         """POST values as JSON, or a body as it is; without both, GET. Return the status and the answer."""
-        data = json.dumps(values).encode() if values is not None else body or None
+        if values is not None:
+            body = json.dumps(values).encode()
         headers = {"Authorization": f"Bearer {key}"}
-        request = urllib.request.Request(self.address + route, data, headers)
+        request = urllib.request.Request(self.address + route, body, headers)
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                status = answer.status
-                content = answer.read()
+            answer = urllib.request.urlopen(request, timeout=120)
         except urllib.error.HTTPError as error:
-            with error:
-                status = error.code
-                content = error.read()
-        try:
-            return status, json.loads(content)
-        except ValueError:
-            return status, content.decode()
+            answer = error
+        with answer:
+            content = answer.read()
+        is_json = "json" in answer.headers["Content-Type"]
+        return answer.status, json.loads(content) if is_json else content.decode()
 
     def connect(self):
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
-    def num_threads(self):
-        return psutil.Process(self.process.pid).num_threads()
+    def exchange(self, request):
+        """Send bytes; return all that comes back until the server closes the connection."""
+        with self.connect() as connection:
+            connection.sendall(request)
+            return read_all(connection)
 
-    def memory(self):
-        return psutil.Process(self.process.pid).memory_info().rss
+    def statistics(self):
+        """Counts that the system has of the process."""
+        return psutil.Process(self.process.pid).as_dict(["num_threads", "memory_info"])
 
 
 @contextmanager
-def started(command, **environment):
+def started(model, limits=None, **environment):
+    """Run the command, or start_server with limits of its own."""
+    words = ["vembed", "serve", str(model), "--port", "0"]
+    if limits is not None:
+        words = ["tests.serve.start_server", str(model), json.dumps(limits)]
     process = subprocess.Popen(
-        [sys.executable, *command],
+        [sys.executable, "-m", *words],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, **environment},
     )
-    assert process.stdout is not None
     try:
         line = process.stdout.readline()
         address = re.search(r"http://127\.0\.0\.1:\d+", line)
@@ -110,25 +114,21 @@ def started(command, **environment):
 
 @pytest.fixture(scope="module")
 def server():
-    command = ["-m", "vembed", "serve", str(model_folder()), "--port", "0"]
-    with started(command, VEMBED_API_KEY=KEY) as running:
+    with started(model_folder(), VEMBED_API_KEY=KEY) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def limited():
     """A server whose limits a test reaches quickly. It has no key."""
-    module = "tests.serve.start_server"
-    command = ["-m", module, str(model_folder()), json.dumps(SMALL_LIMITS)]
-    with started(command) as running:
+    with started(model_folder(), SMALL_LIMITS) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def reranking():
     """A server of a reranker."""
-    model = str(shared(tiny_reranker))
-    with started(["-m", "vembed", "serve", model, "--port", "0"]) as running:
+    with started(shared(tiny_reranker)) as running:
         yield running
 
 
@@ -187,7 +187,7 @@ def test_token_ids_are_taken_as_they_are(server):
     features = model.featuriser.features(
         [(vembed.data.examples.Item(text=text), "document") for text in TEXTS]
     )
-    ids = [row.token_ids.tolist() for row in features if row.token_ids is not None]
+    ids = [row.token_ids.tolist() for row in features]
     expected = model.encode(TEXTS, prompt="")
     _, answer = server.send("/v1/embeddings", {"input": ids})
     assert_close([row["embedding"] for row in answer["data"]], expected)
@@ -204,12 +204,11 @@ def test_check_server_passes(limited):
 
 def test_many_connections_at_once_are_all_answered(server):
     def ask(number):
-        text = " ".join(["red"] * (number % 7 + 1))
-        _, answer = server.send("/embed", {"inputs": [text, *TEXTS]})
+        _, answer = server.send("/embed", {"inputs": ["red " * number, *TEXTS]})
         return len(answer)
 
     with ThreadPoolExecutor(64) as pool:
-        assert list(pool.map(ask, range(128))) == [3] * 128
+        assert list(pool.map(ask, range(1, 129))) == [3] * 128
 
 
 def test_a_connection_stays_open_between_requests(server):
@@ -229,9 +228,7 @@ def test_what_is_known_about_the_server(server):
     server.send("/embed", {"inputs": "a"})
     status, text = server.send("/metrics")
     assert status == 200
-    metrics = dict(
-        line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")
-    )
+    metrics = dict(line.rsplit(" ", 1) for line in text.splitlines())
     answered = 'vembed_requests_total{route="/embed",status="200"}'
     assert float(metrics[answered]) >= 1
     assert float(metrics["vembed_tokens_total"]) >= 3
@@ -328,7 +325,6 @@ def test_an_embedding_model_reranks_nothing(server, route):
         ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "2,048"),
         ("/v1/embeddings", {"input": "a", "dimensions": 99}, 400, "1 to 24"),
         ("/embed", {"inputs": "a", "normalize": False}, 400, "normalize"),
-        ("/embed", {"inputs": "a", "truncate": False}, 400, "truncate"),
         ("/v1/embeddings", {"input": "a", "input_type": "passage"}, 400, "passage"),
         ("/embed", {"inputs": float("nan")}, 400, "NaN"),
         ("/embed", {"inputs": ["a", "half an emoji \ud83d"]}, 400, "inputs[1]"),
@@ -343,15 +339,7 @@ def test_what_clients_get_wrong(server, route, values, status, words):
     assert_alive(server)
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"[" * 5_000_000,
-        b'{"inputs":' * 1_000_000,
-        b"\xff",
-        b'{"inputs": ',
-    ],
-)
+@pytest.mark.parametrize("body", [b"[" * 5_000_000, b"\xff", b'{"inputs": '])
 def test_a_body_that_is_no_json(server, body):
     status, answer = server.send("/embed", body=body)
     assert status == 400 and "body" in answer["error"]["message"]
@@ -361,13 +349,9 @@ def test_a_body_that_is_no_json(server, body):
 def test_a_body_that_is_too_large(limited):
     status, answer = limited.send("/embed", body=b" " * 1_000_001)
     assert status == 413 and "1,000,000" in answer["error"]["message"]
-    with limited.connect() as connection:
-        connection.sendall(
-            b"POST /embed HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-        )
-        chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
-        connection.sendall(chunk * 20)
-        assert b" 413 " in connection.recv(65536)
+    head = b"POST /embed HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
+    assert b" 413 " in limited.exchange(head + chunk * 20)
     assert_alive(limited)
 
 
@@ -387,10 +371,7 @@ HIDDEN = b'POST /v1/embeddings HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n
     ],
 )
 def test_no_second_request_is_hidden_in_a_body(limited, request_head):
-    with limited.connect() as connection:
-        connection.sendall(request_head % len(HIDDEN) + HIDDEN)
-        connection.shutdown(socket.SHUT_WR)
-        answers = read_all(connection)
+    answers = limited.exchange(request_head % len(HIDDEN) + HIDDEN)
     assert answers.count(b"HTTP/1.1 ") == 1 and b'embedding"' not in answers
     assert_alive(limited)
 
@@ -399,48 +380,35 @@ def test_no_second_request_is_hidden_in_a_body(limited, request_head):
 
 
 def test_idle_and_slow_connections_lock_nobody_out(limited):
-    num_threads = limited.num_threads()
-    connections = [limited.connect() for _ in range(60)]
-    try:
+    num_threads = limited.statistics()["num_threads"]
+    with ExitStack() as stack:
+        connections = [stack.enter_context(limited.connect()) for _ in range(60)]
         for connection in connections[::2]:
             with suppress(ConnectionError):  # closed to make room
                 connection.sendall(b"POST /embed HTTP/1.1\r\nHos")
         assert_alive(limited)
-        assert limited.num_threads() < num_threads + 40
+        assert limited.statistics()["num_threads"] < num_threads + 40
         # What has never become a request is closed.
         start = time.monotonic()
         assert b"200" not in read_all(connections[-1])
         assert time.monotonic() - start < 30
-    finally:
-        for connection in connections:
-            connection.close()
 
 
 def test_slow_bodies_are_given_up(limited):
-    with limited.connect() as connection:
-        connection.sendall(
-            b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
-        )
-        answer = read_all(connection)
+    request = b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
+    answer = limited.exchange(request)
     assert b" 408 " in answer and b"2 s" in answer
     assert_alive(limited)
 
 
 def test_unfinished_bodies_are_bounded_together(limited):
-    before = limited.memory()
+    before = limited.statistics()["memory_info"].rss
     head = b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 999999\r\n\r\n"
-    connections = [limited.connect() for _ in range(12)]
-    statuses = []
-    try:
-        for connection in connections:
-            connection.sendall(head + b" " * 900_000)
-        for connection in connections:
-            statuses.append(read_all(connection)[9:12])
-        assert statuses.count(b"429") >= 8 and set(statuses) <= {b"429", b"408"}
-    finally:
-        for connection in connections:
-            connection.close()
-    assert limited.memory() - before < 60_000_000
+    with ThreadPoolExecutor(12) as pool:
+        answers = pool.map(limited.exchange, [head + b" " * 900_000] * 12)
+        statuses = [answer[9:12] for answer in answers]
+    assert statuses.count(b"429") >= 8 and set(statuses) <= {b"429", b"408"}
+    assert limited.statistics()["memory_info"].rss - before < 60_000_000
     assert_alive(limited)
 
 
@@ -512,9 +480,8 @@ def test_requests_that_wait_are_encoded_together():
 
 
 def test_sigterm_answers_what_has_arrived():
-    command = ["-m", "vembed", "serve", str(model_folder()), "--port", "0"]
     texts = [f"{number} red green " * 40 for number in range(500)]
-    with started(command) as server, ThreadPoolExecutor(1) as pool:
+    with started(model_folder()) as server, ThreadPoolExecutor(1) as pool:
         idle = server.connect()
         answer = pool.submit(server.send, "/embed", {"inputs": texts})
         time.sleep(1)
@@ -522,7 +489,6 @@ def test_sigterm_answers_what_has_arrived():
         status, vectors = answer.result(120)
         assert status == 200 and len(vectors) == len(texts)
         assert server.process.wait(60) == 0
-        assert server.process.stdout is not None
         assert "stopped" in server.process.stdout.read()
         with pytest.raises(ConnectionRefusedError):
             server.connect()
@@ -530,10 +496,9 @@ def test_sigterm_answers_what_has_arrived():
 
 
 def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(capfd):
-    limits = json.dumps({"drain_seconds": 1, "inputs": 20_000})
-    command = ["-m", "tests.serve.start_server", str(model_folder()), limits]
+    limits = {"drain_seconds": 1, "inputs": 20_000}
     texts = [f"{number} red green " * 8 for number in range(20_000)]
-    with started(command) as server, ThreadPoolExecutor(2) as pool:
+    with started(model_folder(), limits) as server, ThreadPoolExecutor(2) as pool:
         running = pool.submit(server.send, "/embed", {"inputs": texts})
         time.sleep(1.5)
         waiting = pool.submit(server.send, "/embed", {"inputs": ["a"]})
@@ -565,7 +530,6 @@ def test_a_cut_word_has_the_tokens_of_the_whole(text):
     model = vembed.Embedder(model_folder())
     item = vembed.data.examples.Item(text=text)
     (features,) = model.featuriser.features([(item, "document")])
-    assert features.token_ids is not None
     tokenizer = load_tokenizer(model.description)
     whole = tokenizer(text, truncation=True, max_length=model.description.max_length)
     assert features.token_ids.tolist() == whole["input_ids"]

@@ -13,6 +13,7 @@ import yaml
 
 import vembed
 from tests.commands import start
+from tests.data.files import write_jsonl
 from tests.guides import STAGE_ONE
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_bert_st
@@ -22,12 +23,22 @@ from vembed.config.loading import chosen_pipeline
 from vembed.errors import UserError
 
 COMMON = {
+    "data_path": "train.jsonl",
     "batch_size": 4,
     "max_steps": 2,
     "report_to": "none",
     "strategy": "single",
     "save_steps": 1,
 }
+MINE = {"data_path": "train.jsonl", "num_negatives": 2}
+EVALUATE = {"data": "val.jsonl"}
+SCORED = {**EVALUATE, "require": {"nDCG@10": ">= 0.0"}}
+
+# Stages of many of the lists.
+BROAD = {"name": "broad"}
+NEGATIVES = {"name": "negatives", "mine": MINE}
+SHARP = {"name": "sharp"}
+CHECK = {"name": "check", "evaluate": SCORED}
 
 
 @pytest.fixture
@@ -44,17 +55,21 @@ def place(tmp_path, monkeypatch):
 def written(stages, **options):
     config = {
         "model_name": str(shared(tiny_bert_st)),
-        "data_path": "train.jsonl",
         **COMMON,
         **options,
+        "stages": stages,
     }
-    Path("cfg.yaml").write_text(
-        yaml.safe_dump({**config, "stages": stages}, sort_keys=False)
-    )
+    Path("cfg.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
 
 def train(*words):
     return run_process("train", ["cfg.yaml", *words])
+
+
+def refused(capsys, *words):
+    """What the command says when it ends with exit code 2."""
+    assert train(*words) == 2
+    return capsys.readouterr().err
 
 
 def states():
@@ -62,6 +77,10 @@ def states():
     for path in Path("output").glob("*/stage.json"):
         states[path.parent.name] = json.loads(path.read_text())["state"]
     return states
+
+
+def assert_done(*names):
+    assert states() == dict.fromkeys(names, "done")
 
 
 def rows_of(path):
@@ -75,8 +94,8 @@ def losses(folder):
 
 def starts(folder, names):
     """The model that each stage starts from."""
-    configs = {name: Path(folder, name, "config.yaml").read_text() for name in names}
-    return {name: yaml.safe_load(text)["model_name"] for name, text in configs.items()}
+    configs = [vembed.load_config(f"{folder}/{name}/config.yaml") for name in names]
+    return [config.model.model_name for config in configs]
 
 
 # ---- the list --------------------------------------------------------------------------------------------------
@@ -95,7 +114,6 @@ def test_mistakes_in_the_list(stages, message):
         chosen_pipeline({"stages": stages})
 
 
-EVALUATE = {"data": "val.jsonl"}
 SOUP = {"models": ["broad", "."], "method": "soup"}
 MISTAKES = [
     ({"data_path": "trian.jsonl"}, "data_path: trian.jsonl does not exist"),
@@ -115,9 +133,8 @@ MISTAKES = [
 def test_a_mistake_in_the_last_step_ends_the_command_before_the_first_one(
     place, capsys, step, message
 ):
-    written([{"name": "broad"}, {"name": "last", **step}])
-    assert train() == 2
-    output = capsys.readouterr().err
+    written([BROAD, {"name": "last", **step}])
+    output = refused(capsys)
     assert message in output and output.count("error:") == 1
     assert not Path("output").exists()
 
@@ -127,14 +144,10 @@ def test_steps_before_any_training_take_the_model_of_the_config(
 ):
     """From another folder: their paths are also found beside the config."""
     model = str(shared(tiny_bert_st))
-    check = {"data": "val.jsonl", "ks": [10], "require": {"nDCG@10": 0.0}}
+    check = {**EVALUATE, "ks": [10], "require": {"nDCG@10": 0.0}}
     retrieved = {"data_path": "train.jsonl", "retrievers": [model]}
-    stages = [
-        {"name": "base", "evaluate": check},
-        {"name": "negatives", "mine": {"data_path": "train.jsonl", "num_negatives": 2}},
-        {"name": "both", "mine": retrieved},
-    ]
-    written(stages)
+    base = {"name": "base", "evaluate": check}
+    written([base, NEGATIVES, {"name": "both", "mine": retrieved}])
     (place / "elsewhere").mkdir()
     monkeypatch.chdir(place / "elsewhere")
     words = ["../cfg.yaml", "--dry-run"]
@@ -143,7 +156,7 @@ def test_steps_before_any_training_take_the_model_of_the_config(
     assert run_process("train", [*words, "model_name=other"]) == 0
     assert "would run: vembed eval other ../val.jsonl" in capsys.readouterr().out
     assert run_process("train", words[:1]) == 0
-    assert states() == dict.fromkeys(("base", "negatives", "both"), "done")
+    assert_done("base", "negatives", "both")
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------
@@ -151,18 +164,12 @@ def test_steps_before_any_training_take_the_model_of_the_config(
 
 @pytest.mark.promise("C20")
 def test_stages_run_once_in_order_and_again_where_something_changed(place, capsys):
-    stages = [
-        {"name": "broad"},
-        {"name": "sharp", "learning_rate": 1e-3, "mixed_precision": "no"},
-        {"name": "mix", "merge": {"models": ["broad", "sharp"], "method": "slerp"}},
-        {
-            "name": "check",
-            "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": ">= 0.0"}},
-        },
-    ]
+    sharp = {"name": "sharp", "learning_rate": 1e-3, "mixed_precision": "no"}
+    merge = {"models": ["broad", "sharp"], "method": "slerp"}
+    stages = [BROAD, sharp, {"name": "mix", "merge": merge}, CHECK]
     written(stages)
     assert train() == 0
-    assert states() == dict.fromkeys(("broad", "sharp", "mix", "check"), "done")
+    assert_done("broad", "sharp", "mix", "check")
     config = vembed.load_config("output/sharp/config.yaml")
     assert config.model.model_name == "output/broad/final"
     merged = json.loads(Path("output/mix/final/merge.json").read_text())
@@ -178,7 +185,7 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     assert train("--until", "sharp", "overwrite=yes") == 0
     assert "done already" not in capsys.readouterr().err
     written_at = weights.stat().st_mtime_ns
-    stages[1]["learning_rate"] = 2e-3
+    sharp["learning_rate"] = 2e-3
     written(stages)
     assert train() == 0
     assert capsys.readouterr().err.count("done already") == 1
@@ -191,14 +198,11 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
 
 
 def test_a_stage_runs_again_where_what_it_left_is_damaged(place, capsys):
-    mine = {"data_path": "train.jsonl", "num_negatives": 2}
-    stages = [{"name": "broad"}, {"name": "hard", "mine": mine}]
     soup = {"models": ["broad", str(shared(tiny_bert_st))]}
-    stages.append({"name": "soup", "merge": soup})
-    written(stages)
+    written([BROAD, NEGATIVES, {"name": "soup", "merge": soup}])
     assert train() == 0
     weights = Path("output/broad/final/model.safetensors")
-    mined = Path("output/hard/mined.jsonl")
+    mined = Path("output/negatives/mined.jsonl")
     merged = Path("output/soup/final/model.safetensors")
     whole = {path: path.read_bytes() for path in (weights, mined, merged)}
 
@@ -214,11 +218,11 @@ def test_a_stage_runs_again_where_what_it_left_is_damaged(place, capsys):
     flipped = bytearray(whole[weights])
     flipped[-5] ^= 1
     weights.write_bytes(flipped)
-    assert train() == 2, "the user may have changed it on purpose"
-    assert "delete output/broad/final" in capsys.readouterr().err
+    # The user may have changed it on purpose.
+    assert "delete output/broad/final" in refused(capsys)
     shutil.rmtree("output/broad/final")
     mined.write_bytes(whole[mined][: len(whole[mined]) // 2])
-    repairs("broad", "hard")
+    repairs("broad", "negatives")
     shutil.rmtree("output/soup/final")
     repairs("soup")
     repairs()
@@ -229,38 +233,29 @@ def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(
 ):
     teacher = place / "teacher"
     shutil.copytree(shared(tiny_bert_st), teacher)
-    common = {"val_data_path": "val.jsonl", "eval_steps": 1}
-    guards = [{"path": "val.jsonl", "max_drop": 1.0}]
-    stages = [
-        {"name": "patient", "patience": 9, "load_best_model_at_end": False},
-        {"name": "guarded", "from": "patient", "guards": guards},
-        {
-            "name": "taught",
-            "from": "patient",
-            "loss": "relational",
-            "teacher": str(teacher),
-        },
-    ]
-    written(stages, **common)
-    assert train() == 0 and train() == 0
-    capsys.readouterr()
+    guard = {"path": "val.jsonl", "max_drop": 1.0}
+    patient = {"name": "patient", "patience": 9, "load_best_model_at_end": False}
+    guarded = {"name": "guarded", "from": "patient", "guards": [guard]}
+    taught = {"name": "taught", "from": "patient", "loss": "relational"}
+    taught["teacher"] = str(teacher)
 
     def run_again():
+        """Return the stages that run again."""
+        stages = [patient, guarded, taught]
+        written(stages, val_data_path="val.jsonl", eval_steps=1)
         assert train() == 0
         said = capsys.readouterr().err
         return re.findall(r"stage (\w+): what it depends on", said)
 
-    assert run_again() == []
-    guards[0]["max_drop"] = 0.9
-    written(stages, **common)
+    assert run_again() == run_again() == []
+    guard["max_drop"] = 0.9
     assert run_again() == ["guarded"]
     path = teacher / "config_sentence_transformers.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "prompts": {"query": "find: "}})
-    )
+    settings = json.loads(path.read_text())
+    settings["prompts"] = {"query": "find: "}
+    path.write_text(json.dumps(settings))
     assert run_again() == ["taught"]
-    stages[0]["patience"] = 8
-    written(stages, **common)
+    patient["patience"] = 8
     assert run_again() == ["patient", "guarded", "taught"]
 
 
@@ -269,26 +264,16 @@ def test_other_names_of_options_say_where_stages_are_and_what_they_start_from(
 ):
     other = place / "other"
     shutil.copytree(shared(tiny_bert_st), other)
-    written(
-        [
-            {"name": "a"},
-            {"name": "b"},
-            {"evaluate": {"data": "val.jsonl"}},
-            {"name": "c", "model": str(other)},
-        ]
-    )
-    Path("cfg.yaml").write_text(Path("cfg.yaml").read_text() + "output: there\n")
+    last = {"name": "c", "model": str(other)}
+    stages = [{"name": "a"}, {"name": "b"}, {"evaluate": EVALUATE}, last]
+    written(stages, output="there")
     assert train() == 0
-    assert starts("there", "abc") == {
-        "a": str(shared(tiny_bert_st)),
-        "b": "there/a/final",
-        "c": str(other),
-    }
-    assert (
-        Path("there/evaluate-3/scores.json").is_file() and not Path("output").exists()
-    )
+    base = str(shared(tiny_bert_st))
+    assert starts("there", "abc") == [base, "there/a/final", str(other)]
+    assert Path("there/evaluate-3/scores.json").is_file()
+    assert not Path("output").exists()
     assert train("output=moved", f"model={other}", "--until", "b") == 0
-    assert starts("moved", "ab") == {"a": str(other), "b": "moved/a/final"}
+    assert starts("moved", "ab") == [str(other), "moved/a/final"]
 
 
 def road_on_a_rank(folder):
@@ -300,52 +285,37 @@ def road_on_a_rank(folder):
 @pytest.mark.promise("C20")
 def test_under_torchrun_all_steps_run_in_the_processes_that_are_there(place):
     stages = [
-        {"name": "broad", "strategy": "ddp"},
-        {"name": "negatives", "mine": {"data_path": "train.jsonl", "num_negatives": 2}},
-        {"name": "sharp", "strategy": "fsdp"},
+        {**BROAD, "strategy": "ddp"},
+        NEGATIVES,
+        {**SHARP, "strategy": "fsdp"},
         {"name": "mix", "merge": {"models": ["broad", "sharp"]}},
-        {
-            "name": "check",
-            "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": ">= 0.0"}},
-        },
+        CHECK,
     ]
     written(stages, strategy="auto")
     assert run_ranks(road_on_a_rank, 2, str(place), process_group=False) == [0, 0]
-    assert states() == dict.fromkeys(
-        ("broad", "negatives", "sharp", "mix", "check"), "done"
-    )
-    assert (
-        vembed.load_config("output/sharp/config.yaml").data.data_path
-        == "output/negatives/mined.jsonl"
-    )
+    assert_done("broad", "negatives", "sharp", "mix", "check")
+    config = vembed.load_config("output/sharp/config.yaml")
+    assert config.data.data_path == "output/negatives/mined.jsonl"
     for stage, strategy in (("broad", "ddp"), ("sharp", "fsdp")):
-        messages = json.loads(Path(f"output/{stage}/run.json").read_text())
-        assert (messages["num_processes"], messages["strategy"]) == (2, strategy)
+        facts = json.loads(Path(f"output/{stage}/run.json").read_text())
+        assert (facts["num_processes"], facts["strategy"]) == (2, strategy)
     scores = json.loads(Path("output/check/stage.json").read_text())["scores"]
     assert f"ndcg@10 {scores['ndcg@10']:.4f}" in Path("output/stages.md").read_text()
 
 
 def test_a_run_that_falls_short_stops_there_and_says_so(place, capsys):
-    check = {
-        "name": "check",
-        "evaluate": {"data": "val.jsonl", "require": {"nDCG@10": "> 1.0"}},
-    }
-    written([{"name": "broad"}, check, {"name": "sharp"}])
+    scored = {**EVALUATE, "require": {"nDCG@10": "> 1.0"}}
+    written([BROAD, {"name": "check", "evaluate": scored}, SHARP])
     assert train() == 1
-    assert "stage check: nDCG@10 is" in (messages := capsys.readouterr().err)
-    assert "> 1 is required; the stages after it are not run" in messages
+    messages = capsys.readouterr().err
+    assert "stage check: nDCG@10 is" in messages and "> 1 is required" in messages
     assert states() == {"broad": "done", "check": "started"}
     assert "broad" in Path("output/stages.md").read_text()
 
 
 def test_parts_of_the_list_and_a_dry_run(place, capsys):
-    written(
-        [
-            {"name": "broad"},
-            {"merge": {"models": ["broad"], "base": "b", "interpolate": 0.5}},
-            {"name": "sharp"},
-        ]
-    )
+    merge = {"models": ["broad"], "base": "b", "interpolate": 0.5}
+    written([BROAD, {"merge": merge}, SHARP])
     assert train("--dry-run") == 0
     messages = capsys.readouterr().out
     assert (
@@ -366,21 +336,13 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
         ("--until nowhere", "has the stages broad, merge-2, sharp"),
         ("--stage nowhere", "--stage NAME: broad, sharp"),
     ):
-        assert train(*words.split()) == 2
-        assert message in capsys.readouterr().err
+        assert message in refused(capsys, *words.split())
 
 
 def test_a_step_whose_earlier_one_has_not_run_names_it(place, capsys):
-    written(
-        [
-            {"name": "broad"},
-            {"name": "negatives", "mine": {"data_path": "train.jsonl"}},
-            {"name": "check", "evaluate": {"data": "val.jsonl"}},
-        ]
-    )
+    written([BROAD, NEGATIVES, CHECK])
     for name in ("negatives", "check"):
-        assert train("--from", name) == 2
-        error = capsys.readouterr().err
+        error = refused(capsys, "--from", name)
         assert f"stage {name}" in error
         assert "output/broad/final" in error
         assert "--from broad" in error
@@ -388,13 +350,7 @@ def test_a_step_whose_earlier_one_has_not_run_names_it(place, capsys):
 
 
 def test_a_plan_of_one_stage(place, capsys):
-    stages = [
-        {"name": "broad"},
-        {"name": "negatives", "mine": {"data_path": "train.jsonl"}},
-        {"name": "sharp", "batch_size": 8},
-        {"name": "check", "evaluate": {"data": "val.jsonl"}},
-    ]
-    written(stages)
+    written([BROAD, NEGATIVES, {**SHARP, "batch_size": 8}, CHECK])
     assert run_process("plan", ["cfg.yaml"]) == 2
     assert "choose with --stage NAME: broad, sharp" in capsys.readouterr().err
     # What earlier stages make is not there yet.
@@ -417,8 +373,8 @@ def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypat
         return 1
 
     monkeypatch.setattr("vembed.parallel.launch.run_ranks", note)
-    check = {"data": "val.jsonl", "nproc": 2}
-    written([{"name": "broad"}, {"name": "check", "evaluate": check}])
+    check = {**EVALUATE, "nproc": 2}
+    written([BROAD, {"name": "check", "evaluate": check}])
     monkeypatch.setattr("sys.argv", ["vembed", "train", "cfg.yaml"])
     assert train() == 1
     words = "output/broad/final val.jsonl --json output/check/scores.json --nproc 2"
@@ -428,12 +384,10 @@ def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypat
 def test_stages_are_named_among_retrievers_and_judges(place, capsys):
     retrievers = ["bm25", {"model": "broad", "weight": 2.0}, "soup"]
     judges = [{"model": "broad"}, {"model": "soup", "base_url": "http://127.0.0.1:1"}]
+    merge = {"models": ["broad"], "base": "broad", "interpolate": 0.5}
     stages = [
-        {"name": "broad"},
-        {
-            "name": "soup",
-            "merge": {"models": ["broad"], "base": "broad", "interpolate": 0.5},
-        },
+        BROAD,
+        {"name": "soup", "merge": merge},
         {"name": "negatives", "mine": {"retrievers": retrievers, "judges": judges}},
         {"name": "again", "mine": {"model_name": "broad"}},
     ]
@@ -449,8 +403,7 @@ def test_stages_are_named_among_retrievers_and_judges(place, capsys):
     assert "model_name=output/broad/final" in commands
     retrievers[2] = "soop"
     written(stages)
-    assert train() == 2
-    error = capsys.readouterr().err
+    error = refused(capsys)
     assert "stage negatives: retrievers: soop" in error
     assert "did you mean 'soup'" in error
 
@@ -459,15 +412,14 @@ def test_mining_reads_the_data_of_the_config_with_its_columns(place):
     rows = []
     for row in rows_of("train.jsonl"):
         rows.append({"frage": row["query"], "antwort": row["positive"]})
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    Path("deutsch.jsonl").write_text(lines)
-    stages = [{"name": "negatives", "mine": {"num_negatives": 2}}, {"name": "last"}]
+    write_jsonl(Path("deutsch.jsonl"), rows)
+    stages = [{"name": "negatives", "mine": {"num_negatives": 2}}, SHARP]
     mapping = {"frage": "query", "antwort": "positive"}
     written(stages, data_path="deutsch.jsonl", column_mapping=mapping)
     assert train() == 0
     mined = rows_of("output/negatives/mined.jsonl")
     assert [row["frage"] for row in mined] == [row["frage"] for row in rows]
-    assert states() == {"negatives": "done", "last": "done"}
+    assert_done("negatives", "sharp")
 
 
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
@@ -475,13 +427,12 @@ def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
     records = rows_of("train.jsonl")
     pairs_only = [{key: row[key] for key in ("query", "positive")} for row in records]
     stages = [
-        {"name": "broad", "data_path": pairs_only},
-        {"name": "negatives", "mine": {"data_path": "train.jsonl", "num_negatives": 2}},
-        {"name": "sharp", "max_negatives": 2},
+        {**BROAD, "data_path": pairs_only},
+        NEGATIVES,
+        {**SHARP, "max_negatives": 2},
     ]
     config = {
         "model_name": str(shared(tiny_bert_st)),
-        "data_path": "train.jsonl",
         **COMMON,
         "stages": stages,
     }
@@ -490,7 +441,7 @@ def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
     assert result.model_dir == Path("output/sharp/final")
     assert result.steps == 2
     assert steps == [1, 2, 1, 2]
-    assert states() == dict.fromkeys(("broad", "negatives", "sharp"), "done")
+    assert_done("broad", "negatives", "sharp")
     mined = rows_of("output/negatives/mined.jsonl")
     assert len(mined) == len(records)
     for row in mined:
@@ -555,9 +506,8 @@ def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(
     assert "stage stage1: done already" in capsys.readouterr().err
     for stage in ("stage1", "stage2"):
         actual = losses(f"cut/{stage}")
-        expected = losses(f"whole/{stage}")
-        assert list(actual) == list(expected) == [1, 2, 3, 4, 5, 6]
-        assert actual == pytest.approx(expected, rel=1e-5)
+        assert list(actual) == [1, 2, 3, 4, 5, 6]
+        assert actual == pytest.approx(losses(f"whole/{stage}"), rel=1e-5)
     first = vembed.load_config("cut/stage1/config.yaml")
     assert first.parallel.strategy == "fsdp"
-    assert starts("cut", ["stage2"]) == {"stage2": "cut/stage1/final"}
+    assert starts("cut", ["stage2"]) == ["cut/stage1/final"]

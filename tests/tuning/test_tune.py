@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from tests import tiny
 from tests.commands import command, start
+from tests.weights.variants import pairs
 from vembed.cli.main import app
-from vembed.config.loading import load_config
+from vembed.config.loading import load_config, save_config
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, UserError
 from vembed.pipelines import option_search as searching
@@ -22,19 +23,10 @@ from vembed.pipelines.option_search import Search, ranges, run_tune
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tune")
-    rows = [
-        {"query": word, "positive": f"{word} {other}"}
-        for word in tiny.WORDS[:20]
-        for other in tiny.WORDS[:8]
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "val.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows[::16])
-    )
     settings = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
-        "data_path": str(folder / "train.jsonl"),
-        "val_data_path": str(folder / "val.jsonl"),
+        "data_path": str(pairs(folder / "train.jsonl", 160)),
+        "val_data_path": str(pairs(folder / "val.jsonl")),
         "output_dir": str(folder / "run"),
         "batch_size": 8,
         "epochs": 1,
@@ -43,10 +35,15 @@ def config(tmp_path_factory):
     return folder / "cfg.yaml"
 
 
+def trials_of(folder):
+    return json.loads((folder / "trials.json").read_text())
+
+
 def test_a_search_that_fails_in_the_middle_goes_on(
     config, tmp_path, monkeypatch, capsys
 ):
-    search = Search(str(config), (), tmp_path / "tune", 5)
+    folder = tmp_path / "tune"
+    search = Search(str(config), (), folder, 5)
     original = searching._run
 
     def killed(search, number, *arguments):
@@ -61,40 +58,32 @@ def test_a_search_that_fails_in_the_middle_goes_on(
     run_tune(search)
     said = capsys.readouterr().out
     assert "trial 0: the config as it is" in said and "2 trials are done" in said
-    trials = json.loads((tmp_path / "tune" / "trials.json").read_text())
+    trials = trials_of(folder)
     assert len(trials) == 5 and trials[0]["trial"] == 0
-    best = load_config(tmp_path / "tune" / "best.yaml")
-    top = max(
-        (trial for trial in trials if trial["state"] == "complete"),
-        key=lambda entry: entry["score"],
-    )
+    best = load_config(folder / "best.yaml")
+    complete = [trial for trial in trials if trial["state"] == "complete"]
+    top = max(complete, key=lambda trial: trial["score"])
     assert f"best: trial {top['trial']}, {top['score']:.4f}" in said
     if top["trial"]:
-        assert best.optimizer.learning_rate == pytest.approx(
-            top["options"]["learning_rate"], rel=0.01
-        )
-    assert best.run.output_dir == str(config.parent / "run"), (
-        "the search's folders are its own"
-    )
+        rate = top["options"]["learning_rate"]
+        assert best.optimizer.learning_rate == pytest.approx(rate, rel=0.01)
+    # The search's folders are its own.
+    assert best.run.output_dir == str(config.parent / "run")
     run_tune(search)  # nothing is left to do
-    assert len(json.loads((tmp_path / "tune" / "trials.json").read_text())) == 5
+    assert trials_of(folder) == trials
     with pytest.raises(UserError, match="choose another --output"):
-        run_tune(Search(str(config), ("seed=3",), tmp_path / "tune", 5))
+        run_tune(Search(str(config), ("seed=3",), folder, 5))
 
 
 def test_a_search_that_goes_on_tries_nothing_twice(config, tmp_path, monkeypatch):
-    values = {**yaml.safe_load(config.read_text()), "learning_rate": 1e-4}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
-    monkeypatch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
+    folder = tmp_path / "tune"
     overrides = ("learning_rate=1e-4",)
-    options = ("learning_rate",)
+    save_config(load_config(config, overrides), tmp_path / "config.yaml")
+    monkeypatch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
     for trials in (2, 3, 4):  # each start draws its first guesses at random
-        run_tune(Search(str(config), overrides, tmp_path / "tune", trials, options))
-    tried = [
-        entry["options"]["learning_rate"]
-        for entry in json.loads((tmp_path / "tune" / "trials.json").read_text())
-    ]
-    assert len(tried) == len(set(tried)) == 4
+        run_tune(Search(str(config), overrides, folder, trials, ("learning_rate",)))
+    tried = {trial["options"]["learning_rate"] for trial in trials_of(folder)}
+    assert len(tried) == 4
 
 
 @pytest.mark.parametrize("nproc", ["1", "2"])
@@ -102,63 +91,53 @@ def test_an_interrupted_search_says_how_it_goes_on(
     config, tmp_path, monkeypatch, nproc
 ):
     folder = tmp_path / "tune"
+    errors = tmp_path / "stderr"
     words = ("epochs=1000", "learning_rate=1e-4")
-    options = {
-        **yaml.safe_load(config.read_text()),
-        "epochs": 1000,
-        "learning_rate": 1e-4,
-    }
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(options))
+    save_config(load_config(config, words), tmp_path / "config.yaml")
     # The learning rate is that of the first trial, and is searched as well.
     with monkeypatch.context() as patch:  # trial 0
         patch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
         run_tune(Search(str(config), words, folder, 1))
     flags = ["--trials", "3", "--output", str(folder), "--nproc", nproc]
-    search = start("tune", str(config), *words, *flags, stderr=tmp_path / "stderr")
-    metrics = [
-        folder / f"trial-{number}" / "metrics.jsonl"
-        for number in range(1, int(nproc) + 1)
-    ]
+    search = start("tune", str(config), *words, *flags, stderr=errors)
+
+    def is_training(trial):
+        metrics = folder / f"trial-{trial}" / "metrics.jsonl"
+        return metrics.is_file() and "loss" in metrics.read_text()
+
     end = time.monotonic() + 60
-    while not all(
-        "loss" in metric.read_text() if metric.is_file() else False
-        for metric in metrics
-    ):
-        assert search.poll() is None and time.monotonic() < end, (
-            tmp_path / "stderr"
-        ).read_text()
+    while not (is_training(1) and is_training(int(nproc))):
+        assert search.poll() is None and time.monotonic() < end, errors.read_text()
         time.sleep(0.05)
     search.send_signal(signal.SIGTERM)
     assert search.wait(60) == 143
-    last = (tmp_path / "stderr").read_text().splitlines()[-1]
     where = "in trial 1" if nproc == "1" else "with 2 trials at once"
-    assert last == f"SIGTERM: stopped {where}; the same command goes on with the search"
+    last = errors.read_text().splitlines()[-1]
+    assert f"SIGTERM: stopped {where}; the same command" in last
     assert not list(folder.glob("trial-*/checkpoint-*")), "nothing would read them"
 
 
 def test_a_trial_whose_time_is_up_has_its_score(config, tmp_path):
     """The limit is on each training, not on the search."""
-    words = ("epochs=1000", "max_train_minutes=0.03")
-    options = ("temperature",)
-    run_tune(
-        Search(str(config), (*words, "eval_steps=5"), tmp_path / "tune", 2, options)
-    )
-    assert len(json.loads((tmp_path / "tune" / "trials.json").read_text())) == 2
+
+    def search(folder, eval_steps):
+        words = ("epochs=1000", "max_train_minutes=0.03", f"eval_steps={eval_steps}")
+        run_tune(Search(str(config), words, folder, 2, ("temperature",)))
+
+    search(tmp_path / "tune", 5)
+    assert len(trials_of(tmp_path / "tune")) == 2
     with pytest.raises(RunError, match="the time was up before the first evaluation"):
-        other = (*words, "eval_steps=100000")
-        run_tune(Search(str(config), other, tmp_path / "other", 2, options))
+        search(tmp_path / "other", 100_000)
 
 
 def test_two_processes_share_the_trials(config, tmp_path):
     flags = "--trials 6 --options learning_rate,temperature --nproc 2 --output"
     done = command("tune", str(config), *flags.split(), str(tmp_path / "tune"))
     assert done.returncode == 0, done.stderr
-    trials = json.loads((tmp_path / "tune" / "trials.json").read_text())
-    assert len(trials) == 6
-    assert all(
-        set(trial["options"]) == {"learning_rate", "temperature"} for trial in trials
-    )
-    assert len({trial["options"]["learning_rate"] for trial in trials}) == 6
+    options = [trial["options"] for trial in trials_of(tmp_path / "tune")]
+    for values in options:
+        assert values.keys() == {"learning_rate", "temperature"}
+    assert len({values["learning_rate"] for values in options}) == len(options) == 6
 
 
 def test_a_dry_run_shows_ranges_and_writes_nothing(config, tmp_path, monkeypatch):
@@ -169,9 +148,7 @@ def test_a_dry_run_shows_ranges_and_writes_nothing(config, tmp_path, monkeypatch
     assert "trials: 9, the first one the config as it is" in done.output
     for name in ("learning_rate", "temperature", "batch_size", "lora_r"):
         assert f"  {name}: " in done.output
-    assert (
-        "  learning_rate: an eighth to 8 times that of the first trial" in done.output
-    )
+    assert "  learning_rate: an eighth to 8 times that of the first" in done.output
     done = CliRunner().invoke(app, [*words, "learning_rate=0.02"])
     assert "  learning_rate: 0.0025 to 0.16, by ratio (first 0.02)" in done.output
     assert list(tmp_path.iterdir()) == []
@@ -197,7 +174,7 @@ def test_mistakes_are_said_before_the_first_trial(
 def test_a_file_in_place_of_the_folder_and_a_missing_optuna_are_named(
     config, monkeypatch
 ):
-    with pytest.raises(UserError, match=r"--output .* is a file; give a folder"):
+    with pytest.raises(UserError, match=r"--output .* is a file"):
         run_tune(Search(str(config), (), config, 3))
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(UserError, match=r"pip install 'vembed\[search\]'"):

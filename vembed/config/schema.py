@@ -33,7 +33,7 @@ from vembed.config.values import (
 from vembed.errors import UserError
 from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSSES
 from vembed.models.families.table import FamilyName
-from vembed.models.poolings.table import PoolingName, pooling_text
+from vembed.models.poolings.table import POOLING_TEXT, PoolingName
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
 
@@ -336,7 +336,7 @@ class ModelSection(Section):
     """Decoder-only models: every token attends to every other token (no causal mask)."""
     max_length: PositiveInt | None = None
     """Maximum length of a text in tokens. Longer texts are truncated. Default: the model's own limit, at most 512."""
-    pooling: Auto | PoolingName = Field(default="auto", description=pooling_text())
+    pooling: Auto | PoolingName = Field(default="auto", description=POOLING_TEXT)
     query_prompt: str | None = None
     """Text put before every query. Default: the model's own. An empty string means none."""
     document_prompt: str | None = None

@@ -97,7 +97,26 @@ class RecordFormat:
         layout = self.columns.layout(tuple(record))
         if layout.problem:
             raise BadRecord(layout.problem)
-        query = self._query(record, layout)
+        query_name = layout.query
+        value = record[query_name] if query_name is not None else None
+        if isinstance(value, list):
+            raise BadRecord(f"{query_name} is a list, and one item is expected")
+        images: tuple[ImageRef, ...] = ()
+        if layout.query_image:
+            images = self._image_list(record[layout.query_image], layout.query_image)
+        if value is None and not images:
+            raise BadRecord(f"{query_name or layout.query_image} is empty")
+        is_path = self.mode in ("i2t", "i2i")
+        query = self._item(value, images, is_path, str(query_name))
+        if layout.query_prompt is not None:
+            # The record's own prompt. An empty cell of a table is none; `""` in JSON is a prompt.
+            prompt = record[layout.query_prompt]
+            if prompt is not None and not isinstance(prompt, str):
+                raise BadRecord(
+                    f"{layout.query_prompt} is {described(prompt)}, not a text"
+                )
+            if not (prompt == "" and self.numbers_in_text):
+                query = replace(query, prompt=prompt)
         if layout.label is not None:
             # Its positive is chosen where the other examples are known.
             label = record[layout.label]
@@ -130,27 +149,6 @@ class RecordFormat:
             negative_scores = negative_scores[: self.max_negatives]
         self._check_losses(layout, negatives, scores)
         return Example(query, positives, negatives, scores, where, negative_scores)
-
-    def _query(self, record: dict[str, Any], layout: RecordLayout) -> Item:
-        name = layout.query
-        value = record[name] if name is not None else None
-        if isinstance(value, list):
-            raise BadRecord(f"{name} is a list, and one item is expected")
-        images: tuple[ImageRef, ...] = ()
-        if layout.query_image:
-            images = self._image_list(record[layout.query_image], layout.query_image)
-        if value is None and not images:
-            raise BadRecord(f"{name or layout.query_image} is empty")
-        query = self._item(value, images, self.mode in ("i2t", "i2i"), str(name))
-        if layout.query_prompt is None:
-            return query
-        # The record's own prompt. An empty cell of a table is none; `""` in JSON is a prompt.
-        prompt = record[layout.query_prompt]
-        if prompt is None or (prompt == "" and self.numbers_in_text):
-            return query
-        if not isinstance(prompt, str):
-            raise BadRecord(f"{layout.query_prompt} is {described(prompt)}, not a text")
-        return replace(query, prompt=prompt)
 
     def _documents(
         self,
@@ -719,12 +717,6 @@ def quoted_column(name: str) -> str:
     return repr(name) if name != name.strip() else printable(name)
 
 
-def normalised_name(name: str) -> str:
-    """Return a column's name as the tables of names write it."""
-    words = name.strip(" \"'").lower().replace("-", " ").split()
-    return "_".join(words)
-
-
 # ---- conversations ---------------------------------------------------------------
 
 
@@ -871,10 +863,12 @@ def _named(
     words: str,
     others: str,
 ) -> list[str]:
-    """Return the names of columns with one of the words and none of the others. A number at the end does not count."""
+    """Return the names of columns with one of the words and none of the others."""
     named = []
     for name in names:
-        words_of_name = set(normalised_name(name).rstrip("0123456789").split("_"))
+        # As the lists of words write it, without a number at the end.
+        plain_name = name.strip(" \"'").rstrip("0123456789").lower()
+        words_of_name = set(re.split(r"[-_\s]+", plain_name))
         is_named = not words_of_name.isdisjoint(words.split())
         is_other = not words_of_name.isdisjoint(others.split())
         if is_named and not is_other and not name.endswith(INSIDE):

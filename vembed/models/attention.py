@@ -631,7 +631,9 @@ class _DroppedAttention(torch.autograd.Function):
                 else:
                     by_head += piece.visible
             probabilities = torch.softmax(scores, dim=-1)
-            keep_mask = keep_draws(probabilities.shape, p, probabilities.dtype)
+            keep_mask, ctx.scale = keep_draws(
+                probabilities.shape, p, probabilities.dtype
+            )
             integers = probabilities.view(keep_mask.dtype)
             # Negative where dropout keeps a probability. The lowest integer is the sign bit, which no probability has:
             # to add it sets it, in one pass.
@@ -640,13 +642,12 @@ class _DroppedAttention(torch.autograd.Function):
             )
             integers.mul_(keep_mask)  # of the probabilities, in place
             # The factor for kept elements is applied to the small output instead of the probabilities.
-            attended = torch.bmm(probabilities, values).mul_(scale_of(p))
+            attended = torch.bmm(probabilities, values).mul_(ctx.scale)
             padded = attended.view(piece.num_texts, num_heads, piece.longest, -1)
             piece.put(output, padded)
             saved += queries, keys, values, signed.view(probabilities.dtype)
         ctx.save_for_backward(*saved)
         ctx.pieces = pieces
-        ctx.p = p
         ctx.scaling = scaling
         ctx.shapes = query.shape, key.shape, value.shape
         return output
@@ -659,7 +660,7 @@ class _DroppedAttention(torch.autograd.Function):
         for index, piece in enumerate(ctx.pieces):
             queries, keys, values, signed = saved[4 * index : 4 * index + 4]
             padded = piece.pad(gradients[0][piece.tokens])
-            gradient = padded.flatten(0, 1).contiguous() * scale_of(ctx.p)
+            gradient = padded.flatten(0, 1).contiguous() * ctx.scale
             integers = signed.view(BITS[signed.dtype.itemsize])
             # An arithmetic shift fills a number with its sign: all bits where it is kept.
             keep_mask = integers >> (8 * signed.dtype.itemsize - 1)
@@ -691,8 +692,9 @@ def keep_draws(
     shape: torch.Size,
     p: float,
     dtype: torch.dtype,
-) -> Tensor:
-    """Return dropout's draws for numbers of `dtype`: integers of their size, 1 with probability 1 - p, else 0.
+) -> tuple[Tensor, float]:
+    """Return dropout's draws for numbers of `dtype`, integers of their size, 1 with probability 1 - p, else 0; and the
+    factor for what is kept, 1 / (1 - p).
 
     `p` is rounded to a multiple of 2^-16.
     """
@@ -702,13 +704,10 @@ def keep_draws(
     numbers = np.random.SFC64(seed).random_raw((count + 3) // 4)
     draws = torch.from_numpy(numbers.view(np.int16))[:count]
     # Signed 16-bit draws are uniform on [-32768, 32767], so the threshold for "keep" is shifted by DRAW_LEVELS / 2.
-    draws.lt_(round((1.0 - p) * DRAW_LEVELS) - DRAW_LEVELS // 2)
-    return draws.to(BITS[dtype.itemsize]).view(shape)
-
-
-def scale_of(p: float) -> float:
-    """Return the factor for kept elements: 1 / (1 - p), with p rounded as in `keep_draws`."""
-    return DRAW_LEVELS / round((1.0 - p) * DRAW_LEVELS)
+    kept_levels = round((1.0 - p) * DRAW_LEVELS)
+    draws.lt_(kept_levels - DRAW_LEVELS // 2)
+    integers = draws.to(BITS[dtype.itemsize])
+    return integers.view(shape), DRAW_LEVELS / kept_levels
 
 
 def masked_(values: Tensor, mask: Tensor) -> Tensor:
@@ -738,10 +737,9 @@ class _Dropped(torch.autograd.Function):
         values: Tensor,
         p: float,
     ) -> Tensor:
-        # The negative of 1 has all bits set.
-        mask = keep_draws(values.shape, p, values.dtype).neg_()
+        mask, ctx.scale = keep_draws(values.shape, p, values.dtype)
+        mask.neg_()  # the negative of 1 has all bits set
         ctx.save_for_backward(mask)
-        ctx.scale = scale_of(p)
         return masked_(values * ctx.scale, mask)
 
     @staticmethod

@@ -7,8 +7,7 @@ either, and what happens when a device runs out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -130,15 +129,20 @@ class Demand:
 
 def measure(config: TrainConfig) -> ModelSize:
     """Measure the model of a config without its weights: its files' settings are read, and it is built empty."""
-    with quiet():
-        description = describe(
-            config.model, config.matryoshka, use_qlora=config.adapters.use_qlora
-        )
-        # 4-bit layers cannot be built empty: they are counted as what they replace, and their bytes below.
-        adapters = config.adapters.model_copy(update={"quantize_weights": None})
+    description = describe(
+        config.model, config.matryoshka, use_qlora=config.adapters.use_qlora
+    )
+    # 4-bit layers cannot be built empty: they are counted as what they replace, and their bytes below.
+    adapters = config.adapters.model_copy(update={"quantize_weights": None})
+    # Built once more for training, the model says then what there is.
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
         model = build_model(
             description, config.model, adapters, objective=config.objective, meta=True
         )
+    finally:
+        log.setLevel(level)
     backbone = model.backbone
     packed = set()
     if config.adapters.use_qlora:
@@ -324,18 +328,6 @@ def tokens_of(
 
 def _is_fsdp1(fsdp: FsdpConfig | None) -> bool:
     return fsdp is not None and fsdp.version == 1
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Drop log lines of the with-block: the model is built once more for training, and says then what there is."""
-    log = logging.getLogger("vembed")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 # ---- the budget --------------------------------------------------------------

@@ -56,7 +56,6 @@ from vembed.models.embedding_model import ComposedModel, EmbeddingModel
 from vembed.models.families.description import (
     ModelDescription,
     describe,
-    without_effect,
 )
 from vembed.models.heads import Head, principal_components
 from vembed.models.precision import use_row_gradients
@@ -367,8 +366,20 @@ def describe_model(config: TrainConfig, data: RunData) -> ModelDescription:
         use_qlora=config.adapters.use_qlora,
     )
     log.info(f"model: {description.summary()}")
-    for line in without_effect(description, config.model):
-        log.info(line)
+    # Options that are given, and that a model of this kind does not look at.
+    unused = []
+    if "multimodal" not in description.modalities:
+        unused += ["min_pixels", "max_pixels"]
+    if description.modalities == ("image",):
+        unused += ["max_length", "query_prompt", "document_prompt", "padding_free"]
+    if not description.bidirectional_attention:
+        unused.append("bidirectional_attention")
+    for name in unused:
+        value = dict(config.model)[name]
+        if name in config.model.model_fields_set and value not in (None, False):
+            log.info(
+                f"{name}: {value} has no effect on a model of the family {description.family}"
+            )
     if data.evaluation is not None:
         check_metric(
             config.evaluation,
@@ -450,7 +461,6 @@ def open_stream(
         session.rank,
         session.world_size,
         num_workers,
-        data.examples.pair,
         options.in_batch_negatives,
         # Equal inputs pass the model as often as they occur: an input would otherwise weigh in the statistics of shared
         # batch norms by the number of processes that have it.

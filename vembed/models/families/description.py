@@ -455,25 +455,6 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
     )
 
 
-def without_effect(description: ModelDescription, options: ModelSection) -> list[str]:
-    """Return a line for each option that is given and that a model of this kind does not look at."""
-    unused = []
-    if "multimodal" not in description.modalities:
-        unused += ["min_pixels", "max_pixels"]
-    if description.modalities == ("image",):
-        unused += ["max_length", "query_prompt", "document_prompt", "padding_free"]
-    if not description.bidirectional_attention:
-        unused.append("bidirectional_attention")
-    lines = []
-    for name in unused:
-        value = dict(options)[name]
-        if name in options.model_fields_set and value not in (None, False):
-            lines.append(
-                f"{name}: {value} has no effect on a model of the family {description.family}"
-            )
-    return lines
-
-
 def _family(reading: _Reading) -> Family:
     """Return the model's family: what its files say, and the option model_family where it fits."""
     options = reading.options

@@ -583,10 +583,12 @@ def read_model(
     revision: str | None = None,
     *,
     is_reranker: bool = False,
+    adapter: Path | None = None,
 ) -> ModelFiles:
     """Locate a model's files. For a folder with an adapter alone, follow the base model that it names.
 
-    `is_reranker`: it is used as a reranker, of which modules after the Transformer do not count.
+    `is_reranker`: it is used as a reranker, of which modules after the Transformer do not count. `adapter`: the folder of
+    the adapter whose base it is.
     """
     folder = model_folder(name, revision)
     kind = _stated_kind(folder) or "embedder"
@@ -598,26 +600,20 @@ def read_model(
     files = read_sentence_transformers(folder)
     backbone = files.backbone
     check_weight_files(backbone)
-    if not _is_adapter(backbone):
+    weights = {path.name for path in backbone.glob("*.safetensors")}
+    if not (backbone / ADAPTER_CONFIG).is_file() or weights - {ADAPTER_WEIGHTS}:
         return files
-    settings = read_settings(backbone / ADAPTER_CONFIG, AdapterSettings)
-    below = model_folder(settings.base_model_name_or_path, settings.revision)
-    # Before the base is read: an adapter that names itself would be followed without end. Below, the base's backbone
-    # may be in a subfolder.
-    base = None if _is_adapter(below) else read_model(str(below))
-    if base is None or base.adapter is not None:
+    # An adapter that names itself would be followed without end.
+    if adapter is not None:
         raise UserError(
-            f"{folder} is an adapter on top of another adapter, {below}; merge that one first"
+            f"{adapter} is an adapter on top of another adapter, {folder}; merge that one first"
         )
+    settings = read_settings(backbone / ADAPTER_CONFIG, AdapterSettings)
+    base = read_model(
+        settings.base_model_name_or_path, settings.revision, adapter=folder
+    )
     described = base if files.normalize is None else files
     return replace(described, folder=folder, backbone=base.backbone, adapter=backbone)
-
-
-def _is_adapter(folder: Path) -> bool:
-    """Return True if a folder holds an adapter and no weights of a whole model."""
-    return (folder / ADAPTER_CONFIG).is_file() and all(
-        path.name == ADAPTER_WEIGHTS for path in folder.glob("*.safetensors")
-    )
 
 
 OWN_MODEL_TYPE = "vembed_own"

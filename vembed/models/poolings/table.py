@@ -66,14 +66,12 @@ if TYPE_CHECKING:
 else:
     PoolingName = Literal[tuple(POOLINGS)]
 
-
-def pooling_text() -> str:
-    """Return the text of the option `pooling`, with a sentence for each value."""
-    lines = [
-        f"{name}: {(type(pooling).__doc__ or '').split('. ')[0].rstrip('.')}."
-        for name, pooling in POOLINGS.items()
-    ]
-    return (
-        "Pooling of token vectors into one embedding. `auto`: from the model's own files, "
-        "otherwise by family. " + " ".join(lines)
-    )
+_SENTENCES = [
+    f"{name}: {(type(pooling).__doc__ or '').split('. ')[0].rstrip('.')}."
+    for name, pooling in POOLINGS.items()
+]
+POOLING_TEXT = (
+    "Pooling of token vectors into one embedding. `auto`: from the model's own files, "
+    "otherwise by family. " + " ".join(_SENTENCES)
+)
+"""Text of the option `pooling`, with a sentence for each value."""

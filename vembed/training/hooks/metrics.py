@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -189,14 +190,13 @@ def log_line(
     return line
 
 
+@dataclass
 class MetricsLog(Hook):
     """metrics.jsonl and the trackers. On ranks other than 0 every call is a no-op."""
 
     name = "metrics"
-
-    def __init__(self) -> None:
-        self.trackers: list[Tracker] = []
-        self.file: LineFile | None = None
+    trackers: list[Tracker] = field(default_factory=list)
+    file: LineFile | None = None
 
     @override
     def on_start(self, run: Trainer) -> None:
