@@ -347,7 +347,7 @@ def test_lists_are_read_as_other_records_are(tmp_path):
     first, second = succeeds("rerank", model, lists).splitlines()
     assert first == second
     lists.write_bytes(row + b"\n" + b'{"query": "\xe9", "documents": ["a"]}\n')
-    done = command("rerank", model, lists)
+    done = command("rerank", str(model), str(lists))
     assert done.returncode == 2
     assert f"{lists}:3 is not JSON" in done.stderr
 
