@@ -173,7 +173,12 @@ def run_script():
         "dataloader": [batch] * 3,
     }
     script = SCRIPT
-    sizes = {"50000": "50", "=1024": "=32", "=24": "=2", "=16": "=2"}
+    sizes = {
+        "50000": "50",
+        "=1024": "=32",
+        "=24": "=2",
+        "=16": "=2",
+    }
     for size, smaller in sizes.items():
         assert script.count(size) == 1
         script = script.replace(size, smaller)
@@ -257,7 +262,13 @@ def test_the_gradient_of_the_mapper():
 @pytest.mark.parametrize("target", ["train-free-fsdp", "train-baseline-fsdp"])
 def test_make_targets_start_two_processes_on_a_cpu(target):
     words = ["make", "--no-print-directory", "-n", "-o", ".venv/.dev", target]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     words = done.stdout.split()
     assert any(word.endswith("/torchrun") for word in words) and "--use-fsdp" in words
     assert not torch.cuda.is_available() and "--nproc_per_node=2" in words

@@ -29,7 +29,11 @@ GPU = Gpu("a stand-in", 1.0, None, None)
 
 def placed(num_ranks=1, memory=2**30, **options):
     run = resolve_run(
-        {"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options}
+        {
+            "data_path": "unused",
+            "model_name": str(shared(tiny_qwen3)),
+            **options,
+        }
     )
     ranks = RankInfo(0, num_ranks, 0, num_ranks)
     return place(run, ranks, torch.device("cuda", 0), memory, gpu=GPU)
@@ -116,7 +120,12 @@ def test_recomputation_is_on_under_fsdp_unless_memory_is_enough():
     assert placed(8, strategy="fsdp", gradient_checkpointing=True).recomputation.value
     for options in ({"use_gradient_cache": False, "batch_size": 2048}, {}):
         chosen = placed(8, memory=2**19, **options)
-        asked = placed(8, memory=2**19, strategy="fsdp", **options)
+        asked = placed(
+            8,
+            memory=2**19,
+            strategy="fsdp",
+            **options,
+        )
         assert chosen.strategy.value == "fsdp", "strategy: auto decides alike"
         assert chosen.recomputation == asked.recomputation
         assert chosen.recomputation.value

@@ -50,7 +50,11 @@ def watching(folder, precision="bf16"):
 
 def report_of(step, outcome, *finite):
     """A step with a batch for each line of the data, and whether its embeddings are finite."""
-    report = SimpleNamespace(step=step, outcome=outcome, embeddings=torch.eye(4))
+    report = SimpleNamespace(
+        step=step,
+        outcome=outcome,
+        embeddings=torch.eye(4),
+    )
     report.batches = []
     for line, is_finite in enumerate(finite, start=1):
         batch = SimpleNamespace(where=[f"train.jsonl:{line}"])
