@@ -1,6 +1,5 @@
 """`vembed score`, hidden states by layer, and models in shards that encode and evaluate, against one process."""
 
-import json
 import shutil
 
 import numpy as np
@@ -11,6 +10,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from tests.data.files import write_jsonl
 from tests.harness import result_of, run_cases
+from tests.mining.data import read_lines
 from tests.tiny import (
     shared,
     tiny_bert,
@@ -131,8 +131,7 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
     scoring.score(folder, str(records), str(tmp_path / "out.npy"))
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
     scoring.score(folder, str(records), str(tmp_path / "out.jsonl"))
-    text = (tmp_path / "out.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = read_lines(tmp_path / "out.jsonl")
     roles = [(line["record"], line["role"]) for line in lines[:4]]
     assert roles == [(0, "positive"), (0, "positive"), (0, "negative"), (1, "positive")]
     scores = [line["score"] for line in lines]
