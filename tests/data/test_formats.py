@@ -106,6 +106,11 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(parquet, "PART_ROW_BYTES", 4_000)
 
 
+@all_formats
+def test_each_format_has_a_writer(form):
+    assert callable(writer_of(form))
+
+
 def record_format(**options):
     return RecordFormat(Columns(), ImageRoot("/", allow_urls=False), **options)
 
