@@ -5,10 +5,11 @@ One check for all of them. A declaration that is missing, wrong or misspelt is a
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from vembed.errors import nearest
 
 Part = TypeVar("Part")
 SIMILARITY_OF_A_MISSPELLING = 0.8
@@ -79,11 +80,9 @@ def check_spelling(
         for name in vars(owner).keys() - known:
             if name.startswith("_"):
                 continue
-            near = difflib.get_close_matches(
-                name, known, n=1, cutoff=SIMILARITY_OF_A_MISSPELLING
-            )
-            if near:
+            near = nearest(name, known, SIMILARITY_OF_A_MISSPELLING)
+            if near is not None:
                 raise TypeError(
-                    f"{where} has `{name}`, which nothing reads: write `{near[0]}`, or a name that is less similar to it"
+                    f"{where} has `{name}`, which nothing reads: write `{near}`, or a name that is less similar to it"
                 )
         known |= vars(owner).keys() | inspect.get_annotations(owner).keys()

@@ -8,6 +8,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 
@@ -46,18 +47,12 @@ def printable(name: str, longest: int = 40) -> str:
 def joined(problems: Sequence[str]) -> list[str]:
     """Return problems of the form "place: reason", with consecutive equal reasons merged."""
     lines = []
-    last = None
-    for problem in problems:
-        place, _, reason = problem.partition(": ")
-        if reason != last:
-            lines.append(problem)
-            repeats: list[str] = []
-        else:
-            if repeats:
-                lines.pop()
-            repeats.append(place)
-            lines.append(f"{', '.join(repeats)}: the same")
-        last = reason
+    for _, group in groupby(problems, lambda problem: problem.partition(": ")[2]):
+        first, *repeats = group
+        lines.append(first)
+        if repeats:
+            places = [problem.partition(": ")[0] for problem in repeats]
+            lines.append(f"{', '.join(places)}: the same")
     return lines
 
 

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from vembed.config.loading import resolve_run
+from vembed.errors import UserError
+
 NEEDED = "model_name: some/model\ndata_path: train.jsonl\n"
 
 
@@ -20,6 +23,38 @@ def write_config(tmp_path, monkeypatch):
         return Path(name)
 
     return write
+
+
+@pytest.fixture
+def resolved(write_config):
+    """Resolves such a config, with options of the command line and an environment."""
+
+    def run(text="", *overrides, env=None, **file):
+        return resolve_run(write_config(text, **file), overrides, env=env or {})
+
+    return run
+
+
+@pytest.fixture
+def read(resolved):
+    """Reads such a config."""
+
+    def run(text="", *overrides, **file):
+        return resolved(text, *overrides, **file).config
+
+    return run
+
+
+@pytest.fixture
+def refused(resolved):
+    """Returns what is said of such a config."""
+
+    def run(text="", *overrides, **file):
+        with pytest.raises(UserError) as caught:
+            resolved(text, *overrides, **file)
+        return str(caught.value)
+
+    return run
 
 
 def assert_options(config, **expected):

@@ -25,11 +25,10 @@ from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import GIB, MemoryEstimate, measure
 
 LORA = {"use_lora": True, "lora_r": 2}
-QLORA = {
-    **LORA,
-    "quantize_weights": "nf4",
-    "model_name": tiny.tiny_qwen3,
-}
+QLORA = {**LORA, "quantize_weights": "nf4", "model_name": tiny.tiny_qwen3}
+FSDP = {"strategy": "fsdp"}
+FSDP1 = {**FSDP, "fsdp_version": 1}
+GRAD_OP = {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}
 ONE = {
     "single": {},
     "single_bf16": {"mixed_precision": "bf16"},
@@ -46,24 +45,16 @@ TWO = {
         "gradient_checkpointing": True,
     },
     "ddp_lora": {"strategy": "ddp", **LORA},
-    "no_shard": {"strategy": "fsdp", "fsdp_sharding_strategy": "NO_SHARD"},
-    "fsdp2": {"strategy": "fsdp"},
-    "fsdp2_grad_op": {"strategy": "fsdp", "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
-    "fsdp2_kept": {"strategy": "fsdp", "gradient_checkpointing": False},
-    "fsdp2_param": {
-        "strategy": "fsdp",
-        "mixed_precision": "bf16",
-        "fsdp_forward_prefetch": True,
-    },
-    "fsdp2_offload": {"strategy": "fsdp", "fsdp_offload_params": True},
-    "fsdp2_lora": {"strategy": "fsdp", **LORA},
-    "fsdp2_qlora": {"strategy": "fsdp", **QLORA},
-    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
-    "fsdp1_grad_op": {
-        "strategy": "fsdp",
-        "fsdp_version": 1,
-        "fsdp_sharding_strategy": "SHARD_GRAD_OP",
-    },
+    "no_shard": {**FSDP, "fsdp_sharding_strategy": "NO_SHARD"},
+    "fsdp2": FSDP,
+    "fsdp2_grad_op": FSDP | GRAD_OP,
+    "fsdp2_kept": {**FSDP, "gradient_checkpointing": False},
+    "fsdp2_param": {**FSDP, "mixed_precision": "bf16", "fsdp_forward_prefetch": True},
+    "fsdp2_offload": {**FSDP, "fsdp_offload_params": True},
+    "fsdp2_lora": FSDP | LORA,
+    "fsdp2_qlora": FSDP | QLORA,
+    "fsdp1": FSDP1,
+    "fsdp1_grad_op": FSDP1 | GRAD_OP,
     **{
         name: {"accelerate_config": name, "num_processes": 2, "num_machines": 1}
         for name in (
@@ -170,21 +161,14 @@ def run_all(cases):
 def said(options, num_ranks):
     """What the tools that start nothing decide, for as many processes."""
     run = resolve_run(full(options), env={})
-    asked = resolve_launch(run, env={"CUDA_VISIBLE_DEVICES": ""})
-    launch = asked if run.processes.value != "auto" else Launch(num_ranks, "--nproc")
+    launch = Launch(num_ranks, "--nproc")
+    if run.processes.value != "auto":
+        launch = resolve_launch(run, env={"CUDA_VISIBLE_DEVICES": ""})
     device = torch.device("cpu")
     ranks = RankInfo(0, launch.world_size, 0, launch.num_processes)
-    return (
-        run,
-        launch,
-        place(
-            run,
-            ranks,
-            device,
-            memory_of_a_process(ranks, device),
-            instructions=bf16_instructions(),
-        ),
-    )
+    memory = memory_of_a_process(ranks, device)
+    placement = place(run, ranks, device, memory, instructions=bf16_instructions())
+    return run, launch, placement
 
 
 def one(lines, start):
@@ -200,14 +184,10 @@ def test_all_say_what_the_run_says_and_does(name, monkeypatch):
     run, launch, placement = said(CASES[name], num_ranks)
     assert done["world"] == launch.world_size == num_ranks
     text = describe_run(run, launch, TrainArguments(is_dry_run=True))
-    dry = text[
-        text.index("\n\nnote: " if "\n\nnote: " in text else "\n\nstrategy: ") :
-    ].splitlines()
-    points = dict(
-        enumerate(
-            (line for _, line in checklist(run, launch, self_test_passed=True)), start=1
-        )
-    )
+    first = "\n\nnote: " if "\n\nnote: " in text else "\n\nstrategy: "
+    dry = text[text.index(first) :].splitlines()
+    lines = [line for _, line in checklist(run, launch, self_test_passed=True)]
+    points = dict(enumerate(lines, start=1))
 
     # the strategy, and what the model has become
     strategy = one(done["lines"], "strategy: ")

@@ -6,7 +6,6 @@ import pytest
 
 from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
 from vembed.config.decisions import FsdpConfig
-from vembed.config.loading import resolve_run
 from vembed.errors import UserError
 
 DOCUMENT_D = """\
@@ -26,62 +25,61 @@ num_processes: 8                                    # Number of GPUs (auto-detec
 """
 
 
-def resolved(write_config, text="", **env):
-    run = resolve_run(write_config(text), env=env)
-    assert run.fsdp is not None
-    return run.fsdp, list(run.fsdp_notes)
+@pytest.fixture
+def fsdp(resolved):
+    """The FSDP options of a config, and what is said of them."""
+
+    def run(text=""):
+        run = resolved(text)
+        return run.fsdp, list(run.fsdp_notes)
+
+    return run
 
 
-def refusal(write_config, text):
-    with pytest.raises(UserError) as caught:
-        resolve_run(write_config(text), env={})
-    return str(caught.value)
+@pytest.fixture
+def accelerate_file(write_config):
+    """Writes accelerate.yaml, and reads it."""
+    write_config()
+
+    def run(text):
+        Path("accelerate.yaml").write_text(text)
+        return read_accelerate_file("accelerate.yaml")
+
+    return run
 
 
 @pytest.mark.promise("B03")
-def test_off_by_default(write_config):
-    run = resolve_run(write_config(), env={})
-    assert run.config.parallel.strategy == "auto"
-    assert run.strategy.value == "auto"
+def test_off_by_default(resolved):
+    run = resolved()
+    assert run.config.parallel.strategy == run.strategy.value == "auto"
 
 
 @pytest.mark.promise("B04", "B05", "B06", "B07", "D06", "D07", "D08")
-def test_use_fsdp_reads_the_packaged_file(write_config):
-    settings, notes = resolved(write_config, "use_fsdp: true\n")
+def test_use_fsdp_reads_the_packaged_file(fsdp):
+    settings, notes = fsdp("use_fsdp: true\n")
     assert settings == FsdpConfig(source="configs/accelerate_fsdp.yaml")
-    assert (settings.version, settings.sharding_strategy, settings.offload) == (
-        2,
-        "FULL_SHARD",
-        False,
-    )
-    assert (settings.wrap_policy, settings.min_num_params) == (
-        "TRANSFORMER_BASED_WRAP",
-        1_000_000,
-    )
+    assert settings.version == 2
+    assert settings.sharding_strategy == "FULL_SHARD"
+    assert settings.offload is False
+    assert settings.wrap_policy == "TRANSFORMER_BASED_WRAP"
+    assert settings.min_num_params == 1_000_000
     assert notes == []
 
 
 @pytest.mark.promise("D07", "D08", "D09", "D10", "D11", "D12", "D13", "D14", "D15")
-def test_the_documents_file(write_config):
-    write_config()
-    Path("accelerate.yaml").write_text(DOCUMENT_D)
-    settings, notes = resolved(
-        write_config, "use_fsdp: true\naccelerate_config: accelerate.yaml\n"
-    )
-    assert (settings.sharding_strategy, settings.offload) == ("FULL_SHARD", True)
-    assert settings.source == "accelerate.yaml"
+def test_the_documents_file(accelerate_file, fsdp, resolved):
+    assert accelerate_file(DOCUMENT_D).options["num_processes"] == 8
+    text = "use_fsdp: true\naccelerate_config: accelerate.yaml\n"
     # Accelerate takes a file without a version for FSDP1, and so does vembed, under `accelerate launch` or not.
-    assert settings.version == 1
-    assert notes == []
-    newer, notes = resolved(
-        write_config,
-        "use_fsdp: true\naccelerate_config: accelerate.yaml\nfsdp_version: 2\n",
-    )
-    assert (newer.version, newer.offload) == (2, True)
-    assert notes == []
-    assert read_accelerate_file("accelerate.yaml").options["num_processes"] == 8
+    for line, version in (("", 1), ("fsdp_version: 2\n", 2)):
+        settings, notes = fsdp(text + line)
+        assert settings.version == version
+        assert settings.sharding_strategy == "FULL_SHARD"
+        assert settings.offload is True
+        assert settings.source == "accelerate.yaml"
+        assert notes == []
     # bf16 in that file is for GPUs: the same file also runs on a CPU.
-    run = resolve_run(write_config("accelerate_config: accelerate.yaml\n"), env={})
+    run = resolved("accelerate_config: accelerate.yaml\n")
     assert run.precision.value == "auto"
 
 
@@ -96,95 +94,89 @@ def test_the_documents_file(write_config):
     ],
 )
 @pytest.mark.promise("C09", "C11", "C13", "E08", "E13")
-def test_what_is_always_so_is_accepted_and_said_once(write_config, line, version):
-    text = f"strategy: fsdp\nfsdp_version: {version}\n{line}\n"
-    (said,) = resolve_run(write_config(text), env={}).notes
+def test_what_is_always_so_is_accepted_and_said_once(resolved, line, version):
+    run = resolved(f"strategy: fsdp\nfsdp_version: {version}\n{line}\n")
+    (said,) = run.notes
     assert "has no effect: " in said and "cfg.yaml, line" in said
 
 
 @pytest.mark.promise("E12")
-def test_local_state_dict(write_config):
-    message = refusal(
-        write_config, "use_fsdp: true\nfsdp_state_dict_type: local_state_dict\n"
-    )
-    assert (
-        "LOCAL_STATE_DICT does not exist in FSDP2" in message
-        and "SHARDED_STATE_DICT" in message
-    )
-    settings, _ = resolved(
-        write_config,
-        "use_fsdp: true\nfsdp_version: 1\nfsdp_state_dict_type: local_state_dict\n",
-    )
+def test_local_state_dict(fsdp, refused):
+    text = "use_fsdp: true\nfsdp_state_dict_type: local_state_dict\n"
+    message = refused(text)
+    assert "LOCAL_STATE_DICT does not exist in FSDP2" in message
+    assert "SHARDED_STATE_DICT" in message
+    settings, _ = fsdp(text + "fsdp_version: 1\n")
     assert settings.state_dict_type == "LOCAL_STATE_DICT"
 
 
 @pytest.mark.promise("C08")
-def test_no_shard_is_ddp_and_says_so(write_config):
-    run = resolve_run(
-        write_config("use_fsdp: true\nfsdp_sharding_strategy: no_shard\n"), env={}
-    )
+def test_no_shard_is_ddp_and_says_so(resolved):
+    run = resolved("use_fsdp: true\nfsdp_sharding_strategy: no_shard\n")
     assert run.strategy.value == "ddp"
     assert run.fsdp is None
-    said = "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy on each process)"
-    assert run.fsdp_notes == (said,)
+    (note,) = run.fsdp_notes
+    assert "NO_SHARD shards nothing: the run uses ddp" in note
 
 
 @pytest.mark.parametrize("count", ["0", "null"])
 @pytest.mark.promise("B09")
-def test_no_size_is_a_million(write_config, count):
-    text = f"use_fsdp: true\nfsdp_auto_wrap_policy: size_based_wrap\nfsdp_min_num_params: {count}\n"
-    settings, notes = resolved(write_config, text)
+def test_no_size_is_a_million(fsdp, count):
+    text = (
+        "use_fsdp: true\nfsdp_auto_wrap_policy: size_based_wrap\nfsdp_min_num_params: "
+    )
+    settings, notes = fsdp(f"{text}{count}\n")
     assert settings.min_num_params == 1_000_000
     assert "counts as 1,000,000" in notes[0]
-    assert (
-        resolved(write_config, text.replace(count, "500000"))[0].min_num_params
-        == 500_000
-    )
+    assert fsdp(f"{text}500000\n")[0].min_num_params == 500_000
 
 
-@pytest.mark.promise("B08")
-def test_layer_classes(write_config):
-    assert resolved(write_config, "use_fsdp: true\n")[0].layer_classes is None
-    for text, classes in (
+@pytest.mark.parametrize(
+    ("text", "classes"),
+    [
+        ("null", None),
         ("BertLayer", ("BertLayer",)),
         ("[A, b.C]", ("A", "b.C")),
         ("A,B", ("A", "B")),
-    ):
-        line = f"use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: {text}\n"
-        assert resolved(write_config, line)[0].layer_classes == classes
+    ],
+)
+@pytest.mark.promise("B08")
+def test_layer_classes(fsdp, text, classes):
+    line = f"use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: {text}\n"
+    assert fsdp(line)[0].layer_classes == classes
 
 
 @pytest.mark.promise("E13")
-def test_mixed_precision_of_fsdp(write_config):
-    text = "use_fsdp: true\nfsdp_mixed_precision: true\nfsdp_param_dtype: bf16\nfsdp_reduce_dtype: fp32\n"
-    run = resolve_run(write_config(text), env={})
-    assert run.fsdp is not None and run.fsdp.reduce_dtype == "float32"
+def test_mixed_precision_of_fsdp(resolved):
+    text = "use_fsdp: true\nfsdp_mixed_precision: "
+    run = resolved(text + "true\nfsdp_param_dtype: bf16\nfsdp_reduce_dtype: fp32\n")
+    assert run.fsdp.reduce_dtype == "float32"
     assert run.precision.value == "bf16"
-    text = "use_fsdp: true\nfsdp_mixed_precision: false\n"
-    assert resolve_run(write_config(text), env={}).precision.value == "no"
+    assert resolved(text + "false\n").precision.value == "no"
 
 
+@pytest.mark.parametrize(
+    ("line", "strategy"),
+    [
+        ("distributed: {strategy: auto, fsdp: {enabled: true}}", "fsdp"),
+        ("strategy: fsdp", "fsdp"),
+        ("strategy: ddp", "ddp"),
+        ("strategy: auto", "auto"),
+        ("accelerate_config: single_node_fsdp", "fsdp"),
+        ("accelerate_config: accelerate_ddp", "ddp"),
+    ],
+)
 @pytest.mark.promise("C02")
-def test_strategies(write_config):
-    def strategy(text):
-        return resolve_run(write_config(text), env={}).strategy.value
-
-    assert strategy("distributed: {strategy: auto, fsdp: {enabled: true}}\n") == "fsdp"
-    assert strategy("strategy: fsdp\n") == "fsdp"
-    assert strategy("strategy: ddp\n") == "ddp"
-    assert strategy("strategy: auto\n") == "auto"
-    assert strategy("accelerate_config: single_node_fsdp\n") == "fsdp"
-    assert strategy("accelerate_config: accelerate_ddp\n") == "ddp"
+def test_strategies(resolved, line, strategy):
+    assert resolved(f"{line}\n").strategy.value == strategy
 
 
-def test_use_fsdp_with_a_file_that_does_not_shard(write_config):
-    message = refusal(
-        write_config, "use_fsdp: true\naccelerate_config: accelerate_ddp\n"
-    )
+def test_use_fsdp_with_a_file_that_does_not_shard(refused):
+    message = refused("use_fsdp: true\naccelerate_config: accelerate_ddp\n")
     assert "use_fsdp: true, but configs/accelerate_ddp.yaml is for ddp" in message
 
 
-def test_the_launchers_values_hold_and_are_said(write_config):
+def test_the_launchers_values_hold_and_are_said(resolved, refused):
     env = {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
@@ -194,80 +186,68 @@ def test_the_launchers_values_hold_and_are_said(write_config):
         "FSDP_MIN_NUM_PARAMS": "100000000",
         "FSDP_USE_ORIG_PARAMS": "true",
     }
-    run = resolve_run(write_config("fsdp_state_dict_type: full\n"), env=env)
-    settings = run.fsdp
-    assert settings is not None and settings.source == "accelerate launch"
-    assert settings.state_dict_type == "FULL_STATE_DICT", (
-        "which the launcher has not set"
-    )
-    assert settings.sharding_strategy == "SHARD_GRAD_OP"
-    assert run.notes[0].startswith(
-        "FSDP options set by accelerate launch: fsdp_version: 2, "
-    )
-    assert "is what accelerate launch sets when its file does not say" in run.notes[1]
-    with pytest.raises(
-        UserError,
-        match="accelerate launch: fsdp_version must be 1 or 2",
-    ):
-        resolve_run(write_config(), env=env | {"FSDP_VERSION": "3"})
+    # Which the launcher has not set.
+    run = resolved("fsdp_state_dict_type: full\n", env=env)
+    assert run.fsdp.source == "accelerate launch"
+    assert run.fsdp.state_dict_type == "FULL_STATE_DICT"
+    assert run.fsdp.sharding_strategy == "SHARD_GRAD_OP"
+    first, second, *_ = run.notes
+    assert "FSDP options set by accelerate launch: fsdp_version: 2, " in first
+    assert "is what accelerate launch sets when its file does not say" in second
+    message = refused(env=env | {"FSDP_VERSION": "3"})
+    assert "accelerate launch: fsdp_version must be 1 or 2" in message
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (
-            "distributed_type: FSDP\nfsdp_config: {fsdp_limit_all_gather: true}\n",
+            "fsdp_config: {fsdp_limit_all_gather: true}",
             "unknown option 'fsdp_limit_all_gather'",
         ),
         (
-            "distributed_type: FSDP\nfsdp_config:\n  min_num_parms: 3\n",
+            "fsdp_config:\n  min_num_parms: 3",
             "line 3: unknown option 'min_num_parms' in fsdp_config",
         ),
         (
-            "distributed_type: FSDP\nnum_proceses: 3\n",
+            "num_proceses: 3",
             "line 2: unknown key 'num_proceses', did you mean 'num_processes'",
         ),
         (
-            "distributed_type: DEEPSPEED\n",
-            "distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO",
-        ),
-        (
-            "distributed_type: FSDP\nnum_machines: 2\nnum_processes: 3\n",
+            "num_machines: 2\nnum_processes: 3",
             "must be a multiple of num_machines: 2",
         ),
         (
-            "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD}\n",
+            "fsdp_config: {fsdp_sharding_strategy: SHARD}",
             "fsdp_sharding_strategy must be",
         ),
     ],
 )
-def test_mistakes_in_the_accelerate_file(write_config, text, words):
-    write_config()
-    Path("accelerate.yaml").write_text(text)
+def test_mistakes_in_the_accelerate_file(accelerate_file, text, words):
     with pytest.raises(UserError) as caught:
-        read_accelerate_file("accelerate.yaml")
+        accelerate_file(f"distributed_type: FSDP\n{text}\n")
     assert words in str(caught.value)
     assert "accelerate.yaml" in str(caught.value)
 
 
+def test_a_distribution_that_is_none(accelerate_file):
+    with pytest.raises(UserError, match="must be FSDP, MULTI_GPU, MULTI_CPU or NO"):
+        accelerate_file("distributed_type: DEEPSPEED\n")
+
+
 @pytest.mark.promise("D30")
-def test_compute_device_is_accepted_with_a_warning(write_config):
-    write_config()
-    Path("accelerate.yaml").write_text("distributed_type: FSDP\ncompute_device: gpu\n")
-    assert (
-        "compute_device: gpu in accelerate.yaml has no effect"
-        in read_accelerate_file("accelerate.yaml").notes[0]
-    )
+def test_compute_device_is_accepted_with_a_warning(accelerate_file):
+    file = accelerate_file("distributed_type: FSDP\ncompute_device: gpu\n")
+    said = "compute_device: gpu in accelerate.yaml has no effect"
+    assert said in file.notes[0]
 
 
-def test_keys_that_only_accelerate_uses_are_named(write_config):
-    write_config()
-    Path("accelerate.yaml").write_text(
+def test_keys_that_only_accelerate_uses_are_named(accelerate_file):
+    file = accelerate_file(
         "distributed_type: FSDP\ndynamo_config: {dynamo_backend: INDUCTOR}\n"
         "fsdp_config: {fsdp_ignored_modules: x, fsdp_reshard_after_forward: SHARD_GRAD_OP}\n"
         "use_cpu: true\ngpu_ids: 0,1\n"
     )
-    file = read_accelerate_file("accelerate.yaml")
     assert file == AccelerateFile(
         source="accelerate.yaml",
         distribution="fsdp",
@@ -276,20 +256,17 @@ def test_keys_that_only_accelerate_uses_are_named(write_config):
         gpu_ids="0,1",
         notes=file.notes,
     )
-    assert [note.split(" ")[0] for note in file.notes] == [
-        "dynamo_config",
-        "fsdp_ignored_modules",
-        "accelerate.yaml",
-    ]
-    assert "gives no fsdp_version, which means 1 to Accelerate" in file.notes[2]
+    dynamo, ignored, version = file.notes
+    assert dynamo.startswith("dynamo_config ")
+    assert ignored.startswith("fsdp_ignored_modules ")
+    assert "gives no fsdp_version, which means 1 to Accelerate" in version
 
 
 @pytest.mark.promise("C18")
-def test_a_name_that_is_no_preset(write_config):
-    with pytest.raises(UserError) as caught:
-        resolve_run(write_config("accelerate_config: single_node_fdsp\n"))
-    assert "neither a file nor a preset" in str(caught.value)
-    assert "did you mean 'single_node_fsdp'" in str(caught.value)
-    assert "large_scale_fsdp, multi_node_fsdp or single_node_fsdp" in str(caught.value)
+def test_a_name_that_is_no_preset(refused):
+    message = refused("accelerate_config: single_node_fdsp\n")
+    assert "neither a file nor a preset" in message
+    assert "did you mean 'single_node_fsdp'" in message
+    assert "large_scale_fsdp, multi_node_fsdp or single_node_fsdp" in message
     with pytest.raises(UserError, match="neither a file nor a preset"):
         read_accelerate_file("x" * 5000)

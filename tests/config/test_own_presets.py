@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.config.conftest import assert_options
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
 
@@ -26,40 +27,24 @@ def path(tmp_path):
 
 def test_examples_alone_change_nothing(path):
     config = resolve_run(path, env={}).config
-    assert (
-        config.parallel.strategy,
-        config.parallel.num_processes,
-        config.parallel.num_machines,
-    ) == (
-        "auto",
-        "auto",
-        1,
-    )
+    assert_options(config, strategy="auto", num_processes="auto", num_machines=1)
 
 
 @pytest.mark.promise("C18")
 def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(path):
-    resolved = resolve_run(path, ["fsdp_config=my_cluster", "devices=3"], env={})
-    config = resolved.config
-    assert (
-        config.parallel.strategy,
-        config.parallel.num_processes,
-        config.parallel.num_machines,
-    ) == (
-        "fsdp",
-        3,
-        2,
+    run = resolve_run(path, ["fsdp_config=my_cluster", "devices=3"], env={})
+    assert_options(
+        run.config,
+        strategy="fsdp",
+        num_processes=3,
+        num_machines=2,
+        fsdp_sharding_strategy="SHARD_GRAD_OP",
     )
-    assert config.parallel.fsdp_sharding_strategy == "SHARD_GRAD_OP"
-    assert resolved.origins["num_machines"] == f"{path}:6"
+    assert run.origins["num_machines"] == f"{path}:6"
     path.write_text(CONFIG + "accelerate_config: small\n")
     assert resolve_run(path, env={}).config.parallel.strategy == "ddp"
-    assert (
-        resolve_run(
-            path, ["accelerate_config=single_node_fsdp"], env={}
-        ).config.parallel.num_processes
-        == 8
-    )
+    run = resolve_run(path, ["accelerate_config=single_node_fsdp"], env={})
+    assert run.config.parallel.num_processes == 8
 
 
 @pytest.mark.promise("C18")

@@ -16,7 +16,6 @@ from vembed.config.accelerate_file import (
     preset_names,
     read_accelerate_file,
 )
-from vembed.config.loading import resolve_run
 
 ROOT = Path(__file__).parents[2]
 PRESETS = (
@@ -38,7 +37,7 @@ def test_the_presets_there_are():
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.promise("D06", "D17")
-def test_preset_loads_in_accelerate_and_here(name, write_config):
+def test_preset_loads_in_accelerate_and_here(name, resolved):
     theirs = load_config_from_file(str(PRESETS_FOLDER / f"{name}.yaml"))
     ours = read_accelerate_file(name)
     assert ours.notes == ()
@@ -46,31 +45,33 @@ def test_preset_loads_in_accelerate_and_here(name, write_config):
     processes = ours.options.get("num_processes")
     assert machines == theirs.num_machines
     assert theirs.num_processes == (processes * machines if processes else "auto")
-    run = resolve_run(write_config(f"accelerate_config: {name}\n"), env={})
-    settings = run.fsdp
-    assert (settings is None) == (name == "accelerate_ddp")
-    assert run.fsdp_notes == () and run.notes == (), (
-        "a preset says nothing that has no effect"
-    )
-    if settings is not None:
-        assert settings.version == (1 if name == "accelerate_fsdp1" else 2)
-        assert settings.source == f"configs/{name}.yaml"
+    run = resolved(f"accelerate_config: {name}\n")
+    # A preset says nothing that has no effect.
+    assert run.fsdp_notes == run.notes == ()
+    if name == "accelerate_ddp":
+        assert run.fsdp is None
+    else:
+        assert run.fsdp.version == (1 if name == "accelerate_fsdp1" else 2)
+        assert run.fsdp.source == f"configs/{name}.yaml"
 
 
+@pytest.mark.parametrize(
+    ("name", "machines", "offloads"),
+    [("single_node", 1, False), ("multi_node", 4, True), ("large_scale", 8, True)],
+)
 @pytest.mark.promise("A13", "C14", "C15", "C16")
-def test_what_the_presets_promise():
-    single, multi, large = (
-        read_accelerate_file(f"{name}_fsdp")
-        for name in ("single_node", "multi_node", "large_scale")
-    )
-    options = ("num_machines", "num_processes", "fsdp_offload_params")
-    promised = [(1, 8, False), (4, 8, True), (8, 8, True)]
-    for file, values in zip((single, multi, large), promised, strict=True):
-        assert tuple(file.options[name] for name in options) == values
-        assert file.options["gradient_checkpointing"]
-    assert large.options["fsdp_forward_prefetch"] is True
-    hybrid = read_accelerate_file("accelerate_hsdp")
-    assert hybrid.options["fsdp_sharding_strategy"] == "HYBRID_SHARD"
+def test_what_the_presets_promise(name, machines, offloads):
+    options = read_accelerate_file(f"{name}_fsdp").options
+    assert options["num_machines"] == machines
+    assert options["num_processes"] == 8
+    assert options["fsdp_offload_params"] is offloads
+    assert options["gradient_checkpointing"]
+    assert options.get("fsdp_forward_prefetch", False) is (name == "large_scale")
+
+
+def test_a_preset_for_hybrid_sharding():
+    options = read_accelerate_file("accelerate_hsdp").options
+    assert options["fsdp_sharding_strategy"] == "HYBRID_SHARD"
 
 
 @pytest.mark.promise("D30")
@@ -85,36 +86,28 @@ def test_accelerate_launch_counts_processes_by_itself(name, tmp_path):
     script.write_text(
         'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())\n'
     )
-    words = [
-        "--config_file",
-        str(PRESETS_FOLDER / f"{name}.yaml"),
-        "--main_process_port",
-        "0",
-        str(script),
-    ]
-    env = {"ACCELERATE_LOG_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""}
+    words = f"--config_file {PRESETS_FOLDER}/{name}.yaml --main_process_port 0 {script}"
     done = command(
-        *words, module="accelerate.commands.launch", folder=tmp_path, env=env
+        *words.split(),
+        module="accelerate.commands.launch",
+        folder=tmp_path,
+        env={"ACCELERATE_LOG_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert lines == [f"rank {rank} of {len(lines)}" for rank in range(len(lines))]
-    assert len(lines) in (os.cpu_count(), len(os.sched_getaffinity(0))), (
-        "without a GPU: one process per core"
-    )
+    # Without a GPU: one process per core.
+    assert len(lines) in (os.cpu_count(), len(os.sched_getaffinity(0)))
 
 
 def test_presets_travel_in_the_wheel(tmp_path):
-    build = [
-        sys.executable,
-        "-c",
-        "from setuptools.build_meta import build_wheel; import sys; build_wheel(sys.argv[1])",
-    ]
     source = tmp_path / "source"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "vembed"):
         subprocess.run(["cp", "-r", str(ROOT / name), str(source / name)], check=True)
-    subprocess.run([*build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    code = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    build = [sys.executable, "-c", code]
+    subprocess.run(build, cwd=source, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         inside = set(archive.namelist())
@@ -123,11 +116,8 @@ def test_presets_travel_in_the_wheel(tmp_path):
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "vembed").rglob("*.py")}
     assert modules <= inside, "every package is listed"
     code = "from vembed.config.accelerate_file import *; print(read_accelerate_file('accelerate_fsdp').distribution)"
+    read = [sys.executable, "-c", code]
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path / "installed",
-        capture_output=True,
-        text=True,
-        check=True,
+        read, cwd=tmp_path / "installed", check=True, capture_output=True, text=True
     )
     assert done.stdout == "fsdp\n"

@@ -6,12 +6,4 @@ from tests.docs.pages import ROOT
 
 def test_the_page_of_commands_is_current():
     """`python -m tests.docs.cli_page > docs/cli.md` writes it."""
-    page = cli_page()
-    assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == page
-    for words in (
-        "## `vembed train`",
-        "- `--dry-run`",
-        "## `vembed data`",
-        "- `MODEL`: ",
-    ):
-        assert words in page
+    assert (ROOT / "docs" / "cli.md").read_text(encoding="utf-8") == cli_page()

@@ -13,6 +13,7 @@ import yaml
 from tests import tiny
 from tests.data.files import pair, write_jsonl
 from tests.docs.pages import ROOT, blocks
+from tests.mining.data import read_lines
 
 PAGE = ROOT / "docs" / "extending.md"
 BLOCKS = [block for block in blocks("python", "diff", "console") if block.page == PAGE]
@@ -95,10 +96,9 @@ def run(copy, *arguments, cwd=None):
 def workplace(copy, tmp_path_factory):
     """A folder with the config, the models and the data of the page's commands."""
     folder = tmp_path_factory.mktemp("work")
-    records = [
-        {"query": text, "positive": f"found {text}", "neg_1": "none"}
-        for text in tiny.texts(16)
-    ]
+    records = []
+    for text in tiny.texts(16):
+        records.append({"query": text, "positive": f"found {text}", "neg_1": "none"})
     write_jsonl(folder / "train.jsonl", records)
     write_jsonl(folder / "pairs.jsonl", [pair()] * 8)
     make = (
@@ -141,8 +141,7 @@ def test_the_parts_train_together(copy, workplace, numbers):
         cwd=workplace,
     )
     assert code == 0, output
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    values = [json.loads(line) for line in lines]
+    values = read_lines(output_dir / "metrics.jsonl")
     losses = [value["loss"] for value in values if "loss" in value]
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
     description = json.loads((output_dir / "final" / "vembed.json").read_text())

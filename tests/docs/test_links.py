@@ -14,14 +14,18 @@ from vembed.data.records import COLUMNS
 from vembed.losses.table import ENTRY_OPTIONS
 from vembed.mining.options import AuditConfig, GenerateConfig, MineConfig
 
-NO_OPTIONS = {"compute_device", "num_processes", "kind", "restartPolicy"}
-"""Keys in spans such as `compute_device: gpu` that are not options of ours."""
-MINING_OPTIONS = {
-    name
-    for kind in (MineConfig, AuditConfig, GenerateConfig, EpochMining)
-    for name in kind.model_fields
+OTHER_KEYS = {
+    "compute_device",
+    "num_processes",
+    "kind",
+    "restartPolicy",
+    *BLOCKS,
+    *ENTRY_OPTIONS,
 }
-"""Options of the data engine."""
+"""Keys in spans such as `compute_device: gpu` that are no options of a training."""
+for kind in (MineConfig, AuditConfig, GenerateConfig, EpochMining):
+    OTHER_KEYS.update(kind.model_fields)
+FSDP_NAMES = ("fsdp_config", "fsdp_empty_cache", "fsdp_print_memory_usage")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -42,13 +46,15 @@ def test_links_resolve(page):
             )
 
 
+PATHS = re.compile(
+    r"(?<![\w/.])(?:examples|configs|docs|tests|benchmarks|vembed)/[\w./-]*\w"
+)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_paths_of_the_checkout_exist(page):
     for span in spans(page):
-        for path in re.findall(
-            r"(?<![\w/.])(?:examples|configs|docs|tests|benchmarks|vembed)/[\w./-]*\w",
-            span,
-        ):
+        for path in PATHS.findall(span):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
@@ -58,19 +64,9 @@ def test_names_of_options_exist(page):
         match = re.fullmatch(r"([a-z][a-z_0-9]+): [^:{]*", span)
         if match:
             key = match[1]
-            assert (
-                target_of(key)
-                or key in BLOCKS
-                or key in NO_OPTIONS
-                or key in MINING_OPTIONS
-                or key in ENTRY_OPTIONS
-            ), f"{page.name}: {span}"
+            assert target_of(key) or key in OTHER_KEYS, f"{page.name}: {span}"
         for name in re.findall(r"\bfsdp_\w+", span):
-            known = target_of(name) or name in (
-                "fsdp_config",
-                "fsdp_empty_cache",
-                "fsdp_print_memory_usage",
-            )
+            known = target_of(name) or name in FSDP_NAMES
             assert known, f"{page.name}: {span}"
 
 
@@ -98,9 +94,8 @@ def test_the_table_of_columns_has_every_name():
 
 
 def test_the_page_of_the_installation_has_every_extra():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
     named = set(re.findall(r'"\.\[(\w+)\]"', (ROOT / "docs" / "index.md").read_text()))
     assert named == set(extras) - {"docs"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import vembed
 from tests import tiny
 from tests.commands import SCRIPT, command
 from tests.docs.pages import ROOT
+from tests.mining.data import read_lines
 from vembed.config.loading import load_config, resolve_run
 
 EXAMPLES = ROOT / "examples"
@@ -80,16 +80,14 @@ def test_recipe_trains(name, tmp_path, monkeypatch):
     ]
     if recipe.image_model:
         options.append(f"image_model_name={tiny.shared(recipe.image_model)}")
-    options += (
-        ["eval_steps=1", "save_steps=2"] if name == "bge" else ["save_steps=null"]
-    )
+    if name == "bge":
+        options += ["eval_steps=1", "save_steps=2"]
+    else:
+        options.append("save_steps=null")
     result = vembed.train(EXAMPLES / f"{name}.yaml", [*options, *recipe.options])
     assert result.steps == 2
     assert (result.model_dir / "modules.json").is_file()
-    lines = [
-        json.loads(line)
-        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = read_lines(result.output_dir / "metrics.jsonl")
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2]
     asked = load_config(EXAMPLES / f"{name}.yaml").optimizer.learning_rate
@@ -108,25 +106,18 @@ def test_script_says_what_it_would_launch(name, tmp_path):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_nothing_in_a_recipe_is_without_effect(name):
-    resolved = resolve_run(EXAMPLES / f"{name}.yaml")
-    assert [
-        note for note in resolved.notes if "is not in the current directory" not in note
-    ] == []
+    for note in resolve_run(EXAMPLES / f"{name}.yaml").notes:
+        assert "is not in the current directory" in note
 
 
 @pytest.mark.promise("E40")
 def test_the_script_in_python_runs_as_it_stands(tmp_path):
     data = EXAMPLES / "data" / "train.jsonl"
-    words = [
-        str(tiny.shared(tiny.tiny_bert)),
-        str(data),
-        "max_steps=2",
-        "batch_size=8",
-        "report_to=none",
-    ]
-    done = command(
-        str(EXAMPLES / "train_api.py"), *words, module=SCRIPT, folder=tmp_path
-    )
+    script = str(EXAMPLES / "train_api.py")
+    model = str(tiny.shared(tiny.tiny_bert))
+    options = ["max_steps=2", "batch_size=8", "report_to=none"]
+    words = [script, model, str(data), *options]
+    done = command(*words, module=SCRIPT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "nDCG@10: " in done.stdout
 
@@ -152,11 +143,8 @@ def test_several_machines_in_slurm_and_kubernetes(tmp_path):
 def dry_run(script, folder, *words, **variables):
     """What a script says with DRY_RUN=1."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = (
-        os.environ
-        | {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": path}
-        | variables
-    )
+    changes = {"DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": path}
+    environment = os.environ | changes | variables
     done = subprocess.run(
         ["bash", str(script), *words, "epochs=2"],
         cwd=folder,

@@ -25,21 +25,16 @@ LAST = "## Smaller and faster"
 def steps():
     """(language, text) of each command and each piece of Python, in order."""
     end = PAGE.read_text(encoding="utf-8").partition(LAST)[0].count("\n")
-    commands = [
-        block
-        for block in blocks("bash", "python")
-        if block.page == PAGE and block.line < end
-    ]
-    lines = [
-        ("bash", line)
-        for block in commands
-        if block.language == "bash"
-        for line in block.text.splitlines()
-    ]
-    return [
-        *lines,
-        *(("python", block.text) for block in commands if block.language == "python"),
-    ]
+    lines = []
+    programs = []
+    for block in blocks("bash", "python"):
+        if block.page != PAGE or block.line >= end:
+            continue
+        if block.language == "bash":
+            lines += [("bash", line) for line in block.text.splitlines()]
+        else:
+            programs.append(("python", block.text))
+    return lines + programs
 
 
 @contextmanager
@@ -67,11 +62,11 @@ def test_the_walk(tmp_path, monkeypatch, capsys):
     model = str(shared(tiny_bert_st))
     port = str(free_port())
     remaining = [(language, text.replace("8080", port)) for language, text in steps()]
-    serve = next(
+    (serve,) = [
         number
         for number, (_, text) in enumerate(remaining)
         if text.startswith("vembed serve")
-    )
+    ]
     for _, text in remaining[:serve]:
         run(shlex.split(text.replace("--model demo", f"--model {model}")))
     with started(shlex.split(remaining[serve][1])):

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st
@@ -17,11 +16,11 @@ from vembed.parallel.session import start_session
 
 
 def items(number):
+    """Items of different texts and lengths."""
     built = []
-    for i in range(number):
-        words = [
-            WORDS[(i * 7 + number) % len(WORDS)] for number in range(1 + i * 5 % 11)
-        ]
+    for row in range(number):
+        first = 7 * row % len(WORDS)
+        words = (WORDS + WORDS)[first : first + 1 + row * 5 % 11]
         built.append(Item(text=" ".join(words)))
     return built
 
@@ -36,58 +35,33 @@ def featuriser(model):
     return Featuriser(model.description)
 
 
-def one_by_one(model, featuriser, value, kind="document"):
-    rows = []
-    for item in value:
-        (features,) = featuriser.features([(item, kind)])
-        with torch.no_grad():
-            rows.append(
-                model([(features.modality, featuriser.collate([features]))])[0][0]
-            )
-    return torch.nn.functional.normalize(torch.stack(rows), dim=1).numpy()
+@pytest.fixture
+def shapes(model):
+    """The shape of each batch that goes through the model."""
+    noted = []
+
+    def note(_, arguments):
+        noted.extend(batch["input_ids"].shape for _, batch in arguments[0])
+
+    with model.register_forward_pre_hook(note):
+        yield noted
 
 
-@pytest.mark.parametrize(
-    ("budget", "max_inputs"), [(1, None), (40, None), (40, 2), (10_000, None)]
-)
-def test_order_and_numbers_do_not_depend_on_the_budget(
-    model, featuriser, budget, max_inputs
+def test_the_budget_limits_what_goes_through_the_model_at_once(
+    model, featuriser, shapes
 ):
-    inputs = items(17)
-    actual = encode_items(
-        model,
-        featuriser,
-        inputs,
-        "document",
-        budget_tokens=budget,
-        max_inputs=max_inputs,
-    )
-    assert actual.dtype == np.float32
-    np.testing.assert_allclose(actual, one_by_one(model, featuriser, inputs), atol=1e-6)
+    inputs = items(30)
+    whole = encode_items(model, featuriser, inputs, "document")
+    shapes.clear()
+    actual = encode_items(model, featuriser, inputs, "document", budget_tokens=48)
+    assert max(rows * length for rows, length in shapes) <= 48
+    assert len(shapes) > 3
+    np.testing.assert_allclose(actual, whole, atol=1e-6)
 
 
-def test_the_budget_limits_what_goes_through_the_model_at_once(model, featuriser):
-    sizes = []
-
-    def note(_, arguments):
-        sizes.extend(batch["input_ids"].numel() for _, batch in arguments[0])
-
-    with model.register_forward_pre_hook(note):
-        encode_items(model, featuriser, items(30), "document", budget_tokens=48)
-    assert max(sizes) <= 48
-    assert len(sizes) > 3
-
-
-def test_equal_items_are_encoded_once(model, featuriser):
-    rows = []
-
-    def note(_, arguments):
-        rows.extend(batch["input_ids"].shape[0] for _, batch in arguments[0])
-
-    inputs = items(5) * 3
-    with model.register_forward_pre_hook(note):
-        actual = encode_items(model, featuriser, inputs, "query")
-    assert sum(rows) == 5
+def test_equal_items_are_encoded_once(model, featuriser, shapes):
+    actual = encode_items(model, featuriser, items(5) * 3, "query")
+    assert sum(rows for rows, _ in shapes) == 5
     assert (actual[:5] == actual[5:10]).all()
 
 
@@ -95,18 +69,20 @@ def test_every_module_is_in_its_mode_afterwards_and_no_graph_is_kept():
     model = load_embedder(shared(tiny_bert_st)).requires_grad_(True)
     featuriser = Featuriser(model.description)
     model.train()
-    frozen = next(
+    (frozen,) = [
         module for name, module in model.named_modules() if name.endswith("layer.0")
-    )
+    ]
     frozen.eval()
-    before = {name: module.training for name, module in model.named_modules()}
+    modes = [module.training for module in model.modules()]
     recorded = []
-    with model.register_forward_hook(
-        lambda module, _, out: recorded.append((module.training, out[0].requires_grad))
-    ):
+
+    def note(module, _, outputs):
+        recorded.append((module.training, outputs[0].requires_grad))
+
+    with model.register_forward_hook(note):
         encode_items(model, featuriser, items(2), "document")
     assert recorded == [(False, False)]
-    assert {name: module.training for name, module in model.named_modules()} == before
+    assert [module.training for module in model.modules()] == modes
 
 
 def _on_a_rank(folder, numbers, chunk):
@@ -121,14 +97,9 @@ def _on_a_rank(folder, numbers, chunk):
         actual = []
         for number in numbers:
             micro_batches.clear()
-            embeddings = encode_items(
-                model,
-                featuriser,
-                items(number),
-                "document",
-                budget_tokens=24,
-                session=session,
-            )
+            arguments = (model, featuriser, items(number), "document")
+            options = {"budget_tokens": 24, "session": session}
+            embeddings = encode_items(*arguments, **options)
             actual.append((embeddings, len(micro_batches)))
         return actual
 

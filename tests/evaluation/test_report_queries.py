@@ -2,15 +2,16 @@
 
 import base64
 import io
-import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import vembed
 from tests.data.pictures import encoded
+from tests.mining.data import read_lines
 from tests.training.test_run import settings
 from vembed.data.examples import ImageRef, Item
 from vembed.evaluation.dataset import RetrievalData
@@ -69,22 +70,16 @@ def test_the_report_shows_queries_intervals_and_meanings(run):
 
 
 def test_curves_have_every_step_where_lines_are_rarer(run):
-    lines = [
-        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = read_lines(run / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 11]
     drawn = {curve.title: curve for curve in curves(read_run(run))}
     assert len(drawn["Loss"].steps) == 11 and len(drawn["Learning rate"].steps) == 11
 
 
 def test_hyperparameters_are_in_tensorboard(run):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     events = EventAccumulator(str(run / "tensorboard")).Reload()
-    content = events.summary_metadata[
-        "_hparams_/session_start_info"
-    ].plugin_data.content
-    assert b"learning_rate" in content
+    metadata = events.summary_metadata["_hparams_/session_start_info"]
+    assert b"learning_rate" in metadata.plugin_data.content
 
 
 def test_intervals_cover_chance_and_find_differences():
@@ -113,35 +108,37 @@ def test_images_of_changed_queries_are_shown_as_thumbnails(tmp_path):
     queries = (Item(text="first"), Item(text="second"))
     data = RetrievalData("val", queries, documents, ({0: 1}, {1: 1}))
     record = QueryRecord()
-    record.on_start(
-        SimpleNamespace(
-            data=SimpleNamespace(evaluation=data),
-            session=SimpleNamespace(is_main=True),
-            state=LoopState(),
-            output=tmp_path,
-        )
+    run = SimpleNamespace(
+        data=SimpleNamespace(evaluation=data),
+        session=SimpleNamespace(is_main=True),
+        state=LoopState(),
+        output=tmp_path,
     )
-    for step, values, rankings in (
-        (0, [[0.0], [1.0]], [[1], [1]]),
-        (5, [[1.0], [0.0]], [[0], [2]]),
-    ):
-        results = QueryResults(["ndcg@10"], np.array(values), np.array(rankings))
-        record.on_evaluation(
-            Evaluation(step, 1.0, {"ndcg@10": 0.5}, "ndcg@10", False, results)
-        )
-    first, last = (read_queries(path_of(tmp_path, step)) for step in (0, 5))
-    changes = compare_results(first, last, "ndcg@10")
+    record.on_start(run)
+    contents = []
+    for step, scores, rankings in ((0, [0.0, 1.0], [1, 1]), (5, [1.0, 0.0], [0, 2])):
+        values = np.array(scores)[:, None]
+        results = QueryResults(["ndcg@10"], values, np.array(rankings)[:, None])
+        metrics = {"ndcg@10": 0.5}
+        record.on_evaluation(Evaluation(step, 1.0, metrics, "ndcg@10", results))
+        contents.append(read_queries(path_of(tmp_path, step)))
+    changes = compare_results(*contents, "ndcg@10")
     better = changed_table(changes.better)
+    worse = changed_table(changes.worse)
     embedded = "image of document 0"
-    cells = ("first", embedded, "red.png", f"[relevant] {embedded}")
-    assert better.rows[0][:4] == cells
-    assert [len(better.pictures[0, column]) for column in range(4)] == [0, 0, 1, 0]
+    for table, cells, num_pictures in (
+        (
+            better,
+            ("first", embedded, "red.png", f"[relevant] {embedded}"),
+            [0, 0, 1, 0],
+        ),
+        (worse, ("second", "red.png", "[relevant] red.png", "gone.png"), [0, 1, 1, 0]),
+    ):
+        assert table.rows[0][:4] == cells
+        pictures = [table.pictures[0, column] for column in range(4)]
+        assert [len(cell) for cell in pictures] == num_pictures
     data_url = better.pictures[0, 2][0]
     thumbnail = Image.open(io.BytesIO(base64.b64decode(data_url.partition(",")[2])))
     assert thumbnail.size == (96, 64)
     page = TEMPLATES.get_template("parts.html.j2").module.queries(better)
     assert page.count(data_url) == 1 and str(tmp_path) not in page
-    worse = changed_table(changes.worse)
-    cells = ("second", "red.png", "[relevant] red.png", "gone.png")
-    assert worse.rows[0][:4] == cells
-    assert [len(worse.pictures[0, column]) for column in range(4)] == [0, 1, 1, 0]

@@ -16,30 +16,23 @@ from vembed.parallel.session import start_session
 
 
 def data_of(num_queries, num_documents, relevance):
-    return RetrievalData(
-        name="test",
-        queries=tuple(Item(text=f"query {number}") for number in range(num_queries)),
-        documents=tuple(
-            Item(text=f"document {number}") for number in range(num_documents)
-        ),
-        relevance=tuple(relevance),
-    )
+    queries = tuple(Item(text=f"query {number}") for number in range(num_queries))
+    documents = tuple(Item(text=f"text {number}") for number in range(num_documents))
+    return RetrievalData("test", queries, documents, tuple(relevance))
 
 
 def plain_metrics(ranking, relevant, k):
-    grades = [relevant.get(document, 0) for document in ranking[:k] if document >= 0]
-    ideal = sum(
-        grade / math.log2(number + 2)
-        for number, grade in enumerate(sorted(relevant.values(), reverse=True)[:k])
-    )
-    ndcg = (
-        sum(grade / math.log2(number + 2) for number, grade in enumerate(grades))
-        / ideal
-    )
+    """The metrics of one query. `relevant`: document -> grade."""
+
+    def gain(grades):
+        return sum(grade / math.log2(number + 2) for number, grade in enumerate(grades))
+
+    grades = [relevant.get(document, 0) for document in ranking[:k]]
+    best = sorted(relevant.values(), reverse=True)[:k]
     places = [number + 1 for number, grade in enumerate(grades) if grade > 0]
     precision = [(number + 1) / place for number, place in enumerate(places)]
     return {
-        f"ndcg@{k}": ndcg,
+        f"ndcg@{k}": gain(grades) / gain(best),
         f"mrr@{k}": 1 / places[0] if places else 0.0,
         f"recall@{k}": len(places) / len(relevant),
         f"map@{k}": sum(precision) / len(relevant),
@@ -50,13 +43,11 @@ def plain_metrics(ranking, relevant, k):
 def test_metrics_against_plain_loops(ks):
     rng = np.random.default_rng(1)
     rankings = np.array([rng.permutation(150)[:100] for _ in range(30)])
-    relevance = [
-        {
-            int(document): int(rng.integers(1, 4))
-            for document in rng.permutation(150)[: rng.integers(1, 6)]
-        }
-        for _ in range(30)
-    ]
+    relevance = []
+    for _ in range(30):
+        documents = rng.permutation(150)[: rng.integers(1, 6)].tolist()
+        grades = rng.integers(1, 4, len(documents)).tolist()
+        relevance.append(dict(zip(documents, grades, strict=True)))
     names, values = score_rankings(rankings, relevance, ks)
     for query in range(30):
         expected = {}
@@ -75,12 +66,10 @@ def test_a_querys_own_text_is_not_found_unless_it_is_relevant():
     documents = (same, Item(text="a near text"), Item(text="far"))
     embeddings = np.array([[1, 0], [0.9, 0.1], [0, 1]], np.float32)
     query = np.array([[1, 0]], np.float32)
-    not_relevant = RetrievalData("test", (same,), documents, ({1: 1},))
-    assert retrieval_metrics(query, embeddings, not_relevant, [1])["recall@1"] == 1.0
-    relevant = RetrievalData("test", (same,), documents, ({0: 1},))
-    assert retrieval_metrics(query, embeddings, relevant, [1])["recall@1"] == 1.0
-    other = RetrievalData("test", (same,), documents, ({2: 1},))
-    assert retrieval_metrics(query, embeddings, other, [2])["mrr@2"] == 0.5
+    # The number of the relevant document, and 1 / its place.
+    for relevant, expected in ((1, 1.0), (0, 1.0), (2, 0.5)):
+        data = RetrievalData("test", (same,), documents, ({relevant: 1},))
+        assert retrieval_metrics(query, embeddings, data, [2])["mrr@2"] == expected
 
 
 def random_case(num_queries=60, num_documents=90, dims=16):
@@ -93,33 +82,13 @@ def random_case(num_queries=60, num_documents=90, dims=16):
     return queries, documents, data_of(num_queries, num_documents, relevance)
 
 
-def test_matryoshka_dims_are_cut_and_brought_to_length_one():
-    queries, documents, data = random_case()
-    scores = retrieval_metrics(queries, documents, data, [10], [16, 4])
-    unit = [
-        matrix[:, :4] / np.linalg.norm(matrix[:, :4], axis=1, keepdims=True)
-        for matrix in (queries, documents)
-    ]
-    alone = retrieval_metrics(*unit, data, [10], normalize=False)
-    assert {key: scores[f"dim4/{key}"] for key in alone} == pytest.approx(alone)
-    assert {key: scores[f"dim16/{key}"] for key in alone} == {
-        key: scores[key] for key in alone
-    }
-    assert scores["dim4/ndcg@10"] != scores["ndcg@10"]
-
-
-def test_dot_product_keeps_lengths():
+@pytest.mark.parametrize("normalize", [True, False])
+def test_dot_product_keeps_lengths(normalize):
     queries = np.array([[1, 0]], np.float32)
     documents = np.array([[1, 0], [5, 5]], np.float32)
     data = data_of(1, 2, [{0: 1}])
-    assert (
-        retrieval_metrics(queries, documents, data, [1], normalize=True)["recall@1"]
-        == 1
-    )
-    assert (
-        retrieval_metrics(queries, documents, data, [1], normalize=False)["recall@1"]
-        == 0
-    )
+    scores = retrieval_metrics(queries, documents, data, [1], normalize=normalize)
+    assert scores["recall@1"] == normalize
 
 
 def _metrics_on_a_rank():
@@ -163,28 +132,13 @@ def _stops_while_it_scores():
         TrainConfig(model_name="m", data_path="d", strategy="ddp")
     ) as session:
         queries, documents, data = random_case(num_queries=1)  # none for rank 1
-        retrieval_metrics(
-            queries,
-            documents,
-            data,
-            [10],
-            [4],
-            session=session,
-            check_interrupt=between,
-        )
+        options = {"session": session, "check_interrupt": between}
+        retrieval_metrics(queries, documents, data, [10], [4], **options)
         whole = micro_batches[0]
         micro_batches[0] = 0
         at = 3
         with pytest.raises(Stop):
-            retrieval_metrics(
-                queries,
-                documents,
-                data,
-                [10],
-                [4],
-                session=session,
-                check_interrupt=between,
-            )
+            retrieval_metrics(queries, documents, data, [10], [4], **options)
         session.barrier()
         return whole
 

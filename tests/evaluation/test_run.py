@@ -1,6 +1,5 @@
 """evaluate(): a model folder and data in, numbers out: those of Sentence Transformers' vectors, and those of mteb."""
 
-import json
 import math
 
 import numpy as np
@@ -10,6 +9,8 @@ from datasets import Dataset
 from scipy import stats
 from sentence_transformers import SentenceTransformer
 
+from tests.data.files import write_jsonl
+from tests.evaluation.test_retrieval import plain_metrics
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from tests.tiny_tokenizers import WORDS
 from vembed import Embedder, UserError, evaluate
@@ -27,28 +28,21 @@ def write_pairs(path, number=30):
         {"query": sentence(i), "positive": [sentence(100 + i), sentence(500 + i)]}
         for i in range(number)
     ]
-    path.write_text("\n".join(map(json.dumps, records)) + "\n")
+    write_jsonl(path, records)
     return records
 
 
 def plain_ndcg(folder, records, k=10, dim=None):
     model = SentenceTransformer(str(folder), device="cpu", truncate_dim=dim)
-    documents = list(
-        dict.fromkeys(text for record in records for text in record["positive"])
-    )
+    positives = [text for record in records for text in record["positive"]]
+    documents = list(dict.fromkeys(positives))
     vectors = model.encode_document(documents, normalize_embeddings=True)
     total = 0.0
     for record in records:
-        scores = vectors @ model.encode_query(
-            record["query"], normalize_embeddings=True
-        )
-        ranking = np.argsort(-scores)[:k]
-        gain = 0.0
-        for place, number in enumerate(ranking):
-            if documents[number] in record["positive"]:
-                gain += 1 / math.log2(place + 2)
-        num_relevant = len(set(record["positive"]))
-        total += gain / sum(1 / math.log2(place + 2) for place in range(num_relevant))
+        query = model.encode_query(record["query"], normalize_embeddings=True)
+        ranking = np.argsort(-(vectors @ query)).tolist()
+        relevant = {documents.index(text): 1 for text in record["positive"]}
+        total += plain_metrics(ranking, relevant, k)[f"ndcg@{k}"]
     return total / len(records)
 
 
@@ -65,16 +59,12 @@ def test_scores_are_those_of_the_vectors_of_sentence_transformers(make, tmp_path
     }
 
 
-# mteb leaves files open.
-
-
 def write_beir(folder, corpus, queries, relevant):
     """A BEIR folder: texts by their names, and names of the relevant documents of each query."""
     (folder / "qrels").mkdir()
     for part, texts in (("corpus", corpus), ("queries", queries)):
-        with (folder / f"{part}.jsonl").open("w") as file:
-            for name, text in texts.items():
-                file.write(json.dumps({"_id": name, "text": text}) + "\n")
+        rows = [{"_id": name, "text": text} for name, text in texts.items()]
+        write_jsonl(folder / f"{part}.jsonl", rows)
     with (folder / "qrels" / "test.tsv").open("w") as file:
         for query, documents in relevant.items():
             for document in documents:
@@ -113,20 +103,18 @@ def test_documents_are_searched_chunk_by_chunk_and_never_held_together(
 
 def test_scored_pairs_have_the_correlations_of_scipy_at_every_size(tmp_path):
     labels = [number % 5 / 4 for number in range(20)]  # with ties
-    pairs = [(sentence(number), sentence(number + 1)) for number in range(20)]
-    with (tmp_path / "sts.jsonl").open("w") as file:
-        for (first, second), label in zip(pairs, labels, strict=True):
-            record = {"sentence1": first, "sentence2": second, "score": label}
-            file.write(json.dumps(record) + "\n")
+    texts = [sentence(number) for number in range(21)]
+    names = ("sentence1", "sentence2", "score")
+    rows = zip(texts, texts[1:], labels, strict=False)
+    records = [dict(zip(names, row, strict=True)) for row in rows]
+    write_jsonl(tmp_path / "sts.jsonl", records)
     scores = evaluate(shared(tiny_bert_st), tmp_path / "sts.jsonl", dims=[4])
     model = SentenceTransformer(str(shared(tiny_bert_st)), device="cpu")
     assert len(scores) == 4
     for prefix, dim in (("", None), ("dim4/", 4)):
         options = {"truncate_dim": dim, "normalize_embeddings": True}
-        first, second = (
-            model.encode(list(texts), **options) for texts in zip(*pairs, strict=True)
-        )
-        cosines = (first * second).sum(axis=1)
+        vectors = model.encode(texts, **options)
+        cosines = (vectors[:-1] * vectors[1:]).sum(axis=1)
         spearman = stats.spearmanr(cosines, labels).statistic
         pearson = stats.pearsonr(cosines, labels).statistic
         assert scores[f"{prefix}spearman"] == pytest.approx(spearman, abs=1e-5)

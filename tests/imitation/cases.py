@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from tests import tiny
+from tests.data.files import write_jsonl
 
 Data = Literal["texts", "captions", "pictures"]
 NUM_PAIRS = 16
@@ -74,7 +74,7 @@ def write_texts(folder):
         }
         for row in range(NUM_PAIRS)
     ]
-    return write_rows(folder, rows)
+    return write_jsonl(folder / "train.jsonl", rows)
 
 
 def write_captions(folder):
@@ -84,7 +84,7 @@ def write_captions(folder):
         {"query": caption, "positive": {"image": write_picture(folder, number)}}
         for number, caption in enumerate(captions)
     ]
-    return write_rows(folder, rows)
+    return write_jsonl(folder / "train.jsonl", rows)
 
 
 def write_pictures(folder):
@@ -96,7 +96,7 @@ def write_pictures(folder):
         }
         for row in range(NUM_PAIRS)
     ]
-    return write_rows(folder, rows)
+    return write_jsonl(folder / "train.jsonl", rows)
 
 
 def write_picture(folder, number):
@@ -105,13 +105,6 @@ def write_picture(folder, number):
     pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
     return str(path)
-
-
-def write_rows(folder, rows):
-    """Write records as JSON Lines; return the path."""
-    path = folder / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 DATA = {

@@ -99,15 +99,11 @@ def test_claimed_candidates_come_first_where_no_limit_is_given(options):
     assert 0.95 < max(map(highest_share, by_default)) <= 1.05 + 1e-5
 
 
-@pytest.mark.parametrize(
-    "value", ["relative_margin", "margin", "max_score", "threshold"]
-)
-def test_a_limit_that_is_given_leaves_claims_out(value):
+@pytest.mark.parametrize("limit", ["margin", "max_score", "threshold"])
+def test_a_limit_that_is_given_leaves_claims_out(limit):
     base = {"model_name": "m", "data_path": "d", "output_path": "o.jsonl"}
     assert MineConfig(**base).takes_claimed
-    assert not MineConfig(**base, **{value: None}).takes_claimed
-    assert MineConfig(**base, **{value: None}, prefer_claimed=True).takes_claimed
-    assert not MineConfig(**base, prefer_claimed=False).takes_claimed
+    assert not MineConfig(**base, **{limit: None}).takes_claimed
 
 
 def test_two_ranks_find_the_claims_of_one(options, tmp_path):

@@ -19,7 +19,7 @@ from tests.models.families import (
     loss_of,
     parts_for,
 )
-from tests.weights.variants import pairs
+from tests.training.test_run import metrics, settings
 from vembed.config.loading import resolve_run
 from vembed.models.families.backbones import layers_of
 from vembed.models.precision import (
@@ -136,31 +136,18 @@ def test_a_decoder_hands_on_bf16():
 
 
 def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(tmp_path):
-    data = pairs(tmp_path / "data.jsonl", 32)
+    def losses_of(name, **options):
+        output = str(tmp_path / name)
+        run = settings(tmp_path, max_steps=3, output_dir=output, **options)
+        return metrics(vembed.train(run).output_dir)
+
+    exact = losses_of("float32", mixed_precision="no")
+    rounded = losses_of("bf16", mixed_precision="bf16")
     cache = {"use_gradient_cache": True, "micro_batch_tokens": 64}
-    runs = {
-        "float32": {"mixed_precision": "no"},
-        "bf16": {"mixed_precision": "bf16"},
-        "cached": {"mixed_precision": "bf16", **cache},
-    }
-    losses = {}
-    for name, options in runs.items():
-        config = {
-            "model_name": str(tiny.shared(tiny.tiny_bert)),
-            "data_path": str(data),
-            "output_dir": str(tmp_path / name),
-            "batch_size": 8,
-            "max_steps": 3,
-            "learning_rate": 1e-3,
-            "report_to": [],
-            **options,
-        }
-        steps = []
-        vembed.train(config, on_step=steps.append)
-        losses[name] = [step.loss for step in steps]
-    assert losses["bf16"] != losses["float32"]
-    assert losses["bf16"] == pytest.approx(losses["float32"], rel=0.02)
-    assert losses["cached"] == pytest.approx(losses["bf16"], rel=0.02)
+    cached = losses_of("cached", mixed_precision="bf16", **cache)
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert cached == pytest.approx(rounded, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -24,7 +25,7 @@ from vembed.data.batching.rank_batch import (
 from vembed.data.batching.schedule import rank_examples
 from vembed.data.examples import Example, Item
 from vembed.data.features import build_featuriser
-from vembed.losses.batch import LossBatch
+from vembed.losses.batch import INDEX_FIELDS, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.session import start_session
@@ -84,9 +85,8 @@ def examples(case):
         if row % 3 == 2:
             positive = words[1]  # the positive of row 0, also on another rank
         if row % 5 == 4:
-            negative = words[
-                5
-            ]  # the positive of row 1: a negative that another row must not be pushed from
+            # The positive of row 1: a negative that another row must not be pushed from.
+            negative = words[5]
         positives = [positive]
         negatives = []
         scores = None
@@ -98,22 +98,11 @@ def examples(case):
         if case.data == "scored":
             scores = (((7 * row) % 5) / 5,)
         if case.data == "graded":
-            scores = tuple(
-                1.0 - 0.3 * place + 0.01 * row for place in range(len(positives))
-            )
-            negative_scores = tuple(
-                0.2 * place - 0.1 * row for place in range(len(negatives))
-            )
-        items = tuple(map(Item, positives)), tuple(map(Item, negatives))
-        built.append(
-            Example(
-                Item(query),
-                *items,
-                scores,
-                where=f"row {row}",
-                negative_scores=negative_scores,
-            )
-        )
+            scores = (1.0 + 0.01 * row, 0.7 + 0.01 * row)[: len(positives)]
+            negative_scores = (-0.1 * row, 0.2 - 0.1 * row)[: len(negatives)]
+        items = (tuple(map(Item, positives)), tuple(map(Item, negatives)))
+        more = {"where": f"row {row}", "negative_scores": negative_scores}
+        built.append(Example(Item(query), *items, scores, **more))
     return built
 
 
@@ -191,30 +180,31 @@ def step_on_rank(case, config, session, auxiliary=None, teachers=None):
     )
     result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, is_last=True)
     step.synchronise(0.0)
-    return {
-        **full_gradients(model),
-        **loss_gradients(loss),
-        "loss": result.loss_share,
-    }, result
+    return all_gradients(model, loss, result.loss_share), result
 
 
 def reference(case, world_size):
     """The same in one process, from the formula: every occurrence encoded by itself, one dense loss, autograd."""
     config = case.config(case.folder(), gradient_checkpointing=False)
     model, loss, featuriser = build(config)
-    batch = (
-        drawn_batch(case, model, featuriser, world_size)
-        if case.dropout
-        else plain_batch(case, model, featuriser)
-    )
+    if case.dropout:
+        batch = drawn_batch(case, model, featuriser, world_size)
+    else:
+        batch = plain_batch(case, model, featuriser)
+    return formula_gradients(config, model, loss, batch)
+
+
+def formula_gradients(config, model, loss, batch, **more):
+    """The formula's gradients and loss for a batch. `more`: arguments of the formula."""
     value = reference_loss(
         batch,
         config,
         parameters=dict(loss.named_parameters()),
         mrl_dims=model.description.mrl_dims,
+        **more,
     )
     value.backward()
-    return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
+    return all_gradients(model, loss, value.detach())
 
 
 def plain_batch(case, model, featuriser):
@@ -273,69 +263,64 @@ def drawn_batch(case, model, featuriser, world_size):
         rank_batches.append(
             make_rank_batch(rows[local_rows], local_rows.start, featuriser)
         )
-    lengths = [
-        [feature.length for feature in rank_batch.features]
-        for rank_batch in rank_batches
-    ]
-    count = max(
-        len(split_by_length(length, budget.micro_batch_tokens)) for length in lengths
-    )
+    tokens = budget.micro_batch_tokens
+    counts = []
+    for rank_batch in rank_batches:
+        counts.append(len(split_by_length(lengths_of(rank_batch), tokens)))
     embeddings = []
-    offsets = [0]
     for rank, rank_batch in enumerate(rank_batches):
-        batch_schedule = split_by_length(
-            lengths[rank], budget.micro_batch_tokens, at_least=count
-        )
-        parts = [None] * len(rank_batch.features)
-        for number, micro_batch in enumerate(
-            order_micro_batches({"text": batch_schedule})
-        ):
+        schedule = split_by_length(lengths_of(rank_batch), tokens, at_least=max(counts))
+        rows = {}
+        for number, micro_batch in enumerate(order_micro_batches({"text": schedule})):
             ((modality, places),) = micro_batch
             torch.manual_seed(seed_of(SEED, BATCH_NUMBER, rank, number))
-            chosen = [rank_batch.features[place] for place in places] or [
-                featuriser.dummy("text")
-            ]
+            chosen = [rank_batch.features[place] for place in places]
+            if not chosen:
+                chosen = [featuriser.dummy("text")]
             output = model([(modality, featuriser.collate(chosen))])[0]
-            for place, row in zip(places, output, strict=False):
-                parts[place] = row
-        embeddings.append(torch.stack([part for part in parts if part is not None]))
-        offsets.append(offsets[-1] + len(parts))
-
-    def joined(name, shift):
-        return torch.cat(
-            [
-                torch.from_numpy(getattr(rank_batch, name)) + (offset if shift else 0)
-                for rank_batch, offset in zip(rank_batches, offsets, strict=False)
-            ]
-        )
-
-    content = torch.tensor(
-        [
-            feature.content
-            for rank_batch in rank_batches
-            for feature in rank_batch.features
-        ]
-    )
-    scores = [
-        torch.from_numpy(rank_batch.label_scores)
-        for rank_batch in rank_batches
-        if rank_batch.label_scores is not None
-    ]
-    return LossBatch(
-        embeddings=torch.cat(embeddings),
-        content=content,
-        query=joined("query", True),
-        positive=joined("positive", True),
-        example=joined("example", False),
-        negative=joined("negative", True),
-        negative_example=joined("negative_example", False),
-        label_scores=torch.cat(scores) if scores else None,
-        rank_rows=slice(0, sum(len(rank_batch.query) for rank_batch in rank_batches)),
-        rank_negatives=slice(
-            0, sum(len(rank_batch.negative) for rank_batch in rank_batches)
-        ),
+            rows.update(zip(places, output, strict=False))
+        embeddings += [rows[place] for place in range(len(rank_batch.features))]
+    return joined_batch(
+        torch.stack(embeddings),
+        rank_batches,
         embeddings_are_scores=gives_scores(model),
     )
+
+
+def lengths_of(rank_batch):
+    return [feature.length for feature in rank_batch.features]
+
+
+def joined_batch(embeddings, rank_batches, **more):
+    """The global batch of these embeddings, from the parts of its ranks."""
+    parts = {name: [] for name in INDEX_FIELDS}
+    scores = []
+    offset = 0
+    for rank_batch in rank_batches:
+        for name in ("query", "positive", "negative"):
+            parts[name] += (getattr(rank_batch, name) + offset).tolist()
+        for name in ("example", "negative_example"):
+            parts[name] += getattr(rank_batch, name).tolist()
+        parts["content"] += [feature.content for feature in rank_batch.features]
+        if rank_batch.label_scores is not None:
+            scores += rank_batch.label_scores.tolist()
+        offset += len(rank_batch.features)
+    tensors = {}
+    for name, values in parts.items():
+        tensors[name] = torch.tensor(values, dtype=torch.int64)
+    return LossBatch(
+        embeddings=embeddings,
+        **tensors,
+        label_scores=torch.tensor(scores, dtype=torch.float64) if scores else None,
+        rank_rows=slice(0, len(parts["query"])),
+        rank_negatives=slice(0, len(parts["negative"])),
+        **more,
+    )
+
+
+def all_gradients(model, loss, value):
+    """The gradients of model and loss by name, and the loss."""
+    return {**full_gradients(model), **loss_gradients(loss), "loss": value}
 
 
 def full_gradients(model):
@@ -368,11 +353,16 @@ def loss_gradients(loss):
 def worst_error(actual, expected):
     """Return the parameter whose gradient is farthest off, and how far, as `tests.measure` measures it."""
     assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
-    errors = gradient_errors(
-        *(
-            {name: value for name, value in of.items() if name != "loss"}
-            for of in (actual, expected)
-        )
-    )
+    ours = {name: value for name, value in actual.items() if name != "loss"}
+    theirs = {name: value for name, value in expected.items() if name != "loss"}
+    errors = gradient_errors(ours, theirs)
     name = max(errors, key=errors.__getitem__)
     return name, errors[name]
+
+
+def assert_equal_gradients(actual, expected, tolerance=1e-9):
+    """Compare gradients, and the losses ten times as closely."""
+    loss = float(expected["loss"])
+    assert float(actual["loss"]) == pytest.approx(loss, rel=tolerance / 10)
+    name, error = worst_error(actual, expected)
+    assert error < tolerance, f"{name} is off by {error:.2e}"

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from tests.harness import run_ranks
-from tests.parity.engine import worst_error
+from tests.parity.engine import assert_equal_gradients
 from tests.parity.test_families_parity import BY_NAME, on_ranks, wanted
 from vembed.parallel import placement
 
@@ -30,9 +30,8 @@ class Counting:
 def step_between_machines():
     """On every rank, of two machines with two each: a step without and one with Gradient Cache; sums between them."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    placement.UNSHARDED_SHARE = (
-        1e-9  # so that gradients are reduced after every micro-batch
-    )
+    # So that gradients are reduced after every micro-batch.
+    placement.UNSHARDED_SHARE = 1e-9
     counting = Counting()
     _fsdp_collectives.dist = counting
     try:
@@ -49,13 +48,10 @@ def test_machines_were_summed_after_every_micro_batch():
     """Of CLIP, whose root unit holds parameters of both towers, while a micro-batch uses one."""
     plain = wanted("clip")
     for results, count in run_ranks(step_between_machines, 4, process_group=False):
-        num_units = (
-            results[0]["units"][0] + 2
-        )  # the layers, the token embeddings and the root
+        # The layers, the token embeddings and the root.
+        num_units = results[0]["units"][0] + 2
         assert all(result["calls"] > 2 for result in results)
         assert count == 2 * num_units, "each unit once in each of the two steps"
         for result in results:
-            name, error = worst_error(
-                {**result["gradients"], "loss": plain["loss"]}, plain
-            )
-            assert error <= BY_NAME["clip"].tolerance, name
+            ours = {**result["gradients"], "loss": plain["loss"]}
+            assert_equal_gradients(ours, plain, BY_NAME["clip"].tolerance)

@@ -12,12 +12,11 @@ from transformers import BertModel
 from tests.built import described
 from tests.harness import run_ranks
 from tests.measure import gradient_errors
-from tests.parity.engine import SEED, full_gradients
-from tests.tiny import shared, texts, tiny_bert
+from tests.parity.engine import SEED, Case, examples, full_gradients
+from tests.tiny import shared, tiny_bert
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.rank_batch import Feeder, make_rank_batch
 from vembed.data.batching.schedule import rank_examples
-from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
 from vembed.losses.batch import LossModule
 from vembed.parallel.session import start_session
@@ -25,22 +24,7 @@ from vembed.parallel.step_memory import Budget
 from vembed.training.frozen import InputBuilder
 from vembed.training.step import TrainingStep
 
-NUM_EXAMPLES = 5
-
-
-def examples():
-    words = texts(3 * NUM_EXAMPLES, seed=3, longest=20)
-    return [
-        Example(
-            Item(words[3 * number]),
-            (Item(words[3 * number + 1]),),
-            (Item(words[3 * number + 2]),),
-            (1.0 - 0.05 * number,),
-            where=str(number),
-            negative_scores=(0.3 - 0.02 * number,),
-        )
-        for number in range(NUM_EXAMPLES)
-    ]
+CASE = Case("outputs", num_examples=5)
 
 
 class TokenVectors(nn.Module):
@@ -100,9 +84,10 @@ def step_on_rank(strategy, cache):
     with start_session(config) as session:
         model = build(config)
         loss = MaxSim()
-        rank = rank_examples(NUM_EXAMPLES, session.rank, session.world_size)
+        rows = examples(CASE)
+        rank = rank_examples(len(rows), session.rank, session.world_size)
         featuriser = Featuriser(described(config))
-        batch = make_rank_batch(examples()[rank], rank.start, featuriser)
+        batch = make_rank_batch(rows[rank], rank.start, featuriser)
         num_vectors = [feature.length - 2 for feature in batch.features]
         model = session.prepare(model, ())
         step = TrainingStep(
@@ -123,7 +108,7 @@ def plain():
     """The same in one process, by autograd alone, each input by itself."""
     config = config_of()
     model = build(config)
-    rows = examples()
+    rows = examples(CASE)
     featuriser = Featuriser(described(config))
 
     def encode(item):

@@ -25,11 +25,9 @@ def count_rounds(folder, strategy, cases):
         return micro_batch
 
     # In torch's namespace, where FSDP and vembed find it.
-    name = (
-        "reduce_scatter_single"
-        if "reduce_scatter_single" in vars(dist)
-        else "reduce_scatter_tensor"
-    )
+    name = "reduce_scatter_single"
+    if not hasattr(dist, name):
+        name = "reduce_scatter_tensor"
     setattr(dist, name, counted(getattr(dist, name)))
     finalize = FSDPParamGroup.finalize_backward
 
@@ -40,11 +38,8 @@ def count_rounds(folder, strategy, cases):
     setattr(FSDPParamGroup, "finalize_backward", finalize_backward)  # noqa: B010 - mypy
     with start_session(cases[0].config(folder, strategy=strategy)) as session:
         for case in cases:
-            config = case.config(
-                folder,
-                strategy=strategy,
-                gradient_checkpointing=False,
-            )
+            options = {"strategy": strategy, "gradient_checkpointing": False}
+            config = case.config(folder, **options)
             embedder, loss, featuriser = build(config)
             model = session.prepare(embedder, embedder.description.layer_classes)
             step, rank_batch = step_of(
@@ -55,13 +50,11 @@ def count_rounds(folder, strategy, cases):
             finished.clear()
             result = step.accumulate(rank_batch, 0, weight=1.0, is_last=True)
             step.synchronise(0.0)
-            ours = dict(collectives.calls)
-            units = len(reduced)  # those of FSDP alone
             actual.append(
                 {
                     "calls": result.num_forwards,
-                    "ours": ours,
-                    "reduce_scatters": units,
+                    "ours": dict(collectives.calls),
+                    "reduce_scatters": len(reduced),  # those of FSDP alone
                     "waits": len(finished),
                 }
             )
@@ -78,9 +71,8 @@ def test_one_round_of_gradients_per_step():
         assert rows["calls"] > 20 and whole["calls"] == 2
         assert rows["ours"] == whole["ours"]
         assert rows["ours"]["all_gather_ints"] == 1
-        assert (
-            rows["ours"]["all_gather_rows"] == 2
-        )  # the embeddings, and how the rows refer to them
+        # The embeddings, and how the rows refer to them.
+        assert rows["ours"]["all_gather_rows"] == 2
         assert rows["ours"]["reduce_scatter_rows"] == 1
         assert rows["reduce_scatters"] == whole["reduce_scatters"]
         # FSDP2 waits for its reductions in the last backward pass alone.

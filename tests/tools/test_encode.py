@@ -2,7 +2,6 @@
 
 import gzip
 import io
-import json
 import shutil
 import sys
 
@@ -17,6 +16,7 @@ from typer.testing import CliRunner
 from tests.commands import command
 from tests.data.files import write_jsonl
 from tests.harness import run_ranks
+from tests.mining.data import read_lines
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.cli.commands import encode
@@ -72,10 +72,6 @@ def ids_in(path):
     return pq.read_table(path).column("id").to_pylist()
 
 
-def rows_in(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_text_to_npy(texts, folder, capsys):
     result = encode.encode(BERT, texts, "out.npy")
     vectors = np.load("out.npy", mmap_mode="r")
@@ -110,57 +106,48 @@ def test_a_training_config_stands_for_the_model_of_its_run(texts, folder, stages
 
 def test_kind_and_cut(texts):
     model = str(shared(tiny_qwen3_st))
-    for options in (
-        {"truncate_dim": 8, "normalize": True},
-        {"normalize": False, "batch_tokens": 20},
-    ):
-        vectors = vectors_of(texts, model=model, kind="query", **options)
-        options.pop("batch_tokens", None)
-        np.testing.assert_allclose(
-            vectors, expected("query", tiny_qwen3_st, **options), atol=1e-5
+    for options in ({"truncate_dim": 8, "normalize": True}, {"normalize": False}):
+        vectors = vectors_of(
+            texts, model=model, kind="query", batch_tokens=20, **options
         )
+        reference = expected("query", tiny_qwen3_st, **options)
+        np.testing.assert_allclose(vectors, reference, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "records",
+    "record_of",
     [
-        TEXTS,
-        [{"title": "no", "body": text} for text in TEXTS],
-        [
-            {"title": text.split()[0], "text": " ".join(text.split()[1:])}
-            for text in TEXTS
-        ],
-        [{"_id": f"d{number}", "text": text} for number, text in enumerate(TEXTS)],
+        lambda text: text,
+        lambda text: {"title": "no", "body": text},
+        lambda text: dict(
+            zip(("title", "text"), text.partition(" ")[::2], strict=True)
+        ),
+        lambda text: {"_id": text[:3], "text": text},
     ],
+    ids=["texts", "column", "title", "id"],
 )
-def test_forms_of_records(folder, records):
+def test_forms_of_records(folder, record_of):
+    records = [record_of(text) for text in TEXTS]
     write_jsonl(folder / "data.jsonl", records)
     column = "body" if "body" in records[0] else None
-    vectors = vectors_of("data.jsonl", "out.parquet", column=column)
-    assert_close(vectors)
+    assert_close(vectors_of("data.jsonl", "out.parquet", column=column))
     table = pq.read_table("out.parquet")
     kind = "fixed_size_list<element: float>[32]"
     assert str(table.schema.field("embedding").type) == kind
     if "_id" in records[0]:
-        assert table.column("id").to_pylist() == [record["_id"] for record in records]
+        assert ids_in("out.parquet") == [record["_id"] for record in records]
     else:
         assert table.column_names == ["embedding"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "out.npy",
-    ],
-)
-def test_two_commands_that_write_one_file(texts, folder, name):
-    with replaced_file(folder / name) as partial:
+def test_two_commands_that_write_one_file(texts, folder):
+    with replaced_file(folder / "out.npy") as partial:
         partial.write_text("of the first")
-        done = command("encode", BERT, texts, name)
+        done = command("encode", BERT, texts, "out.npy")
     assert done.returncode == 2
-    assert f"error: {name} is being written by another process: wait" in done.stderr
+    assert "error: out.npy is being written by another process: wait" in done.stderr
     assert done.stderr.count("\n") == 1
-    assert (folder / name).read_text() == "of the first"
+    assert (folder / "out.npy").read_text() == "of the first"
 
 
 def test_standard_input(monkeypatch):
@@ -182,8 +169,7 @@ def test_rows_of_a_table(folder, name):
         pq.write_table(table, name)
     else:
         frame = table.drop(["vector"]).to_pandas()
-        separator = ";" if name == "a.csv" else "\t"
-        frame.to_csv(name, sep=separator, index=False, encoding="utf-8-sig")
+        frame.to_csv(name, sep=";", index=False, encoding="utf-8-sig")
     vectors = vectors_of(name, "out.parquet", column="Subject")
     assert_close(vectors)
     assert ids_in("out.parquet") == ids
@@ -241,12 +227,8 @@ def test_packed_files_and_saved_data_sets(texts, folder):
     ("source", "target", "options", "message"),
     [
         ("texts.txt", "out.csv", {}, r"writes \.npy and \.parquet"),
-
-
-
         ("table.csv", "out.npy", {}, r"--column.*\n  table\.csv:2: .*has Nr, Frage, id.*\n  table\.csv:3: the same$"),
         ("table.csv", "out.parquet", {"column": "Frage", "keep": "Nrr"}, "--keep Nrr: .*has Nr"),
-
         ("texts.txt", "out.npy", {"ranges": "r.npy"}, "--ranges"),
         ("texts.txt", "out.npy", {"pooling": "cls"}, "--pooling"),
         ("texts.txt", "out.parquet", {"layers": "all"}, r"--layers.* to a \.npy file"),
@@ -256,7 +238,6 @@ def test_mistakes_are_found_before_the_model_is_loaded(
     texts, folder, source, target, options, message
 ):
     (folder / "table.csv").write_text("Nr;Frage;id\n1;eins;a\n2;zwei;b\n")
-    (folder / "gap.csv").write_text("Nr,Frage\n1,one\n2,\n")
     with pytest.raises(UserError, match=message):
         vectors_of(source, target, "no model", **options)
 
@@ -311,14 +292,12 @@ def test_bad_inputs_are_left_out_when_asked(damaged, pictures, folder):
     words = ["encode", CLIP, str(damaged), "out.parquet", "--on-bad-record", "skip"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and "1 left out" in done.output
-    (skipped,) = rows_in(folder / "out.skipped.jsonl")
+    (skipped,) = read_lines(folder / "out.skipped.jsonl")
     assert skipped["row"] == 3 and "bad.jpg is broken" in skipped["reason"]
     table = pq.read_table("out.parquet")
-    assert not any("bad" in name for name in table.column("id").to_pylist())
     vectors = np.array(table.column("embedding").to_pylist(), np.float32)
-    np.testing.assert_array_equal(
-        vectors, vectors_of(pictures, "out.parquet", CLIP, on_bad_record="skip")
-    )
+    others = vectors_of(pictures, "out.parquet", CLIP, on_bad_record="skip")
+    np.testing.assert_array_equal(vectors, others)
     assert not (folder / "out.skipped.jsonl").exists(), "nothing was left out"
 
 
@@ -330,35 +309,29 @@ def _encode_on_a_rank(source, target, model, chunk_rows):
 
 def test_two_processes_write_the_same_file(texts, damaged, pictures, folder):
     target = str(folder / "two.parquet")
-    for source, model, chunk_rows, outcome in (
-        (folder / texts, BERT, 4, (6, 0)),
-        (damaged, CLIP, 100, (3, 1)),
+    for source, model, chunk_rows, outcome, whole in (
+        (folder / texts, BERT, 4, (6, 0), texts),
+        (damaged, CLIP, 100, (3, 1), pictures),
     ):
         arguments = (str(source), target, model, chunk_rows)
         ends = run_ranks(_encode_on_a_rank, 2, *arguments, process_group=False)
         assert ends == [outcome, outcome]
-        column = pq.read_table(target).column("embedding")
-        vectors = expected()
-        if model == CLIP:
-            vectors = vectors_of(pictures, "one.parquet", CLIP)
-        assert_close(column.to_pylist(), vectors)
+        vectors = pq.read_table(target).column("embedding").to_pylist()
+        assert_close(vectors, vectors_of(whole, "one.parquet", model))
 
 
 def test_kept_columns(folder):
-    rows = []
-    for number, text in enumerate(TEXTS):
-        title = None if number == 1 else f"t{number}"
-        row = {"id": f"d{number}", "title": title, "year": number}
-        rows.append({**row, "tags": [number], "body": text})
-    write_jsonl(folder / "corpus.jsonl", rows)
-    keep = ["id", "title", "year", "tags"]
-    vectors_of("corpus.jsonl", "out.parquet", column="body", keep=",".join(keep))
-    table = pq.read_table("out.parquet")
-    assert table.column_names == [*keep, "embedding"]
-    assert table.schema.field("year").type == pa.int64()
-    assert table.drop(["embedding"]).to_pylist() == [
-        {name: row[name] for name in keep} for row in rows
+    rows = [
+        {"id": "d0", "title": "t", "year": 1990, "tags": [1]},
+        {"id": "d1", "title": None, "year": 1991, "tags": []},
     ]
+    write_jsonl(folder / "corpus.jsonl", [row | {"body": "red"} for row in rows])
+    keep = ",".join(rows[0])
+    vectors_of("corpus.jsonl", "out.parquet", column="body", keep=keep)
+    table = pq.read_table("out.parquet")
+    assert table.column_names == [*rows[0], "embedding"]
+    assert table.schema.field("year").type == pa.int64()
+    assert table.drop(["embedding"]).to_pylist() == rows
     with pytest.raises(UserError, match="give NAME"):
         vectors_of("corpus.jsonl", column="body", keep="id,year")
 

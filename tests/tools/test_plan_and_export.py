@@ -23,84 +23,60 @@ from vembed.saving.files import replaced_folder
 
 
 def placed(num_ranks=1, **options):
-    run = resolve_run(
-        {"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options}
-    )
-    return place(
-        run,
-        RankInfo(0, num_ranks, 0, num_ranks),
-        torch.device("cpu"),
-        2**40,
+    named = {"data_path": "unused", "model_name": str(shared(tiny_qwen3))}
+    ranks = RankInfo(0, num_ranks, 0, num_ranks)
+    return place(resolve_run(named | options), ranks, torch.device("cpu"), 2**40)
+
+
+def need_of(*num_ranks, recomputes=False, **options):
+    """The memory of a step of this run."""
+    layout = placed(*num_ranks, **options)
+    return MemoryEstimate(layout, measure(layout.run.config)).in_step(
+        recomputes=recomputes
     )
 
 
 @pytest.mark.promise("D01")
 def test_plan_counts_parameters_and_divides_them():
-    alone = placed()
-    size = measure(alone.run.config)
-    real = model_of(alone.run.config)
-    assert size.total == sum(parameter.numel() for parameter in real.parameters())
-    assert size.weight_bytes == sum(
-        parameter.numel() * 4 for parameter in real.parameters()
-    )
-    need = MemoryEstimate(alone, size).in_step()
+    config = placed().run.config
+    size = measure(config)
+    total = sum(parameter.numel() for parameter in model_of(config).parameters())
+    assert (size.total, size.weight_bytes) == (total, 4 * total)
+    need = need_of()
     assert need.optimizer == 2 * need.gradients == 8 * size.trained
-    assert (
-        MemoryEstimate(alone, size).in_step(recomputes=True).activations
-        < need.activations
-    )
-    sharded = MemoryEstimate(placed(4, strategy="fsdp"), size).in_step()
-    assert (
-        sharded.weights == need.weights / 4 and sharded.optimizer == need.optimizer / 4
-    )
-    assert sharded.gradients == need.gradients, (
-        "between the micro-batches of a step they are whole"
-    )
-    assert need.gathered == 0 and sharded.gathered == 4 * size.total, (
-        "which fits in a fifth of the memory"
-    )
+    assert need_of(recomputes=True).activations < need.activations
+    sharded = need_of(4, strategy="fsdp")
+    assert sharded.weights == need.weights / 4
+    assert sharded.optimizer == need.optimizer / 4
+    assert sharded.gradients == need.gradients, "whole between micro-batches"
+    # They fit in a fifth of the memory.
+    assert (need.gathered, sharded.gathered) == (0, 4 * total)
 
 
 def test_plan_left_out_the_copies_of_weights_in_bfloat16():
-    wide = placed(mixed_precision="no")
-    narrow = placed(mixed_precision="bf16")
-    size = measure(wide.run.config)
-    assert (
-        MemoryEstimate(wide, size).in_step().copies == 0
-        and MemoryEstimate(placed(2, strategy="fsdp", mixed_precision="bf16"), size)
-        .in_step()
-        .copies
-        == 0
-    )
-    model = model_of(narrow.run.config)
+    narrow = {"mixed_precision": "bf16"}
+    assert need_of(mixed_precision="no").copies == 0
+    assert need_of(2, strategy="fsdp", **narrow).copies == 0
+    model = model_of(placed(**narrow).run.config)
     model.compute_in_bf16()
-    inside = [module for module in model.modules() if isinstance(module, Bf16Linear)]
-    built = sum(
-        2 * parameter.numel() for layer in inside for parameter in layer.parameters()
-    )
-    assert MemoryEstimate(narrow, size).in_step().copies == pytest.approx(
-        built, rel=0.02
-    ), "norms are counted too, and are small"
-    adapters = placed(mixed_precision="bf16", use_lora=True, torch_dtype="bfloat16")
-    of_adapters = measure(adapters.run.config)
-    assert (
-        MemoryEstimate(adapters, of_adapters).in_step().copies
-        == 2 * of_adapters.trained
-    )
+    num_bytes = 0
+    for module in model.modules():
+        if isinstance(module, Bf16Linear):
+            num_bytes += sum(2 * weight.numel() for weight in module.parameters())
+    # Norms are counted too, and are small.
+    assert need_of(**narrow).copies == pytest.approx(num_bytes, rel=0.02)
+    adapters = {"use_lora": True, "torch_dtype": "bfloat16", **narrow}
+    num_trained = measure(placed(**adapters).run.config).trained
+    assert need_of(**adapters).copies == 2 * num_trained
 
 
 def test_plan_reads_the_options_of_the_batch():
-    size = measure(placed().run.config)
+    length = measure(placed().run.config).max_length
     assert placed(2, global_batch_size=16).num_examples == 8
-    one_row = MemoryEstimate(
-        placed(micro_batch_tokens=size.max_length, use_gradient_cache=True), size
-    ).in_step()
-    whole = MemoryEstimate(
-        placed(use_gradient_cache=False, batch_size=64), size
-    ).in_step()
+    one_row = need_of(micro_batch_tokens=length, use_gradient_cache=True)
+    whole = need_of(use_gradient_cache=False, batch_size=64)
     assert whole.activations == pytest.approx(128 * one_row.activations)
-    remaining = placed(batch_size=64)
-    assert MemoryEstimate(remaining, size).in_step() == whole, "its graphs fit"
+    assert need_of(batch_size=64) == whole, "its graphs fit"
     with pytest.raises(UserError, match="cannot be divided among 3 processes"):
         placed(3, global_batch_size=16)
 
@@ -129,10 +105,9 @@ def test_export_merges_an_adapter(tmp_path):
     result = vembed.train(settings(tmp_path, **more))
     merged = copy_model(str(result.model_dir), tmp_path / "merged", merge=True)
     texts = ["red green", "a small bird in the garden"]
-    first, two = (
-        vembed.Embedder(folder).encode(texts) for folder in (result.model_dir, merged)
-    )
-    np.testing.assert_allclose(first, two, atol=1e-6)
+    expected = vembed.Embedder(result.model_dir).encode(texts)
+    vectors = vembed.Embedder(merged).encode(texts)
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)
     assert not (merged / "adapter_config.json").exists()
     with pytest.raises(UserError, match="no adapter to merge"):
         copy_model(str(shared(tiny_bert)), tmp_path / "other", merge=True)
@@ -146,9 +121,7 @@ def test_two_exports_into_one_folder(tmp_path):
     with replaced_folder(target) as folder:
         (folder / "first.txt").write_text("1")
         done = command("export", str(shared(tiny_bert)), str(target))
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"error: {target} is being written by another process: wait for its end, or choose another name\n",
-    )
+    assert done.returncode == 2
+    assert f"error: {target} is being written by another process" in done.stderr
     assert (target / "first.txt").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]

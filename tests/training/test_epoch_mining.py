@@ -1,7 +1,6 @@
 """`mine`: negatives by the run's own model between epochs, the same on any ranks and after an interruption."""
 
 import contextlib
-import shutil
 
 import pytest
 
@@ -9,7 +8,7 @@ import vembed
 from tests.data.files import write_jsonl
 from tests.harness import result_of, run_cases
 from tests.tiny import shared, texts, tiny_bert_st
-from tests.training.test_run import metrics
+from tests.training.test_run import log_text, metrics
 from vembed.errors import RunError, UserError
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.mining import MINING_FOLDER, EpochMiner
@@ -19,13 +18,11 @@ MINE = {"every_epochs": 1, "num_negatives": 3, "top_k": 10, "relative_margin": N
 
 
 def write(path):
-    before = None
     rows = []
-    for number, text in enumerate(texts(NUM_ROWS, seed=3, shortest=5, longest=9)):
-        row = {"query": text.rpartition(" ")[0], "positive": text}
-        row["negatives"] = [before] if number % 2 else []
-        rows.append(row)
-        before = text
+    for text in texts(NUM_ROWS, seed=3, shortest=5, longest=9):
+        negatives = [rows[-1]["positive"]] if len(rows) % 2 else []
+        query = text.rpartition(" ")[0]
+        rows.append({"query": query, "positive": text, "negatives": negatives})
     write_jsonl(path, rows)
     return path
 
@@ -39,7 +36,6 @@ def config(tmp_path):
         "epochs": 3,
         "output_dir": str(tmp_path / "run"),
         "report_to": "none",
-        "strategy": "single",
         "logging_steps": 1,
         "learning_rate": 1e-2,
         "warmup_steps": 0,
@@ -86,8 +82,8 @@ def test_each_epoch_has_negatives_of_its_own(config):
     assert recorded.documents[:6] == [first] * 3 + [second] * 3
     assert first != second != third
     for row in first:
-        assert sum(number >= 0 for number in row) == 3
-    text = (result.output_dir / "training_log.txt").read_text()
+        assert len(row) == 3 and min(row) >= 0
+    text = log_text(result.output_dir)
     assert text.count("72 negatives for 24 examples (mean score 0.") == 3
     assert len(metrics(result.output_dir, "mine/score")) == 3
     assert not (result.output_dir / MINING_FOLDER).exists()
@@ -99,11 +95,9 @@ def test_each_epoch_has_negatives_of_its_own(config):
 
 def test_the_order_of_the_data_is_that_without_mining(config):
     orders = []
-    for name, mine in (("with", MINE), ("without", None)):
-        seen = Seen()
-        output = {"output_dir": f"{config['output_dir']}-{name}"}
-        vembed.train({**config, **output, "mine": mine}, hooks=[seen])
-        orders.append([where for _, where in seen.batches])
+    for mine in (MINE, None):
+        recorded, _ = train(config, mine=mine, overwrite=True)
+        orders.append([where for _, where in recorded.batches])
     assert orders[0] == orders[1]
 
 
@@ -123,15 +117,13 @@ def test_a_killed_run_goes_on_with_the_same_negatives(config, tmp_path, saved, k
 def test_other_documents_are_refused(config, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     write_jsonl(corpus, [{"text": text} for text in texts(20, seed=9)])
-    options = {**config, "mine": {**MINE, "corpus_path": str(corpus)}}
-    recorded, result = train(options, epochs=1, save_steps=2)
+    config["mine"] = {**MINE, "corpus_path": str(corpus)}
+    recorded, _ = train(config, max_steps=2, save_steps=2)
     mined = {number for row in recorded.documents[0] for number in row}
     assert max(mined) < recorded.miner._miner.documents.num_candidates <= 20
     write_jsonl(corpus, [{"text": text} for text in texts(20, seed=10)])
-    shutil.rmtree(result.output_dir / "final")
-    shutil.rmtree(result.output_dir / "checkpoint-3", ignore_errors=True)
     with pytest.raises(UserError, match="the documents that are mined have changed"):
-        vembed.train({**options, "epochs": 1, "save_steps": 2, "resume": True})
+        vembed.train({**config, "save_steps": 2, "resume": "force"})
 
 
 def test_a_start_without_mining_and_data_with_labels(config, tmp_path):
@@ -151,16 +143,13 @@ def mined_on_a_rank(config):
 
 
 def test_two_ranks_mine_what_one_mines(config, tmp_path):
-    documents, losses = mined_on_a_rank(
-        {**config, "epochs": 2, "output_dir": str(tmp_path / "one")}
-    )
-    options = {**config, "epochs": 2, "batch_size": 4}
-    cases = {
-        strategy: (
-            {**options, "strategy": strategy, "output_dir": str(tmp_path / strategy)},
-        )
-        for strategy in ("ddp", "fsdp")
-    }
+    config["epochs"] = 2
+    documents, losses = mined_on_a_rank(config)
+    config["batch_size"] = 4
+    cases = {}
+    for strategy in ("ddp", "fsdp"):
+        output = {"strategy": strategy, "output_dir": str(tmp_path / strategy)}
+        cases[strategy] = ({**config, **output},)
     actual = run_cases(mined_on_a_rank, 2, cases, process_group=False)
     for strategy in cases:
         (first, recorded), (other, _) = result_of(actual, strategy)

@@ -13,21 +13,16 @@ from vembed.training.hooks.metrics import MAX_SKIPPED_STEPS
 class Breaks(Hook):
     """Sets a weight to NaN after a step, or before final/ is written."""
 
-    def __init__(self, after=None, name="embeddings.word_embeddings"):
+    def __init__(self, after=None, part="word_embeddings"):
         self.after = after
-        self.part = name
-        self.weight = None
+        self.part = part
 
     def on_start(self, run):
-        self.weight = next(
-            parameter
-            for name, parameter in run.components.model.named_parameters()
-            if self.part in name
-        )
+        embeddings = run.components.model.backbone.embeddings
+        self.weight = embeddings.get_submodule(self.part).weight
 
     def _break(self):
-        with torch.no_grad():
-            self.weight.fill_(torch.nan)
+        self.weight.detach().fill_(torch.nan)
 
     def on_step(self, report):
         if report.step == self.after:
@@ -47,29 +42,22 @@ def test_skipping_gives_up_and_keeps_what_was_saved_before(tmp_path, caplog):
         on_nonfinite="skip",
         val_data_path=None,
     )
-    with pytest.raises(
-        RunError,
-        match=rf"^{MAX_SKIPPED_STEPS} steps in a row were skipped .*checkpoint-4 is untouched",
-    ):
+    message = rf"{MAX_SKIPPED_STEPS} steps .* skipped .*checkpoint-4 is untouched"
+    with pytest.raises(RunError, match=message):
         vembed.train(options, hooks=[Breaks(after=4)])
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
-        "checkpoint-3",
-        "checkpoint-4",
-    ]
-    assert not (tmp_path / "run" / "final").exists()
-    assert len(metrics(tmp_path / "run")) <= 4 + MAX_SKIPPED_STEPS
+    output = tmp_path / "run"
+    names = {path.name for path in output.glob("checkpoint-*")}
+    assert names == {"checkpoint-3", "checkpoint-4"}
+    assert not (output / "final").exists()
+    assert len(metrics(output)) <= 4 + MAX_SKIPPED_STEPS
 
 
-@pytest.mark.parametrize(
-    "part", ["embeddings.word_embeddings", "embeddings.position_embeddings"]
-)
+@pytest.mark.parametrize("part", ["word_embeddings", "position_embeddings"])
 def test_a_model_whose_weights_are_not_finite_does_not_replace_final(tmp_path, part):
     options = settings(tmp_path, max_steps=2, eval_steps=None)
     result = vembed.train(options)
     before = (result.model_dir / "model.safetensors").read_bytes()
-    with pytest.raises(
-        RunError,
-        match=r"final/ is not written: .* not finite; lower learning_rate \(now 0\.002\)",
-    ):
-        vembed.train({**options, "overwrite": True}, hooks=[Breaks(name=part)])
+    message = r"final/ is not written: .* not finite; .* \(now 0\.002\)"
+    with pytest.raises(RunError, match=message):
+        vembed.train({**options, "overwrite": True}, hooks=[Breaks(part=part)])
     assert (result.model_dir / "model.safetensors").read_bytes() == before

@@ -1,6 +1,7 @@
 """final/ is stored in the dtype of the model's own files, or in the one asked for, and scores what the report says."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import vembed
 from tests.built import described
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_dinov2
-from tests.training.test_run import settings
+from tests.training.test_run import log_text, settings
 from vembed.config.schema import TrainConfig
 from vembed.models.building import load_embedder
 from vembed.models.precision import dtype_in_files, saved_dtype
@@ -22,37 +23,32 @@ BF16_STEP = 2**-8
 
 def in_dtype(source, folder, dtype):
     """A copy of a model whose weights are stored in this dtype, as published ones are."""
-    folder.mkdir()
-    for path in source.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    weights = load_file(folder / "model.safetensors")
-    save_file(
-        {name: tensor.to(dtype) for name, tensor in weights.items()},
-        folder / "model.safetensors",
-        {"format": "pt"},
-    )
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")})
-    )
+    shutil.copytree(source, folder)
+    path = folder / "model.safetensors"
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    save_file(weights, path, {"format": "pt"})
+    change_config(folder, str(dtype).removeprefix("torch."))
     return folder
 
 
-def half(folder, dtype=torch.bfloat16):
-    return str(in_dtype(shared(tiny_bert), folder / "source", dtype))
+def change_config(folder, dtype):
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "dtype": dtype}))
+
+
+def half(folder):
+    return str(in_dtype(shared(tiny_bert), folder / "source", torch.bfloat16))
 
 
 def stored(folder):
-    return {
-        tensor.dtype
-        for path in folder.rglob("*.safetensors")
-        for tensor in load_file(path).values()
-    }
+    dtypes = set()
+    for path in folder.rglob("*.safetensors"):
+        dtypes |= {tensor.dtype for tensor in load_file(path).values()}
+    return dtypes
 
 
-def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(
-    tmp_path,
-):
+def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(tmp_path):
     options = settings(
         tmp_path,
         model_name=half(tmp_path),
@@ -61,8 +57,6 @@ def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(
     )
     result = vembed.train(options)
     assert stored(result.model_dir) == {torch.bfloat16}
-    config = json.loads((result.model_dir / "config.json").read_text())
-    assert config["dtype"] == "bfloat16"
     loaded = load_embedder(result.model_dir).backbone
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
     scores = vembed.evaluate(result.model_dir, options["val_data_path"])
@@ -80,9 +74,8 @@ def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(
 
 
 def test_lora_on_a_bfloat16_model(tmp_path):
-    result = vembed.train(
-        settings(tmp_path, model_name=half(tmp_path), use_lora=True, max_steps=3)
-    )
+    options = settings(tmp_path, model_name=half(tmp_path), use_lora=True)
+    result = vembed.train(options)
     merged = load_file(result.model_dir / "model.safetensors")
     assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
     assert stored(result.model_dir / "adapter") == {torch.float32}
@@ -100,9 +93,9 @@ def test_sharded_with_whole_models_in_checkpoints(tmp_path):
         max_steps=2,
         save_steps=1,
         strategy="fsdp",
-        eval_before=False,
+        fsdp_state_dict_type="FULL_STATE_DICT",
+        mixed_precision="no",
     )
-    options |= {"fsdp_state_dict_type": "FULL_STATE_DICT", "mixed_precision": "no"}
     run_ranks(trained_there, 2, options, process_group=False)
     for name in ("final", "checkpoint-1/model"):
         assert stored(tmp_path / "run" / name) == {torch.bfloat16}
@@ -117,7 +110,7 @@ def test_a_float32_model_is_stored_in_float16_where_its_weights_allow(tmp_path):
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     result = vembed.train({**options, "model_name": str(source), "overwrite": True})
     assert stored(result.model_dir) == {torch.float32}
-    said = (tmp_path / "run" / "training_log.txt").read_text()
+    said = log_text(result.output_dir)
     assert "float16 cannot hold embeddings.LayerNorm.bias" in said
 
 
@@ -125,17 +118,18 @@ def test_the_files_decide_whatever_the_config_says(tmp_path):
     text = in_dtype(shared(tiny_bert), tmp_path / "text", torch.bfloat16)
     image = in_dtype(shared(tiny_dinov2), tmp_path / "image", torch.bfloat16)
     clip = in_dtype(shared(tiny_clip), tmp_path / "clip", torch.float16)
-    config = json.loads((text / "config.json").read_text())
-    (text / "config.json").write_text(json.dumps({**config, "dtype": "float32"}))
+    change_config(text, "float32")
     assert dtype_in_files(text) == torch.bfloat16
     assert dtype_in_files(shared(tiny_bert)) == torch.float32
 
-    def decided(**options):
-        settings = TrainConfig(
-            data_path=[], **{name: str(value) for name, value in options.items()}
+    def decided(model, image_model=None):
+        config = TrainConfig(
+            data_path=[],
+            model_name=str(model),
+            image_model_name=image_model and str(image_model),
         )
-        return saved_dtype(settings.model.torch_dtype, described(settings))
+        return saved_dtype(config.model.torch_dtype, described(config))
 
-    assert decided(model_name=text, image_model_name=image) == torch.bfloat16
-    assert decided(model_name=text, image_model_name=shared(tiny_dinov2)) is None
-    assert decided(model_name=clip) == torch.float16
+    assert decided(text, image) == torch.bfloat16
+    assert decided(text, shared(tiny_dinov2)) is None
+    assert decided(clip) == torch.float16

@@ -90,16 +90,16 @@ def preset_names() -> list[str]:
 def find_accelerate_file(name: str) -> Path:
     """Return the file of a preset name or a path. Raise UserError with the known names if there is none."""
     path = Path(name)
-    if existing(name) and path.is_file() and name not in preset_names():
+    presets = preset_names()
+    if existing(name) and path.is_file() and name not in presets:
         return path
     # `configs/accelerate_fsdp.yaml` names the preset even without a checkout.
-    if name in preset_names() or (
-        path.stem in preset_names() and path.parent.name == "configs"
-    ):
+    is_in_checkout = path.stem in presets and path.parent.name == "configs"
+    if name in presets or is_in_checkout:
         return PRESETS_FOLDER / f"{path.stem}.yaml"
-    hint = did_you_mean(path.stem, preset_names())
+    hint = did_you_mean(path.stem, presets)
     raise UserError(
-        f"accelerate_config: {quoted(name)} is neither a file nor a preset ({join_words(preset_names())}){hint}"
+        f"accelerate_config: {quoted(name)} is neither a file nor a preset ({join_words(presets)}){hint}"
     )
 
 

@@ -31,7 +31,11 @@ from vembed.config.terms import (
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
 from vembed.files import existing, is_address, is_hub_model, is_pattern, similar_path
-from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SCORES
+from vembed.losses.declaration import (
+    HIGHEST_TEMPERATURE,
+    LABEL_SCORES,
+    LOWEST_TEMPERATURE,
+)
 from vembed.losses.table import LOSS_OPTIONS, LOSSES, read_options
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
@@ -77,6 +81,7 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
         _run_rules(config),
     ):
         for sentence in rules:
+            # Rules name the options that they are about, so words of the sentence are looked up among the options.
             names = set(re.findall(r"\w+", sentence))
             if names & {"loss", *LOSS_OPTIONS}:
                 names.add("losses")  # an entry may have set it
@@ -90,11 +95,11 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
     model = config.model
     adapters = config.adapters
     batch = config.batch
-    second = model.image_model_name
+    image_model = model.image_model_name
     is_composed = model.model_family == "composed"
-    if model.model_family != "auto" and is_composed != (second is not None):
+    if model.model_family != "auto" and is_composed != (image_model is not None):
         yield (
-            f"model_family: {model.model_family} and image_model_name: {yaml_word(second)}: a composed model has both, and "
+            f"model_family: {model.model_family} and image_model_name: {yaml_word(image_model)}: a composed model has both, and "
             "others have no image_model_name"
         )
     quantized = adapters.quantize_weights
@@ -110,7 +115,7 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
             "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "
             "(freeze: [vision] or [text]), or set it to false"
         )
-    # Given, with whatever value: whoever writes both believes that both count.
+    # Also if one of them has its default value: a user who writes both expects both to count.
     if batch.global_batch_size is not None and "batch_size" in batch.model_fields_set:
         yield (
             f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: {batch.global_batch_size:,d} (over "
@@ -149,8 +154,8 @@ def _loss_rules(config: TrainConfig, terms: Sequence[ResolvedTerm]) -> Iterator[
         for label, count in sorted(Counter(labels).items()):
             if count > 1:
                 yield f"{option}: {label} is named twice: keep it once, or give each entry a name"
-    if SCORES in teachers:
-        yield f"teachers: the name {SCORES!r} stands for scores in the data: choose another"
+    if LABEL_SCORES in teachers:
+        yield f"teachers: the name {LABEL_SCORES!r} stands for scores in the data: choose another"
     # Without those of single sources.
     run_losses = [entry.loss for entry in objective.losses or []]
     for name in dict.fromkeys(run_losses or [objective.loss]):
@@ -159,11 +164,11 @@ def _loss_rules(config: TrainConfig, terms: Sequence[ResolvedTerm]) -> Iterator[
     reads_negatives = any(term.loss.negatives != "unread" for term in terms)
     if data.mine is not None and not reads_negatives:
         yield f"mine adds hard negatives, and {_names(objective, terms)} reads none: use loss: infonce, or leave mine out"
-    if any(term.teacher == SCORES for term in terms):
+    if any(term.teacher == LABEL_SCORES for term in terms):
         for option in ("mine", "in_batch_negatives"):
             if getattr(data, option):
                 yield (
-                    f"{option} adds negatives that have no scores in the data, and teacher: {SCORES} follows these: "
+                    f"{option} adds negatives that have no scores in the data, and teacher: {LABEL_SCORES} follows these: "
                     f"name a model as teacher, or leave {option} out"
                 )
     for term in terms:
@@ -183,13 +188,13 @@ def _loss_rules(config: TrainConfig, terms: Sequence[ResolvedTerm]) -> Iterator[
                 f"loss: {loss.name} follows a teacher, and the config names none: give teacher a model, or scores where "
                 "the data have them"
             )
-        if term.teacher == SCORES and loss.needs_vectors():
+        if term.teacher == LABEL_SCORES and loss.needs_vectors():
             yield (
-                f"loss: {loss.name} needs vectors here, and teacher: {SCORES} has scores of listed pairs alone: name a "
+                f"loss: {loss.name} needs vectors here, and teacher: {LABEL_SCORES} has scores of listed pairs alone: name a "
                 "model"
             )
-        if term.guide == SCORES:
-            yield f"guide: {SCORES} scores only the pairs that are listed for it: give guide an embedding model"
+        if term.guide == LABEL_SCORES:
+            yield f"guide: {LABEL_SCORES} scores only the pairs that are listed for it: give guide an embedding model"
 
 
 def _source_rules(data: DataSection, batch: BatchSection) -> Iterator[str]:
@@ -335,35 +340,34 @@ def remarks(config: TrainConfig) -> list[str]:
     optimizer = config.optimizer
     terms = run_terms(config.objective, data, model.model_name)
 
-    # Reason -> the options that have no effect for it.
+    # Why options have no effect -> these options.
     unread = {}
     for switch, names in NEEDED_BY.items():
         if not values[switch]:
             unread[f"without {switch}"] = set(names.split())
-    of_losses = {*LOSS_OPTIONS, "max_negatives"}
+    loss_options = {*LOSS_OPTIONS, "max_negatives"}
     for term in terms:
         # A guide or a teacher may serve one of several losses, so one that reads it is enough.
-        of_losses -= read_options(term.loss.name)
-    unread[f"with {_names(config.objective, terms)}"] = of_losses
+        loss_options -= read_options(term.loss.name)
+    unread[f"with {_names(config.objective, terms)}"] = loss_options
     optim = optimizer.optim
     unread[f"with optim: {optim}"] = _options_of_others(OPTIMIZERS, [optim])
     report_to = config.logging.report_to
     trackers = ", ".join(report_to) or "none"
-    of_trackers = _options_of_others(TRACKERS, report_to)
-    unread[f"with report_to: {trackers}"] = of_trackers
+    unread[f"with report_to: {trackers}"] = _options_of_others(TRACKERS, report_to)
     if not data.has_validation:
-        of_evaluation = {"eval_before", "eval_metric"}
+        evaluation_options = {"eval_before", "eval_metric"}
         for name in ("eval_steps", "patience"):
             if isinstance(values[name], int):
-                of_evaluation.add(name)
-        unread["without val_data_path or val_split"] = of_evaluation
+                evaluation_options.add(name)
+        unread["without val_data_path or val_split"] = evaluation_options
     elif config.evaluation.eval_steps is None and isinstance(values["patience"], int):
         unread["with eval_steps: null"] = {"patience"}
     if len(data.sources()) < 2:
-        of_sources = {"sampling"}
+        source_options = {"sampling"}
         if not isinstance(data.data_path, list):
-            of_sources.add("homogeneous_batches")
-        unread["with a single source in data_path"] = of_sources
+            source_options.add("homogeneous_batches")
+        unread["with a single source in data_path"] = source_options
 
     lines = []
     for reason, options in unread.items():

@@ -16,7 +16,7 @@ from vembed.config.schema import (
     ObjectiveSection,
     Teacher,
 )
-from vembed.losses.declaration import SCORES, LossDeclaration
+from vembed.losses.declaration import LABEL_SCORES, LossDeclaration
 from vembed.losses.table import LOSSES
 
 
@@ -220,7 +220,7 @@ def reads_scores(terms: Sequence[ResolvedTerm]) -> bool:
         if term.loss.records == "scores":
             return True
         may_follow = term.loss.follows not in ("nobody", "start_model")
-        if may_follow and term.teacher in (None, SCORES):
+        if may_follow and term.teacher in (None, LABEL_SCORES):
             return True
     return False
 
@@ -256,6 +256,6 @@ def needed_teachers(
     needed = {}
     for term in run_terms(objective, data, model.model_name):
         for name in (term.teacher, term.guide):
-            if name is not None and name != SCORES:
+            if name is not None and name != LABEL_SCORES:
                 needed[name] = by_label.get(name) or Teacher(model=name)
     return list(needed.values())

@@ -103,9 +103,7 @@ def open_sets(
         evaluation = parts.evaluation(sources, title, notes)
         by_task = {**held_by_task(options, parts), **by_task}
         log.info(
-            "val_split: %s examples to train on, %s held out",
-            f"{len(store):,d}",
-            f"{len(parts.examples):,d}",
+            f"val_split: {len(store):,d} examples to train on, {len(parts.examples):,d} held out"
         )
     elif options.val_data_path:
         evaluation = open_eval_data(options, options.val_data_path, objective)
@@ -113,7 +111,7 @@ def open_sets(
         return Sets(store, None, tuple(doubts))
     log.info(evaluation.summary())
     for name, data in by_task.items():
-        log.info("task %s: %s", name, data.summary())
+        log.info(f"task {name}: {data.summary()}")
     # On one rank: all would find the same, and it reads all data.
     if compares:
         if isinstance(evaluation, RetrievalData):
@@ -137,7 +135,7 @@ def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:
         try:
             by_task[name] = parts.evaluation(sources, f"those held out of {name}")
         except UserError as error:  # too few for a score
-            log.info("task %s is not scored by itself: %s", name, error)
+            log.info(f"task {name} is not scored by itself: {error}")
     return by_task
 
 

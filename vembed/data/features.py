@@ -63,6 +63,30 @@ class Features:
     segments: np.ndarray | None = None
     """int32, 0 for tokens of a pair's query and 1 for those of its document, where the tokenizer tells."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process gets the arrays as bytes: it would read many small arrays as slowly as it makes them."""
+        contents = []
+        for array in (self.token_ids, self.segments):
+            contents.append(None if array is None else array.tobytes())
+        return received_features, (
+            self.modality,
+            self.length,
+            self.key,
+            self.content,
+            self.images,
+            self.num_vectors,
+            *contents,
+        )
+
+
+def received_features(*values: Any) -> Features:
+    """Return features that another process has sent."""
+    *columns, token_ids, segments = values
+    arrays = []
+    for content in (token_ids, segments):
+        arrays.append(None if content is None else np.frombuffer(content, np.int32))
+    return Features(*columns, *arrays)
+
 
 class BaseFeaturiser(ABC):
     """Converter from what a model reads at once (an input, or a pair of them) to features and tensors. Thread-safe."""
@@ -605,10 +629,8 @@ class TextProcessing:
         share = self._num_unknown / max(self._num_tokens, 1)
         if self._num_tokens >= LEAST_SAMPLE_TOKENS and share > UNKNOWN_SHARE:
             log.warning(
-                "the tokenizer of %s does not know %.0f%% of the tokens of the first texts: is it that of the model, and "
-                "of this language?",
-                self.tokenizer.name_or_path,
-                100 * share,
+                f"the tokenizer of {self.tokenizer.name_or_path} does not know {share:.0%} of the tokens of the first "
+                "texts: is it that of the model, and of this language?"
             )
             self._unknown = None
 

@@ -97,7 +97,26 @@ class RecordFormat:
         layout = self.columns.layout(tuple(record))
         if layout.problem:
             raise BadRecord(layout.problem)
-        query = self._query(record, layout)
+        query_name = layout.query
+        value = record[query_name] if query_name is not None else None
+        if isinstance(value, list):
+            raise BadRecord(f"{query_name} is a list, and one item is expected")
+        images: tuple[ImageRef, ...] = ()
+        if layout.query_image:
+            images = self._image_list(record[layout.query_image], layout.query_image)
+        if value is None and not images:
+            raise BadRecord(f"{query_name or layout.query_image} is empty")
+        is_path = self.mode in ("i2t", "i2i")
+        query = self._item(value, images, is_path, str(query_name))
+        if layout.query_prompt is not None:
+            # The record's own prompt. An empty cell of a table is none; `""` in JSON is a prompt.
+            prompt = record[layout.query_prompt]
+            if prompt is not None and not isinstance(prompt, str):
+                raise BadRecord(
+                    f"{layout.query_prompt} is {described(prompt)}, not a text"
+                )
+            if not (prompt == "" and self.numbers_in_text):
+                query = replace(query, prompt=prompt)
         if layout.label is not None:
             # Its positive is chosen where the other examples are known.
             label = record[layout.label]
@@ -130,27 +149,6 @@ class RecordFormat:
             negative_scores = negative_scores[: self.max_negatives]
         self._check_losses(layout, negatives, scores)
         return Example(query, positives, negatives, scores, where, negative_scores)
-
-    def _query(self, record: dict[str, Any], layout: RecordLayout) -> Item:
-        name = layout.query
-        value = record[name] if name is not None else None
-        if isinstance(value, list):
-            raise BadRecord(f"{name} is a list, and one item is expected")
-        images: tuple[ImageRef, ...] = ()
-        if layout.query_image:
-            images = self._image_list(record[layout.query_image], layout.query_image)
-        if value is None and not images:
-            raise BadRecord(f"{name or layout.query_image} is empty")
-        query = self._item(value, images, self.mode in ("i2t", "i2i"), str(name))
-        if layout.query_prompt is None:
-            return query
-        # The record's own prompt. An empty cell of a table is none; `""` in JSON is a prompt.
-        prompt = record[layout.query_prompt]
-        if prompt is None or (prompt == "" and self.numbers_in_text):
-            return query
-        if not isinstance(prompt, str):
-            raise BadRecord(f"{layout.query_prompt} is {described(prompt)}, not a text")
-        return replace(query, prompt=prompt)
 
     def _documents(
         self,
@@ -638,7 +636,14 @@ class Columns:
             if not names_of["positive"] and not images:
                 names_of["positive"] = names_of["query"]
                 names_of["positive_image"] = names_of["query_image"]
-        problem = None if label is not None else _problem(names_of, columns)
+        problem = None
+        missing = [
+            role
+            for role in ("query", "positive")
+            if not names_of[role] and not names_of[f"{role}_image"]
+        ]
+        if label is None and missing:
+            problem = _problem(missing, columns)
         negatives = tuple(names_of.pop("negative"))
         single = {role: next(iter(names), None) for role, names in names_of.items()}
         named = dict.fromkeys([*single.values(), label, *negatives])
@@ -695,15 +700,8 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
     return roles
 
 
-def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | None:
+def _problem(missing: Sequence[str], columns: Sequence[str]) -> str:
     """Return what a record without a query or a positive lacks, and how to say which column it is."""
-    missing = [
-        role
-        for role in ("query", "positive")
-        if not names_of[role] and not names_of[f"{role}_image"]
-    ]
-    if not missing:
-        return None
     entries = ", ".join(f"your_{role}: {role}" for role in missing)
     hint = ""
     if "query" in missing and {TEXT, LABEL} & {*columns}:
@@ -717,12 +715,6 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
 def quoted_column(name: str) -> str:
     """Return a column's name for YAML: in quotes if spaces around it would get lost."""
     return repr(name) if name != name.strip() else printable(name)
-
-
-def normalised_name(name: str) -> str:
-    """Return a column's name as the tables of names write it."""
-    words = name.strip(" \"'").lower().replace("-", " ").split()
-    return "_".join(words)
 
 
 # ---- conversations ---------------------------------------------------------------
@@ -871,10 +863,12 @@ def _named(
     words: str,
     others: str,
 ) -> list[str]:
-    """Return the names of columns with one of the words and none of the others. A number at the end does not count."""
+    """Return the names of columns with one of the words and none of the others."""
     named = []
     for name in names:
-        words_of_name = set(normalised_name(name).rstrip("0123456789").split("_"))
+        # As the lists of words write it, without a number at the end.
+        plain_name = name.strip(" \"'").rstrip("0123456789").lower()
+        words_of_name = set(re.split(r"[-_\s]+", plain_name))
         is_named = not words_of_name.isdisjoint(words.split())
         is_other = not words_of_name.isdisjoint(others.split())
         if is_named and not is_other and not name.endswith(INSIDE):

@@ -127,11 +127,8 @@ class RowStore:
         except OSError as error:
             self._writes = False
             log.warning(
-                "%s: %s cannot be written (%s): what is computed from now on is not kept, and is computed again in "
-                "each epoch; make room there, or set XDG_CACHE_HOME to a folder that has it",
-                self._option,
-                self.folder,
-                error.strerror,
+                f"{self._option}: {self.folder} cannot be written ({error.strerror}): what is computed from now on is not "
+                "kept, and is computed again in each epoch; make room there, or set XDG_CACHE_HOME to a folder that has it"
             )
         return self._writes
 
@@ -171,11 +168,9 @@ class RowStore:
             record = _record_of(width, itemsize)
             self._files.append(_File(path, open_regular(path), record))
         except (OSError, UserError, ValueError, KeyError) as error:
+            reason = getattr(error, "strerror", error)
             log.warning(
-                "%s: %s cannot be read (%s), and is left out",
-                self._option,
-                path,
-                getattr(error, "strerror", error),
+                f"{self._option}: {path} cannot be read ({reason}), and is left out"
             )
 
     def _find(self, keys: Sequence[bytes]) -> list[int]:

@@ -42,6 +42,7 @@ def to_device_together(
         of_dtype = {
             name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype
         }
+        # All tensors of a dtype in one flat buffer in pinned memory. On the device they are views of its pieces.
         flat = torch.cat([tensor.reshape(-1) for tensor in of_dtype.values()])
         if flat.numel() and flat.device != device:
             flat = flat.pin_memory()
@@ -68,7 +69,7 @@ class TeacherVectors:
     negative: Tensor
     """[H] index of each hard negative."""
 
-    def occurrences(self) -> Tensor:
+    def occurrence_indices(self) -> Tensor:
         """Return [2 R + H] the index of each query, positive and hard negative in `vectors`."""
         return torch.cat((self.query, self.positive, self.negative))
 
@@ -162,7 +163,7 @@ class LossBatch:
         """Number of rows R of the global batch."""
         return int(self.query.numel())
 
-    def occurrences(self) -> Tensor:
+    def occurrence_indices(self) -> Tensor:
         """Return [2 R + H] the index of each query, positive and hard negative in `embeddings`."""
         return torch.cat((self.query, self.positive, self.negative))
 

@@ -53,7 +53,7 @@ REVERSE = 1
 
 @dataclass(frozen=True)
 class ExclusionMask:
-    """Scores that do not count: those whose row and column have an equal key."""
+    """Scores that are excluded: those whose row and column have an equal key."""
 
     row_keys: Tensor
     """[n, S] int32 keys of this rank's rows. Unused slots are -1."""
@@ -85,7 +85,7 @@ class ColumnGroup:
     columns: slice
     """Entries of the columns."""
     masks: tuple[ExclusionMask, ...]
-    """A score does not count where one of them is true."""
+    """A score is excluded where one of them is true."""
     direction: int = FORWARD
 
 
@@ -125,7 +125,7 @@ class CandidateRule:
     """Which scores a loss reads, besides those of each query with the documents."""
 
     hard_negatives_scope: Literal["all", "own"] = "all"
-    """As the option of this name."""
+    """As the option of this name. own: a hard negative is a candidate of its example's rows alone."""
     query_query: bool = False
     """Queries against queries, too."""
     document_document: bool = False
@@ -184,7 +184,8 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
         # [P] the place of each pair's hard negative among the distinct ones: a negative of several rows has one entry.
         explicit_negatives, place = torch.unique(negative, return_inverse=True)
         tensors["negative_entry"] = first_explicit + place
-    # Occurrences count from 0 for queries, from R for positives, from 2 R for hard negatives.
+    # [N] the occurrence of each entry, in the order of the table. Occurrences count from 0 for queries, from R for
+    # positives, from 2 R for hard negatives.
     occurrences = torch.arange(2 * num_rows + num_negatives, device=batch.query.device)
     parts = (
         occurrences[2 * num_rows :],
@@ -193,7 +194,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
         2 * num_rows + explicit_negatives,
     )
     occurrence = torch.cat(parts)
-    tensors["index"] = batch.occurrences()[occurrence]
+    tensors["index"] = batch.occurrence_indices()[occurrence]
     tensors["occurrence"] = occurrence
     on_device = to_device_together(tensors, device)
     device_keys = _MaskKeys(**to_device_together(keys._asdict(), device))
@@ -235,7 +236,7 @@ class _MaskKeys(NamedTuple):
     document_example: Tensor
     """[C, 1] example of each hard negative. Positives have no key."""
     query_texts: Tensor
-    """[C', S] of each query what `row` is of a row."""
+    """[C', S] contents of each query and of its example's positives, which a row's positive is compared with."""
 
 
 def _mask_keys(

@@ -28,8 +28,8 @@ LOWEST_TEMPERATURE = 0.005
 """Lower limit of a learned temperature."""
 HIGHEST_TEMPERATURE = 1.0
 """Upper limit of a learned temperature."""
-SCORES = "scores"
-"""Name of the teacher whose scores are in the data."""
+LABEL_SCORES = "scores"
+"""Name of the teacher whose answers are the label scores, those in the data."""
 
 RequiredRecords = Literal["matches", "scores", "pairs", "texts"]
 """matches: every pair of a record is a match; scored sentence pairs are refused.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from vembed.config.values import PositiveFloat
 from vembed.errors import UserError
 from vembed.losses.declaration import (
-    SCORES,
+    LABEL_SCORES,
     CandidateLoss,
     LossDeclaration,
     Negatives,
@@ -180,7 +180,7 @@ class ListedLoss(TeacherLoss):
         """
         from vembed.losses.batch import TeacherScores
 
-        if term.teacher not in (None, SCORES):
+        if term.teacher not in (None, LABEL_SCORES):
             teaching = batch.teachers[str(term.teacher)]
             return batch.like_scores(teaching.scores_of(pairs))
         positive = batch.required_label_scores(self.name)
@@ -202,7 +202,7 @@ class ListedLoss(TeacherLoss):
         lists: ListedPairs,
     ) -> Tensor:
         """Return [n + P] the labels y."""
-        if term.teacher in (None, SCORES) and batch.label_scores is None:
+        if term.teacher in (None, LABEL_SCORES) and batch.label_scores is None:
             # Positives come first.
             labels = batch.embeddings.new_zeros(len(lists.groups))
             labels[: len(lists.rows)] = 1.0
@@ -357,9 +357,9 @@ class MSE(ListedLoss):
 
 
 class Listwise(SoftmaxLoss):
-    """ListNet, over the E examples of the global batch and the documents that have a score.
+    """ListNet, over the M examples of the global batch and the documents that have a score.
 
-    L = 1/E * sum_e - sum_{c in C_e} softmax(t_e / T')_c * log softmax(s_e / T)_c
+    L = 1/M * sum_e - sum_{c in C_e} softmax(t_e / T')_c * log softmax(s_e / T)_c
     """
 
     name = "listwise"

@@ -540,7 +540,7 @@ class _VectorTable:
         """`like`: has the device and dtype of the scores."""
         # [V, width] the teacher's vectors, and [N] the vector of each entry.
         self.vectors = teacher.vectors.to(like.device, like.dtype)
-        self.index = teacher.occurrences()[plan.occurrence]
+        self.index = teacher.occurrence_indices()[plan.occurrence]
 
     def at(self, entries: Entries) -> Tensor:
         """Return [n, width] vectors."""

@@ -112,7 +112,7 @@ class Relational(TeacherLoss):
         from vembed.losses.candidates import ExclusionMask
 
         rows = batch.rank_occurrences()
-        num_occurrences = len(batch.occurrences())
+        num_occurrences = len(batch.occurrence_indices())
         columns = torch.arange(num_occurrences, device=rows.device)
         # The key of an occurrence is its number, on both sides. So the diagonal is left out.
         row_keys = rows[:, None].int()
@@ -213,7 +213,7 @@ def _squared_errors(
     row_entries = slice(0, rows.numel())
     column_entries = slice(rows.numel(), occurrence.numel())
     plan = ScorePlan(
-        index=batch.occurrences()[occurrence],
+        index=batch.occurrence_indices()[occurrence],
         occurrence=occurrence,
         rank_queries=row_entries,
         rank_positives=row_entries,
@@ -246,8 +246,8 @@ def _mean_distance(
     from vembed.losses.similarity import KnownGradients, chunks
 
     occurrences = batch.rank_occurrences()
-    index = batch.occurrences()[occurrences]
-    target_index = teacher.occurrences()[occurrences]
+    index = batch.occurrence_indices()[occurrences]
+    target_index = teacher.occurrence_indices()[occurrences]
     embeddings = batch.embeddings
     device = embeddings.device
     dtype = projection.dtype
@@ -271,7 +271,7 @@ def _mean_distance(
             d_projection += d_weight
     gradients = (d_embeddings, d_projection)
     summed: Tensor = KnownGradients.apply(total, gradients, embeddings, projection)  # type: ignore[no-untyped-call]
-    return summed / max(1, len(batch.occurrences()))
+    return summed / max(1, len(batch.occurrence_indices()))
 
 
 def _sum_of_distances(

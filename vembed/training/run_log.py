@@ -9,6 +9,7 @@ import os
 import sys
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, Self, TextIO, cast
@@ -23,12 +24,12 @@ from vembed.files import require_regular
 log = logging.getLogger("vembed")
 
 
+@dataclass
 class ResilientStream:
     """Console stream that survives its reader (a closed terminal, a pipe into `head`). Later lines are discarded."""
 
-    def __init__(self, target: TextIO) -> None:
-        self.target = target
-        self.is_closed = False
+    target: TextIO
+    is_closed: bool = False
 
     def write(self, text: str) -> int:
         """Write to the target, or discard the text once the target is closed."""

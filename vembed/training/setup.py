@@ -461,7 +461,6 @@ def open_stream(
         session.rank,
         session.world_size,
         num_workers,
-        data.examples.pair,
         options.in_batch_negatives,
         # Equal inputs pass the model as often as they occur: an input would otherwise weigh in the statistics of shared
         # batch norms by the number of processes that have it.

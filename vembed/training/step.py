@@ -365,15 +365,14 @@ class TrainingStep:
         lengths = model_split.lengths
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
-        has_negative_label_scores = rank_batch.negative_label_scores is not None
+        has_negative_labels = rank_batch.negative_label_scores is not None
         rank_counts = {
             "inputs": len(features),
             "vectors": sum(rank_batch.num_vectors),
             "rows": len(rank_batch.query),
             "negatives": num_negatives,
             "has_label_scores": rank_batch.label_scores is not None,
-            "has_negative_label_scores": has_negative_label_scores
-            or num_negatives == 0,
+            "has_negative_label_scores": has_negative_labels or num_negatives == 0,
             "padded_tokens": model_split.padded_tokens,
             "longest": max(lengths, default=0),
             "failed": self._ran_out_of_memory,  # in the batch before

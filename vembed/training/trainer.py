@@ -47,7 +47,7 @@ from vembed.training.checkpoint.checkpointer import (
     TrainedState,
 )
 from vembed.training.checkpoint.folders import (
-    NothingLeft,
+    NothingToTrain,
     OutputLock,
     fingerprint_of_option,
     kept_decisions,
@@ -143,7 +143,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         try:
             trainer = Trainer(config, session, checkpointer, interrupts, run_log, hooks)
             result = trainer.run()
-        except NothingLeft as end:
+        except NothingToTrain as end:
             log.info(str(end), extra=HEADLINE)
             done = end.run
             return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
@@ -406,7 +406,8 @@ class Trainer:
     def fit(self) -> None:
         """Train to the last step, or until a hook ends the run or an interrupt stops it.
 
-        One iteration of the loop is one optimizer step: its batches, the update, the hooks, log, evaluation, checkpoint.
+        One iteration of the loop is one optimizer step: its global batches, the update, the hooks, log, evaluation,
+        checkpoint. `TrainingStep` adds the gradients of each global batch, `Update` changes the weights.
         """
         state = self.state
         interrupts = self.interrupts

@@ -322,22 +322,16 @@ def indices_by_modality(
     return indices
 
 
+@dataclass
 class Feeder:
     """Converter from micro-batches of indices to the tensors of a forward pass."""
 
-    def __init__(
-        self,
-        featuriser: BaseFeaturiser,
-        device: torch.device,
-        *,
-        packs_texts: bool = False,
-    ) -> None:
-        """`packs_texts`: the model removes the padding of texts."""
-        self.featuriser = featuriser
-        self.device = device
-        self.packs_texts = packs_texts
-        # These only wait for images and join them; the featuriser's decoders work elsewhere.
-        self._pool: ThreadPoolExecutor | None = None
+    featuriser: BaseFeaturiser
+    device: torch.device
+    packs_texts: bool = False
+    """The model removes the padding of texts."""
+    _pool: ThreadPoolExecutor | None = None
+    """Threads that only wait for images and join them. The featuriser's decoders work elsewhere."""
 
     def feed(
         self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]

@@ -11,14 +11,10 @@ import select
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
-from typing import Any
-
-import numpy as np
 
 from vembed.data.batching.rank_batch import (
     RankBatch,
@@ -32,8 +28,6 @@ from vembed.data.examples import Example, Examples
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError, UserError
 
-COLUMNS_OF = attrgetter("modality", "length", "key", "content", "images", "num_vectors")
-"""Returns the fields of `Features` before its arrays."""
 AHEAD = 2
 """Number of batches that each worker prepares ahead."""
 _CODE = (
@@ -57,8 +51,6 @@ class RankBatchStream:
     rank: int
     world_size: int
     num_workers: int
-    pair: Callable[[int, int], Example] | None = None
-    """The example of a labelled source with another one as its positive."""
     in_batch_negatives: int = 0
     """Positives of other examples of the global batch that each example gets as further negatives."""
     encodes_duplicates: bool = False
@@ -72,16 +64,16 @@ class RankBatchStream:
         epoch, batch_index = divmod(batch_number, self.batch_schedule.batches_per_epoch)
         indices = self.batch_schedule.batch(epoch, batch_index)
         positions = rank_examples(len(indices), self.rank, self.world_size)
-        positives = None
-        if self.pair is not None:
-            positives = self.batch_schedule.positives(epoch, batch_index)
+        positives = self.batch_schedule.positives(epoch, batch_index)
 
         @cache
         def example_at(position: int) -> Example:
             index = int(indices[position])
-            if self.pair is None or positives is None:
+            if positives is None:
                 return self.store[index]
-            return self.pair(index, int(positives[position]))
+            # Mined examples, the other kind, have no labels.
+            assert isinstance(self.store, ExampleStore)
+            return self.store.pair(index, int(positives[position]))
 
         examples = []
         for position in range(positions.start, positions.stop):
@@ -182,14 +174,14 @@ class BatchProcess:
             if not self.is_ready():
                 return self._stream.rank_batch(batch_number)
             self._child.send((batch_number, self._stream.micro_batch_tokens))
-            answer: PackedBatch | Exception = self._child.receive()
+            answer: RankBatch | Exception = self._child.receive()
         except (EOFError, BrokenPipeError) as error:
             raise RunError(
                 f"the process that prepares batches ended with exit code {self._child.process.wait()}"
             ) from error
         if isinstance(answer, Exception):
             raise answer
-        return answer.unpacked()
+        return answer
 
     def close(self) -> None:
         """End the process."""
@@ -205,9 +197,9 @@ def prepare_for_parent(payload: bytes) -> None:
         send(out, "ready")
         while True:
             batch_number, stream.micro_batch_tokens = pickle.load(jobs)
-            answer: PackedBatch | Exception
+            answer: RankBatch | Exception
             try:
-                answer = pack(stream.rank_batch(batch_number))
+                answer = stream.rank_batch(batch_number)
             except UserError as error:
                 answer = error
             except Exception:
@@ -215,38 +207,3 @@ def prepare_for_parent(payload: bytes) -> None:
             send(out, answer)
     except (EOFError, BrokenPipeError):  # the parent has ended
         os._exit(0)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """A rank batch whose features are plain values: reading many small arrays would take as long as making them."""
-
-    batch: RankBatch
-    """Without features."""
-    rows: list[tuple[Any, ...]]
-    """The fields of the features of each input. Of its arrays the bytes."""
-
-    def unpacked(self) -> RankBatch:
-        """Return the rank batch."""
-        features = []
-        for *columns, token_ids, segments in self.rows:
-            arrays = map(_array_of, (token_ids, segments))
-            features.append(Features(*columns, *arrays))
-        return replace(self.batch, features=features)
-
-
-def pack(batch: RankBatch) -> PackedBatch:
-    """Return a rank batch in the form that is sent."""
-    rows = []
-    for feature in batch.features:
-        arrays = map(_bytes_of, (feature.token_ids, feature.segments))
-        rows.append((*COLUMNS_OF(feature), *arrays))
-    return PackedBatch(replace(batch, features=[]), rows)
-
-
-def _bytes_of(array: np.ndarray | None) -> bytes | None:
-    return None if array is None else array.tobytes()
-
-
-def _array_of(content: bytes | None) -> np.ndarray | None:
-    return None if content is None else np.frombuffer(content, np.int32)

@@ -49,10 +49,7 @@ class DelimitedFile(TextFormat):
             self._delimiter = separator[1]
         if self._delimiter != self.expected_delimiter:
             log.info(
-                "%s: fields are separated by %r, not %r, as its header shows",
-                path,
-                self._delimiter,
-                self.expected_delimiter,
+                f"{path}: fields are separated by {self._delimiter!r}, not {self.expected_delimiter!r}, as its header shows"
             )
         records = self._records(self.start, line)
         _, line, cells = next(records, (0, line, None))

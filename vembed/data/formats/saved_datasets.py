@@ -89,7 +89,7 @@ def open_hub(name: str, role: Role) -> SavedDataset:
     repository, _, config_and_split = name.partition(":")
     config, _, split = config_and_split.partition(":")
     # What is there already is not fetched again. `datasets` shows the progress of each file on stderr.
-    log.info("%s: from the Hub, into %s", name, datasets.config.HF_DATASETS_CACHE)
+    log.info(f"{name}: from the Hub, into {datasets.config.HF_DATASETS_CACHE}")
     try:
         dataset = datasets.load_dataset(repository, config or None, split=split or None)
     except (OSError, ValueError, KeyError, RuntimeError, pa.ArrowException) as error:

@@ -172,10 +172,10 @@ class Resizing:
             long = int(short * max(picture.size) / min(picture.size))
             is_high = picture.width <= picture.height
             height, width = (long, short) if is_high else (short, long)
-            picture = resized(picture, height, width, self.resample)
+            picture = picture.resize((width, height), self.resample)
         elif self.size:
-            height = self.size["height"]
-            picture = resized(picture, height, self.size["width"], self.resample)
+            size = (self.size["width"], self.size["height"])
+            picture = picture.resize(size, self.resample)
         if self.crop is not None:
             height, width = self.crop
             top = (picture.height - height) // 2
@@ -204,9 +204,8 @@ class Patching:
         rows, columns = self._grid(picture)
         patch = self.patch_size
         merge = self.merge_size
-        pixels = np.asarray(
-            resized(picture, rows * patch, columns * patch, self.resample)
-        )
+        size = (columns * patch, rows * patch)
+        pixels = np.asarray(picture.resize(size, self.resample))
         blocks = pixels.reshape(
             rows // merge,
             merge,
@@ -257,15 +256,3 @@ class ProcessorCode:
             images=[picture], return_tensors="pt", **self.options
         )
         return {name: tensor.numpy() for name, tensor in processed.items()}
-
-
-def resized(
-    picture: Image.Image,
-    height: int,
-    width: int,
-    resample: Image.Resampling,
-) -> Image.Image:
-    """Return the image in another size."""
-    if picture.size == (width, height):
-        return picture
-    return picture.resize((width, height), resample=resample)

@@ -61,7 +61,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
-from vembed.config.schema import ModelSection, RunSection
+from vembed.config.schema import ModelSection, RunSection, option_fields
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.record import SUMMARY_FILE
 from vembed.files import read_json_object, sha256_of, write_durably
@@ -76,15 +76,15 @@ from vembed.training.checkpoint.folders import (
     JUDGES,
     LOCK,
     MANIFEST,
+    MAY_CHANGE,
     METRICS_FILE,
     PARTIAL,
     STATE,
     FinishedRun,
-    NothingLeft,
+    NothingToTrain,
     candidates,
     checkpoint_name,
     commit,
-    compare_resume,
     finished_run,
     list_checkpoints,
     refuse_own_model,
@@ -230,7 +230,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             log.info(f"settings changed since the checkpoint: {'; '.join(changed)}")
 
     def require_steps_left(self, point: ResumePoint | None, total_steps: int) -> None:
-        """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective.
+        """Raise NothingToTrain if output_dir holds a finished run to which no step would be added. Collective.
 
         Raise UserError if steps would be added to it without a checkpoint.
         """
@@ -253,7 +253,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             return
         finished = self._on_main(unchanged_run)
         if finished is not None:
-            raise NothingLeft(finished, total_steps)
+            raise NothingToTrain(finished, total_steps)
 
     def begin(self, point: ResumePoint | None) -> None:
         """Make room for the run: the first change of the folder. Collective.
@@ -449,8 +449,29 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         return value
 
     def _differences(self, point: ResumePoint) -> list[tuple[str, Any, Any, bool]]:
-        precision = self.session.mixed_precision
-        return compare_resume(point.state, self.settings, self.identity, precision)
+        """Return what differs from a checkpoint: the option, its value there, its value now, and whether it may.
+
+        An option that the checkpoint lacks (written by an older vembed) counts as its default.
+        """
+        state = point.state
+        fields = option_fields()
+        differences = []
+        for name, option in self.settings.items():
+            value = option
+            default = fields[name].get_default(call_default_factory=True)
+            before = state["config"].get(name, default)
+            if name == "mixed_precision":
+                # It must stay also where the option is `auto`.
+                before = state["precision"]
+                value = self.session.mixed_precision
+            if before != value:
+                differences.append((name, before, value, name in MAY_CHANGE))
+        for name in sorted(set(state["identity"]) & set(self.identity)):
+            before = state["identity"][name]
+            value = self.identity[name]
+            if before != value:
+                differences.append((name, before, value, False))
+        return differences
 
     def _agree(self, step: int, error: Exception | None) -> None:
         """Raise RunError on every rank if the disk is full on one of them. Collective."""

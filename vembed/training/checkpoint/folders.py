@@ -29,7 +29,6 @@ from vembed.config.schema import (
     ModelSection,
     RunSection,
     TrainConfig,
-    option_fields,
 )
 from vembed.config.terms import run_temperature
 from vembed.data.examples import Example, Item
@@ -95,31 +94,31 @@ LOCK = ".lock"
 MAX_OWNER_BYTES = 200
 
 
+@dataclass
 class OutputLock(AbstractContextManager["OutputLock"]):
     """The lock of one run on its output folder. A context manager: the exit releases it, if it was taken.
 
     The system releases it too, as soon as the process has ended in any way, on this machine or another.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.path = folder / LOCK
-        self._file: IO[bytes] | None = None
+    folder: Path
+    _file: IO[bytes] | None = None
 
     def take(self) -> None:
         """Take the lock. Raise UserError if another run has it, or if the folder cannot be written to.
 
         Rank 0 does so before anything is read.
         """
+        path = self.folder / LOCK
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = self.path.open("a+b")
+            file = path.open("a+b")
             is_free = True
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The run before may have removed the file after it was opened here.
                 lock_status = os.fstat(file.fileno())
-                is_free = os.path.samestat(lock_status, self.path.stat())
+                is_free = os.path.samestat(lock_status, path.stat())
             except BlockingIOError:
                 is_free = False
             except OSError as error:
@@ -153,7 +152,7 @@ class OutputLock(AbstractContextManager["OutputLock"]):
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
-            self.path.unlink(missing_ok=True)
+            (self.folder / LOCK).unlink(missing_ok=True)
             self._file.close()
         with suppress(OSError):  # a run that has begun has filled it
             self.folder.rmdir()
@@ -188,7 +187,7 @@ class FinishedRun:
         return {**before, **record.after}
 
 
-class NothingLeft(Exception):  # noqa: N818 - not an error: the run is done
+class NothingToTrain(Exception):  # noqa: N818 - not an error: the run is done
     """The end of a resumed run whose folder holds a finished one that it would not change."""
 
     def __init__(self, run: FinishedRun, total_steps: int) -> None:
@@ -307,37 +306,6 @@ def refuse_own_model(run: RunSection, model: ModelSection) -> None:
 
 
 # ---- settings ----------------------------------------------------------------
-
-
-def compare_resume(
-    state: Mapping[str, Any],
-    options: Mapping[str, Any],
-    identity: Mapping[str, Any],
-    precision: str,
-) -> list[tuple[str, Any, Any, bool]]:
-    """Return the options that differ from those in a checkpoint: name, value there, current value, and whether it may.
-
-    `state`: the content of state.json. `identity`: what is not an option but must stay (the data's fingerprint, the
-    global batch size). An option that the checkpoint lacks (written by an older vembed) counts as its default.
-    `precision`: that of this run, which must stay also where the option is `auto`.
-    """
-    fields = option_fields()
-    differences = []
-    for name, option in options.items():
-        value = option
-        default = fields[name].get_default(call_default_factory=True)
-        before = state["config"].get(name, default)
-        if name == "mixed_precision":
-            before = state["precision"]
-            value = precision
-        if before != value:
-            differences.append((name, before, value, name in MAY_CHANGE))
-    for name in sorted(set(state["identity"]) & set(identity)):
-        before = state["identity"][name]
-        value = identity[name]
-        if before != value:
-            differences.append((name, before, value, False))
-    return differences
 
 
 def kept_decisions(
