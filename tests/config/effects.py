@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -15,12 +15,9 @@ import vembed
 from tests import tiny
 from tests.data.files import pair, write_jsonl
 from tests.data.pictures import write
-from tests.losses.batches import SIZES, make_batch
 from tests.parallel.steps import listen
 from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
-from vembed.losses.build import build_loss
-from vembed.models.families.backbones import layers_of
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.interrupts import Interrupts
@@ -106,9 +103,6 @@ class Built:
         (features,) = featuriser.features([(Item(text=text), kind)])
         return list(map(int, features.token_ids))
 
-    def layers(self):
-        return layers_of(self.trainer.components.model)
-
 
 def build(options):
     """The trainer of a YAML file with these options, in one process."""
@@ -157,21 +151,6 @@ def lines_of(run):
     ]
 
 
-def loss_value(options):
-    """The loss of one batch with duplicates, several positives, hard negatives and teachers, seen by one of two
-    ranks."""
-    config = resolve({"data_path": "unused", **options}).config
-    batch = make_batch(8, num_contents=24, max_positives=2, seed=3)
-    half = batch.num_rows // 2
-    batch = replace(
-        batch,
-        rank_rows=slice(0, half),
-        rank_negatives=slice(0, batch.negative.numel() // 2),
-    )
-    loss = build_loss(config, mrl_dims=(12,), **SIZES).double()
-    return float(loss(batch).detach())
-
-
 def adapter(value):
     for module in value.trainer.components.model.modules():
         if "lora_A" in dict(module.named_children()):
@@ -197,10 +176,8 @@ GROUPS = {
         "query_prompt": "red ",
         "document_prompt": "green blue ",
         "attn_implementation": "eager",
-        "torch_compile": True,
         "mrl_dims": [16, 8],
         "mrl_weights": [1, 2],
-        "freeze": ["embeddings"],
         "num_workers": 0,
         "batch_size": 5,
         "gradient_accumulation_steps": 2,
@@ -208,18 +185,14 @@ GROUPS = {
         "use_gradient_cache": False,
         "max_steps": 7,
         "learning_rate": 0.5,
-        "weight_decay": 0.25,
         "adam_betas": [0.5, 0.6],
         "adam_epsilon": 0.7,
-        "head_learning_rate": 0.125,
         "warmup_steps": 3,
         "lr_scheduler_type": "cosine",
         "max_grad_norm": 0.75,
         "seed": 7,
         "deterministic": True,
-        "on_nonfinite": "skip",
         "loss": "infonce",
-        "learn_temperature": True,
         "padding_free": False,
         "no_duplicates": True,
         "val_data_path": "val.jsonl",
@@ -231,14 +204,12 @@ GROUPS = {
         "max_steps": None,
         "epochs": 2.0,
         "warmup_steps": 0.5,
-        "optim": "sgd",
         "scale_learning_rate": "linear",
         "data_path": ["pairs.jsonl", "more.jsonl"],
         "homogeneous_batches": True,
     },
     "two": {"data_path": ["pairs.jsonl", "more.jsonl"]},
     "tempered": {"data_path": ["pairs.jsonl", "more.jsonl"], "sampling": "weights"},
-    "mrl": {"mrl_dims": [16, 8]},
     "adapters": {"use_lora": True},
     "other_adapters": {
         "use_lora": True,
@@ -258,11 +229,9 @@ RUNS = {
         "eval_before": False,
         "eval_metric": "mrr@3",
         "save_steps": 2,
-        "save_total_limit": 1,
         "async_save": True,
         "torch_dtype": "bfloat16",
         "logging_steps": 2,
-        "profile_steps": [1, 1],
         "learning_rate": 1e-12,
         "load_best_model_at_end": True,
     },

@@ -1,6 +1,5 @@
 """A row for every option: where its effect is seen on what was built or written. An option without one fails."""
 
-import inspect
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,14 +7,11 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 
-import vembed
 from tests.config.effects import (
     GROUPS,
-    RUNS,
     Built,
     adapter,
     adapter_dropout,
@@ -24,14 +20,10 @@ from tests.config.effects import (
     first_ids,
     given,
     lines_of,
-    loss_value,
 )
 from vembed.config.loading import one_line_yaml, resolve_run
 from vembed.config.options import all_options
-from vembed.config.schema import TrainConfig
-from vembed.errors import Stopped, UserError
 from vembed.losses.table import LOSS_OPTIONS
-from vembed.training.checkpoint.folders import candidates
 
 Seen = Callable[[Built], Any] | str
 """A string: an attribute of the trainer."""
@@ -46,11 +38,6 @@ def see(entry, observed):
 
 def backbone(entry):
     return entry.trainer.components.embedder.backbone
-
-
-def is_trained(entry, part):
-    weights = entry.parameters().items()
-    return any(weight.requires_grad for name, weight in weights if part in name)
 
 
 BUILT = {
@@ -86,11 +73,6 @@ BUILT = {
         lambda entry: len(entry.tokens("blue", "document")) - 2,
         3,
     ),
-    "torch_compile": (
-        "many",
-        lambda entry: inspect.ismethod(entry.layers()[0].forward),
-        False,
-    ),
     "lora_r": (
         "other_adapters",
         lambda entry: adapter(entry).r["default"],
@@ -104,7 +86,6 @@ BUILT = {
         "adapters",
     ),
     "lora_dropout": ("other_adapters", adapter_dropout, 0.5, "adapters"),
-    "freeze": ("many", lambda entry: is_trained(entry, "embeddings"), False),
     "no_duplicates": (
         "many",
         lambda entry: entry.trainer.data.batch_schedule.keys is not None,
@@ -123,11 +104,6 @@ BUILT = {
         "two",
     ),
     "num_workers": ("many", "stream.num_workers", 0),
-    "learn_temperature": (
-        "many",
-        lambda entry: len(list(entry.trainer.components.loss.parameters())),
-        1,
-    ),
     "gradient_accumulation_steps": (
         "many",
         "data.batches_per_step",
@@ -145,62 +121,17 @@ BUILT = {
     ),
     "epochs": ("other", "data.total_steps", 20),
     "patience": ("patient", "intervals.patience", 2),
-    "optim": (
-        "other",
-        "components.optimizer.__class__",
-        torch.optim.SGD,
-    ),
-    "weight_decay": (
-        "many",
-        lambda entry: entry.group("query.weight")["weight_decay"],
-        0.25,
-    ),
     "adam_betas": (
         "many",
         lambda entry: entry.group("query.weight")["betas"],
         (0.5, 0.6),
     ),
     "adam_epsilon": ("many", lambda entry: entry.group("query.weight")["eps"], 0.7),
-    "head_learning_rate": (
-        "many",
-        lambda entry: entry.group("head")["initial_lr"],
-        0.125,
-        "mrl",
-    ),
     "warmup_steps": ("many", "schedule.warmup_steps", 3),
     "lr_scheduler_type": ("many", "schedule.kind", "cosine"),
     "max_grad_norm": ("many", "update.max_grad_norm", 0.75),
-    "on_nonfinite": (
-        "many",
-        "config.optimizer.on_nonfinite",
-        "skip",
-    ),
     "seed": ("many", "data.batch_schedule.seed", 7),
     "deterministic": ("many", lambda entry: entry.is_deterministic, True),
-}
-
-
-SCORED = {
-    # option: (options of the loss, what the option is set to)
-    "loss": ({}, {"loss": "triplet"}),
-    "losses": (
-        {},
-        {
-            "losses": [
-                {"loss": "infonce", "weight": 1},
-                {"loss": "triplet", "weight": 2},
-            ]
-        },
-    ),
-    "mrl_weights": ({"mrl_dims": [12, 4]}, {"mrl_weights": [1, 3]}),
-    "similarity": ({}, {"similarity": "dot"}),
-    "temperature": ({}, {"temperature": 0.2}),
-    "bidirectional": ({}, {"bidirectional": True}),
-    "same_side_negatives": ({}, {"same_side_negatives": "both"}),
-    "false_negative_margin": ({}, {"false_negative_margin": -0.3}),
-    "hard_negatives_scope": ({}, {"hard_negatives_scope": "own"}),
-    "margin": ({"loss": "triplet"}, {"margin": 0.9}),
-    "quantize_embeddings": ({}, {"quantize_embeddings": "binary"}),
 }
 
 
@@ -210,12 +141,6 @@ def test_what_is_built_shows_the_option(option):
     assert see(built(group), recorded) == expected
     other = without[0] if without else "base"
     assert see(built(other), recorded) != expected, f"the same without {option}"
-
-
-@pytest.mark.parametrize("option", SCORED)
-def test_the_loss_shows_the_option(option):
-    base, change = SCORED[option]
-    assert loss_value({**base, **change}) != pytest.approx(loss_value(base), rel=1e-6)
 
 
 # ---- what a run writes -----------------------------------------------------------------------------------------------
@@ -253,18 +178,6 @@ WRITTEN = {
         True,
         "base",
     ),
-    "profile_steps": (
-        "many",
-        lambda run: bool(list(run.glob("trace-rank0*.json"))),
-        True,
-        "base",
-    ),
-    "load_best_model_at_end": (
-        "many",
-        lambda run: yaml.safe_load((run / "run.json").read_text())["final_step"],
-        2,
-        "base",
-    ),
 }
 
 
@@ -295,48 +208,6 @@ def test_run_json_holds_the_decisions_with_reason_and_source():
         "timeout in minutes",
         "compiled layers",
     }
-
-
-def test_checkpoints_and_their_options(tmp_path):
-    """save_total_limit, resume, max_train_minutes."""
-    run = finished("many")
-    names = {path.name for path in run.glob("checkpoint-*")}
-    assert names == {"checkpoint-2", "checkpoint-4"}, "the best and the newest"
-    options = given({**RUNS["many"], "output_dir": str(run), "profile_steps": None})
-    newest, *_ = candidates(TrainConfig(**options, resume=True).run)
-    assert newest.name == "checkpoint-4"
-    changed = {**options, "resume": True, "learning_rate": 1e-3}
-    with pytest.raises(UserError, match="learning_rate"):
-        vembed.train(changed)
-    vembed.train({**changed, "resume": "force", "max_steps": 5})
-    log = (run / "training_log.txt").read_text()
-    assert "resume: force: going on although" in log
-    short = given({"max_train_minutes": 1e-6, "output_dir": str(tmp_path)})
-    with pytest.raises(Stopped, match=r"max_train_minutes.*stopped after step 1"):
-        vembed.train(short)
-
-
-# ---- what takes a preparation of its own -----------------------------------------------------------------------------
-
-
-TEACHERS = [{"name": "vectors", "model": "some/model"}]
-TWO = [*TEACHERS, {"name": "reranker", "model": "another/model"}]
-TAUGHT = {"teachers": TEACHERS, "loss": "kl"}
-OF_TEACHERS = {
-    "teacher_temperature": (TAUGHT, {"teacher_temperature": 0.9}),
-    "guide": ({"teachers": TEACHERS}, {"guide": "vectors"}),
-    "teacher": (
-        {**TAUGHT, "teachers": TWO, "teacher": "vectors"},
-        {"teacher": "reranker"},
-    ),
-    "teachers": ({"loss": "infonce"}, TAUGHT),
-}
-
-
-@pytest.mark.parametrize("option", OF_TEACHERS)
-def test_the_loss_shows_the_option_of_teachers(option):
-    base, change = OF_TEACHERS[option]
-    assert loss_value({**base, **change}) != pytest.approx(loss_value(base), rel=1e-6)
 
 
 # ---- every way in ----------------------------------------------------------------------------------------------------
@@ -407,28 +278,29 @@ column_mapping retrieval_mode image_root allow_image_urls on_bad_record max_nega
 max_length query_prompt min_pixels max_pixels image_model_name save_merged
 
 model_name use_lora lora_variant lora_target_modules bidirectional_attention quantize_weights trust_remote_code
-tokenizer_name auxiliary_losses
+torch_compile tokenizer_name auxiliary_losses mrl_dims mrl_projection
 
 fsdp_reduce_dtype mixed_precision dist_timeout_minutes sync_batchnorm
 
 data_path val_data_path output_dir batch_size global_batch_size max_steps learning_rate scale_learning_rate
 eval_steps save_steps ema guards mine async_save wandb_project wandb_tags fsdp_state_dict_type console log_file
-debug cache_frozen_features
+debug cache_frozen_features optim weight_decay head_learning_rate on_nonfinite freeze load_best_model_at_end
+profile_steps save_total_limit resume max_train_minutes
 
 model_class model_arguments from_scratch fsdp_auto_wrap_policy fsdp_min_num_params
 fsdp_transformer_layer_cls_to_wrap
 
 push_to_hub task reranker_head first_stage rerank_top_k in_batch_negatives
 
-mrl_dims mrl_projection save_total_limit resume max_train_minutes
+loss losses mrl_weights similarity quantize_embeddings teachers
 """
 """Options whose effect other tests show, a paragraph for each place: test_agreement.py and tests/cli; tests/data;
-tests/features and tests/files; tests/models; tests/parallel; tests/training; tests/own; tests/publish and tests/rerank.
-The last ones are in tests/models/test_families.py, and in the tests above that take a preparation of their own."""
+tests/features and tests/files; tests/models; tests/parallel; tests/training; tests/own; tests/publish and tests/rerank;
+tests/losses."""
 
 
 def test_every_option_has_a_row():
-    rows = {*BUILT, *SCORED, *WRITTEN, *OF_TEACHERS, *ELSEWHERE.split()}
+    rows = {*BUILT, *WRITTEN, *ELSEWHERE.split()}
     # The contract tests of losses compare each option of a loss with its formula.
     assert sorted(set(all_options()) - rows - set(LOSS_OPTIONS)) == []
     assert sorted(rows - set(all_options())) == []

@@ -33,45 +33,25 @@ NAMES = st.sampled_from(
         "",
     ]
 )
-NUMBERS = st.one_of(
-    st.integers(),
-    st.integers(min_value=10**17, max_value=10**400),
-    st.floats(),
-    st.just(-0.0),
-    st.just(1e308),
+NUMBERS = (
+    st.integers()
+    | st.integers(min_value=10**17, max_value=10**400)
+    | st.floats()
+    | st.sampled_from([-0.0, 1e308])
 )
-WORDS = st.one_of(
-    st.text(max_size=20),
-    st.sampled_from(
-        [
-            "auto",
-            "true",
-            "no",
-            "none",
-            "null",
-            "2e-5",
-            "1_0",
-            "0x" + "f" * 5000,
-            "9" * 5000,
-            "FULL_SHARD",
-            "~",
-        ]
-    ),
-    st.sampled_from(
-        sorted(
-            {choice for option in all_options().values() for choice in option.choices}
-        )
-    ),
-)
-SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
+CHOICES = {choice for option in all_options().values() for choice in option.choices}
+SPECIAL = ["auto", "true", "no", "none", "null", "2e-5", "1_0", "FULL_SHARD", "~"]
+LONG = ["0x" + "f" * 5000, "9" * 5000]
+WORDS = st.text(max_size=20) | st.sampled_from([*SPECIAL, *LONG, *sorted(CHOICES)])
 VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.dictionaries(WORDS, inner, max_size=3)
+    st.none() | st.booleans() | NUMBERS | WORDS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=3)
     ),
     max_leaves=8,
 )
-CONFIGS = st.dictionaries(st.one_of(NAMES, WORDS), VALUES, max_size=6)
+CONFIGS = st.dictionaries(NAMES | WORDS, VALUES, max_size=6)
+NEEDED = {"model_name": "m", "data_path": "d"}
 YAML_BITS = st.sampled_from(
     [
         "model_name: m\n",
@@ -97,31 +77,34 @@ YAML_BITS = st.sampled_from(
 def outcome(source, overrides=None):
     """The config, or None for a UserError with a sentence; anything else fails the test."""
     try:
-        config = load_config(source, overrides or [])
+        return load_config(source, overrides or [])
     except UserError as error:
         assert str(error).strip()
         return None
-    return config
+
+
+def read_all(folder, content):
+    """What comes of bytes in a file of each format."""
+    results = []
+    for suffix in ("yaml", "toml", "json"):
+        file = folder / f"cfg.{suffix}"
+        file.write_bytes(content)
+        results.append(outcome(file))
+    return results
 
 
 @fuzz
 @given(st.binary(max_size=200))
 def test_bytes(tmp_path, content):
-    for suffix in ("yaml", "toml", "json"):
-        file = tmp_path / f"cfg.{suffix}"
-        file.write_bytes(content)
-        outcome(file)
+    read_all(tmp_path, content)
 
 
 @fuzz
-@given(st.lists(st.one_of(YAML_BITS, st.text(max_size=5)), max_size=12))
+@given(st.lists(YAML_BITS | st.text(max_size=5), max_size=12))
 def test_yaml_in_pieces(tmp_path, pieces):
+    text = "model_name: m\ndata_path: d\n" + "".join(pieces)
     file = tmp_path / "cfg.yaml"
-    file.write_bytes(
-        ("model_name: m\ndata_path: d\n" + "".join(pieces)).encode(
-            "utf-8", "surrogatepass"
-        )
-    )
+    file.write_bytes(text.encode("utf-8", "surrogatepass"))
     outcome(file)
 
 
@@ -129,12 +112,12 @@ def test_yaml_in_pieces(tmp_path, pieces):
 @given(
     CONFIGS,
     st.lists(
-        st.tuples(st.one_of(NAMES, WORDS), st.one_of(WORDS, st.floats().map(repr))),
+        st.tuples(NAMES | WORDS, WORDS | st.floats().map(repr)),
         max_size=3,
     ),
 )
 def test_values(tmp_path, values, overrides):
-    values = {"model_name": "m", "data_path": "d"} | values
+    values = NEEDED | values
     config = outcome(values, [f"{key}={value}" for key, value in overrides])
     try:
         text = json.dumps(values)
@@ -158,10 +141,7 @@ def test_values(tmp_path, values, overrides):
 )
 def test_launchers_environment(env):
     try:
-        resolve_run(
-            {"model_name": "m", "data_path": "d"},
-            env=env | {"ACCELERATE_USE_FSDP": "true"},
-        )
+        resolve_run(NEEDED, env=env | {"ACCELERATE_USE_FSDP": "true"})
     except UserError as error:
         assert "set by accelerate launch" in str(error) or "fsdp" in str(error)
 
@@ -173,16 +153,7 @@ def test_launchers_environment(env):
             WORDS,
             NAMES.map(lambda name: f"--{name.replace('_', '-')}"),
             st.tuples(NAMES, WORDS).map("=".join),
-            st.sampled_from(
-                [
-                    "--set",
-                    "--config",
-                    "--",
-                    "-x",
-                    "cfg.yaml",
-                    "--resume",
-                ]
-            ),
+            st.sampled_from(["--set", "--config", "--", "-x", "cfg.yaml", "--resume"]),
         ),
         max_size=6,
     )
@@ -193,9 +164,8 @@ def test_words_of_the_command_line(words):
     except UserError as error:
         assert str(error).strip()
         return
-    assert (
-        NO_FLAGS.with_words(arguments.command_line()).overrides == arguments.overrides
-    )
+    again = NO_FLAGS.with_words(arguments.command_line())
+    assert again.overrides == arguments.overrides
 
 
 @pytest.mark.parametrize(
@@ -210,7 +180,4 @@ def test_words_of_the_command_line(words):
     ids=range(5),
 )
 def test_large_nonsense_ends_soon(tmp_path, content):
-    for suffix in ("yaml", "toml", "json"):
-        file = tmp_path / f"cfg.{suffix}"
-        file.write_bytes(content)
-        assert outcome(file) is None
+    assert read_all(tmp_path, content) == [None] * 3

@@ -280,7 +280,6 @@ def test_the_table_is_sound():
             ("fsdp=full_shard auto_wrap",),
         ),
         (["--fsdp", "cfg.yaml"], ("fsdp=true",)),
-        (["--bf16", "cfg.yaml"], ("bf16=true",)),
     ],
 )
 def test_flags_of_translated_names_take_their_values(words, overrides):

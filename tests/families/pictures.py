@@ -1,10 +1,10 @@
 """Data for training from scratch: words as pictures, characters as pictures, rows of text with none, one or two."""
 
-import json
 import random
 
 from PIL import Image, ImageDraw, ImageFont
 
+from tests.data.files import write_jsonl
 from tests.tiny import WORDS
 
 SIZE = 32
@@ -21,16 +21,22 @@ def render(word, path, draw, *, size=SIZE):
     picture.save(path)
 
 
+def picture_of(word, folder, name, draw):
+    """A JSONL value: a new picture of a word, in the folder `images`."""
+    path = folder / "images" / f"{name}.png"
+    path.parent.mkdir(exist_ok=True)
+    render(word, path, draw)
+    return {"image": f"images/{name}.png"}
+
+
 def words_and_pictures(folder, words, copies, name, seed):
     """Rows (word, picture of it) of a JSONL; `copies` different pictures of each word."""
     draw = random.Random(seed)
-    (folder / "images").mkdir(exist_ok=True)
     rows = []
     for number in range(copies):
         for word in words:
-            file = f"images/{name}-{word}-{number}.png"
-            render(word, folder / file, draw)
-            rows.append({"query": word, "positive": {"image": file}})
+            picture = picture_of(word, folder, f"{name}-{word}-{number}", draw)
+            rows.append({"query": word, "positive": picture})
     draw.shuffle(rows)
     return _write(folder / f"{name}.jsonl", rows)
 
@@ -38,14 +44,14 @@ def words_and_pictures(folder, words, copies, name, seed):
 def picture_pairs(folder, words, copies, name, seed):
     """Rows (picture, another picture of the same word)."""
     draw = random.Random(seed)
-    (folder / "images").mkdir(exist_ok=True)
     rows = []
     for number in range(copies):
         for word in words:
-            files = [f"images/{name}-{word}-{number}-{side}.png" for side in "ab"]
-            for file in files:
-                render(word, folder / file, draw)
-            rows.append({"query": {"image": files[0]}, "positive": {"image": files[1]}})
+            row = {}
+            for side in ("query", "positive"):
+                picture_name = f"{name}-{word}-{number}-{side}"
+                row[side] = picture_of(word, folder, picture_name, draw)
+            rows.append(row)
     draw.shuffle(rows)
     return _write(folder / f"{name}.jsonl", rows)
 
@@ -53,26 +59,20 @@ def picture_pairs(folder, words, copies, name, seed):
 def mixed_rows(folder, count, seed=0):
     """Rows of text alone, with one picture, with two."""
     draw = random.Random(seed)
-    (folder / "images").mkdir(exist_ok=True)
     rows = []
     for number in range(count):
         first, second = draw.sample(WORDS, 2)
-        files = [f"images/mixed-{number}-{side}.png" for side in "ab"]
-        for word, file in zip((first, second), files, strict=True):
-            render(word, folder / file, draw)
-        positives = [
-            {"text": f"{first} {second}"},
-            {"image": files[0]},
-            {"text": second, "images": files},
-        ]
-        rows.append(
-            {"query": f"{first} and {second}", "positive": positives[number % 3]}
-        )
+        left = picture_of(first, folder, f"mixed-{number}-a", draw)
+        right = picture_of(second, folder, f"mixed-{number}-b", draw)
+        both = {"text": second, "images": [left["image"], right["image"]]}
+        positives = [{"text": f"{first} {second}"}, left, both]
+        positive = positives[number % 3]
+        rows.append({"query": f"{first} and {second}", "positive": positive})
     return _write(folder / "mixed.jsonl", rows)
 
 
 def _write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return path
 
 

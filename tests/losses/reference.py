@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from tests.parts import from_its_test
 from vembed.config.terms import ResolvedTerm, source_terms
@@ -126,9 +127,7 @@ def _term(batch, config, term, parameters, mrl_dims):
     for dim, weight in dims:
         z = x = embeddings[:, :dim]
         if cosine:
-            x = torch.stack(
-                [row / row.norm() if bool(row.any()) else row * 0.0 for row in x]
-            )
+            x = normalize(x)
         plain = Plain(batch, term, z, x, scale, parameters, contents)
         total = total + weight * reference_of(term.loss.name)(plain)
     return total
@@ -169,37 +168,59 @@ def mean_over_terms(terms):
 # ---- Losses over candidates -------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Input:
+    """An embedding of the batch in one of its places."""
+
+    u: int
+    """Row of the embeddings."""
+    contents: set[int]
+    """Its content, or those of its parts where it is a mixture."""
+    example: int
+
+
+def inputs_of(index, examples, contents):
+    return list(map(Input, index.tolist(), contents, examples.tolist()))
+
+
 class Rows:
     """Who is a candidate of whom, one row at a time."""
 
     def __init__(self, plain):
         batch = plain.batch
-        loss = plain.loss
-        self.loss = loss
+        self.loss = plain.loss
         self.x = plain.x
         self.guide = None
         if plain.term.guide is not None:
             self.guide = by_embedding(batch, plain.term.guide)
-        content = batch.content.tolist()
+        content = [{value} for value in batch.content.tolist()]
         self.query = batch.query.tolist()
         self.positive = batch.positive.tolist()
-        self.negative = batch.negative.tolist()
-        self.example = batch.example.tolist()
-        self.negative_example = batch.negative_example.tolist()
-        self.query_content = [content[u] for u in self.query]
-        self.positive_content = [content[u] for u in self.positive]
-        self.negative_contents = plain.contents
-        self.rank_rows = plain.rank_rows
-        self.rows = range(len(self.query))
-        self.negatives = range(len(self.negative))
+        query_contents = [content[u] for u in self.query]
+        positive_contents = [content[u] for u in self.positive]
+        self.queries = inputs_of(batch.query, batch.example, query_contents)
+        self.positives = inputs_of(batch.positive, batch.example, positive_contents)
+        self.negatives = inputs_of(
+            batch.negative, batch.negative_example, plain.contents
+        )
 
     def forbidden(self, i):
         """Contents that are no negatives of row i."""
-        contents = {self.query_content[i]}
-        for content, example in zip(self.positive_content, self.example, strict=True):
-            if example == self.example[i]:
-                contents.add(content)
+        contents = set(self.queries[i].contents)
+        for positive in self.positives:
+            if positive.example == self.queries[i].example:
+                contents |= positive.contents
         return contents
+
+    def allowed(self, i, inputs, *, are_own=False):
+        """Embeddings of inputs that are negatives of row i, of other examples or of its own."""
+        forbidden = self.forbidden(i)
+        embeddings = []
+        for entry in inputs:
+            is_own = entry.example == self.queries[i].example
+            if is_own is are_own and not entry.contents & forbidden:
+                embeddings.append(entry.u)
+        return embeddings
 
     def documents(self, i):
         """Embeddings of D_i, one entry per occurrence."""
@@ -207,50 +228,25 @@ class Rows:
 
     def other_documents(self, i):
         """Those of D_i that come from other examples."""
-        forbidden = self.forbidden(i)
-        documents = []
-        for j in self.rows:
-            is_other = self.example[j] != self.example[i]
-            if is_other and self.positive_content[j] not in forbidden:
-                documents.append(self.positive[j])
-        if self.loss.hard_negatives_scope == "own":
-            return documents
-        for h in self.negatives:
-            is_other = self.negative_example[h] != self.example[i]
-            if is_other and not self.negative_contents[h] & forbidden:
-                documents.append(self.negative[h])
+        documents = self.allowed(i, self.positives)
+        if self.loss.hard_negatives_scope != "own":
+            documents += self.allowed(i, self.negatives)
         return documents
 
     def own_negatives(self, i):
         """Those of D_i that are hard negatives of the row's example."""
-        forbidden = self.forbidden(i)
-        documents = []
-        for h in self.negatives:
-            is_own = self.negative_example[h] == self.example[i]
-            if is_own and not self.negative_contents[h] & forbidden:
-                documents.append(self.negative[h])
-        return documents
-
-    def queries(self, i):
-        """Embeddings of Q_i."""
-        forbidden = self.forbidden(i)
-        return [
-            self.query[j]
-            for j in self.rows
-            if self.example[j] != self.example[i]
-            and self.query_content[j] not in forbidden
-        ]
+        return self.allowed(i, self.negatives, are_own=True)
 
     def queries_of_document(self, i):
         """Embeddings of R_i."""
-        queries = []
-        for j in self.rows:
-            same_query = self.query_content[j] == self.query_content[i]
-            is_known = self.positive_content[i] in self.forbidden(j)
-            is_other = self.example[j] != self.example[i]
-            if is_other and not same_query and not is_known:
-                queries.append(self.query[j])
-        return queries
+        mine = self.queries[i]
+        embeddings = []
+        for j, other in enumerate(self.queries):
+            is_known = self.positives[i].contents & self.forbidden(j)
+            is_other = other.example != mine.example
+            if is_other and other.contents != mine.contents and not is_known:
+                embeddings.append(other.u)
+        return embeddings
 
     def in_reach(self, scores, own_score):
         """Scores of the candidates that the margin leaves."""
@@ -285,7 +281,7 @@ class Rows:
         positive = self.positive[i]
         scores = [self.scores(i, query, self.other_documents(i))]
         if self.loss.same_side_negatives in ("queries", "both"):
-            scores.append(self.scores(i, query, self.queries(i)))
+            scores.append(self.scores(i, query, self.allowed(i, self.queries)))
         if self.loss.same_side_negatives in ("documents", "both"):
             scores.append(self.scores(i, positive, self.other_documents(i)))
         pair_score = self.x[query] @ self.x[positive]
@@ -629,43 +625,33 @@ def with_plain_mixtures(batch, term, seed, cosine):
     content = batch.content.tolist()
     contents = [{content[u]} for u in batch.negative.tolist()]
     drawn = draw_mixtures(batch, seed, dict(term.loss)["mix_negatives"])
-    embeddings = [batch.embeddings]
-    negative = batch.negative.tolist()
-    vectors = {
-        name: [by_embedding(batch, name)]
-        for name, answers in batch.teachers.items()
-        if isinstance(answers, TeacherVectors)
-    }
-    num = batch.embeddings.shape[0]
-    for left, right, share in zip(
-        drawn.left.tolist(), drawn.right.tolist(), drawn.share.tolist(), strict=True
-    ):
-        u = negative[left]
-        v = negative[right]
-        first = batch.embeddings[u]
-        second = batch.embeddings[v]
-        if cosine:
-            first = first / first.norm()
-            second = second / second.norm()
-        embeddings.append((share * first + (1 - share) * second)[None])
-        for parts in vectors.values():
-            mixed = share * parts[0][u] + (1 - share) * parts[0][v]
-            parts.append((mixed / mixed.norm())[None])
+    left = batch.negative[drawn.left]
+    right = batch.negative[drawn.right]
+    share = drawn.share[:, None]
+    for u, v in zip(left.tolist(), right.tolist(), strict=True):
         contents.append({content[u], content[v]})
-        negative.append(num)
-        num += 1
-    mixed_negative = torch.tensor(negative, dtype=torch.int64)
+
+    def with_mixtures(vectors, parts):
+        mixtures = share * parts[left] + (1 - share) * parts[right]
+        return torch.cat((vectors, mixtures))
+
+    embeddings = batch.embeddings
+    parts = normalize(embeddings) if cosine else embeddings
+    mixed = len(embeddings) + torch.arange(len(left))
+    negative = torch.cat((batch.negative, mixed))
     teachers = dict(batch.teachers)
-    for name, parts in vectors.items():
-        teachers[name] = TeacherVectors(
-            torch.cat(parts), batch.query, batch.positive, mixed_negative
-        )
-    no_content = torch.full((num - len(batch.content),), -7)
+    for name, answers in batch.teachers.items():
+        if isinstance(answers, TeacherVectors):
+            vectors = by_embedding(batch, name)
+            vectors = normalize(with_mixtures(vectors, vectors))
+            inputs = (batch.query, batch.positive, negative)
+            teachers[name] = TeacherVectors(vectors, *inputs)
+    no_content = torch.full((len(left),), -7)
     extended = replace(
         batch,
-        embeddings=torch.cat(embeddings),
+        embeddings=with_mixtures(embeddings, parts),
         content=torch.cat((batch.content, no_content)),
-        negative=mixed_negative,
+        negative=negative,
         negative_example=torch.cat((batch.negative_example, drawn.example)),
         teachers=teachers,
     )

@@ -92,13 +92,13 @@ def text_inputs(description, texts=SENTENCES):
         tokenizer.pad_token = tokenizer.eos_token
     padding = "max_length" if description.family == "siglip" else True
     tensors = tokenizer(
-        list(texts), padding=padding, truncation=True, return_tensors="pt"
+        list(texts),
+        padding=padding,
+        truncation=True,
+        return_tensors="pt",
+        return_token_type_ids=False,
     )
-    return {
-        name: tensor
-        for name, tensor in tensors.items()
-        if name in ("input_ids", "attention_mask")
-    }
+    return dict(tensors)
 
 
 def image_inputs(description, images):
@@ -114,14 +114,13 @@ def vision_inputs(description, items):
     images = [image for _, group in items for image in group]
     pixels = image_inputs(description, images)
     sizes = iter((pixels["image_grid_thw"].prod(dim=1) // 4).tolist())
-    texts = [
-        "".join(
-            "<|vision_start|>" + "<|image_pad|>" * next(sizes) + "<|vision_end|>"
-            for _ in group
-        )
-        + text
-        for text, group in items
-    ]
+    texts = []
+    for text, group in items:
+        marks = ""
+        for _ in group:
+            pads = "<|image_pad|>" * next(sizes)
+            marks += f"<|vision_start|>{pads}<|vision_end|>"
+        texts.append(marks + text)
     inputs = text_inputs(description, texts)
     return {
         **inputs,
@@ -146,11 +145,7 @@ def modality_items(modality):
 
 def inputs_for(description, modality, items):
     """The tensors of one forward pass over items of a modality."""
-    makers = {
-        "text": text_inputs,
-        "image": image_inputs,
-        "multimodal": vision_inputs,
-    }
+    makers = {"text": text_inputs, "image": image_inputs, "multimodal": vision_inputs}
     return makers[modality](description, items)
 
 

@@ -1,5 +1,7 @@
 """Attention: dropout with bulk draws is torch's mathematics, padded and packed; which kernel is used, and with what."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.attention.varlen  # before a test replaces an operator that it looks up
@@ -52,6 +54,13 @@ def test_dropout_is_seeded_and_only_in_training():
     (gradient,) = torch.autograd.grad(first.sum(), values)
     torch.testing.assert_close(gradient, remaining.double() / 0.7, rtol=1e-4, atol=0)
     assert layer.eval()(values) is values
+
+
+def formula(query, key, value, visible, factors):
+    """Attention of [..., tokens, size], whose probabilities are multiplied by these factors."""
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return (scores.softmax(-1) * factors) @ value
 
 
 @pytest.mark.parametrize("num_pieces", [1, 3, 8])
@@ -150,19 +159,18 @@ def test_packed_attention_is_that_of_the_formula(
         text = 0
         for piece, draw in zip(pieces, draws, strict=True):
             for row in range(piece.num_texts):
-                query, key, value = (
-                    tensor[starts[text] : starts[text + 1]] for tensor in inputs
-                )
-                length = len(query)
-                scores = torch.einsum("qhd,khd->hqk", query, key) * size**-0.5
+                tokens = slice(starts[text], starts[text + 1])
+                heads_first = [tensor[tokens].transpose(0, 1) for tensor in inputs]
+                length = lengths[text]
                 ahead = torch.arange(length)[None, :] - torch.arange(length)[:, None]
-                hidden = ahead > (0 if causal else length)
+                visible = ahead <= (0 if causal else length)
                 if window is not None:
-                    hidden |= ahead.abs() >= window
-                weight = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+                    visible &= ahead.abs() < window
+                factors = 1.0
                 if p_used:
-                    weight = weight * draw[row, :, :length, :length] / (1 - p)
-                expected.append(torch.einsum("hqk,khd->qhd", weight, value))
+                    factors = draw[row, :, :length, :length].double() / (1 - p)
+                vectors = formula(*heads_first, visible, factors)
+                expected.append(vectors.transpose(0, 1))
                 text += 1
         reference = torch.cat(expected)
         torch.testing.assert_close(output, reference, rtol=1e-12, atol=1e-12)
@@ -172,43 +180,83 @@ def test_packed_attention_is_that_of_the_formula(
             torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-12)
 
 
-# ---- dropout on GPUs without flash-attn: the arguments of torch's operator -----------
+# ---- kernels of GPUs, stood in for on the CPU --------------------------------------------
+
+
+SCALE = 0.5
+PACKED = attention.Packed(torch.tensor([0, 5, 6, 13], dtype=torch.int32), 7)
+
+
+def by_pieces(query, key, value, causal, window):
+    pieces = attention.cut(tuple(PACKED.starts.tolist()), 2**20, causal, window)
+    return attention.sdpa_by_piece(query, key, value, pieces, 0.0, SCALE)
+
+
+def varlen(
+    query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size, enable_gqa=False
+):
+    """As torch.nn.attention.varlen documents it."""
+    assert cu_q is cu_k is PACKED.starts
+    assert max_q == max_k == PACKED.longest
+    assert scale == SCALE
+    assert enable_gqa or query.shape == key.shape
+    left, right = window_size
+    window = None if left < 0 else left + 1
+    return by_pieces(query, key, value, right == 0, window)
+
+
+def older_varlen(query, key, value, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+    cuts = (cu_q, cu_k, max_q, max_k)
+    return varlen(query, key, value, *cuts, scale=scale, window_size=window_size)
+
+
+def operator(
+    query,
+    key,
+    value,
+    cum_seq_q,
+    cum_seq_k,
+    max_q,
+    max_k,
+    dropout_p,
+    is_causal,
+    return_debug_mask,
+    *,
+    scale,
+    window_size_left=-1,
+    window_size_right=-1,
+):
+    """aten::_flash_attention_forward, without its dropout."""
+    assert dropout_p == 0.25
+    assert return_debug_mask is False
+    sides = (window_size_left, 0 if is_causal else window_size_right)
+    cuts = (cum_seq_q, cum_seq_k, max_q, max_k)
+    output = older_varlen(query, key, value, *cuts, scale=scale, window_size=sides)
+    return (output,)
+
+
+def test_the_operators_arguments_are_torchs():
+    schema = torch.ops.aten._flash_attention_forward.default._schema
+    names = [argument.name for argument in schema.arguments]
+    asked = list(inspect.signature(operator).parameters)
+    assert asked == names[: len(asked)]
 
 
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_dropout_goes_to_the_operator(monkeypatch, causal, window, groups):
-    """A stand-in with the signature of aten::_flash_attention_forward computes on the CPU and notes its arguments."""
-    options = {}
-    schema = torch.ops.aten._flash_attention_forward.default._schema
-
-    def operator(*values, **named):
-        arguments = schema.arguments
-        names = [argument.name for argument in arguments if not argument.kwarg_only]
-        assert len(values) <= len(names)
-        assert set(named) <= {argument.name for argument in arguments} - set(names)
-        options.update(zip(names, values, strict=False))
-        options.update(named)
-        query, key, value = (options[name] for name in ("query", "key", "value"))
-        assert query.shape == key.shape == value.shape, "equally many heads"
-        assert options["cum_seq_q"].dtype == torch.int32
-        width = named["window_size_left"] + 1 if "window_size_left" in named else None
-        starts = tuple(options["cum_seq_q"].tolist())
-        pieces = attention.cut(starts, 2**20, options["is_causal"], width)
-        output = attention.sdpa_by_piece(query, key, value, pieces, 0.0, named["scale"])
-        return (output,)
-
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", operator)
+@pytest.mark.parametrize("kernel", [varlen, older_varlen, operator])
+def test_kernels_are_asked_for_the_same(kernel, groups, causal, window, monkeypatch):
+    dropout = 0.0
+    if kernel is operator:
+        dropout = 0.25
+        monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", kernel)
+    else:
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     torch.manual_seed(0)
     row = [torch.randn(13, heads, 8) for heads in (4, 4 // groups, 4 // groups)]
-    packed = attention.Packed(torch.tensor([0, 5, 6, 13], dtype=torch.int32), 7)
-    output = attention.by_kernel(*row, packed, 0.25, 0.5, causal, window)
-    pieces = attention.cut((0, 5, 6, 13), 2**20, causal, window)
-    expected = attention.sdpa_by_piece(*row, pieces, 0.0, 0.5)
-    torch.testing.assert_close(output, expected)
-    assert options["dropout_p"] == 0.25 and options["return_debug_mask"] is False
-    assert options["max_q"] == options["max_k"] == 7
+    output = attention.by_kernel(*row, PACKED, dropout, SCALE, causal, window)
+    torch.testing.assert_close(output, by_pieces(*row, causal, window))
 
 
 # ---- which kernel --------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Arithmetic in bfloat16 on CPUs: close to float64 relative to the summed terms, with float32 weights and gradients, on
 any processor."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -19,7 +20,7 @@ from tests.models.families import (
     loss_of,
     parts_for,
 )
-from tests.weights.variants import pairs
+from tests.training.test_run import metrics, settings
 from vembed.config.loading import resolve_run
 from vembed.models.families.backbones import layers_of
 from vembed.models.precision import (
@@ -73,16 +74,14 @@ def test_layer_norms_went_through_float32_on_gpus(monkeypatch):
     torch.manual_seed(0)
     norm = nn.LayerNorm(64)
     nn.init.normal_(norm.weight, 1.0, 0.1)
-    values = torch.randn(50, 64).to(torch.bfloat16).requires_grad_()
-    exact = nn.LayerNorm(64).double()
-    exact.load_state_dict(norm.state_dict())
-    expected = exact(values.detach().double()).detach()
+    exact = copy.deepcopy(norm).double()
     use_bf16(nn.Sequential(norm))
-    kept_dtypes = []
+    values = torch.randn(50, 64).bfloat16().requires_grad_()
+    kept_dtypes = set()
 
     def keep(tensor):
         if tensor.numel() >= values.numel():
-            kept_dtypes.append(tensor.dtype)
+            kept_dtypes.add(tensor.dtype)
         return tensor
 
     with (
@@ -91,10 +90,10 @@ def test_layer_norms_went_through_float32_on_gpus(monkeypatch):
     ):
         actual = norm(values)
     assert actual.dtype == torch.bfloat16
-    assert set(kept_dtypes) == {torch.bfloat16}, "half of the memory"
+    assert kept_dtypes == {torch.bfloat16}, "half of the memory"
     # Weight and output are rounded to 8 bits each, the products between them to none.
-    error = (actual.detach().double() - expected).abs().max()
-    assert float(error) < 2 * STEP * float(expected.abs().max())
+    expected = exact(values.double()).detach()
+    assert_close(actual.detach(), expected, expected.abs().max(), 2)
     actual.sum().backward()
     assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
 
@@ -136,31 +135,18 @@ def test_a_decoder_hands_on_bf16():
 
 
 def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(tmp_path):
-    data = pairs(tmp_path / "data.jsonl", 32)
+    def losses_of(name, **options):
+        output = str(tmp_path / name)
+        run = settings(tmp_path, max_steps=3, output_dir=output, **options)
+        return metrics(vembed.train(run).output_dir)
+
+    exact = losses_of("float32", mixed_precision="no")
+    rounded = losses_of("bf16", mixed_precision="bf16")
     cache = {"use_gradient_cache": True, "micro_batch_tokens": 64}
-    runs = {
-        "float32": {"mixed_precision": "no"},
-        "bf16": {"mixed_precision": "bf16"},
-        "cached": {"mixed_precision": "bf16", **cache},
-    }
-    losses = {}
-    for name, options in runs.items():
-        config = {
-            "model_name": str(tiny.shared(tiny.tiny_bert)),
-            "data_path": str(data),
-            "output_dir": str(tmp_path / name),
-            "batch_size": 8,
-            "max_steps": 3,
-            "learning_rate": 1e-3,
-            "report_to": [],
-            **options,
-        }
-        steps = []
-        vembed.train(config, on_step=steps.append)
-        losses[name] = [step.loss for step in steps]
-    assert losses["bf16"] != losses["float32"]
-    assert losses["bf16"] == pytest.approx(losses["float32"], rel=0.02)
-    assert losses["cached"] == pytest.approx(losses["bf16"], rel=0.02)
+    cached = losses_of("cached", mixed_precision="bf16", **cache)
+    assert rounded != exact
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert cached == pytest.approx(rounded, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch._inductor.config
+from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.fsdp import fully_shard
 
 from tests import tiny
@@ -29,32 +30,6 @@ def _fresh():
     torch._dynamo.reset()
     yield
     attention.register(attention.PACKED_ATTENTION)
-
-
-def run_once(make, backend, **options):
-    """Loss and gradients of a tiny model, with compiled layers unless `backend` is None."""
-    config = config_for(make, mixed_precision="no", **options)
-    model = model_of(config).train()
-    if backend is not None:
-        attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
-        precision.compile_layers(layers_of(model.backbone), backend)
-    loss = loss_of(model(parts_for(model.description)))
-    loss.backward()
-    return loss.detach(), gradients_of(model), model
-
-
-def one_layer(folder):
-    """A BERT of one layer: compiling takes seconds for each."""
-    return tiny.tiny_bert(folder, layers=1, hidden=16)
-
-
-@pytest.mark.parametrize("options", [{}, {"use_lora": True}], ids=["all", "lora"])
-def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(options):
-    loss, gradients, model = run_once(one_layer, None, **options)
-    actual, others, _ = run_once(one_layer, "aot_eager", **options)
-    assert model.packs_texts(), "attention of packed texts is called as it is"
-    assert torch.allclose(actual, loss, rtol=1e-5)
-    assert max(gradient_errors(others, gradients).values()) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -83,25 +58,37 @@ class CountingBackend:
     def __init__(self):
         self.num_calls = 0
 
-    def __call__(self, graph, _):
+    def __call__(self, graph, inputs):
+        compiled = aot_eager(graph, inputs)
+
         def call(*inputs):
             self.num_calls += 1
-            return graph(*inputs)
+            return compiled(*inputs)
 
         return call
 
 
-@pytest.mark.parametrize("options", [{}, {"padding_free": False}], ids=str)
+def loss_and_gradients(model):
+    loss = loss_of(model.train()(parts_for(model.description)))
+    loss.backward()
+    return loss.detach(), gradients_of(model)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_free": False}, {"use_lora": True}], ids=str
+)
 def test_checkpointed_layers_are_compiled(options, monkeypatch):
     """Graphs are called in the forward pass, and again in the backward pass."""
-    expected, gradients, _ = run_once(tiny.tiny_bert, None, **options)
+    options = {**options, "mixed_precision": "no"}
+    plain = model_of(config_for(tiny.tiny_bert, **options))
+    expected, gradients = loss_and_gradients(plain)
     backend = CountingBackend()
     compile_layers = partial(precision.compile_layers, backend=backend)
     monkeypatch.setattr(precision, "compile_layers", compile_layers)
-    options = {**options, "mixed_precision": "no", "torch_compile": True}
-    config = config_for(tiny.tiny_bert, **options)
+    config = config_for(tiny.tiny_bert, torch_compile=True, **options)
     with start_session(config) as session:
         model = model_of(config, recompute=True).train()
+        assert model.packs_texts() is plain.packs_texts()
         loss = loss_of(model(parts_for(model.description)))
         num_forward_calls = backend.num_calls
         loss.backward()
@@ -124,10 +111,8 @@ def sharded_gradients(is_compiled):
     for layer in layers:
         fully_shard(layer)
     fully_shard(model)
-    loss_of(model.train()(parts_for(model.description))).backward()
-    gradients = {}
-    for name, gradient in gradients_of(model).items():
-        gradients[name] = gradient.full_tensor()
+    _, shards = loss_and_gradients(model)
+    gradients = {name: shard.full_tensor() for name, shard in shards.items()}
     return backend.num_calls, gradients
 
 

@@ -90,32 +90,27 @@ def test_composed_models_have_two_towers_in_the_smaller_space():
         described(config_for(COMPOSED, model_name=clip))
 
 
-FILES = {
-    "pooling": "cls",
-    "max_seq_length": 64,
-    "normalize": False,
-    "prompts": {"query": "q: ", "passage": "p: "},
-}
-
-
-def test_sentence_transformers_files_decide():
-    description = st(**FILES)
+def test_sentence_transformers_files_decide_unless_the_user_does():
+    files = {
+        "pooling": "cls",
+        "max_seq_length": 64,
+        "normalize": False,
+        "prompts": {"query": "q: ", "passage": "p: "},
+    }
+    description = st(**files)
     assert description.pooling == "cls"
     assert description.max_length == 64
     assert description.normalize is False
     assert description.query_prompt == "q: "
     assert description.document_prompt == "p: "
     assert description.reasons["pooling"] == "from 1_Pooling/config.json"
-
-
-def test_the_user_wins():
     options = {
         "pooling": "mean",
         "max_length": 48,
         "query_prompt": "",
         "document_prompt": "d",
     }
-    description = st(options, **FILES)
+    description = st(options, **files)
     for name, value in options.items():
         assert getattr(description, name) == value
     assert "the model's files say dot" in st(similarity="dot").reasons["similarity"]
@@ -125,14 +120,12 @@ def test_the_user_wins():
     ("make", "options", "named"),
     [
         (tiny.tiny_bert, {"model_family": "clip"}, "model_family: clip"),
-        (tiny.tiny_bert, {"model_family": "composed"}, "image_model_name"),
         (tiny.tiny_qwen3, {"pooling": "cls"}, "same embedding"),
         (tiny.tiny_clip, {"pooling": "mean"}, "pooling"),
         (tiny.tiny_siglip, {"max_length": 8}, "16 positions"),
         (tiny.tiny_vit, {"pooling": "last"}, "have no order"),
         (tiny.tiny_convnext, {"pooling": "cls"}, "pooling: cls is not available"),
         (tiny.tiny_resnet, {"pooling": "cls"}, "no class token"),
-        (tiny.tiny_roberta, {"max_length": 257}, "257 does not fit the 256"),
         (tiny.tiny_bert, {"mrl_dims": [16, 64]}, "mrl_dims: 64 is larger than the 32"),
         (tiny.tiny_bert, {"mrl_dims": [16, 8], "mrl_weights": [1]}, "mrl_weights"),
     ],
@@ -176,7 +169,6 @@ def test_poolings_are_read_as_newer_files_name_them(tmp_path):
         ("BAAI/bge-base-en-v1.5", "passages: ", ""),
         ("Qwen/Qwen3-Embedding-0.6B", "Query:", ""),
         ("BAAI/bge-m3", "", ""),
-        ("me/note5-small", "", ""),
     ],
 )
 def test_prompts_of_published_models_are_known_by_name(name, query, document, tmp_path):
@@ -217,8 +209,7 @@ def test_dense_modules_of_the_model_count_in_its_size():
 
 def test_a_saved_description_is_believed(tmp_path):
     folder = tiny.tiny_qwen3(tmp_path)
-    config = TrainConfig(model_name=str(folder), data_path=[])
-    saved = described(config).with_(
+    saved = of_folder(folder).with_(
         pooling="mean",
         bidirectional_attention=True,
         query_prompt="ask: ",
@@ -226,7 +217,7 @@ def test_a_saved_description_is_believed(tmp_path):
         mrl_dims=(32, 16),
     )
     tiny.write_json(folder / DESCRIPTION_FILE, saved.to_dict())
-    again = described(config)
+    again = of_folder(folder)
     assert again.with_(reasons={}) == saved.with_(reasons={})
     assert again.reasons["pooling"] == f"from {DESCRIPTION_FILE}"
     values = saved.to_dict()

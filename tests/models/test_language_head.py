@@ -5,7 +5,12 @@ from unittest import mock
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import vembed
 from tests import tiny
@@ -41,8 +46,6 @@ CASES = [
 
 def tied_qwen(directory):
     """A Qwen3 whose head is its embedding matrix."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     folder = tiny.tiny_qwen3(directory)
     config = Qwen3Config.from_pretrained(folder)
     config.tie_word_embeddings = True
@@ -100,10 +103,7 @@ def on_ranks(strategy):
 def wanted(folder):
     """The mean over the tokens of every text of the batch, as often as it occurs, by the head's matrix."""
     model, _, featuriser = build(config_of(folder, padding_free=False))
-    items = []
-    for example in examples(CASES[0]):
-        items += occurrences(example)
-    inputs = featuriser.collate(featuriser.features(items))
+    inputs = inputs_of(featuriser, examples(CASES[0]))
     if not model.language_head.is_causal:
         # Its loss is compared with Transformers' below.
         with mock.patch.object(LanguageHead, "hide", hidden_by_content):
@@ -118,11 +118,9 @@ def wanted(folder):
     labels[:, 1:].masked_fill_(mask[:, :-1] == 0, IGNORED_TARGET)
     states = model.backbone(**inputs).last_hidden_state
     assert not model.language_head.is_new
-    parameters = dict(model.named_parameters())
-    matrix = parameters.get(
-        "language_head.whole.lm_head.weight",
-        parameters["backbone.embed_tokens.weight"],
-    )
+    matrix = model.language_head.whole.lm_head.weight
+    if matrix is None:
+        matrix = model.backbone.embed_tokens.weight
     logits = (states @ matrix.T)[:, :-1].flatten(0, 1)
     loss = cross_entropy(logits, labels[:, 1:].flatten())
     loss.backward()
@@ -132,9 +130,14 @@ def wanted(folder):
     return {**full_gradients(model), "loss": loss.detach()}
 
 
-def occurrences(example):
-    later = [(item, "document") for item in (*example.positives, *example.negatives)]
-    return [(example.query, "query"), *later]
+def inputs_of(featuriser, rows):
+    """Every text of the examples, as often as it occurs."""
+    items = []
+    for example in rows:
+        items.append((example.query, "query"))
+        for item in (*example.positives, *example.negatives):
+            items.append((item, "document"))
+    return featuriser.collate(featuriser.features(items))
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
@@ -156,9 +159,7 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
     model = model_of(config, description).double().eval()
     head = model.language_head
     assert head.is_new
-    featuriser = Featuriser(description)
-    items = occurrences(examples(CASES[0])[0])
-    inputs = featuriser.collate(featuriser.features(items))
+    inputs = inputs_of(Featuriser(description), examples(CASES[0])[:1])
     ids = inputs["input_ids"]
     torch.manual_seed(4)
     (_,), (losses,) = model([("text", inputs)], with_auxiliary=True)
@@ -183,11 +184,10 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
     whole.load_state_dict(weights)
     mask = inputs["attention_mask"]
     with torch.no_grad():
-        logits = whole(input_ids=hidden["input_ids"], attention_mask=mask).logits
-        expected = cross_entropy(logits.flatten(0, 1), targets.flatten())
+        theirs = whole(hidden["input_ids"], attention_mask=mask, labels=targets)
     sums, counts = losses["masked_token"]
     loss = float((sums.sum() / counts.sum()).detach())
-    assert loss == pytest.approx(float(expected), rel=1e-9)
+    assert loss == pytest.approx(float(theirs.loss), rel=1e-9)
     assert counts.tolist() == is_asked.sum(1).tolist()
 
 

@@ -1,11 +1,7 @@
-"""Texts without padding give the numbers and gradients of texts with it, in every model and by every kernel."""
-
-import json
-from itertools import pairwise
+"""Texts without padding give the numbers and gradients of texts with it, in every model."""
 
 import pytest
 import torch
-from torch.nn import functional
 
 from tests import tiny
 from tests.models.families import built, gradients_of, text_inputs
@@ -46,10 +42,10 @@ def assert_same(first, second):
 
 
 def test_every_model_that_is_named_is_tried_here():
-    tried = {
-        read_config(tiny.shared(make), trust_remote_code=False).model_type
-        for make in PACKED
-    }
+    tried = set()
+    for make in PACKED:
+        config = read_config(tiny.shared(make), trust_remote_code=False)
+        tried.add(config.model_type)
     assert tried == set(attention.MODEL_TYPES)
 
 
@@ -80,8 +76,8 @@ def test_decoders_that_see_all_tokens():
 
 def narrow_mistral(folder):
     """A Mistral whose sliding window is shorter than the texts."""
-    path = tiny.tiny_mistral(folder) / "config.json"
-    tiny.write_json(path, json.loads(path.read_text()) | {"sliding_window": 4})
+    tiny.tiny_mistral(folder)
+    tiny.change_json(folder / "config.json", sliding_window=4)
     return folder
 
 
@@ -104,78 +100,6 @@ def test_padding_on_either_side_and_none(side):
         alone = torch.cat([model([part])[0] for part in parts])
     assert torch.equal(whole, with_index)
     torch.testing.assert_close(whole, alone, rtol=1e-5, atol=1e-6)
-
-
-def text_by_text(query, key, value, starts, scale, sides):
-    """What a GPU's kernel computes, by its documentation."""
-    outputs = []
-    for start, end in pairwise(starts.tolist()):
-        rows = slice(start, end)
-        length = end - start
-        ahead = torch.arange(length)[None, :] - torch.arange(length)[:, None]
-        left, right = (length if side < 0 else side for side in sides)
-        visible = (ahead <= right) & (ahead >= -left)
-        output = functional.scaled_dot_product_attention(
-            query[rows].transpose(0, 1),
-            key[rows].transpose(0, 1),
-            value[rows].transpose(0, 1),
-            visible,
-            scale=scale,
-            enable_gqa=True,
-        )
-        outputs.append(output.transpose(0, 1))
-    return torch.cat(outputs)
-
-
-def checked(starts, key_starts, longest, longest_key):
-    assert starts is key_starts and starts.dtype == torch.int32
-    assert longest == longest_key == int(starts.diff().max())
-
-
-@pytest.fixture
-def kernel_calls():
-    return []
-
-
-@pytest.fixture(params=["torch", "torch without groups"])
-def gpu_kernel(request, kernel_calls, monkeypatch):
-    """A kernel of GPUs, stood in for by attention text by text, with the signature that it has."""
-
-    def varlen(q, k, v, *cuts, scale, window_size, enable_gqa=False):
-        checked(*cuts)
-        kernel_calls.append(q)
-        assert enable_gqa or q.shape[1] == k.shape[1]
-        return text_by_text(q, k, v, cuts[0], scale, window_size)
-
-    def older(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):
-        cuts = (cu_q, cu_k, max_q, max_k)
-        return varlen(q, k, v, *cuts, scale=scale, window_size=window_size)
-
-    function = varlen if request.param == "torch" else older
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", function)
-
-
-@pytest.mark.usefixtures("gpu_kernel")
-@pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_mistral])
-def test_kernels_of_gpus_are_asked_for_the_same(make, kernel_calls, monkeypatch):
-    """No GPU is needed."""
-
-    def on_gpu(module, query, key, value, _mask, **options):
-        rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-        causal = bool(vars(module).get("is_causal", False))
-        packed = options["packed"]
-        window = options.get("sliding_window")
-        if window and window >= packed.longest:
-            window = None
-        output = attention.by_kernel(
-            *rows, packed, 0.0, options["scaling"], causal, window or None
-        )
-        return output[None], None
-
-    expected = embedded(make, padding_free=False)
-    monkeypatch.setattr(attention, "attention", on_gpu)
-    assert_same(embedded(make, padding_free=True), expected)
-    assert kernel_calls
 
 
 def test_what_cannot_be_had_is_said():

@@ -137,7 +137,9 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
     assert (state["world_size"], state["strategy"]) == (1, "single")
 
 
-def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(tmp_path):
+def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(
+    tmp_path, caplog
+):
     saved(tmp_path)
     options = {
         "resume": "force",
@@ -149,6 +151,7 @@ def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(tmp_path
         for group in run.resume().optimizer.param_groups:
             groups.add((group["lr"], group["initial_lr"], group["weight_decay"]))
     assert groups == {(0.01, 0.01, 0.3), (0.01, 0.01, 0.0)}
+    assert "resume: force: going on although" in caplog.text
 
 
 @pytest.mark.promise("D33")

@@ -357,9 +357,9 @@ class MSE(ListedLoss):
 
 
 class Listwise(SoftmaxLoss):
-    """ListNet, over the E examples of the global batch and the documents that have a score.
+    """ListNet, over the M examples of the global batch and the documents that have a score.
 
-    L = 1/E * sum_e - sum_{c in C_e} softmax(t_e / T')_c * log softmax(s_e / T)_c
+    L = 1/M * sum_e - sum_{c in C_e} softmax(t_e / T')_c * log softmax(s_e / T)_c
     """
 
     name = "listwise"

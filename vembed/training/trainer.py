@@ -406,7 +406,8 @@ class Trainer:
     def fit(self) -> None:
         """Train to the last step, or until a hook ends the run or an interrupt stops it.
 
-        One iteration of the loop is one optimizer step: its batches, the update, the hooks, log, evaluation, checkpoint.
+        One iteration of the loop is one optimizer step: its global batches, the update, the hooks, log, evaluation,
+        checkpoint. `TrainingStep` adds the gradients of each global batch, `Update` changes the weights.
         """
         state = self.state
         interrupts = self.interrupts
