@@ -18,7 +18,6 @@ from tests.data.pictures import write
 from tests.parallel.steps import listen
 from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
-from vembed.models.families.backbones import layers_of
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.interrupts import Interrupts
@@ -104,9 +103,6 @@ class Built:
         (features,) = featuriser.features([(Item(text=text), kind)])
         return list(map(int, features.token_ids))
 
-    def layers(self):
-        return layers_of(self.trainer.components.model)
-
 
 def build(options):
     """The trainer of a YAML file with these options, in one process."""
@@ -180,7 +176,6 @@ GROUPS = {
         "query_prompt": "red ",
         "document_prompt": "green blue ",
         "attn_implementation": "eager",
-        "torch_compile": True,
         "mrl_dims": [16, 8],
         "mrl_weights": [1, 2],
         "num_workers": 0,
@@ -198,7 +193,6 @@ GROUPS = {
         "seed": 7,
         "deterministic": True,
         "loss": "infonce",
-        "learn_temperature": True,
         "padding_free": False,
         "no_duplicates": True,
         "val_data_path": "val.jsonl",

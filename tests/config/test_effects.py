@@ -1,6 +1,5 @@
 """A row for every option: where its effect is seen on what was built or written. An option without one fails."""
 
-import inspect
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -74,11 +73,6 @@ BUILT = {
         lambda entry: len(entry.tokens("blue", "document")) - 2,
         3,
     ),
-    "torch_compile": (
-        "many",
-        lambda entry: inspect.ismethod(entry.layers()[0].forward),
-        False,
-    ),
     "lora_r": (
         "other_adapters",
         lambda entry: adapter(entry).r["default"],
@@ -110,11 +104,6 @@ BUILT = {
         "two",
     ),
     "num_workers": ("many", "stream.num_workers", 0),
-    "learn_temperature": (
-        "many",
-        lambda entry: len(list(entry.trainer.components.loss.parameters())),
-        1,
-    ),
     "gradient_accumulation_steps": (
         "many",
         "data.batches_per_step",
@@ -289,7 +278,7 @@ column_mapping retrieval_mode image_root allow_image_urls on_bad_record max_nega
 max_length query_prompt min_pixels max_pixels image_model_name save_merged
 
 model_name use_lora lora_variant lora_target_modules bidirectional_attention quantize_weights trust_remote_code
-tokenizer_name auxiliary_losses mrl_dims mrl_projection
+torch_compile tokenizer_name auxiliary_losses mrl_dims mrl_projection
 
 fsdp_reduce_dtype mixed_precision dist_timeout_minutes sync_batchnorm
 

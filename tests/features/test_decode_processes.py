@@ -13,6 +13,7 @@ import pytest
 
 from tests import tiny
 from tests.data.pictures import encoded
+from tests.data.test_stream import wait_until
 from tests.features.sized_images import (
     LARGE,
     LARGE_BYTES,
@@ -154,7 +155,4 @@ def test_no_process_outlives_the_program(tmp_path, end):
     program.communicate(timeout=SECONDS)
     assert program.returncode != 0
     # Those of a killed program are waited for by process 1, which may take its time over it.
-    deadline = time.monotonic() + SECONDS
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(is_running, pids)), "a process is still there")

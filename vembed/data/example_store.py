@@ -121,18 +121,16 @@ class Records:
         raise self._changed(number, reason)
 
     @cached_property
-    def mates(self) -> np.ndarray | None:
+    def mates(self) -> np.ndarray:
         """The next example of the class of each, in labelled data."""
-        labels = self.index.labels
-        # Commands on data, such as `vembed mine`, read a labelled text as its own positive.
-        if labels is None or not self.terms:
-            return None
-        return next_of_class(labels)
+        assert self.index.labels is not None
+        return next_of_class(self.index.labels)
 
     def example(self, number: int, mate: int | None = None) -> Example:
         """Return an example. That of labelled data has another one of its class as positive: `mate`, or the next."""
         example = self._read(number)
-        if self.mates is not None:
+        # Commands on data, such as `vembed mine`, read a labelled text as its own positive.
+        if self.index.labels is not None and self.terms:
             mate = int(self.mates[number]) if mate is None else mate
             example = replace(example, positives=(self._read(mate).query,))
         return self.read_as.apply(example)

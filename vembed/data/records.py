@@ -636,7 +636,14 @@ class Columns:
             if not names_of["positive"] and not images:
                 names_of["positive"] = names_of["query"]
                 names_of["positive_image"] = names_of["query_image"]
-        problem = None if label is not None else _problem(names_of, columns)
+        problem = None
+        missing = [
+            role
+            for role in ("query", "positive")
+            if not names_of[role] and not names_of[f"{role}_image"]
+        ]
+        if label is None and missing:
+            problem = _problem(missing, columns)
         negatives = tuple(names_of.pop("negative"))
         single = {role: next(iter(names), None) for role, names in names_of.items()}
         named = dict.fromkeys([*single.values(), label, *negatives])
@@ -693,15 +700,8 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
     return roles
 
 
-def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | None:
+def _problem(missing: Sequence[str], columns: Sequence[str]) -> str:
     """Return what a record without a query or a positive lacks, and how to say which column it is."""
-    missing = [
-        role
-        for role in ("query", "positive")
-        if not names_of[role] and not names_of[f"{role}_image"]
-    ]
-    if not missing:
-        return None
     entries = ", ".join(f"your_{role}: {role}" for role in missing)
     hint = ""
     if "query" in missing and {TEXT, LABEL} & {*columns}:

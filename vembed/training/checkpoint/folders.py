@@ -94,31 +94,31 @@ LOCK = ".lock"
 MAX_OWNER_BYTES = 200
 
 
+@dataclass
 class OutputLock(AbstractContextManager["OutputLock"]):
     """The lock of one run on its output folder. A context manager: the exit releases it, if it was taken.
 
     The system releases it too, as soon as the process has ended in any way, on this machine or another.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.path = folder / LOCK
-        self._file: IO[bytes] | None = None
+    folder: Path
+    _file: IO[bytes] | None = None
 
     def take(self) -> None:
         """Take the lock. Raise UserError if another run has it, or if the folder cannot be written to.
 
         Rank 0 does so before anything is read.
         """
+        path = self.folder / LOCK
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            file = self.path.open("a+b")
+            file = path.open("a+b")
             is_free = True
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The run before may have removed the file after it was opened here.
                 lock_status = os.fstat(file.fileno())
-                is_free = os.path.samestat(lock_status, self.path.stat())
+                is_free = os.path.samestat(lock_status, path.stat())
             except BlockingIOError:
                 is_free = False
             except OSError as error:
@@ -152,7 +152,7 @@ class OutputLock(AbstractContextManager["OutputLock"]):
 
     def __exit__(self, *error: object) -> None:
         if self._file is not None:
-            self.path.unlink(missing_ok=True)
+            (self.folder / LOCK).unlink(missing_ok=True)
             self._file.close()
         with suppress(OSError):  # a run that has begun has filled it
             self.folder.rmdir()

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ log = logging.getLogger("vembed")
 LOG_LINE_COLUMNS = 160
 
 
+@dataclass
 class StepMetrics(Hook):
     """Metrics of the steps since the last logged one: speed, padding, time per activity and memory of every rank; the means of
     the losses; and [step, loss, learning rate, gradient norm] of each step, for the report.
@@ -48,13 +50,11 @@ class StepMetrics(Hook):
     """
 
     name = "step_curves"
-
-    def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._seconds = 0.0
-        self._shares: defaultdict[str, list[Tensor]] = defaultdict(list)
-        """Name in the log -> this rank's shares of the losses."""
-        self._steps: list[list[float]] = []
+    _counts: Counter[str] = field(default_factory=Counter)
+    _seconds: float = 0.0
+    _shares: dict[str, list[Tensor]] = field(default_factory=partial(defaultdict, list))
+    """Name in the log -> this rank's shares of the losses."""
+    _steps: list[list[float]] = field(default_factory=list)
 
     @override
     def on_start(self, run: Trainer) -> None:
@@ -180,13 +180,11 @@ def log_line(
         f"step {values['step']:,d}/{total_steps:,d}  loss {values['loss']:.4f}  lr {values['learning_rate']:.1e}  "
         f"grad {values['grad_norm']:.3g}  {rate_text} samples/s  left {duration(seconds_left)}"
     )
-    additions = []
     for name, value in values.items():
         if name.startswith("loss/"):
-            additions.append(f"  {name.removeprefix('loss/')} {value:.4f}")
-    for addition in additions:
-        if len(line + addition) <= LOG_LINE_COLUMNS:
-            line += addition
+            addition = f"  {name.removeprefix('loss/')} {value:.4f}"
+            if len(line + addition) <= LOG_LINE_COLUMNS:
+                line += addition
     return line
 
 
@@ -429,11 +427,11 @@ MAX_SKIPPED_STEPS = 10
 MAX_NAMED_EXAMPLES = 5
 
 
+@dataclass
 class Watch(Hook):
     """Checks of each step's metrics. Each warning is given once."""
 
-    def __init__(self) -> None:
-        self._warned: set[str] = set()
+    _warned: set[str] = field(default_factory=set)
 
     @override
     def on_start(self, run: Trainer) -> None:
