@@ -97,6 +97,7 @@ def bert_of_twelve_layers(folder):
     [
         (tiny.tiny_clip, ["vision"], ("vision_model.", "logit_scale")),
         (COMPOSED, ["text"], ("text_model.", "vision_model.embeddings.mask_token")),
+        (tiny.tiny_bert, ["embeddings"], ("embeddings.", "pooler.")),
         (
             tiny.tiny_convnext,
             ["first_n_layers=2"],
