@@ -13,6 +13,7 @@ import yaml
 from tests import tiny
 from tests.data.files import pair, write_jsonl
 from tests.docs.pages import ROOT, blocks
+from tests.mining.data import read_lines
 
 PAGE = ROOT / "docs" / "extending.md"
 BLOCKS = [block for block in blocks("python", "diff", "console") if block.page == PAGE]
@@ -140,8 +141,7 @@ def test_the_parts_train_together(copy, workplace, numbers):
         cwd=workplace,
     )
     assert code == 0, output
-    lines = (output_dir / "metrics.jsonl").read_text().splitlines()
-    values = [json.loads(line) for line in lines]
+    values = read_lines(output_dir / "metrics.jsonl")
     losses = [value["loss"] for value in values if "loss" in value]
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
     description = json.loads((output_dir / "final" / "vembed.json").read_text())

@@ -50,9 +50,8 @@ def test_same_numbers_when_cut(folder):
 
 @pytest.mark.parametrize("measure", ["dot", "cosine", "euclidean"])
 def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
-    model = Embedder(
-        tiny_bert_st(tmp_path, normalize=False, similarity=measure), device="cpu"
-    )
+    folder = tiny_bert_st(tmp_path, normalize=False, similarity=measure)
+    model = Embedder(folder, device="cpu")
     inputs = ["red cat", "the old house"]
     vectors = model.encode(inputs)
     products = vectors @ vectors.T
@@ -60,9 +59,8 @@ def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
     if measure != "dot":
         products /= np.sqrt(np.outer(products.diagonal(), products.diagonal()))
     np.testing.assert_allclose(model.similarity(vectors, vectors), products, rtol=1e-5)
-    np.testing.assert_allclose(
-        model.score([(inputs[0], inputs[1])]), products[0, 1:], rtol=1e-5
-    )
+    score = model.score([tuple(inputs)])
+    np.testing.assert_allclose(score, products[0, 1:], rtol=1e-5)
 
 
 def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
@@ -115,17 +113,17 @@ def test_what_is_no_input_is_named(value, message):
 def test_an_input_that_is_none_is_named_by_its_place(folder):
     model = Embedder(folder, device="cpu")
     for encode in (model.encode, model.hidden_states):
-        with pytest.raises(
-            UserError, match=r"inputs\[2\]: an input is of type NoneType"
-        ):
+        with pytest.raises(UserError, match=r"inputs\[2\]: .* of type NoneType"):
             encode(["a", "b", None])
 
 
 def test_wrong_settings_are_named(folder):
     model = Embedder(folder, device="cpu")
-    with pytest.raises(UserError, match="kind is 'passage'"):
-        model.encode(["a"], kind="passage")
-    with pytest.raises(UserError, match="truncate_dim is 4096"):
-        model.encode(["a"], truncate_dim=4096)
+    for options, message in (
+        ({"kind": "passage"}, "kind is 'passage'"),
+        ({"truncate_dim": 4096}, "truncate_dim is 4096"),
+    ):
+        with pytest.raises(UserError, match=message):
+            model.encode(["a"], **options)
     with pytest.raises(UserError, match="truncate_dim is 0"):
         Embedder(folder, device="cpu", truncate_dim=0)

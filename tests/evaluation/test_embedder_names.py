@@ -31,12 +31,10 @@ def test_arguments_named_as_in_sentence_transformers(model):
     tensor = model.encode(TEXTS, convert_to_tensor=True)
     assert isinstance(tensor, torch.Tensor)
     np.testing.assert_array_equal(tensor.numpy(), model.encode(TEXTS))
-    np.testing.assert_array_equal(
-        model.encode_query(TEXTS), model.encode(TEXTS, "query")
-    )
-    np.testing.assert_array_equal(
-        model.encode_document(TEXTS[0]), model.encode(TEXTS[0])
-    )
+    queries = model.encode_query(TEXTS)
+    np.testing.assert_array_equal(queries, model.encode(TEXTS, "query"))
+    document = model.encode_document(TEXTS[0])
+    np.testing.assert_array_equal(document, model.encode(TEXTS[0]))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,6 +7,8 @@ import vembed
 from tests.tiny import tiny_bert_st
 from vembed.cli.commands.export import copy_model
 
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 TEXTS = ["red", "a small bird in the garden"]
 PROMPT = "red green: "
 
@@ -29,7 +31,10 @@ def module(name, package):
     )
 
 
-@pytest.mark.filterwarnings("ignore")
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
 def test_langchain(saved):
     actual = module("langchain_huggingface", "langchain-huggingface")
     folder, queries, documents = saved
@@ -38,43 +43,31 @@ def test_langchain(saved):
         model_kwargs={"device": "cpu"},
         query_encode_kwargs={"prompt_name": "query"},
     )
-    np.testing.assert_allclose(embeddings.embed_documents(TEXTS), documents, atol=1e-5)
-    np.testing.assert_allclose(embeddings.embed_query(TEXTS[0]), queries[0], atol=1e-5)
+    close(embeddings.embed_documents(TEXTS), documents)
+    close(embeddings.embed_query(TEXTS[0]), queries[0])
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_llama_index(saved):
-    actual = module(
-        "llama_index.embeddings.huggingface", "llama-index-embeddings-huggingface"
-    )
+    name = "llama_index.embeddings.huggingface"
+    actual = module(name, "llama-index-embeddings-huggingface")
     folder, queries, documents = saved
     embedding = actual.HuggingFaceEmbedding(
         model_name=folder, device="cpu", query_instruction=PROMPT
     )
-    np.testing.assert_allclose(
-        embedding.get_text_embedding_batch(TEXTS), documents, atol=1e-5
-    )
-    np.testing.assert_allclose(
-        embedding.get_query_embedding(TEXTS[0]), queries[0], atol=1e-5
-    )
+    close(embedding.get_text_embedding_batch(TEXTS), documents)
+    close(embedding.get_query_embedding(TEXTS[0]), queries[0])
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_haystack(saved):
     integration = "haystack_integrations.components.embedders.sentence_transformers"
     embedders = module(integration, "sentence-transformers-haystack")
     haystack = module("haystack", "haystack-ai")
     folder, queries, documents = saved
-    text = embedders.SentenceTransformersTextEmbedder(
-        model=folder, prefix=PROMPT, progress_bar=False
-    )
+    options = {"model": folder, "progress_bar": False}
+    text = embedders.SentenceTransformersTextEmbedder(prefix=PROMPT, **options)
     text.warm_up()
-    np.testing.assert_allclose(text.run(TEXTS[0])["embedding"], queries[0], atol=1e-5)
-    many = embedders.SentenceTransformersDocumentEmbedder(
-        model=folder, progress_bar=False
-    )
+    close(text.run(TEXTS[0])["embedding"], queries[0])
+    many = embedders.SentenceTransformersDocumentEmbedder(**options)
     many.warm_up()
-    done = many.run([haystack.Document(content=text) for text in TEXTS])["documents"]
-    np.testing.assert_allclose(
-        [entry.embedding for entry in done], documents, atol=1e-5
-    )
+    done = many.run([haystack.Document(content=text) for text in TEXTS])
+    close([entry.embedding for entry in done["documents"]], documents)

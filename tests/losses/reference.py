@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from tests.parts import from_its_test
 from vembed.config.terms import ResolvedTerm, source_terms
@@ -126,9 +127,7 @@ def _term(batch, config, term, parameters, mrl_dims):
     for dim, weight in dims:
         z = x = embeddings[:, :dim]
         if cosine:
-            x = torch.stack(
-                [row / row.norm() if bool(row.any()) else row * 0.0 for row in x]
-            )
+            x = normalize(x)
         plain = Plain(batch, term, z, x, scale, parameters, contents)
         total = total + weight * reference_of(term.loss.name)(plain)
     return total
@@ -626,43 +625,33 @@ def with_plain_mixtures(batch, term, seed, cosine):
     content = batch.content.tolist()
     contents = [{content[u]} for u in batch.negative.tolist()]
     drawn = draw_mixtures(batch, seed, dict(term.loss)["mix_negatives"])
-    embeddings = [batch.embeddings]
-    negative = batch.negative.tolist()
-    vectors = {
-        name: [by_embedding(batch, name)]
-        for name, answers in batch.teachers.items()
-        if isinstance(answers, TeacherVectors)
-    }
-    num = batch.embeddings.shape[0]
-    for left, right, share in zip(
-        drawn.left.tolist(), drawn.right.tolist(), drawn.share.tolist(), strict=True
-    ):
-        u = negative[left]
-        v = negative[right]
-        first = batch.embeddings[u]
-        second = batch.embeddings[v]
-        if cosine:
-            first = first / first.norm()
-            second = second / second.norm()
-        embeddings.append((share * first + (1 - share) * second)[None])
-        for parts in vectors.values():
-            mixed = share * parts[0][u] + (1 - share) * parts[0][v]
-            parts.append((mixed / mixed.norm())[None])
+    left = batch.negative[drawn.left]
+    right = batch.negative[drawn.right]
+    share = drawn.share[:, None]
+    for u, v in zip(left.tolist(), right.tolist(), strict=True):
         contents.append({content[u], content[v]})
-        negative.append(num)
-        num += 1
-    mixed_negative = torch.tensor(negative, dtype=torch.int64)
+
+    def with_mixtures(vectors, parts):
+        mixtures = share * parts[left] + (1 - share) * parts[right]
+        return torch.cat((vectors, mixtures))
+
+    embeddings = batch.embeddings
+    parts = normalize(embeddings) if cosine else embeddings
+    mixed = len(embeddings) + torch.arange(len(left))
+    negative = torch.cat((batch.negative, mixed))
     teachers = dict(batch.teachers)
-    for name, parts in vectors.items():
-        teachers[name] = TeacherVectors(
-            torch.cat(parts), batch.query, batch.positive, mixed_negative
-        )
-    no_content = torch.full((num - len(batch.content),), -7)
+    for name, answers in batch.teachers.items():
+        if isinstance(answers, TeacherVectors):
+            vectors = by_embedding(batch, name)
+            vectors = normalize(with_mixtures(vectors, vectors))
+            inputs = (batch.query, batch.positive, negative)
+            teachers[name] = TeacherVectors(vectors, *inputs)
+    no_content = torch.full((len(left),), -7)
     extended = replace(
         batch,
-        embeddings=torch.cat(embeddings),
+        embeddings=with_mixtures(embeddings, parts),
         content=torch.cat((batch.content, no_content)),
-        negative=mixed_negative,
+        negative=negative,
         negative_example=torch.cat((batch.negative_example, drawn.example)),
         teachers=teachers,
     )

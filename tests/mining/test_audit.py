@@ -107,22 +107,17 @@ def test_findings_with_a_model(options, tmp_path):
 
 
 def test_bad_records_and_images(tmp_path):
-    for name, colour in (("a", "red"), ("b", "red"), ("c", "blue")):
-        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.png")
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
     (tmp_path / "broken.png").write_bytes(b"no image")
-    rows = [
-        {"query": f"picture {name}", "positive": {"image": f"{name}.png"}}
-        for name in ("a", "b", "c", "broken")
-    ]
-    path = write_lines(tmp_path / "rows.jsonl", [*rows, {"query": "", "positive": "x"}])
-    _, actual = run(
-        {"data_path": str(path), "output_path": str(tmp_path / "audit.html")}
-    )
+    rows = [{"query": "", "positive": "x"}]
+    for name in ("red", "broken"):
+        rows.append({"query": f"a {name}", "positive": {"image": f"{name}.png"}})
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    page = tmp_path / "audit.html"
+    _, actual = run({"data_path": str(path), "output_path": str(page)})
     assert actual["bad_records"].count == 2
-    assert {example["place"] for example in actual["bad_records"].examples} == {
-        f"{path}:4",
-        f"{path}:5",
-    }
+    places = {example["place"] for example in actual["bad_records"].examples}
+    assert places == {f"{path}:1", f"{path}:3"}
 
 
 def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):

@@ -96,8 +96,6 @@ def test_few_negatives_are_warned_of(tmp_path):
     (warning,) = [line for line in lines if line.startswith("warning: ")]
     assert "3 of 3 rows got fewer than 4 negatives" in warning
     assert "corpus_path" in warning and "top_k" in warning
-    total = f"{result.num_negatives} mined negatives in all of them together"
-    assert any(total in line for line in lines)
 
 
 @pytest.mark.parametrize("sampling", ["random", "softmax"])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.mining.data import write_lines
+from tests.mining.data import corpus_of, write_lines
 from vembed import UserError, audit, generate, judge, mine
 from vembed.cli.commands.make_data import audit as run_audit
 from vembed.mining.options import (
@@ -190,17 +190,13 @@ def test_an_output_that_is_an_input_is_refused(
 
 def test_another_output_is_replaced_also_in_a_beir_folder(tmp_path):
     (tmp_path / "qrels").mkdir()
-    rows = "query-id\tcorpus-id\tscore\nq1\td1\t1\n"
-    (tmp_path / "qrels" / "train.tsv").write_text(rows)
-    write_lines(tmp_path / "queries.jsonl", [{"_id": "q1", "text": "one"}])
-    write_lines(
-        tmp_path / "corpus.jsonl",
-        [{"_id": f"d{number}", "text": f"one text {number}"} for number in range(4)],
-    )
+    (tmp_path / "qrels" / "train.tsv").write_text("d1\td1\t1\n")
+    for name in ("queries", "corpus"):
+        write_lines(tmp_path / f"{name}.jsonl", corpus_of(["a text", "one text"]))
     options = {"model_name": "bm25", "data_path": str(tmp_path)}
     output = tmp_path / "mined.jsonl"
     output.write_text("older\n")
     mine(options | {"output_path": str(output)})
-    assert json.loads(output.read_text())["query_id"] == "q1"
+    assert json.loads(output.read_text())["query_id"] == "d1"
     with pytest.raises(UserError, match="is read as data_path"):
         mine(options | {"output_path": str(tmp_path / "corpus.jsonl")})

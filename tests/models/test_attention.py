@@ -56,6 +56,13 @@ def test_dropout_is_seeded_and_only_in_training():
     assert layer.eval()(values) is values
 
 
+def formula(query, key, value, visible, factors):
+    """Attention of [..., tokens, size], whose probabilities are multiplied by these factors."""
+    scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+    scores = scores.masked_fill(~visible, -torch.inf)
+    return (scores.softmax(-1) * factors) @ value
+
+
 @pytest.mark.parametrize("num_pieces", [1, 3, 8])
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "float", "shared"])
 @pytest.mark.parametrize("kind", ["float64", "bfloat16", "autocast"])
@@ -152,19 +159,18 @@ def test_packed_attention_is_that_of_the_formula(
         text = 0
         for piece, draw in zip(pieces, draws, strict=True):
             for row in range(piece.num_texts):
-                query, key, value = (
-                    tensor[starts[text] : starts[text + 1]] for tensor in inputs
-                )
-                length = len(query)
-                scores = torch.einsum("qhd,khd->hqk", query, key) * size**-0.5
+                tokens = slice(starts[text], starts[text + 1])
+                heads_first = [tensor[tokens].transpose(0, 1) for tensor in inputs]
+                length = lengths[text]
                 ahead = torch.arange(length)[None, :] - torch.arange(length)[:, None]
-                hidden = ahead > (0 if causal else length)
+                visible = ahead <= (0 if causal else length)
                 if window is not None:
-                    hidden |= ahead.abs() >= window
-                weight = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+                    visible &= ahead.abs() < window
+                factors = 1.0
                 if p_used:
-                    weight = weight * draw[row, :, :length, :length] / (1 - p)
-                expected.append(torch.einsum("hqk,khd->qhd", weight, value))
+                    factors = draw[row, :, :length, :length].double() / (1 - p)
+                vectors = formula(*heads_first, visible, factors)
+                expected.append(vectors.transpose(0, 1))
                 text += 1
         reference = torch.cat(expected)
         torch.testing.assert_close(output, reference, rtol=1e-12, atol=1e-12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 from dataclasses import dataclass, field
@@ -16,8 +15,9 @@ from torch import Tensor
 from tests.built import described, model_of
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.data.examples import ImageRef, Item
+from vembed.data.examples import Item
 from vembed.data.features import Featuriser
+from vembed.inference.embedder import to_item
 from vembed.parallel import collectives, parameters
 from vembed.parallel.session import start_session
 
@@ -77,7 +77,7 @@ def parts_of(featuriser, rank, micro_batch, dtype=torch.float32):
         for number in range(2 if modality == "image" else 2 + rank % 2):
             if modality == "image":
                 pixels = draw.integers(0, 255, (24, 24, 3), dtype=np.uint8)
-                items.append(Item(images=(ImageRef(data=_png(pixels)),)))
+                items.append(to_item(Image.fromarray(pixels)))
             else:
                 text = " ".join(draw.choice(words, 2 + rank + number))
                 items.append(Item(text=text))
@@ -222,9 +222,3 @@ def check_against_one_process(results, whole):
         assert result.summary == whole.summary
     torch.testing.assert_close(results[0].weights, whole.weights, rtol=1e-9, atol=1e-9)
     assert all(result.weights == {} for result in results[1:])
-
-
-def _png(pixels):
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()

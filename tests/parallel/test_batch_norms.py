@@ -1,16 +1,14 @@
 """Batch norms over two processes against one: shared by sync_batchnorm, and a warning where they are not."""
 
-import json
-
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 from torch import nn
 
 import vembed
+from tests.data.files import write_jsonl
 from tests.harness import run_ranks
+from tests.imitation.cases import write_picture
 from tests.measure import gradient_errors
 from tests.models.families import gradients_of
 from tests.parallel.steps import config_of, listen
@@ -78,16 +76,11 @@ def test_shared_batch_norms_are_those_of_one_process():
 
 def test_an_image_that_repeats_across_ranks_counts_as_often_as_it_occurs(tmp_path):
     """A network with batch norms trained on two processes and on one, where the images 0 and 1 are on both ranks."""
-    for number in range(6):
-        draw = np.random.default_rng(number)
-        pixels = draw.integers(0, 255, (32, 32, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    images = [{"image": write_picture(tmp_path, number)} for number in range(6)]
     rows = []
     for query, positive in ((0, 1), (0, 2), (3, 1), (4, 5), (4, 1), (0, 5)):
-        image = {"image": f"{query}.png"}
-        rows.append({"query": image, "positive": {"image": f"{positive}.png"}})
-    data = tmp_path / "train.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows.append({"query": images[query], "positive": images[positive]})
+    data = write_jsonl(tmp_path / "train.jsonl", rows)
     options = {
         "model_name": str(shared(tiny_resnet)),
         "data_path": str(data),
@@ -100,21 +93,15 @@ def test_an_image_that_repeats_across_ranks_counts_as_often_as_it_occurs(tmp_pat
         "report_to": "none",
     }
     weights = []
-    for world_size in (1, 2):
-        folder = tmp_path / str(world_size)
-        config = {**options, "output_dir": str(folder)}
-        if world_size == 2:
-            config["strategy"] = "ddp"
-        run_ranks(train_here, world_size, config, process_group=False)
+    for world_size, strategy in ((1, "single"), (2, "ddp")):
+        folder = tmp_path / strategy
+        config = {**options, "output_dir": str(folder), "strategy": strategy}
+        run_ranks(vembed.train, world_size, config, process_group=False)
         weights.append(load_file(folder / "final" / "model.safetensors"))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
     name = next(name for name in weights[0] if name.endswith("running_mean"))
     start = load_file(shared(tiny_resnet) / "model.safetensors")
     assert (weights[0][name] - start[name]).abs().max() > 1e-3
-
-
-def train_here(config):
-    vembed.train(config)
 
 
 def test_batch_norms_that_are_not_shared_are_said_to_break_parity():

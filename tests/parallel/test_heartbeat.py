@@ -11,9 +11,7 @@ from tests.harness import rank_outcomes
 from tests.parallel.steps import config_of, listen
 from tests.tiny import shared, tiny_bert
 from vembed.parallel import collectives, launch_check, session
-from vembed.parallel.launch_check import (
-    LaunchCheck,
-)
+from vembed.parallel.launch_check import LaunchCheck
 
 
 def loop_for_ever():
@@ -33,9 +31,8 @@ def in_a_run(folder, stops, loops):
     session.LaunchCheck = lambda ranks, _: LaunchCheck(ranks, 1.0)
     lines = listen()
     try:
-        with session.start_session(
-            config_of(folder, dist_timeout_minutes=3.5 / 60)
-        ) as first:
+        config = config_of(folder, dist_timeout_minutes=3.5 / 60)
+        with session.start_session(config) as first:
             assert first.heartbeats is not None
             first.heartbeats.step = 7
             first.barrier()
@@ -45,10 +42,8 @@ def in_a_run(folder, stops, loops):
                 loop_for_ever()
             collectives.sum_ints([rank])
     except Exception as error:
-        return [
-            f"{type(error).__name__}: {error}",
-            *(line for line in lines if "has waited" in line),
-        ]
+        waits = [line for line in lines if "has waited" in line]
+        return [f"{type(error).__name__}: {error}", *waits]
     return []
 
 

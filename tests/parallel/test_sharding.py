@@ -96,9 +96,7 @@ def test_gradient_is_that_of_one_process(name):
     if name == "no_shard":
         log = "\n".join(results[0].lines)
         assert "NO_SHARD shards nothing: the run uses ddp" in log
-    num_shards = num_ranks
-    if name == "fsdp2_hybrid":
-        num_shards = 2
+    num_shards = 2 if name == "fsdp2_hybrid" else num_ranks
     if results[0].strategy == "ddp":
         num_shards = 1
     for result in results:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,7 +26,8 @@ from tests.parity.engine import (
 from tests.tiny import shared, texts
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.rank_batch import make_rank_batch
-from vembed.data.examples import Example, ImageRef, Item
+from vembed.data.examples import Example, Item
+from vembed.inference.embedder import to_item
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
 
@@ -130,9 +130,7 @@ def examples(modalities):
     words = texts(3 * NUM_EXAMPLES, seed=3, longest=12)
     refs = []
     for picture in pictures(3 * NUM_EXAMPLES):
-        file = io.BytesIO()
-        picture.save(file, "PNG")
-        refs.append(ImageRef(data=file.getvalue()))
+        refs += to_item(picture).images
     built = []
     for row in range(NUM_EXAMPLES):
         text, other, third = (Item(words[3 * row + place]) for place in range(3))

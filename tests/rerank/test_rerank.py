@@ -34,6 +34,7 @@ from tests.tiny import (
     tiny_reranker,
     tiny_roberta,
     tiny_xlmr,
+    write_json,
 )
 from tests.training.test_run import metrics
 from vembed.config.schema import TrainConfig
@@ -339,6 +340,19 @@ def test_commands_score_as_the_class_does(strategy, tmp_path):
     assert list(map(float, scores)) == pytest.approx(expected, abs=1e-5)
 
 
+def test_lists_are_read_as_other_records_are(tmp_path):
+    lists = tmp_path / "lists.jsonl"
+    row = b'{"query": "red", "documents": ["a", "b"]}\n'
+    lists.write_bytes(b"\xef\xbb\xbf" + row + b"\n" + row)
+    model = shared(tiny_reranker)
+    first, second = succeeds("rerank", model, lists).splitlines()
+    assert first == second
+    lists.write_bytes(row + b"\n" + b'{"query": "\xe9", "documents": ["a"]}\n')
+    done = command("rerank", str(model), str(lists))
+    assert done.returncode == 2
+    assert f"{lists}:3 is not JSON" in done.stderr
+
+
 def test_a_checkpoint_is_exported(tmp_path):
     options = {"use_lora": True, "max_length": 512, "save_steps": 2, "max_steps": 2}
     final = trained(tmp_path, shared(tiny_qwen3_reranker), **options)
@@ -396,29 +410,27 @@ def test_a_decoder_teaches_an_embedding_model(tmp_path):
 
 
 def test_data_counts_pairs(tmp_path):
+    data = written(tmp_path)
     config = {
         "model_name": str(shared(tiny_qwen3_reranker)),
         "task": "rerank",
-        "data_path": str(written(tmp_path)),
+        "data_path": str(data),
         "output_dir": str(tmp_path / "out"),
         "loss": "bce",
         "max_length": 512,
         "max_negatives": 1,
     }
-    path = tmp_path / "cfg.yaml"
-    path.write_text(yaml.safe_dump(config))
-    featuriser = PairFeaturiser(described(TrainConfig(**config)))
+    write_json(tmp_path / "cfg.yaml", config)
+    target = tmp_path / "data.json"
+    succeeds("data", tmp_path / "cfg.yaml", "--json", target)
+    figures = json.loads(target.read_text())["lengths"]["pairs"]
     pairs = []
-    for record in read_lines(tmp_path / "train.jsonl"):
+    for record in read_lines(data):
         for document in (record["positive"], record["negatives"][0]):
             pairs.append((Item(record["query"]), Item(document)))
-    target = tmp_path / "data.json"
-    succeeds("data", path, "--json", target)
-    ((kind, figures),) = json.loads(target.read_text())["lengths"].items()
-    assert kind == "pairs"
+    features = PairFeaturiser(described(TrainConfig(**config))).features(pairs)
     assert figures["measured"] == len(pairs)
-    lengths = [feature.length for feature in featuriser.features(pairs)]
-    assert figures["longest"] == max(lengths)
+    assert figures["longest"] == max(feature.length for feature in features)
 
 
 def test_a_list_without_documents_is_named(tmp_path):

@@ -1,7 +1,6 @@
 """`vembed demo`: its data, its files, and one real run of the quick size."""
 
 import importlib.util
-import json
 from dataclasses import astuple
 from types import SimpleNamespace
 
@@ -116,8 +115,6 @@ def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
     assert set(record.before) == set(record.after)
     assert record.dims == [384, 256, 128, 64]
     assert [line["step"] for line in record.steps] == [1, 2]
-    firsts = [line.split()[0] for line in output.splitlines() if line.strip()]
-    assert [name for name in firsts if name.isdecimal()] == ["384", "256", "128", "64"]
     name = "dim64/ndcg@10"
     assert f"{record.before[name]:.4f}" in output
     assert f"{record.after[name]:.4f}" in output
@@ -130,5 +127,3 @@ def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
         assert str(path) in output
     assert (folder / "final" / "modules.json").is_file()
     assert "vembed train" in output
-    first, *_ = (folder / "data" / "val.jsonl").read_text().splitlines()
-    assert json.loads(first).keys() == {"query", "positive"}

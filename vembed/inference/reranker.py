@@ -18,9 +18,9 @@ from vembed.files import check_weights
 from vembed.inference.embedder import Input, inference_device, to_item
 from vembed.inference.encoding import encode_features, from_all_ranks
 from vembed.models.building import build_model
-from vembed.models.families.backbones import quiet_transformers
+from vembed.models.families.backbones import quiet_transformers, read_config
 from vembed.models.families.description import describe
-from vembed.models.families.model_files import check_model_config, check_whole_weights
+from vembed.models.families.model_files import check_whole_weights
 from vembed.parallel.session import Session
 
 
@@ -164,10 +164,11 @@ def read_weights(
     """Return a model of an Auto class, from safetensors alone: reading pickled weights would run their code."""
     check_whole_weights(folder)
     check_weights(folder)
-    check_model_config(folder, trust_remote_code=trust_remote_code)
+    config = read_config(folder, trust_remote_code=trust_remote_code)
     with quiet_transformers():
         return kind.from_pretrained(
             folder,
+            config=config,
             dtype="auto" if dtype is None else dtype,
             use_safetensors=True,
             trust_remote_code=trust_remote_code,

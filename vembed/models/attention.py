@@ -119,28 +119,23 @@ def why_padded(
     # DistilBERT's dim is hidden_size too.
     width = model.hidden_size // model.num_attention_heads
     head_size = model.to_dict().get("head_dim") or width
-    return why_no_kernel(int(head_size), device, half=half)
+    return why_no_flash(device, half=half, head_size=int(head_size))
 
 
-def why_no_flash(device: torch.device, *, half: bool) -> str | None:
-    """Return the reason why no flash attention runs on a device; None: it does."""
+def why_no_flash(
+    device: torch.device,
+    *,
+    half: bool,
+    head_size: int = 0,
+) -> str | None:
+    """Return the reason why no flash attention runs on a device, with heads of a size if it is given; None: it does."""
+    if head_size > _MAX_HEAD_SIZE or head_size % 8:
+        return f"flash attention does not support a head size of {head_size}"
     if device.type != "cuda":
         return "no CUDA GPU"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "the GPU is older than flash attention allows"
     return None if half else "flash attention does not support float32"
-
-
-def why_no_kernel(
-    head_size: int,
-    device: torch.device,
-    *,
-    half: bool,
-) -> str | None:
-    """Return the reason why no variable-length kernel takes heads of this size on a GPU; None: one does."""
-    if head_size > _MAX_HEAD_SIZE or head_size % 8:
-        return f"flash attention does not support a head size of {head_size}"
-    return why_no_flash(device, half=half)
 
 
 def register(name: str, *, compiled_layers: bool = False) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.models.attention import IMAGE_ATTENTION, register, why_no_kernel
+from vembed.models.attention import IMAGE_ATTENTION, register, why_no_flash
 
 POSITIONS = "position_ids"
 """Input key: [3, n, tokens], the time, height and width of each token."""
@@ -140,7 +140,7 @@ def pack_images(
         values = tower.config.to_dict()
         width = int(values.get("embed_dim") or values["hidden_size"])
         head_size = width // int(values["num_heads"])
-        problem = why_no_kernel(head_size, device, half=half)
+        problem = why_no_flash(device, half=half, head_size=head_size)
         if problem is not None:
             return problem
     tower.config._attn_implementation = register(IMAGE_ATTENTION)

@@ -55,9 +55,12 @@ def build_optimizer(
     """
     # FSDP1 leaves a flat piece of each parameter. FSDP2's DTensors and plain tensors report their whole shape.
     whole_shapes = {id(piece): shape for piece, shape in flat_pieces(model)}
-    heads: tuple[str, ...] = ()
-    if options.head_learning_rate is not None:
-        heads = head_prefixes(model)
+    head_rate = options.head_learning_rate
+    # Beginnings of the names of what it is for.
+    heads = ["loss."]
+    for module in model.modules():
+        if isinstance(module, EmbeddingModel):
+            heads += [f"{name}." for name in module.heads()]
     # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     dtypes = set()
@@ -68,8 +71,8 @@ def build_optimizer(
             continue
         name = unwrapped_name(wrapped_name)
         rate = rate_of(options)
-        if options.head_learning_rate is not None and name.startswith(heads):
-            rate = options.head_learning_rate
+        if head_rate is not None and name.startswith(tuple(heads)):
+            rate = head_rate
         # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
         shape = whole_shapes.get(id(parameter), parameter.shape)
         decays = len(shape) > 1 and not name.endswith("bias")
@@ -116,15 +119,6 @@ def build_optimizer(
         f"optimizer: {description}; weight decay {options.weight_decay:g}, none on biases, norms and scalars"
     )
     return optimizer
-
-
-def head_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """Return the beginnings of the names of parameters of the loss, of heads and of projections."""
-    names = ["loss."]
-    for module in model.modules():
-        if isinstance(module, EmbeddingModel):
-            names += [f"{name}." for name in module.heads()]
-    return tuple(names)
 
 
 # ---- schedule ----------------------------------------------------------------

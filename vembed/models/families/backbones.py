@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,9 +37,8 @@ from vembed.models.custom.own_code import TRUSTED
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
-    check_model_config,
     error_sentence,
-    is_own,
+    read_object,
     read_tensors,
 )
 
@@ -70,6 +71,10 @@ FIXED_KEYS = frozenset({"architectures", "auto_map", "model_type"})
 """Keys of a config that say which class reads it."""
 _CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
 """Names of the parameter that is the class token."""
+_FOREIGN_KERNEL = re.compile(r'_?attn_implementation": (\{[^}]*|"[^"]*)/[^"]*')
+_MANY_LAYERS = re.compile(r'layers?": \d{5,}')
+"""In config.json, what Transformers must not see: an attention kernel of a repository, which it would fetch and run, and
+more layers than any model has, which it would build one by one."""
 
 
 def read_config(
@@ -85,12 +90,22 @@ def read_config(
         raise UserError(
             f"{folder} has no config.json; give the folder of a Transformers model"
         )
-    check_model_config(folder, trust_remote_code=trust_remote_code)
+    values = read_object(path)
+    text = json.dumps(values)
+    kernel = _FOREIGN_KERNEL.search(text)
+    if kernel is not None and not trust_remote_code:
+        raise UserError(
+            f'{path}: "{kernel[0]}" is code of a repository, and trust_remote_code is false; remove it, or set '
+            "trust_remote_code: true if you trust this code"
+        )
+    layers = _MANY_LAYERS.search(text)
+    if layers is not None:
+        raise UserError(f'{path}: "{layers[0]} is more than any model has')
     needs_trust = (
         f"{folder} needs Python code of its own, and trust_remote_code is false; set trust_remote_code: true if you trust "
         "this code (of a class of yours, give model_class instead)"
     )
-    if is_own(folder):
+    if values.get("model_type") == OwnConfig.model_type:
         custom = OwnConfig.from_pretrained(folder)
         custom.name_or_path = str(folder)
         if str(folder) not in TRUSTED and not trust_remote_code:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -184,7 +183,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return read_json_object(path) if path.is_file() else {}
 
 
-# ---- schemas of the small files, and checks of config.json -------------------------------------------------------
+# ---- schemas of the small files -------------------------------------------------------
 
 
 LIBRARY_ERRORS = (
@@ -200,10 +199,6 @@ LIBRARY_ERRORS = (
     StrictDataclassError,
 )
 """Exceptions that Transformers raises for settings that make no sense; which one depends on the model class."""
-_FOREIGN_KERNEL = re.compile(r'_?attn_implementation": (\{[^}]*|"[^"]*)/[^"]*')
-_MANY_LAYERS = re.compile(r'layers?": \d{5,}')
-"""In config.json: an attention kernel of a repository, and more layers than any model has."""
-
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 
 
@@ -298,22 +293,6 @@ def check_inside(
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or "\0" in name:
         raise UserError(f"{path}: {key} {name!r} leads out of the model's folder")
-
-
-def check_model_config(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raise UserError for a config.json that Transformers must not see: it would fetch and run an attention kernel of a
-    repository, and build a million layers one by one."""
-    path = folder / "config.json"
-    text = json.dumps(read_object(path))
-    kernel = _FOREIGN_KERNEL.search(text)
-    if kernel is not None and not trust_remote_code:
-        raise UserError(
-            f'{path}: "{kernel[0]}" is code of a repository, and trust_remote_code is false; remove it, or set '
-            "trust_remote_code: true if you trust this code"
-        )
-    layers = _MANY_LAYERS.search(text)
-    if layers is not None:
-        raise UserError(f'{path}: "{layers[0]} is more than any model has')
 
 
 def first_problem(error: ValidationError) -> str:
