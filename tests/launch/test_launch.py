@@ -138,7 +138,11 @@ def test_several_machines():
         "OMP_NUM_THREADS": "3",
     }
     for number, rank in enumerate(ranks):
-        expected = {**shared, "RANK": str(2 + number), "LOCAL_RANK": str(number)}
+        expected = {
+            **shared,
+            "RANK": str(2 + number),
+            "LOCAL_RANK": str(number),
+        }
         assert expected.items() <= rank.items()
     assert len(ranks) == 2
 

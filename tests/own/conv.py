@@ -9,7 +9,13 @@ class Block(nn.Module):
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
-        self.convolution = nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1)
+        self.convolution = nn.Conv2d(
+            before,
+            after,
+            kernel_size=3,
+            stride=2,
+            padding=1,
+        )
         self.norm = nn.GroupNorm(1, after)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -7,11 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.commands import command
@@ -114,7 +114,7 @@ def importable(monkeypatch):
 @pytest.mark.promise("E22", "E40")
 def test_the_custom_policy_as_printed():
     names = {}
-    exec(compile(SNIPPET, "document", "exec"), names)
+    exec(SNIPPET, names)
     assert isinstance(names["get_custom_wrap_policy"](), ModuleWrapPolicy)
 
 
@@ -123,12 +123,10 @@ def test_the_model_as_printed():
     """Without memory for its 400 million weights; and a small one with values."""
     names = {}
     with torch.device("meta"):
-        exec(compile(MODEL, "document", "exec"), names)
-        logits, z_logits = names["model"](
-            torch.ones(2, 5, dtype=torch.int64), mode="training"
-        )
-    assert (tuple(logits.shape), tuple(z_logits.shape)) == ((2, 5, 50000), (2, 5, 6))
-    assert names["config"].latent_bits == 6, "64 classes are 6 bits"
+        exec(MODEL, names)
+        logits, z_logits = names["model"](torch.ones(2, 5).long(), mode="training")
+    assert logits.shape == (2, 5, 50000)
+    assert z_logits.shape == (2, 5, 6), "64 classes are 6 bits"
     small = names["FreeTransformer"](names["ModelConfig"](40, 16, 2, 2, 64))
     ids = torch.randint(0, 40, (2, 5), generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.AdamW(small.parameters(), lr=1e-2)
@@ -136,8 +134,7 @@ def test_the_model_as_printed():
     for _ in range(8):
         optimizer.zero_grad()
         logits, _ = small(ids, mode="training")
-        predictions = logits[:, :-1].flatten(0, 1)
-        loss = torch.nn.functional.cross_entropy(predictions, ids[:, 1:].flatten())
+        loss = next_token_loss(logits, ids)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
@@ -149,27 +146,18 @@ def test_the_model_as_printed():
 def run_script():
     """Called on every rank: the document's script, with the names that it does not import, gloo for NCCL, the CPU for
     the GPU, and a smaller model. Returns what it printed and the number of sharded units."""
-    from torch.distributed.fsdp import (
-        BackwardPrefetch,
-        FullyShardedDataParallel,
-        MixedPrecision,
-        ShardingStrategy,
-    )
-
     sys.path.insert(0, str(PACKAGE))
     from free_transformer.model import kl_to_uniform
 
     def compute_loss(logits, z_logits, ids):
-        entropy = torch.nn.functional.cross_entropy(
-            logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
-        )
-        return entropy + (kl_to_uniform(z_logits) - 0.35).clamp(min=0).mean()
+        above = (kl_to_uniform(z_logits) - 0.35).clamp(min=0)
+        return next_token_loss(logits.float(), ids) + above.mean()
 
     draw = torch.Generator().manual_seed(int(os.environ["RANK"]))
     batch = {"input_ids": torch.randint(0, 50, (4, 9), generator=draw)}
     units = []
     start = dist.init_process_group
-    wrap = FullyShardedDataParallel.__init__
+    wrap = fsdp.FullyShardedDataParallel.__init__
 
     def init(self, *value, **options):
         units.append(self)
@@ -178,34 +166,40 @@ def run_script():
     names = {
         "__name__": "__main__",
         "os": os,
-        "ShardingStrategy": ShardingStrategy,
-        "BackwardPrefetch": BackwardPrefetch,
-        "MixedPrecision": MixedPrecision,
+        "ShardingStrategy": fsdp.ShardingStrategy,
+        "BackwardPrefetch": fsdp.BackwardPrefetch,
+        "MixedPrecision": fsdp.MixedPrecision,
         "compute_loss": compute_loss,
         "dataloader": [batch] * 3,
     }
     script = SCRIPT
-    for entry, smaller in (
-        ("50000", "50"),
-        ("=1024", "=32"),
-        ("=24", "=2"),
-        ("=16", "=2"),
-    ):
-        assert script.count(entry) == 1
-        script = script.replace(entry, smaller)
+    sizes = {
+        "50000": "50",
+        "=1024": "=32",
+        "=24": "=2",
+        "=16": "=2",
+    }
+    for size, smaller in sizes.items():
+        assert script.count(size) == 1
+        script = script.replace(size, smaller)
     printed = io.StringIO()
+    cpu = torch.device("cpu")
     with (
-        mock.patch.object(
-            dist, "init_process_group", lambda backend: start({"nccl": "gloo"}[backend])
-        ),
-        mock.patch.object(torch.cuda, "set_device"),
-        mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
-        mock.patch.object(FullyShardedDataParallel, "__init__", init),
+        pytest.MonkeyPatch.context() as patch,
         contextlib.redirect_stdout(printed),
     ):
-        exec(compile(script, "document", "exec"), names)
+        patch.setattr(dist, "init_process_group", lambda backend: start("gloo"))
+        patch.setattr(torch.cuda, "set_device", lambda _: None)
+        patch.setattr(torch.cuda, "current_device", lambda: cpu)
+        patch.setattr(fsdp.FullyShardedDataParallel, "__init__", init)
+        exec(script, names)
     dist.destroy_process_group()
     return printed.getvalue(), len(units)
+
+
+def next_token_loss(logits, ids):
+    predictions = logits[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(predictions, ids[:, 1:].flatten())
 
 
 @pytest.mark.promise("E40", "E41")
@@ -268,7 +262,13 @@ def test_the_gradient_of_the_mapper():
 @pytest.mark.parametrize("target", ["train-free-fsdp", "train-baseline-fsdp"])
 def test_make_targets_start_two_processes_on_a_cpu(target):
     words = ["make", "--no-print-directory", "-n", "-o", ".venv/.dev", target]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        words,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     words = done.stdout.split()
     assert any(word.endswith("/torchrun") for word in words) and "--use-fsdp" in words
     assert not torch.cuda.is_available() and "--nproc_per_node=2" in words
@@ -279,22 +279,17 @@ def test_make_targets_start_two_processes_on_a_cpu(target):
 @pytest.mark.promise("E04", "E05", "E38")
 def test_the_documents_command_trains(tmp_path):
     """`torchrun ... examples/train_free.py --config configs/free_transformer.yaml --use-fsdp`, all stages."""
-    words = [
-        "--nproc_per_node=2",
-        "examples/train_free.py",
-        "--config",
-        "configs/free_transformer.yaml",
-        "--use-fsdp",
-        "--output",
+    words = (
+        "--nproc_per_node=2 examples/train_free.py --config configs/free_transformer.yaml --use-fsdp --pairs 200 "
+        "max_steps=3 max_length=16 global_batch_size=8 --output"
+    )
+    done = command(
+        *words.split(),
         str(tmp_path),
-        "--pairs",
-        "200",
-        "max_steps=3",
-        "max_length=16",
-        "global_batch_size=8",
-    ]
-    env = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = command(*words, module="torch.distributed.run", folder=ROOT, env=env)
+        module="torch.distributed.run",
+        folder=ROOT,
+        env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert len(LOSS_LINE.findall(done.stdout)) == 9, "one line per step, from rank 0"
     assert re.search(r"^embedding: nDCG@10 0\.\d{4}, and", done.stdout, re.MULTILINE)

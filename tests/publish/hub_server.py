@@ -45,18 +45,15 @@ class Handler(BaseHTTPRequestHandler):
         name = self.path.partition("/api/models/")[2].partition("/revision")[0]
         repository = self.hub.repositories.get(name)
         if repository is None:
-            self.answer(
-                404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
-            )
+            self.answer({"error": "Repository not found"}, 404)
         elif self.is_allowed():
-            facts = {"id": name, "private": repository.is_private}
-            self.answer(200, {**facts, "sha": "0" * 40, "siblings": []})
+            self.answer({"id": name, "private": repository.is_private})
 
     def do_PUT(self):
         data = self.body()
         self.hub.num_uploads += 1
         self.hub.stored[hashlib.sha256(data).hexdigest()] = data
-        self.answer(200, {})
+        self.answer({})
 
     def do_POST(self):
         data = self.body()
@@ -65,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/api/repos/create":
             self.create(json.loads(data))
         elif self.path == "/api/validate-yaml":
-            self.answer(200, {"errors": [], "warnings": []})
+            self.answer({"errors": [], "warnings": []})
         elif self.path.endswith(".git/info/lfs/objects/batch"):
             self.batch(json.loads(data))
         else:
@@ -88,15 +85,13 @@ class Handler(BaseHTTPRequestHandler):
         return data
 
     def create(self, values):
-        name = f"{values.get('organization') or 'me'}/{values['name']}"
+        name = f"{values['organization']}/{values['name']}"
         is_new = name not in self.hub.repositories
         if is_new:
-            self.hub.repositories[name] = Repository(
-                values.get("visibility") == "private" or bool(values.get("private"))
-            )
-        self.answer(
-            200 if is_new else 409, {"url": f"{self.hub.url}/{name}", "name": name}
-        )
+            is_private = values["visibility"] == "private"
+            self.hub.repositories[name] = Repository(is_private)
+        address = f"{self.hub.url}/{name}"
+        self.answer({"url": address, "name": name}, 200 if is_new else 409)
 
     def preupload(self, repository, data):
         rows = []
@@ -109,11 +104,15 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 mode = "regular"
                 checksum = hashlib.sha1(b"blob %d\0" % len(content) + content)
-            row = {"path": path, "uploadMode": mode, "shouldIgnore": False}
+            row = {
+                "path": path,
+                "uploadMode": mode,
+                "shouldIgnore": False,
+            }
             if path in repository.files:
                 row["oid"] = checksum.hexdigest()
             rows.append(row)
-        self.answer(200, {"files": rows})
+        self.answer({"files": rows})
 
     def batch(self, values):
         objects = values["objects"]
@@ -121,12 +120,12 @@ class Handler(BaseHTTPRequestHandler):
             if entry["oid"] not in self.hub.stored:
                 address = f"{self.hub.url}/lfs/{entry['oid']}"
                 entry["actions"] = {"upload": {"href": address, "header": {}}}
-        self.answer(200, {"objects": objects, "transfer": "basic"})
+        self.answer({"objects": objects, "transfer": "basic"})
 
     def commit(self, repository, data):
         if len(repository.commits) + 1 == self.hub.broken_commit:
             self.hub.broken_commit = 0
-            self.answer(500, {"error": "try again"})
+            self.answer({"error": "try again"}, 500)
             return
         header, *lines = [json.loads(line) for line in data.splitlines()]
         for line in lines:
@@ -137,22 +136,28 @@ class Handler(BaseHTTPRequestHandler):
                 repository.files[value["path"]] = base64.b64decode(value["content"])
         repository.commits.append(header["value"]["summary"])
         address = f"{self.hub.url}/me/name/commit/1"
-        self.answer(200, {"success": True, "commitOid": "1" * 40, "commitUrl": address})
+        self.answer(
+            {
+                "success": True,
+                "commitOid": "1" * 40,
+                "commitUrl": address,
+            }
+        )
 
     def is_allowed(self):
         token = (self.headers["Authorization"] or "").removeprefix("Bearer ")
         self.hub.tokens.add(token)
         if token != TOKEN:
-            self.answer(401, {"error": "Invalid credentials"})
+            self.answer({"error": "Invalid credentials"}, 401)
         return token == TOKEN
 
-    def answer(self, code, value, headers=None):
+    def answer(self, value, code=200):
         data = json.dumps(value).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
-        for name, text in (headers or {}).items():
-            self.send_header(name, text)
+        if code == 404:
+            self.send_header("X-Error-Code", "RepoNotFound")
         self.end_headers()
         self.wfile.write(data)
 

@@ -1,6 +1,7 @@
 """`push_to_hub` and `vembed push`: model, card, data and report in a private repository; nothing is sent twice."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ from typer.testing import CliRunner
 
 import vembed
 from tests.publish.hub_server import TOKEN, running_hub
-from tests.tiny import shared, texts, tiny_bert
+from tests.training.test_run import settings
 from vembed.cli.main import app
 
 pytestmark = pytest.mark.filterwarnings(
@@ -16,8 +17,8 @@ pytestmark = pytest.mark.filterwarnings(
 )  # inside huggingface_hub
 
 
-def run(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
+def push(folder, *words):
+    return CliRunner().invoke(app, ["push", str(folder), *words])
 
 
 def refused(done, part, code=2):
@@ -41,28 +42,15 @@ def hub(monkeypatch):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A run with push_to_hub, and the Hub after it."""
-    place = tmp_path_factory.mktemp("push")
-    rows = [{"query": text, "positive": f"found {text}"} for text in texts(24)]
-    for name, part in (("train", rows[:16]), ("val", rows[16:])):
-        lines = "".join(json.dumps(row) + "\n" for row in part)
-        (place / f"{name}.jsonl").write_text(lines)
+    options = settings(
+        tmp_path_factory.mktemp("push"),
+        max_steps=2,
+        save_steps=1,
+        push_to_hub="me/found",
+    )
     with pytest.MonkeyPatch.context() as patch, running_hub() as opened:
         use(opened, patch)
-        vembed.train(
-            {
-                "model_name": str(shared(tiny_bert)),
-                "data_path": str(place / "train.jsonl"),
-                "val_data_path": str(place / "val.jsonl"),
-                "output_dir": str(place / "run"),
-                "batch_size": 8,
-                "max_steps": 2,
-                "eval_steps": 1,
-                "save_steps": 1,
-                "report_to": [],
-                "push_to_hub": "me/found",
-            }
-        )
-        yield place / "run", opened
+        yield vembed.train(options).output_dir, opened
 
 
 def test_a_run_pushes_its_end(trained, tmp_path):
@@ -91,17 +79,17 @@ def test_neither_the_token_nor_folders_of_the_machine_are_published(trained):
     for name, data in files.items():
         assert TOKEN.encode() not in data, name
         assert str(folder.parent).encode() not in data, name
-    assert "train.jsonl" in files["README.md"].decode()
+    assert b"train.jsonl" in files["README.md"]
 
 
 def test_a_push_that_was_cut_goes_on(trained, hub):
     hub.broken_commit = 1
-    refused(run("push", trained[0], "me/again"), "the same command goes on", code=1)
+    refused(push(trained[0], "me/again"), "the same command goes on", code=1)
     repository = hub.repositories["me/again"]
     assert repository.files == {}
     before = hub.num_uploads
     for _ in range(2):
-        done = run("push", trained[0], "me/again", "--json")
+        done = push(trained[0], "me/again", "--json")
         assert done.exit_code == 0, done.output
         assert hub.num_uploads == before, "the weights were there"
     result = json.loads(done.stdout)
@@ -113,26 +101,23 @@ def test_a_push_that_was_cut_goes_on(trained, hub):
 def test_a_dry_run_needs_no_token_and_sends_nothing(trained, hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    done = run("push", trained[0], "me/dry", "--dry-run", "--no-report")
+    done = push(trained[0], "me/dry", "--dry-run", "--no-report")
     assert done.exit_code == 0
     for part in ("would push", "(private)", "README.md"):
         assert part in done.output
     assert "report.html" not in done.output
     assert hub.repositories == {}
-    refused(run("push", trained[0], "me/dry"), "hf auth login")
+    refused(push(trained[0], "me/dry"), "hf auth login")
 
 
 def test_what_is_refused(trained, hub, tmp_path, monkeypatch):
-    assert run("push", trained[0], "me/open", "--public").exit_code == 0
-    refused(run("push", trained[0], "me/open"), "is public")
-    refused(run("push", tmp_path, "me/none"), "no model: give")
-    refused(run("push", trained[0], "no name", "--dry-run"), "give user/name")
-    card = trained[0] / "final" / "README.md"
-    before = card.read_text()
-    card.write_text(before + TOKEN)
-    try:
-        refused(run("push", trained[0], "me/leak"), "README.md")
-    finally:
-        card.write_text(before)
+    folder, _ = trained
+    assert push(folder, "me/open", "--public").exit_code == 0
+    refused(push(folder, "me/open"), "is public")
+    refused(push(tmp_path, "me/none"), "no model: give")
+    refused(push(folder, "no name", "--dry-run"), "give user/name")
+    leaking = shutil.copytree(folder, tmp_path / "leaking")
+    (leaking / "final" / "README.md").write_text(TOKEN)
+    refused(push(leaking, "me/leak"), "README.md")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    refused(run("push", trained[0], "me/other"), "401")
+    refused(push(folder, "me/other"), "401")

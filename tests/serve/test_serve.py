@@ -177,7 +177,11 @@ def test_the_vectors_are_those_of_the_model(server):
     short = answer["data"][0]["embedding"]
     assert len(short) == 8 and np.linalg.norm(short) == pytest.approx(1)
 
-    values = {"inputs": TEXTS, "prompt_name": "query", "normalize": True}
+    values = {
+        "inputs": TEXTS,
+        "prompt_name": "query",
+        "normalize": True,
+    }
     _, answer = server.send("/embed", values)
     assert_close(answer, model.encode(TEXTS, "query"))
 
@@ -276,7 +280,12 @@ def test_tei_reranks(reranking):
 @pytest.mark.parametrize("route", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_cohere_reranks(reranking, route):
     logits = reranker_logits()
-    values = {"model": "tiny", "query": QUERY, "documents": DOCUMENTS, "top_n": 2}
+    values = {
+        "model": "tiny",
+        "query": QUERY,
+        "documents": DOCUMENTS,
+        "top_n": 2,
+    }
     status, answer = reranking.send(route, values | {"return_documents": True})
     assert status == 200 and answer["usage"]["total_tokens"] > 9
     best = np.argsort(-logits)[:2].tolist()

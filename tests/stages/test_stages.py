@@ -144,7 +144,11 @@ def test_steps_before_any_training_take_the_model_of_the_config(
 ):
     """From another folder: their paths are also found beside the config."""
     model = str(shared(tiny_bert_st))
-    check = {**EVALUATE, "ks": [10], "require": {"nDCG@10": 0.0}}
+    check = {
+        **EVALUATE,
+        "ks": [10],
+        "require": {"nDCG@10": 0.0},
+    }
     retrieved = {"data_path": "train.jsonl", "retrievers": [model]}
     base = {"name": "base", "evaluate": check}
     written([base, NEGATIVES, {"name": "both", "mine": retrieved}])
@@ -164,7 +168,11 @@ def test_steps_before_any_training_take_the_model_of_the_config(
 
 @pytest.mark.promise("C20")
 def test_stages_run_once_in_order_and_again_where_something_changed(place, capsys):
-    sharp = {"name": "sharp", "learning_rate": 1e-3, "mixed_precision": "no"}
+    sharp = {
+        "name": "sharp",
+        "learning_rate": 1e-3,
+        "mixed_precision": "no",
+    }
     merge = {"models": ["broad", "sharp"], "method": "slerp"}
     stages = [BROAD, sharp, {"name": "mix", "merge": merge}, CHECK]
     written(stages)
@@ -234,9 +242,21 @@ def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(
     teacher = place / "teacher"
     shutil.copytree(shared(tiny_bert_st), teacher)
     guard = {"path": "val.jsonl", "max_drop": 1.0}
-    patient = {"name": "patient", "patience": 9, "load_best_model_at_end": False}
-    guarded = {"name": "guarded", "from": "patient", "guards": [guard]}
-    taught = {"name": "taught", "from": "patient", "loss": "relational"}
+    patient = {
+        "name": "patient",
+        "patience": 9,
+        "load_best_model_at_end": False,
+    }
+    guarded = {
+        "name": "guarded",
+        "from": "patient",
+        "guards": [guard],
+    }
+    taught = {
+        "name": "taught",
+        "from": "patient",
+        "loss": "relational",
+    }
     taught["teacher"] = str(teacher)
 
     def run_again():
@@ -314,7 +334,11 @@ def test_a_run_that_falls_short_stops_there_and_says_so(place, capsys):
 
 
 def test_parts_of_the_list_and_a_dry_run(place, capsys):
-    merge = {"models": ["broad"], "base": "b", "interpolate": 0.5}
+    merge = {
+        "models": ["broad"],
+        "base": "b",
+        "interpolate": 0.5,
+    }
     written([BROAD, {"merge": merge}, SHARP])
     assert train("--dry-run") == 0
     messages = capsys.readouterr().out
@@ -384,7 +408,11 @@ def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypat
 def test_stages_are_named_among_retrievers_and_judges(place, capsys):
     retrievers = ["bm25", {"model": "broad", "weight": 2.0}, "soup"]
     judges = [{"model": "broad"}, {"model": "soup", "base_url": "http://127.0.0.1:1"}]
-    merge = {"models": ["broad"], "base": "broad", "interpolate": 0.5}
+    merge = {
+        "models": ["broad"],
+        "base": "broad",
+        "interpolate": 0.5,
+    }
     stages = [
         BROAD,
         {"name": "soup", "merge": merge},

@@ -20,24 +20,20 @@ from functools import partial
 from pathlib import Path
 
 import psutil
-from safetensors.torch import load_file
 
-from tests.commands import Started
 from tests.commands import start as start_forked
-from tests.tiny import WORDS, tiny_bert
+from tests.tiny import tiny_bert
+from tests.training.test_run import final_weights, settings
 
 STEPS_PER_ROUND = 4
 PATIENCE_SECONDS = 120.0
-LOSS_TOLERANCE = 1e-5
-WEIGHT_TOLERANCE = 1e-5
+TOLERANCES = {"losses": 1e-5, "weights": 1e-5, "key biases": 2e-4}
+"""The gradient of an attention key's bias is zero in exact arithmetic: what moves it is rounding."""
 FAULTS = ("kill", "kill all", "launcher", "stop", "halt", "evaluation", "disk")
 """One per round in turn: SIGKILL to one process, to all, to the launcher alone; SIGTERM to one; SIGSTOP of a rank for a
 moment; SIGKILL in an evaluation; a limit on the size of files, as a disk that fills up in the checkpoint."""
 SMALL_FILES = 100_000
 """Bytes; less than a checkpoint's tensors, more than its index."""
-Process = subprocess.Popen[bytes] | Started
-KEY_BIAS_TOLERANCE = 2e-4
-"""The gradient of an attention key's bias is zero in exact arithmetic: what moves it is rounding."""
 
 
 def main(words=None):
@@ -95,9 +91,8 @@ def one_round(start, config, broken, draw, number, faults):
     assert_nobody_left(broken)
     newest = max(broken.glob("checkpoint-*[0-9]"), key=step_of, default=None)
     if newest is not None and number % 5 == 4:
-        victim = draw.choice(
-            sorted(path for path in newest.iterdir() if path.stat().st_size)
-        )
+        files = sorted(path for path in newest.iterdir() if path.stat().st_size)
+        victim = draw.choice(files)
         os.truncate(victim, draw.randrange(victim.stat().st_size))
         faults["damaged checkpoint"] += 1
     print(
@@ -109,35 +104,23 @@ def one_round(start, config, broken, draw, number, faults):
 
 def write_run(folder, num_steps):
     """A tiny model, data and config; the path of the config."""
-    draw = random.Random(0)
-    lines = []
-    for _ in range(96):
-        first, second = draw.sample(WORDS, 2)
-        positive = " ".join(
-            [first, *draw.choices(WORDS, k=draw.randint(1, 20)), second]
-        )
-        lines.append(json.dumps({"query": f"{first} {second}", "positive": positive}))
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-    (folder / "val.jsonl").write_text("\n".join(lines[:40]) + "\n")
-    settings = {
-        "model_name": str(tiny_bert(folder / "model", dropout=0.0)),
-        "data_path": str(folder / "train.jsonl"),
-        "global_batch_size": 12,
-        "max_steps": num_steps,
-        "learning_rate": 1e-3,
+    options = settings(
+        folder,
+        model_name=str(tiny_bert(folder / "model")),
+        global_batch_size=12,
+        max_steps=num_steps,
+        learning_rate=1e-3,
         # The gradient of an attention key bias is zero but for rounding, which Adam would blow up to whole steps.
-        "adam_epsilon": 1e-4,
-        "micro_batch_tokens": 64,
-        "use_gradient_cache": True,
-        "val_data_path": str(folder / "val.jsonl"),
-        "eval_steps": 2,
-        "save_steps": 2,
-        "logging_steps": 1,
-        "resume": "auto",
-        "report_to": "none",
-    }
+        adam_epsilon=1e-4,
+        micro_batch_tokens=64,
+        use_gradient_cache=True,
+        eval_steps=2,
+        save_steps=2,
+        resume="auto",
+    )
+    del options["batch_size"]
     path = folder / "run.yaml"
-    path.write_text(json.dumps(settings))
+    path.write_text(json.dumps(options))
     return path
 
 
@@ -145,29 +128,25 @@ def start_run(
     config, output, nproc, strategy, *, has_small_disk=False, is_forked=False
 ):
     """`vembed train` as a user starts it, in a process group of its own and in its output folder."""
-    words = [
-        "train",
-        str(config),
-        f"output_dir={output}",
-        f"strategy={strategy}",
-        "--nproc",
-        str(nproc),
-    ]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    options = [f"output_dir={output}", f"strategy={strategy}", "--nproc", str(nproc)]
+    words = ["train", str(config), *options]
     output.mkdir(exist_ok=True)
+    path = output.parent / f"{output.name}.txt"
     if is_forked:
-        path = output.parent / f"{output.name}.txt"
-        most = SMALL_FILES if has_small_disk else None
         return start_forked(
-            *words, stdout=path, stderr=path, folder=output, max_file_bytes=most
+            *words,
+            stdout=path,
+            stderr=path,
+            folder=output,
+            max_file_bytes=SMALL_FILES if has_small_disk else None,
         )
     limit = ["prlimit", f"--fsize={SMALL_FILES}"] if has_small_disk else []
-    with (output.parent / f"{output.name}.txt").open("ab") as console:
+    with path.open("ab") as console:
         return subprocess.Popen(
             [*limit, sys.executable, "-m", "vembed", *words],
             stdout=console,
             stderr=console,
-            env=environment,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
             cwd=output,
             start_new_session=True,
         )
@@ -175,9 +154,8 @@ def start_run(
 
 def finish(process):
     """Wait for a run that nobody disturbs."""
-    assert process.wait(timeout=10 * PATIENCE_SECONDS) == 0, (
-        f"exit code {process.returncode}"
-    )
+    code = process.wait(timeout=10 * PATIENCE_SECONDS)
+    assert code == 0, f"exit code {code}"
 
 
 def wait_until(process, condition, seconds=PATIENCE_SECONDS):
@@ -224,12 +202,9 @@ def hurt(process, fault, draw, faults):
         elif fault == "stop":
             send(draw.choice(family), signal.SIGTERM)
     code = process.wait(timeout=PATIENCE_SECONDS)
-    # 2: a full disk is found before anything is written.
-    allowed = (
-        (0, 1, 2)
-        if fault == "disk"
-        else (0, 1, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
-    )
+    allowed = {0, 1, -signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM}
+    if fault == "disk":
+        allowed = {0, 1, 2}  # 2: a full disk is found before anything is written
     assert code in allowed, f"exit code {code}"
 
 
@@ -291,34 +266,23 @@ def step_of(checkpoint):
 
 def compare(whole, broken):
     """Same steps, same losses, same weights."""
-    evaluations = steps_and_losses(whole, "eval"), steps_and_losses(broken, "eval")
-    assert list(evaluations[0]) == list(evaluations[1]), (
-        "evaluations are missing or doubled"
-    )
-    expected = steps_and_losses(whole)
-    actual = steps_and_losses(broken)
-    assert list(actual) == list(expected), (
-        f"steps differ: {sorted(set(expected) ^ set(actual))}"
-    )
-    worst = max(
-        abs(actual[step] - expected[step]) / max(1.0, abs(expected[step]))
-        for step in expected
-    )
-    assert worst <= LOSS_TOLERANCE, f"losses differ by {worst:.1e}"
-    first, two = (
-        load_file(folder / "final" / "model.safetensors") for folder in (whole, broken)
-    )
-    assert first.keys() == two.keys()
-    off = {name: float((first[name] - two[name]).abs().max()) for name in first}
-    for name, difference in off.items():
-        bound = KEY_BIAS_TOLERANCE if name.endswith("key.bias") else WEIGHT_TOLERANCE
-        assert difference <= bound, f"{name} differs by {difference:.1e}"
-    worst_weight = max(
-        difference for name, difference in off.items() if not name.endswith("key.bias")
-    )
-    print(
-        f"losses within {worst:.1e}, weights within {worst_weight:.1e} (key biases {max(off.values()):.1e})"
-    )
+    for key in ("eval", "loss"):
+        expected = steps_and_losses(whole, key)
+        actual = steps_and_losses(broken, key)
+        assert list(actual) == list(expected), f"{key}: missing or doubled"
+    worst = {"losses": 0.0, "weights": 0.0, "key biases": 0.0}
+    for step, loss in expected.items():
+        error = abs(actual[step] - loss) / max(1.0, abs(loss))
+        worst["losses"] = max(worst["losses"], error)
+    weights = final_weights(broken)
+    others = final_weights(whole)
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        kind = "key biases" if name.endswith("key.bias") else "weights"
+        worst[kind] = max(worst[kind], float(abs(weight - others[name]).max()))
+    for kind, error in worst.items():
+        print(f"{kind} within {error:.1e}")
+        assert error <= TOLERANCES[kind], kind
 
 
 if __name__ == "__main__":

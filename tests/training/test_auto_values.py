@@ -45,7 +45,11 @@ WEIGHTS = RateFacts(
 ADAPTERS = {"what": "adapters"}
 FROM_SCRATCH = {"is_new": True}
 LONG = {"total_steps": 10_000}
-CLIP = {"family": "clip", "width": 512, "has_scale": True}
+CLIP = {
+    "family": "clip",
+    "width": 512,
+    "has_scale": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,11 @@ def test_the_rate_follows_what_is_trained(facts, options, rate):
 
 @pytest.mark.parametrize("loss", ["infonce", "cosent"])
 def test_a_resumed_run_keeps_the_temperature_of_its_checkpoint(loss):
-    saved = {"loss": loss, "temperature": 0.05, "val_data_path": None}
+    saved = {
+        "loss": loss,
+        "temperature": 0.05,
+        "val_data_path": None,
+    }
     state = {"config": saved, "identity": {}}
     config = TrainConfig(**BASE, loss=loss)
     assert kept_decisions(config, state, 1) == {"temperature": 0.05}

@@ -11,8 +11,7 @@ import torch
 import vembed
 from tests.built import described, model_of
 from tests.tiny import shared, tiny_bert, tiny_qwen3
-from tests.training.test_run import settings
-from tests.training.test_shortage import fail_at
+from tests.training.test_shortage import fail_at, without_dropout
 from tests.training.tiny_run import config_for
 from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
@@ -23,20 +22,18 @@ from vembed.parallel.devices import Gpu
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
 from vembed.parallel.session import start_session
-from vembed.parallel.step_memory import (
-    Demand,
-    MemoryEstimate,
-    halved,
-    measure,
-    tokens_of,
-)
+from vembed.parallel.step_memory import MemoryEstimate, halved, measure, tokens_of
 
 GPU = Gpu("a stand-in", 1.0, None, None)
 
 
 def placed(num_ranks=1, memory=2**30, **options):
     run = resolve_run(
-        {"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options}
+        {
+            "data_path": "unused",
+            "model_name": str(shared(tiny_qwen3)),
+            **options,
+        }
     )
     ranks = RankInfo(0, num_ranks, 0, num_ranks)
     return place(run, ranks, torch.device("cuda", 0), memory, gpu=GPU)
@@ -51,13 +48,11 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
     model = model_of(config)
     estimate = MemoryEstimate(placement, size)
     need = estimate.in_step()
-    held = Demand(
-        need.weights + need.copies + need.gradients, estimate.demand().per_token
-    )
+    demand = estimate.demand()
+    held = replace(demand, fixed=need.weights + need.copies + need.gradients)
+    memory = (placement.memory, placement.memory)
     monkeypatch.setattr(step_memory, "measure_demand", lambda *_: held)
-    monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda _: (placement.memory, placement.memory)
-    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: memory)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
     session = SimpleNamespace(
         config=config,
@@ -67,20 +62,16 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
         local_world_size=1,
     )
     longest = [SimpleNamespace(length=size.max_length)]
-    actual = step_memory.find_budget(
-        config.batch, model, Featuriser(model.description), session, longest
-    )
-    assert (actual.micro_batch_tokens, actual.kept_graph_tokens) == tokens_of(
-        placement, estimate.demand(), size.max_length
-    )
-    states = replace(estimate.demand(), fixed=held.fixed)
-    assert (
-        actual.kept_graph_tokens < tokens_of(placement, states, size.max_length)[1]
-    ), "the optimizer's state is to come"
+    featuriser = Featuriser(model.description)
+    actual = step_memory.find_budget(config.batch, model, featuriser, session, longest)
+    expected = tokens_of(placement, demand, size.max_length)
+    assert (actual.micro_batch_tokens, actual.kept_graph_tokens) == expected
+    # The optimizer's state is to come.
+    _, without_state = tokens_of(placement, held, size.max_length)
+    assert actual.kept_graph_tokens < without_state
     graphs = actual.kept_graph_tokens * held.per_token
-    assert need.states + need.copies + need.loss + graphs == pytest.approx(
-        0.8 * placement.memory, rel=0.01
-    )
+    total = need.states + need.copies + need.loss + graphs
+    assert total == pytest.approx(0.8 * placement.memory, rel=0.01)
 
 
 def test_casts_of_weights_were_counted_as_activations(tmp_path, monkeypatch):
@@ -92,17 +83,13 @@ def test_casts_of_weights_were_counted_as_activations(tmp_path, monkeypatch):
         model = session.prepare(model_of(config, compute_dtype=torch.bfloat16))
         featuriser = Featuriser(described(config))
         sample = featuriser.features([(Item("red green house river " * 3), "document")])
-        for tokens in (
-            1,
-            1024,
-        ):  # 1: a single text is longer than the size that is wanted
+        for tokens in (1, 1024):  # a single text is longer than 1
             monkeypatch.setattr(step_memory, "PROBE_TOKENS", tokens)
             counted[tokens] = step_memory.bytes_per_token(
                 model, featuriser, session, sample
             )
-    assert counted[1] == pytest.approx(counted[1024], rel=0.1), (
-        "what one token adds, whatever the number of tokens"
-    )
+    # What one token adds, whatever the number of tokens.
+    assert counted[1] == pytest.approx(counted[1024], rel=0.1)
 
 
 def test_the_measured_graph_was_never_freed(tmp_path):
@@ -133,7 +120,12 @@ def test_recomputation_is_on_under_fsdp_unless_memory_is_enough():
     assert placed(8, strategy="fsdp", gradient_checkpointing=True).recomputation.value
     for options in ({"use_gradient_cache": False, "batch_size": 2048}, {}):
         chosen = placed(8, memory=2**19, **options)
-        asked = placed(8, memory=2**19, strategy="fsdp", **options)
+        asked = placed(
+            8,
+            memory=2**19,
+            strategy="fsdp",
+            **options,
+        )
         assert chosen.strategy.value == "fsdp", "strategy: auto decides alike"
         assert chosen.recomputation == asked.recomputation
         assert chosen.recomputation.value
@@ -158,10 +150,5 @@ def test_a_failed_attempt_kept_its_outputs_while_memory_was_emptied(
 
     monkeypatch.setattr(EmbeddingModel, "forward", watched)
     monkeypatch.setattr("vembed.training.trainer.halved", counted)
-    options = {
-        "micro_batch_tokens": 400,
-        "use_gradient_cache": False,
-        "val_data_path": None,
-    }
-    vembed.train(settings(tmp_path, max_steps=1, **options))
+    vembed.train(without_dropout(tmp_path, max_steps=1, use_gradient_cache=False))
     assert alive == [0] and len(outputs) > 2

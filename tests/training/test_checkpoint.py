@@ -111,7 +111,11 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
     with starting(tmp_path) as run:
         run.resume().train(3)
         run.model.num_seen += 5
-        run.state |= {"best": 0.5, "best_step": 3, "before": {"ndcg@10": 0.1}}
+        run.state |= {
+            "best": 0.5,
+            "best_step": 3,
+            "before": {"ndcg@10": 0.1},
+        }
         run.state["scale"]["value"] = 2.0**16
         expected = run.save().whole()
         remaining = dict(run.state)
@@ -137,7 +141,11 @@ def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(
     tmp_path, caplog
 ):
     saved(tmp_path)
-    options = {"resume": "force", "learning_rate": 0.01, "weight_decay": 0.3}
+    options = {
+        "resume": "force",
+        "learning_rate": 0.01,
+        "weight_decay": 0.3,
+    }
     groups = set()
     with starting(tmp_path, **options) as run:
         for group in run.resume().optimizer.param_groups:

@@ -24,7 +24,13 @@ def test_a_declaration_is_complete_and_accepted(option, kind, tmp_path):
     assert kind.summary.endswith(".")
     assert kind.options <= set(option_fields())
     for name in (kind.name, *kind.spellings.split()):
-        config = load_config({"model_name": "m", "data_path": "d", option: name})
+        config = load_config(
+            {
+                "model_name": "m",
+                "data_path": "d",
+                option: name,
+            }
+        )
         value = config.options()[option]
         assert value in (kind.name, [kind.name])
     page = Path(__file__).parents[2] / "docs" / "options.md"
@@ -40,7 +46,12 @@ def test_an_optimizer_descends_and_decays_as_declared(name, tmp_path):
     model = TinyModel(dim=72, frozen_embeddings=False)
     loss = TinyLoss()
     loss.requires_grad_(False)
-    options = config_for(tmp_path, optim=name, learning_rate=1e-3, weight_decay=0.5)
+    options = config_for(
+        tmp_path,
+        optim=name,
+        learning_rate=1e-3,
+        weight_decay=0.5,
+    )
     optimizer = build_optimizer(model, loss, options.optimizer)
 
     def value():

@@ -14,15 +14,31 @@ from vembed.training.hooks.base import Hook
 from vembed.training.hooks.mining import MINING_FOLDER, EpochMiner
 
 NUM_ROWS = 24
-MINE = {"every_epochs": 1, "num_negatives": 3, "top_k": 10, "relative_margin": None}
+MINE = {
+    "every_epochs": 1,
+    "num_negatives": 3,
+    "top_k": 10,
+    "relative_margin": None,
+}
 
 
 def write(path):
     rows = []
-    for text in texts(NUM_ROWS, seed=3, shortest=5, longest=9):
+    for text in texts(
+        NUM_ROWS,
+        seed=3,
+        shortest=5,
+        longest=9,
+    ):
         negatives = [rows[-1]["positive"]] if len(rows) % 2 else []
         query = text.rpartition(" ")[0]
-        rows.append({"query": query, "positive": text, "negatives": negatives})
+        rows.append(
+            {
+                "query": query,
+                "positive": text,
+                "negatives": negatives,
+            }
+        )
     write_jsonl(path, rows)
     return path
 
@@ -123,18 +139,37 @@ def test_other_documents_are_refused(config, tmp_path):
     assert max(mined) < recorded.miner._miner.documents.num_candidates <= 20
     write_jsonl(corpus, [{"text": text} for text in texts(20, seed=10)])
     with pytest.raises(UserError, match="the documents that are mined have changed"):
-        vembed.train({**config, "save_steps": 2, "resume": "force"})
+        vembed.train(
+            {
+                **config,
+                "save_steps": 2,
+                "resume": "force",
+            }
+        )
 
 
 def test_a_start_without_mining_and_data_with_labels(config, tmp_path):
-    recorded, _ = train(config, mine={**MINE, "every_epochs": 2, "at_start": False})
+    recorded, _ = train(
+        config,
+        mine={
+            **MINE,
+            "every_epochs": 2,
+            "at_start": False,
+        },
+    )
     first, second, third = (recorded.documents[step] for step in (0, 3, 6))
     assert {number for row in first for number in row} == {-1}
     assert first == second != third
     path = tmp_path / "labelled.jsonl"
     write_jsonl(path, [{"text": text, "label": text[0]} for text in texts(12)])
     with pytest.raises(UserError, match="mine needs pairs of queries and documents"):
-        vembed.train({**config, "data_path": str(path), "overwrite": True})
+        vembed.train(
+            {
+                **config,
+                "data_path": str(path),
+                "overwrite": True,
+            }
+        )
 
 
 def mined_on_a_rank(config):

@@ -148,7 +148,11 @@ def with_evaluations(folder, output, **more):
     data = folder / "val.jsonl"
     if not data.exists():
         words_and_pictures(folder, WORDS[:NUM_EVALUATED], 1, "val", seed=1)
-    val = {"val_data_path": str(data), "eval_before": True, "eval_steps": 4}
+    val = {
+        "val_data_path": str(data),
+        "eval_before": True,
+        "eval_steps": 4,
+    }
     return options(folder, output, **val | more)
 
 

@@ -14,7 +14,11 @@ from tests.training.tiny_run import assert_same
 from vembed.training import frozen
 
 FAMILIES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl]
-LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.2}
+LORA = {
+    "use_lora": True,
+    "lora_r": 4,
+    "lora_dropout": 0.2,
+}
 
 
 def options(folder, output, **more):
@@ -80,7 +84,11 @@ def test_each_image_passes_once_and_the_run_is_the_same(tmp_path, more):
 def on_two_ranks(tmp_path_factory):
     """A run on one process, and runs on two ranks of each strategy, with kept images and without."""
     folder = tmp_path_factory.mktemp("ranks")
-    more = {**LORA, "lora_dropout": 0.0, "mixed_precision": "no"}
+    more = {
+        **LORA,
+        "lora_dropout": 0.0,
+        "mixed_precision": "no",
+    }
     first = train(options(folder, "one", **more), keeps=False)
     cases = {}
     for name, strategy in STRATEGIES.items():

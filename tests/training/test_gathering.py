@@ -87,7 +87,11 @@ def test_units_were_gathered_twice_in_a_step_with_gradient_cache(
             "max_steps": STEPS,
             "micro_batch_tokens": 60,
         }
-        common |= {"val_data_path": None, "lora_dropout": 0.0, "eval_before": False}
+        common |= {
+            "val_data_path": None,
+            "lora_dropout": 0.0,
+            "eval_before": False,
+        }
         runs.append(settings(folder, **common, **more))
     actual, _ = run_ranks(train_all, 2, runs, process_group=False)
     for more, once, often in zip(CASES, actual[::2], actual[1::2], strict=True):

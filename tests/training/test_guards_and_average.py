@@ -56,7 +56,14 @@ class Collected(Hook):
 
 def test_final_holds_the_average_of_the_weights(config):
     collected = Collected()
-    result = vembed.train({**config, "ema": 0.2, "eval_steps": 2}, hooks=[collected])
+    result = vembed.train(
+        {
+            **config,
+            "ema": 0.2,
+            "eval_steps": 2,
+        },
+        hooks=[collected],
+    )
     expected = collected.steps[0]
     for number, weights in enumerate(collected.steps[1:], start=1):
         decay = min(0.2, (1 + number) / (10 + number))
@@ -76,7 +83,14 @@ def test_final_holds_the_average_of_the_weights(config):
 
 
 def test_a_model_made_of_a_checkpoint_has_the_average(config, tmp_path):
-    result = vembed.train({**config, "ema": 0.5, "eval_steps": 2, "save_steps": 2})
+    result = vembed.train(
+        {
+            **config,
+            "ema": 0.5,
+            "eval_steps": 2,
+            "save_steps": 2,
+        }
+    )
     scores = metrics(result.output_dir, "eval")
     for number, step in enumerate((2, 4), start=1):
         checkpoint = result.output_dir / f"checkpoint-{step}"
@@ -91,13 +105,30 @@ def _train_on_a_rank(config):
 
 def test_shards_have_the_same_average_also_after_a_resume(config, tmp_path):
     # Adam would enlarge the rounding of gradients that are zero.
-    config |= {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant"}
-    config |= {"ema": 0.5, "eval_steps": 2, "save_steps": 2}
+    config |= {
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+    }
+    config |= {
+        "ema": 0.5,
+        "eval_steps": 2,
+        "save_steps": 2,
+    }
     alone = vembed.train(config)
     output = tmp_path / "two"
-    sharded = {"strategy": "fsdp", "batch_size": 2, "output_dir": str(output)}
+    sharded = {
+        "strategy": "fsdp",
+        "batch_size": 2,
+        "output_dir": str(output),
+    }
     for max_steps in (2, 4):
-        part = {**config, **sharded, "max_steps": max_steps, "resume": "auto"}
+        part = {
+            **config,
+            **sharded,
+            "max_steps": max_steps,
+            "resume": "auto",
+        }
         run_ranks(_train_on_a_rank, 2, part, process_group=False)
     weights = trained_weights(output)
     for name, value in trained_weights(alone.output_dir).items():
@@ -160,7 +191,13 @@ def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(
 ):
     ended = vembed.train(falling).steps
     falling["guards"] = [{"path": guard, "max_drop": max_drop}] if max_drop else None
-    result = vembed.train({**falling, "resume": True, "patience": 1})
+    result = vembed.train(
+        {
+            **falling,
+            "resume": True,
+            "patience": 1,
+        }
+    )
     assert result.steps > ended
     report = (result.output_dir / "report.md").read_text()
     assert "final/ is the checkpoint of step" not in report
@@ -168,7 +205,13 @@ def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(
 
 def test_a_guard_that_falls_at_once_leaves_nothing_to_save(falling):
     with pytest.raises(RunError, match="no checkpoint held before"):
-        vembed.train({**falling, "learning_rate": 5.0, "warmup_steps": 0})
+        vembed.train(
+            {
+                **falling,
+                "learning_rate": 5.0,
+                "warmup_steps": 0,
+            }
+        )
 
 
 @pytest.mark.parametrize(

@@ -109,4 +109,10 @@ def test_replaced_weights_under_the_same_name_are_refused(tmp_path):
     weights = shared(tiny_bert, dropout=0.5)
     (model / "config.json").write_bytes((weights / "config.json").read_bytes())
     with pytest.raises(UserError, match="other settings: model_name_files"):
-        vembed.train({**options, "resume": True, "max_steps": 4})
+        vembed.train(
+            {
+                **options,
+                "resume": True,
+                "max_steps": 4,
+            }
+        )

@@ -72,8 +72,17 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     wandb = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     tags = ["fsdp", "multi-node"]
-    block = {"use_wandb": True, "project": "accfiy-fsdp", "tags": tags}
-    options = settings(tmp_path, max_steps=3, run_name="mine", report_to=["wandb"])
+    block = {
+        "use_wandb": True,
+        "project": "accfiy-fsdp",
+        "tags": tags,
+    }
+    options = settings(
+        tmp_path,
+        max_steps=3,
+        run_name="mine",
+        report_to=["wandb"],
+    )
     vembed.train({**options, "wandb": block})
     wandb.init.assert_called_once()
     started = wandb.init.call_args.kwargs
@@ -108,7 +117,11 @@ def test_mlflow_gets_settings_and_numbers(tmp_path, monkeypatch):
     mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH = 100
     mlflow.search_experiments.return_value = []
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    options = {"report_to": ["mlflow"], "wandb_project": "ours", "run_name": "first"}
+    options = {
+        "report_to": ["mlflow"],
+        "wandb_project": "ours",
+        "run_name": "first",
+    }
     vembed.train(settings(tmp_path, max_steps=2, **options))
     assert mlflow.create_experiment.call_args.kwargs["name"] == "ours"
     assert mlflow.start_run.call_args.kwargs["run_name"] == "first"

@@ -79,7 +79,12 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
         pytest.raises(UserError, match=r"seed 42 -> 7.*data abc -> xyz"),
     ):
         run.resume(identity)
-    with starting(tmp_path, resume="force", seed=7, epochs=9) as run:
+    with starting(
+        tmp_path,
+        resume="force",
+        seed=7,
+        epochs=9,
+    ) as run:
         assert run.resume().state["step"] == 1
     for change in ("seed 42 -> 7", "epochs auto -> 9.0"):
         assert change in caplog.text
@@ -92,15 +97,27 @@ def test_scores_of_another_judge_are_forgotten(tmp_path, option, value):
     with starting(tmp_path) as run:
         run.resume().train()
         score = {"ndcg@10": 0.9}
-        run.state |= {"best": 0.9, "best_step": 1, "best_scores": score}
-        run.state |= {"before": score, "scores": score, "scored_step": 1}
+        run.state |= {
+            "best": 0.9,
+            "best_step": 1,
+            "best_scores": score,
+        }
+        run.state |= {
+            "before": score,
+            "scores": score,
+            "scored_step": 1,
+        }
         run.state["hooks"] = {"guards": {}, "patience": {"best": 0.9}}
         state = dict(run.save().state)
     with starting(tmp_path, resume=True) as run:
         assert run.resume().state == state
     expected = asdict(LoopState(step=1, hooks={"guards": {}}))
     if option == "eval_metric":  # the same data: their scores are still those
-        expected |= {"before": score, "scores": score, "scored_step": 1}
+        expected |= {
+            "before": score,
+            "scores": score,
+            "scored_step": 1,
+        }
     with starting(tmp_path, resume=True, **{option: value}) as run:
         assert run.resume().state == expected
 

@@ -25,7 +25,12 @@ from vembed.weights.sources import whole_model
 
 
 def test_a_resumed_run_is_refused_in_another_precision(tmp_path, monkeypatch):
-    options = settings(tmp_path, save_steps=1, max_steps=1, val_data_path=None)
+    options = settings(
+        tmp_path,
+        save_steps=1,
+        max_steps=1,
+        val_data_path=None,
+    )
     with monkeypatch.context() as patched:  # a CPU with instructions for bfloat16
         patched.setattr(session, "bf16_instructions", lambda: "amx_bf16")
         patched.setattr(placement, "MIN_BF16_HIDDEN_DIM", 1)

@@ -70,10 +70,23 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
     options |= {"use_gradient_cache": True, "adam_epsilon": 1e-4}
     del options["batch_size"]
     whole = vembed.train({**options, "output_dir": str(tmp_path / "whole")})
-    moved = {**options, "output_dir": str(tmp_path / "moved"), "resume": "auto"}
-    full = {**moved, "strategy": "fsdp", "fsdp_state_dict_type": "FULL_STATE_DICT"}
+    moved = {
+        **options,
+        "output_dir": str(tmp_path / "moved"),
+        "resume": "auto",
+    }
+    full = {
+        **moved,
+        "strategy": "fsdp",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+    }
     ddp = {**moved, "strategy": "ddp"}
-    fsdp1 = {**moved, "strategy": "fsdp", "fsdp_version": 1, "async_save": True}
+    fsdp1 = {
+        **moved,
+        "strategy": "fsdp",
+        "fsdp_version": 1,
+        "async_save": True,
+    }
     for part, num_ranks, num_steps in ((full, 2, 2), (ddp, 3, 3), (fsdp1, 2, 2)):
         codes = run_ranks(
             part_of_a_run, num_ranks, part, num_steps, process_group=False
@@ -122,7 +135,11 @@ def test_shards_of_8_bit_state_resume_bit_by_bit(tmp_path):
     )
     whole = {**options, "output_dir": str(tmp_path / "whole")}
     assert run_ranks(part_in_8_bits, 2, whole, 9, process_group=False) == [0, 0]
-    parts = {**options, "output_dir": str(tmp_path / "parts"), "resume": "auto"}
+    parts = {
+        **options,
+        "output_dir": str(tmp_path / "parts"),
+        "resume": "auto",
+    }
     assert run_ranks(part_in_8_bits, 2, parts, 2, process_group=False) == [143, 143]
     stored = set()
     for path in (tmp_path / "parts" / "checkpoint-2").glob("*.safetensors"):

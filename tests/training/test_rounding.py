@@ -29,7 +29,11 @@ def steps(dtype, *, rounds, seed=3):
     """A weight of 1 after 200 steps of 1e-4 with gradients of one sign: 0.98 without rounding."""
     weight = torch.nn.Parameter(torch.ones(1000, dtype=dtype))
     groups = [{"params": [weight], "weight_decay": 0.0}]
-    options = {"lr": 1e-4, "betas": (0.9, 0.999), "eps": 1e-8}
+    options = {
+        "lr": 1e-4,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+    }
     optimizer = (
         RoundedAdamW(groups, **options, seed=seed)
         if rounds

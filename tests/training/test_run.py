@@ -95,6 +95,7 @@ def test_output_directory_has_all_that_is_promised(plain):
         assert (output / name).exists(), name
     events = EventAccumulator(str(output / "tensorboard")).Reload()
     assert "train/loss" in events.Tags()["scalars"]
+    assert "train/memory/rank0/rank" not in events.Tags()["scalars"]
     lines = metric_lines(output)
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
@@ -118,7 +119,12 @@ def assert_falls(losses):
 
 @pytest.mark.parametrize("loss", ["infonce", "triplet", "sigmoid"])
 def test_losses_of_pairs_fall(loss, tmp_path):
-    options = settings(tmp_path, loss=loss, max_steps=24, val_data_path=None)
+    options = settings(
+        tmp_path,
+        loss=loss,
+        max_steps=24,
+        val_data_path=None,
+    )
     assert_falls(metrics(vembed.train(options).output_dir))
 
 
@@ -152,7 +158,12 @@ def test_a_training_that_makes_the_model_worse_says_so(tmp_path, capfd):
 
 @pytest.mark.promise("E32")
 def test_non_finite_loss_stops_and_names_the_examples(tmp_path):
-    options = settings(tmp_path, learning_rate=1e30, max_grad_norm=0, warmup_steps=0.0)
+    options = settings(
+        tmp_path,
+        learning_rate=1e30,
+        max_grad_norm=0,
+        warmup_steps=0.0,
+    )
     options["val_data_path"] = None
     with pytest.raises(RunError, match=r"step \d+: .*learning_rate: 1e\+30 broke them"):
         vembed.train(options)

@@ -66,7 +66,11 @@ def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(tmp_path):
     theirs = SentenceTransformer(str(result.model_dir), device="cpu")
     assert theirs.encode(["red cat"]).shape == (1, 16)
     # Goes on from the checkpoint, which holds the float32 masters.
-    more = {"resume": "force", "max_steps": 9, "torch_dtype": "float32"}
+    more = {
+        "resume": "force",
+        "max_steps": 9,
+        "torch_dtype": "float32",
+    }
     exact = vembed.train({**options, **more})
     assert stored(exact.model_dir) == {torch.float32}
     scores = vembed.evaluate(exact.model_dir, options["val_data_path"])
@@ -108,7 +112,13 @@ def test_a_float32_model_is_stored_in_float16_where_its_weights_allow(tmp_path):
     weights = load_file(source / "model.safetensors")
     weights["embeddings.LayerNorm.bias"][0] = 1e5
     save_file(weights, source / "model.safetensors", {"format": "pt"})
-    result = vembed.train({**options, "model_name": str(source), "overwrite": True})
+    result = vembed.train(
+        {
+            **options,
+            "model_name": str(source),
+            "overwrite": True,
+        }
+    )
     assert stored(result.model_dir) == {torch.float32}
     said = log_text(result.output_dir)
     assert "float16 cannot hold embeddings.LayerNorm.bias" in said

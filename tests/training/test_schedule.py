@@ -49,8 +49,16 @@ def test_groups_keep_their_ratio_and_tensors_stay_tensors(tmp_path):
     weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     held = torch.tensor(0.5)
     groups = [
-        {"params": weights[:1], "lr": 0.1, "initial_lr": 0.1},
-        {"params": weights[1:], "lr": held, "initial_lr": 0.5},
+        {
+            "params": weights[:1],
+            "lr": 0.1,
+            "initial_lr": 0.1,
+        },
+        {
+            "params": weights[1:],
+            "lr": held,
+            "initial_lr": 0.5,
+        },
     ]
     optimizer = torch.optim.AdamW(groups, foreach=False)
     value = schedule_of(tmp_path, warmup_steps=0).set(optimizer, 5)

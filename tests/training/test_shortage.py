@@ -72,7 +72,12 @@ def test_graphs_of_as_many_micro_batches_as_fit_are_kept(
 def without_dropout(folder, **more):
     """Options of a short run without validation data."""
     model_name = str(shared(tiny_bert))
-    options = settings(folder, model_name=model_name, val_data_path=None, max_steps=3)
+    options = settings(
+        folder,
+        model_name=model_name,
+        val_data_path=None,
+        max_steps=3,
+    )
     options["micro_batch_tokens"] = 400
     options["gradient_accumulation_steps"] = 2
     return options | more

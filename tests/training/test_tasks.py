@@ -23,7 +23,12 @@ from vembed.losses.build import build_loss
 def files(folder):
     """Retrieval rows with negatives, scored sentence pairs, rows with a teacher's scores, and labelled texts."""
     words = iter(texts(160, seed=4, longest=14))
-    rows = {"retrieval": [], "sts": [], "scored": [], "topics": []}
+    rows = {
+        "retrieval": [],
+        "sts": [],
+        "scored": [],
+        "topics": [],
+    }
     for number in range(16):
         pair = {"query": next(words), "positive": next(words)}
         rows["retrieval"].append({**pair, "negatives": [next(words), next(words)]})
@@ -31,7 +36,13 @@ def files(folder):
         rows["sts"].append({**pair, "score": number % 5 / 5})
         pair = {"query": next(words), "positive": next(words)}
         scores = {"positive_scores": [2.0], "negative_scores": [number / 16]}
-        rows["scored"].append({**pair, "negatives": [next(words)], **scores})
+        rows["scored"].append(
+            {
+                **pair,
+                "negatives": [next(words)],
+                **scores,
+            }
+        )
         rows["topics"].append({"text": next(words), "label": f"class {number % 5}"})
     sources = {}
     for name, records in rows.items():
@@ -45,7 +56,11 @@ def files(folder):
         "temperature": 0.1,
     }
     sources["scored"]["losses"] = [
-        {"loss": "kl", "teacher": "scores", "temperature": 1.0},
+        {
+            "loss": "kl",
+            "teacher": "scores",
+            "temperature": 1.0,
+        },
         {"loss": "infonce", "weight": 0.1},
     ]
     return list(sources.values())
@@ -137,13 +152,24 @@ def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path):
 def test_sources_that_do_not_go_together(source, change, message):
     sources = [{"path": "a", **source}, "b"]
     with pytest.raises(vembed.UserError, match=message):
-        resolve_run({"model_name": "m", "data_path": sources, **change})
+        resolve_run(
+            {
+                "model_name": "m",
+                "data_path": sources,
+                **change,
+            }
+        )
 
 
 def test_each_task_is_validated_logged_and_drawn(tmp_path):
     sources = files(tmp_path)[:2]
     sources[1]["val_data_path"] = sources[1]["path"]
-    settings = options(tmp_path, data_path=sources, eval_steps=2, max_steps=4)
+    settings = options(
+        tmp_path,
+        data_path=sources,
+        eval_steps=2,
+        max_steps=4,
+    )
     steps = train({**settings, "val_data_path": sources[0]["path"]})
     scores = metrics(tmp_path / "out", "eval")
     assert len(scores) == 3
@@ -180,7 +206,14 @@ def test_held_out_examples_are_scored_by_task(tmp_path):
 
 
 def test_the_loss_is_that_of_the_source():
-    sources = [DataSource(path="a"), DataSource(path="b", temperature=0.5, losses=None)]
+    sources = [
+        DataSource(path="a"),
+        DataSource(
+            path="b",
+            temperature=0.5,
+            losses=None,
+        ),
+    ]
     config = config_of(homogeneous_batches=True).changed(**{"data_path": sources})
     loss = build_loss(config)
     batch = make_batch(5)
@@ -246,7 +279,11 @@ def test_sources_with_equal_losses_and_batch_sizes_are_one_task():
         DataSource(path="a", temperature=0.1),
         DataSource(path="b"),
         DataSource(path="c", temperature=0.1),
-        DataSource(path="d", temperature=0.1, batch_size=2),
+        DataSource(
+            path="d",
+            temperature=0.1,
+            batch_size=2,
+        ),
     ]
     config = config_of(homogeneous_batches="task").changed(data_path=sources)
     assert source_groups(config.data) == [0, 1, 0, 3]

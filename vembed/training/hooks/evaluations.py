@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,18 +40,17 @@ GUARD_PREFIX = "guard/"
 """Of the names of a guard's scores."""
 
 
+@dataclass
 class Patience(Hook):
     """Ends a run whose score has stopped rising. Evaluations in the warm-up do not count."""
 
     name = "patience"
-
-    def __init__(self, patience: int, warmup_steps: int) -> None:
-        self.patience = patience
-        self.warmup_steps = warmup_steps
-        self._best: float | None = None
-        self._best_step = 0
-        self._count = 0
-        """Evaluations since the best score."""
+    patience: int
+    warmup_steps: int
+    _best: float | None = None
+    _best_step: int = 0
+    _count: int = 0
+    """Evaluations since the best score."""
 
     @override
     def on_evaluation(self, evaluation: Evaluation) -> str | None:
@@ -240,16 +240,15 @@ class QueryRecord(Hook):
 # ---- the average of the weights (`ema`) ------------------------------------------
 
 
+@dataclass
 class WeightAverage(Hook):
     """The average of the trained weights. Each rank averages what it holds: its copy or its shards."""
 
     name = "ema"
-
-    def __init__(self, decay: float) -> None:
-        self.decay = decay
-        self.num_updates = 0
-        self._trained: dict[str, Tensor] = {}
-        self._averages: dict[str, Tensor] = {}
+    decay: float
+    num_updates: int = 0
+    _trained: dict[str, Tensor] = field(default_factory=dict)
+    _averages: dict[str, Tensor] = field(default_factory=dict)
 
     @override
     def on_build(self, run: Trainer) -> None:

@@ -180,13 +180,11 @@ def log_line(
         f"step {values['step']:,d}/{total_steps:,d}  loss {values['loss']:.4f}  lr {values['learning_rate']:.1e}  "
         f"grad {values['grad_norm']:.3g}  {rate_text} samples/s  left {duration(seconds_left)}"
     )
-    additions = []
     for name, value in values.items():
         if name.startswith("loss/"):
-            additions.append(f"  {name.removeprefix('loss/')} {value:.4f}")
-    for addition in additions:
-        if len(line + addition) <= LOG_LINE_COLUMNS:
-            line += addition
+            addition = f"  {name.removeprefix('loss/')} {value:.4f}"
+            if len(line + addition) <= LOG_LINE_COLUMNS:
+                line += addition
     return line
 
 
@@ -292,7 +290,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in values, with one name each. A list of mappings has one entry per rank."""
     numbers = {}
     for key, value in values.items():
-        if isinstance(value, int | float) and key != "step":
+        if isinstance(value, int | float) and key not in ("step", "rank"):
             numbers[key] = float(value)
         elif isinstance(value, list):
             for rank, entry in enumerate(value):
