@@ -63,6 +63,7 @@ def test_facts_self_test_and_checklist_in_order(tmp_path):
     config = config_file(tmp_path, "use_fsdp: true\nbatch_size: 64\n")
     done = command("doctor", config, "--nproc", "2")
     assert done.returncode == 0, done.stderr
+    assert "torchao" not in done.stderr and "pytree" not in done.stderr
     lines = iter(done.stdout.splitlines())
     for fact in FACTS:
         assert any(re.match(fact, line) for line in lines), fact

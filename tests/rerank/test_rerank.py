@@ -340,6 +340,19 @@ def test_commands_score_as_the_class_does(strategy, tmp_path):
     assert list(map(float, scores)) == pytest.approx(expected, abs=1e-5)
 
 
+def test_lists_are_read_as_other_records_are(tmp_path):
+    lists = tmp_path / "lists.jsonl"
+    row = b'{"query": "red", "documents": ["a", "b"]}\n'
+    lists.write_bytes(b"\xef\xbb\xbf" + row + b"\n" + row)
+    model = shared(tiny_reranker)
+    first, second = succeeds("rerank", model, lists).splitlines()
+    assert first == second
+    lists.write_bytes(row + b"\n" + b'{"query": "\xe9", "documents": ["a"]}\n')
+    done = command("rerank", str(model), str(lists))
+    assert done.returncode == 2
+    assert f"{lists}:3 is not JSON" in done.stderr
+
+
 def test_a_checkpoint_is_exported(tmp_path):
     options = {"use_lora": True, "max_length": 512, "save_steps": 2, "max_steps": 2}
     final = trained(tmp_path, shared(tiny_qwen3_reranker), **options)

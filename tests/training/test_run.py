@@ -96,6 +96,7 @@ def test_output_directory_has_all_that_is_promised(plain):
         assert (output / name).exists(), name
     events = EventAccumulator(str(output / "tensorboard")).Reload()
     assert "train/loss" in events.Tags()["scalars"]
+    assert "train/memory/rank0/rank" not in events.Tags()["scalars"]
     lines = metric_lines(output)
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]

@@ -26,6 +26,15 @@ from vembed.parallel.placement import Placement
 from vembed.parallel.step_memory import MemoryEstimate, ModelSize, measure
 from vembed.pipelines.prediction import FITS, place_here
 
+SELF_TEST = """
+from vembed.cli.support import quieten_libraries
+
+quieten_libraries()
+from vembed.cli.selftest import main
+
+raise SystemExit(main())
+"""
+"""Program of each process of the self-test. What libraries say about missing kernels is no finding."""
 LARGEST_SIMPLE_BATCH = 16
 # Variables of a launcher that has started the doctor would tell the self-test's processes that they are ranks of its
 # run.
@@ -56,15 +65,15 @@ def check_machine(
         if not LAUNCHER_VARIABLES.match(name)
     }
     code = run_ranks(
-        [sys.executable, "-m", "vembed.cli.selftest"],
+        [sys.executable, "-c", SELF_TEST],
         rank_environments(num_tested, env=env),
     )
     passes_all = code == 0
     print_lines(f"Self-test: {'pass' if passes_all else 'FAIL'}")
     findings = []
     if run is not None and launch is not None:
-        count = _processes(launch.world_size)
-        print_lines("", f"Checklist for {config} on {count}", LINE)
+        title = f"Checklist for {config} on {_processes(launch.world_size)}"
+        print_lines("", title, LINE)
         checks = checklist(run, launch, self_test_passed=code == 0)
         for number, (passed, line) in enumerate(checks, start=1):
             print_lines(f"{number}. {line}: {'pass' if passed else 'FAIL'}")
@@ -139,8 +148,10 @@ def checklist(
             f"GPUs visible: {num_devices} for {num_processes} process(es)",
         )
     else:
-        asked = run.precision.value
-        yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"
+        yield (
+            run.precision.value != "fp16",
+            "GPUs visible: none, the run computes on the CPU",
+        )
     try:
         placement = place_here(run, launch.first_rank)
         size = placement.size or measure(run.config)
@@ -163,8 +174,8 @@ def checklist(
         # Off by default means that micro-batches fit without it; off by hand may not be meant.
         passes = recomputation.value or not is_sharded
         passes = passes or recomputation.origin == "default"
-        state = "on" if recomputation.value else "off"
-        yield passes, f"gradient checkpointing: {state} ({recomputation.reason})"
+        line = f"gradient checkpointing: {'on' if recomputation.value else 'off'}"
+        yield passes, f"{line} ({recomputation.reason})"
         need = MemoryEstimate(placement, size).in_step().total
         shard = ""
         if placement.num_shards > 1:

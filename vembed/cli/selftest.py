@@ -173,7 +173,3 @@ def _compare(ours: Tensor, theirs: Tensor, what: str) -> None:
 def _say(rank: int, line: str) -> None:
     if rank == 0:
         print_lines(line)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -231,9 +231,9 @@ def rerank(
     images = ImageRoot(image_root or str(folder), allow_urls=False)
     form = RecordFormat(Columns({"documents": "positive"}), images)
     with ExitStack() as stack:
-        source = sys.stdin
+        source = sys.stdin.buffer
         if lists != "-":
-            source = stack.enter_context(Path(lists).open(encoding="utf-8"))
+            source = stack.enter_context(Path(lists).open("rb"))
         model_path, options = stack.enter_context(use.open(model))
         reranker = Reranker(model_path, **options)
         is_main = options["session"].is_main
@@ -243,7 +243,9 @@ def rerank(
             records = []
             pairs = []
             for number, line in chunk:
-                record, listed = read_list(line, f"{lists}, line {number}", form)
+                if not line.strip():
+                    continue
+                record, listed = read_list(line, f"{lists}:{number}", form)
                 records.append(record)
                 pairs += listed
             scores = reranker.predict(pairs)
@@ -289,7 +291,7 @@ def _open_output(
 
 
 def read_list(
-    line: str,
+    line: bytes,
     where: str,
     form: RecordFormat,
 ) -> tuple[dict[str, Any], list[tuple[Input, Input]]]:
@@ -297,6 +299,7 @@ def read_list(
     from vembed.data.examples import BadRecord
 
     try:
+        # Of bytes: UTF-8 with or without a byte order mark.
         record = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from error

@@ -290,7 +290,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers in values, with one name each. A list of mappings has one entry per rank."""
     numbers = {}
     for key, value in values.items():
-        if isinstance(value, int | float) and key != "step":
+        if isinstance(value, int | float) and key not in ("step", "rank"):
             numbers[key] = float(value)
         elif isinstance(value, list):
             for rank, entry in enumerate(value):
