@@ -110,3 +110,23 @@ def test_extras_that_pages_and_messages_name_exist():
         for names in NAMED_EXTRAS.findall(path.read_text(encoding="utf-8")):
             extras.update(names.split(","))
     assert {"demo", "mine", "fsdp"} <= extras <= set(project["optional-dependencies"])
+
+
+INSTALLS = re.compile(r"pip install [^`\n]*?((?:-e )?\"[^\"]*\[([\w,]+)\]\")")
+NAMED_EXTRAS = re.compile(r"vembed\[([\w,]+)\]")
+
+
+def test_installing_is_said_in_one_way():
+    """From a checkout on every page, from a wheel in one place; and extras that pages and messages name exist."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    forms = set()
+    extras = set()
+    for page in PAGES:
+        for form, names in INSTALLS.findall(page.read_text(encoding="utf-8")):
+            forms.add(form.replace(names, "EXTRA"))
+            extras |= {*names.split(",")}
+    assert forms == {'-e ".[EXTRA]"', '"vembed-0.1.0-py3-none-any.whl[EXTRA]"'}
+    for path in (ROOT / "vembed").rglob("*.py"):
+        for names in NAMED_EXTRAS.findall(path.read_text(encoding="utf-8")):
+            extras |= {*names.split(",")}
+    assert {"demo", "mine", "fsdp"} <= extras <= set(project["optional-dependencies"])

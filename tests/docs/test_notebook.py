@@ -15,6 +15,8 @@ def test_the_cells_run(tmp_path, monkeypatch, capsys):
     path = ROOT / "examples" / "notebook.ipynb"
     notebook = json.loads(path.read_text(encoding="utf-8"))
     assert notebook["nbformat"] == 4
+    identities = [cell["id"] for cell in notebook["cells"]]
+    assert len(set(identities)) == len(identities)
     names = {"__name__": "__main__"}
     for cell in notebook["cells"]:
         assert not cell.get("outputs"), "saved without outputs"
