@@ -123,10 +123,6 @@ def test_global_batch_is_divided_among_processes(world_size, rows):
             },
             "losses, entry 2: hardness_alpha: 2.0 has no effect with loss: spread_out",
         ),
-        (
-            {"losses": [{"loss": "cosine"}], "temperature": 0.1},
-            "temperature: 0.1 has no effect with losses: cosine",
-        ),
         ({"lora_r": 8}, "lora_r: 8 has no effect without use_lora"),
         (
             {"val_data_path": "val.jsonl", "eval_steps": None, "patience": 3},

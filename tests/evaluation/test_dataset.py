@@ -159,14 +159,6 @@ def beir(folder, qrels, corpus=CORPUS, queries=QUERIES, split="test"):
     return folder
 
 
-def test_beir_folder(tmp_path):
-    data = opened(beir(tmp_path, ["q1\td1\t2", "q1\td2\t0", "2\td3\t1"]))
-    assert [item.text for item in data.documents] == ["Title of one", "two", "three"]
-    assert found(data) == {"first": {"Title of one": 2}, "second": {"three": 1}}
-    assert "2 queries over 3 documents" in data.summary()
-    assert "test.tsv" in data.summary()
-
-
 def test_a_beir_folder_has_no_scored_pairs(tmp_path):
     folder = beir(tmp_path, ["q1\td1\t2"])
     for path in (folder, folder / "qrels" / "test.tsv"):

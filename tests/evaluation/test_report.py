@@ -9,7 +9,6 @@ import yaml
 
 from tests.data.files import write_jsonl
 from vembed.config.schema import TrainConfig
-from vembed.errors import UserError
 from vembed.evaluation.report.record import RunSummary, read_run
 from vembed.evaluation.report.report import curves, write_report
 
@@ -212,8 +211,3 @@ def test_long_runs_stay_small(tmp_path):
     assert len(loss.steps) <= 151
     assert (loss.steps[-1], loss.values[-1]) == (20_000, 2 + math.sin(20_000))
     assert sum(loss.values) / len(loss.values) == pytest.approx(2, abs=0.01)
-
-
-def test_a_folder_that_is_no_run_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"no config\.yaml"):
-        write_report(tmp_path)

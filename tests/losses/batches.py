@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.functional import normalize
 
 from tests.losses.reference import (
     parameters_of,
@@ -64,9 +65,11 @@ def make_batch(
     def integer(low, high):
         return int(torch.randint(low, high + 1, (), generator=draw))
 
-    num_contents = num_contents or 6 * num_examples * (
-        1 + max_positives + max_negatives
-    )
+    def quarters(count):
+        return torch.randint(-4, 5, (count,), generator=draw).double() / 4
+
+    size = 1 + max_positives + max_negatives
+    num_contents = num_contents or 6 * num_examples * size
     query = []
     positive = []
     example = []
@@ -76,36 +79,34 @@ def make_batch(
         q = integer(0, num_contents - 1)
         for _ in range(integer(1, max_positives)):
             query.append(q)
-            positive.append(num_contents + integer(0, 2 * num_contents - 1))
+            positive.append(integer(num_contents, 3 * num_contents - 1))
             example.append(100 + 7 * number)
         for _ in range(integer(0, max_negatives)):
-            negative.append(num_contents + integer(0, 2 * num_contents - 1))
+            negative.append(integer(num_contents, 3 * num_contents - 1))
             negative_example.append(100 + 7 * number)
-    used, place = torch.unique(
-        torch.tensor(query + positive + negative), return_inverse=True
-    )
+    inputs = torch.tensor(query + positive + negative)
+    used, place = torch.unique(inputs, return_inverse=True)
     content = (used % num_contents) * 1_000_003 + 5
-    shuffled = torch.randperm(used.numel(), generator=draw)
-    embeddings = torch.randn(used.numel(), dim, generator=draw, dtype=torch.float64)
+    shuffled = torch.randperm(len(used), generator=draw)
+    embeddings = torch.randn(len(used), dim, generator=draw, dtype=torch.float64)
     place = torch.argsort(shuffled)[place]
     num_rows = len(query)
-    negative_scores = (torch.randint(-4, 5, (len(negative),), generator=draw) / 4).to(
-        torch.float64
-    )
+    num_negatives = len(negative)
+    rows = (num_rows, num_rows, num_negatives)
+    query_place, positive_place, negative_place = place.split(rows)
+    negative_label_scores = quarters(num_negatives)
     batch = LossBatch(
         embeddings=(embeddings + 0.5).to(dtype).requires_grad_(),
         content=content[shuffled],
-        query=place[:num_rows],
-        positive=place[num_rows : 2 * num_rows],
+        query=query_place,
+        positive=positive_place,
         example=torch.tensor(example),
-        negative=place[2 * num_rows :],
+        negative=negative_place,
         negative_example=torch.tensor(negative_example, dtype=torch.int64),
-        label_scores=(torch.randint(-4, 5, (num_rows,), generator=draw) / 4).to(
-            torch.float64
-        ),
+        label_scores=quarters(num_rows),
         rank_rows=slice(0, num_rows),
-        rank_negatives=slice(0, len(negative)),
-        negative_label_scores=negative_scores,
+        rank_negatives=slice(0, num_negatives),
+        negative_label_scores=negative_label_scores,
         batch_number=seed,
     )
     return replace(batch, teachers=teachers_of(batch, draw))
@@ -135,26 +136,22 @@ def rank_batches(batch, cuts):
 
 def teachers_of(batch, draw):
     """`vectors`: one for each embedding, in another order; one of them is unknown. `scores`: one for each pair."""
-    num = batch.embeddings.shape[0]
+    num, dim = batch.embeddings.shape
+
+    def normal(*shape):
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
     place = torch.randperm(num, generator=draw)
-    vectors = torch.randn(num, TEACHER_DIM, generator=draw, dtype=torch.float64) + 0.3
-    vectors = torch.nn.functional.normalize(vectors, dim=1)
+    vectors = normalize(normal(num, TEACHER_DIM) + 0.3)
     vectors[place[0]] = 0.0
-    before = torch.nn.functional.normalize(
-        batch.embeddings.detach().double()
-        + 0.5
-        * torch.randn(batch.embeddings.shape, generator=draw, dtype=torch.float64),
-        dim=1,
-    )
+    before = normalize(batch.embeddings.detach().double() + 0.5 * normal(num, dim))
     before[place[0]] = 0.0
+    inputs = (batch.query, batch.positive, batch.negative)
     return {
-        "none": TeacherVectors(before, batch.query, batch.positive, batch.negative),
-        "vectors": TeacherVectors(
-            vectors, place[batch.query], place[batch.positive], place[batch.negative]
-        ),
+        "none": TeacherVectors(before, *inputs),
+        "vectors": TeacherVectors(vectors, *(place[index] for index in inputs)),
         "reranker": TeacherScores(
-            torch.randn(batch.num_rows, generator=draw, dtype=torch.float64),
-            torch.randn(batch.negative.numel(), generator=draw, dtype=torch.float64),
+            normal(batch.num_rows), normal(batch.negative.numel())
         ),
     }
 

@@ -41,18 +41,9 @@ MRL = {"mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 TEACHERS = {"teacher": ["vectors", "reranker", "scores"], "vectors": ["vectors"]}
 
 
-def names_where(**declarations):
-    """Return the names of the losses that declare these values."""
-    names = []
-    for name, loss in LOSSES.items():
-        values = {key: getattr(loss, key) for key in declarations}
-        if values == declarations:
-            names.append(name)
-    return tuple(names)
-
-
-EACH = names_where(negatives="each")
-SOME = names_where(negatives="some")
+EACH = [name for name, loss in LOSSES.items() if loss.negatives == "each"]
+SOME = [name for name, loss in LOSSES.items() if loss.negatives == "some"]
+SCORED = [name for name, loss in LOSSES.items() if loss.records == "scores"]
 
 
 def other_values(annotation, default):
@@ -203,7 +194,7 @@ def test_it_declares_the_negatives_without_which_it_is_zero(name):
         assert (value == 0.0) is is_needed, (case, value)
 
 
-@pytest.mark.parametrize("name", names_where(records="scores"))
+@pytest.mark.parametrize("name", SCORED)
 def test_equal_scores_have_a_finite_gradient(name):
     """As in a batch of one grade: there is no order to learn, but nothing may divide by their spread."""
     batch = make_batch(5, max_positives=1)

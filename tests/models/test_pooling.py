@@ -132,30 +132,24 @@ def text_vectors(model, texts):
     return vectors
 
 
-def same_packed_padded_and_saved(name, folder):
-    """Check that a pooling gives the same vectors packed, padded and from its files."""
+@pytest.mark.parametrize("name", POOLINGS)
+def test_a_pooling_is_the_same_packed_padded_and_saved(name, tmp_path):
     model = model_of(config_of(name, padding_free=True)).eval()
     plain = model_of(config_of(name, padding_free=False)).eval()
     assert model.packs_texts() and not plain.packs_texts()
     expected = text_vectors(plain, TEXTS)
     singles = torch.cat([text_vectors(plain, [text]) for text in TEXTS])
-    torch.testing.assert_close(expected, singles, atol=1e-5, rtol=1e-5)
     packed = text_vectors(model, TEXTS)
-    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=1e-5)
+    for vectors in (singles, packed):
+        torch.testing.assert_close(vectors, expected, atol=1e-5, rtol=1e-5)
     if model.pooling is not None:
         for parameter in model.pooling.parameters():
             parameter.data.mul_(1.5)
         expected = text_vectors(model, TEXTS)
-    saved = save_model(folder, model, model.state_dict())
+    saved = save_model(tmp_path / "final", model, model.state_dict())
     vectors = Embedder(saved, mixed_precision="no").encode(TEXTS, normalize=False)
     assert vectors.shape[1] == model.description.embedding_dim
     np.testing.assert_allclose(vectors, expected.numpy(), atol=1e-5)
-    return saved
-
-
-@pytest.mark.parametrize("name", POOLINGS)
-def test_a_pooling_is_the_same_packed_padded_and_saved(name, tmp_path):
-    saved = same_packed_padded_and_saved(name, tmp_path / "final")
     if POOLINGS[name].modes:
         theirs = load_in_sentence_transformers(saved).encode(TEXTS)
         np.testing.assert_allclose(ours(saved, TEXTS, "document"), theirs, atol=1e-5)

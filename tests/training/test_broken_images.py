@@ -8,6 +8,7 @@ import vembed
 from tests import tiny
 from tests.data.files import write_jsonl
 from tests.data.pictures import encoded
+from tests.training.test_run import settings
 from vembed.errors import UserError
 
 
@@ -18,20 +19,19 @@ def test_an_image_that_breaks_during_a_run_is_named_with_its_record(tmp_path):
     for number in range(400):
         (tmp_path / f"{number}.jpg").symlink_to(picture)
         rows.append({"query": f"red {number}", "positive": {"image": f"{number}.jpg"}})
-    write_jsonl(tmp_path / "train.jsonl", rows)
 
     def on_step(_):
         broken = tmp_path / "broken.jpg"
         broken.write_bytes(b"\xff\xd8\xff\xe0 nothing")
         broken.replace(picture)  # never empty in between
 
-    config = {
-        "model_name": str(tiny.shared(tiny.tiny_clip)),
-        "data_path": str(tmp_path / "train.jsonl"),
-        "output_dir": str(tmp_path / "out"),
-        "batch_size": 8,
-        "epochs": 1,
-    }
+    config = settings(
+        tmp_path,
+        model_name=str(tiny.shared(tiny.tiny_clip)),
+        val_data_path=None,
+        max_steps=25,
+    )
+    write_jsonl(tmp_path / "train.jsonl", rows)
     with pytest.raises(UserError, match="is broken") as caught:
         vembed.train(config, on_step=on_step)
     named = re.search(r"/(\d+)\.jpg \(.*train\.jsonl:(\d+)\)", str(caught.value))

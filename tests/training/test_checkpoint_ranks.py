@@ -30,6 +30,11 @@ def one_part(output_dir, model_name, options):
         return run.state["step"], session.strategy, actual, left
 
 
+GATHERED_AND_OFFLOADED = {
+    "strategy": "fsdp",
+    "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+    "fsdp_offload_params": True,
+}
 CHAIN = [
     (1, {}, "single"),
     (2, {"strategy": "ddp"}, "ddp"),
@@ -39,15 +44,7 @@ CHAIN = [
     (1, {"async_save": True}, "single"),
     (3, {"strategy": "ddp", "async_save": True}, "ddp"),
     (2, {"strategy": "fsdp", "fsdp_version": 1, "async_save": True}, "fsdp"),
-    (
-        2,
-        {
-            "strategy": "fsdp",
-            "fsdp_sharding_strategy": "SHARD_GRAD_OP",
-            "fsdp_offload_params": True,
-        },
-        "fsdp",
-    ),
+    (2, GATHERED_AND_OFFLOADED, "fsdp"),
     (1, {}, "single"),
 ]
 
@@ -67,11 +64,9 @@ def test_every_strategy_goes_on_from_every_other_without_a_bit_of_difference(tmp
         before = parts[0][3]
         for *_, left in parts[1:]:
             assert_same(left, before)
-    assert [number for number, _ in integrity.list_checkpoints(tmp_path)] == [
-        len(CHAIN) - 2,
-        len(CHAIN) - 1,
-        len(CHAIN),
-    ]
+    last = len(CHAIN)
+    numbers = [number for number, _ in integrity.list_checkpoints(tmp_path)]
+    assert numbers == [last - 2, last - 1, last]
 
 
 def full_disk_on_one(output_dir, async_save):
@@ -94,7 +89,7 @@ def test_a_disk_that_is_full_on_one_rank_is_known_on_all(tmp_path, async_save):
     for raised in run_ranks(
         full_disk_on_one, 2, tmp_path, async_save, process_group=False
     ):
-        assert raised.startswith("checkpoint-2 could not be written (rank 1: ")
+        assert "checkpoint-2 could not be written (rank 1: " in raised
         assert "File too large); the newest checkpoint is checkpoint-1" in raised
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
 
@@ -107,16 +102,15 @@ def timeout_of_the_second_group(output_dir):
         start_session(config) as session,
         Checkpointer(config.run, session) as checkpointer,
     ):
-        return checkpointer._group._get_backend(
-            torch.device("cpu")
-        ).options._timeout.total_seconds()
+        backend = checkpointer._group._get_backend(torch.device("cpu"))
+        return backend.options._timeout.total_seconds()
 
 
 def test_asynchronous_saving_waits_as_long_as_other_collectives(tmp_path):
-    assert (
-        run_ranks(timeout_of_the_second_group, 2, tmp_path, process_group=False)
-        == [7 * 60] * 2
-    )
+    for seconds in run_ranks(
+        timeout_of_the_second_group, 2, tmp_path, process_group=False
+    ):
+        assert seconds == 7 * 60
 
 
 def two_folders(output_dir):

@@ -61,9 +61,8 @@ def test_retrieval_scores_were_computed_in_tf32():
 def test_attention_ran_in_float16_where_nothing_was_in_16_bits():
     wide = torch.zeros(1)
     narrow = torch.zeros(1, dtype=torch.bfloat16)
-    assert half_dtype(wide, wide, wide) is None, (
-        "torch.get_autocast_dtype alone gives float16 on GPUs"
-    )
+    # torch.get_autocast_dtype alone gives float16 on GPUs.
+    assert half_dtype(wide, wide, wide) is None
     assert half_dtype(wide, wide, narrow) is torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16):
         assert half_dtype(wide, wide, wide) is torch.bfloat16
@@ -101,8 +100,10 @@ def test_a_run_went_on_without_any_gradient(tmp_path, monkeypatch):
         return loss_share
 
     monkeypatch.setattr(TrainingStep, "synchronise", lose_gradients)
-    with pytest.raises(
-        RunError,
-        match=r"step 1: the loss is \S+ and the gradient norm exactly 0, so nothing is trained",
-    ):
-        vembed.train(settings(tmp_path, max_steps=2, val_data_path=None))
+    options = settings(
+        tmp_path,
+        max_steps=2,
+        val_data_path=None,
+    )
+    with pytest.raises(RunError, match=r"step 1: .* the gradient norm exactly 0"):
+        vembed.train(options)

@@ -24,17 +24,18 @@ def write_pairs(folder, *, seed=0):
     """Queries that share rare word pairs with their positives; a hard negative shares one of the two words."""
     draw = random.Random(seed)
     paths = folder / "train.jsonl", folder / "val.jsonl"
-    for path, number in zip(paths, (NUM_TRAIN, NUM_VAL), strict=True):
-        with path.open("w") as file:
-            for _ in range(number):
-                first, second, third = draw.sample(WORDS, 3)
-                filler = draw.choices(WORDS, k=draw.randint(1, 25))
-                row = {
-                    "query": f"{first} {second}",
-                    "positive": " ".join([first, *filler, second]),
-                    "negatives": [" ".join([first, *draw.choices(WORDS, k=4), third])],
-                }
-                file.write(json.dumps(row) + "\n")
+    for path, num_rows in zip(paths, (NUM_TRAIN, NUM_VAL), strict=True):
+        rows = []
+        for _ in range(num_rows):
+            first, second, third = draw.sample(WORDS, 3)
+            filler = draw.choices(WORDS, k=draw.randint(1, 25))
+            row = {
+                "query": f"{first} {second}",
+                "positive": " ".join([first, *filler, second]),
+                "negatives": [" ".join([first, *draw.choices(WORDS, k=4), third])],
+            }
+            rows.append(row)
+        write_jsonl(path, rows)
     return paths
 
 

@@ -254,16 +254,13 @@ class Update:
     def __post_init__(self) -> None:
         # Copies on every rank, also where the model is sharded.
         self._loss_parameters = list(self.loss.parameters())
+        of_loss = set(self._loss_parameters)
         # From the optimizer, not from the modules: sharding exchanges theirs, and each step would have to walk them.
-        self._model_parameters: list[nn.Parameter] = []
+        self._model_parameters = []
         for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if not any(parameter is weight for weight in self._loss_parameters):
-                    self._model_parameters.append(parameter)
-        # In the order of the model, which decides how the gradient norm is rounded.
-        places = enumerate(self.model.parameters())
-        order = {id(weight): place for place, weight in places}
-        self._model_parameters.sort(key=lambda weight: order.get(id(weight), 0))
+            self._model_parameters += [
+                weight for weight in group["params"] if weight not in of_loss
+            ]
         self._fsdp1_group = fsdp1_group(self.model)
         self.uses_scale = self.session.mixed_precision == "fp16"
         # Unless a checkpoint has restored a later value.

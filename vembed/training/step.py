@@ -152,7 +152,7 @@ class BatchState:
         None where each input has one: dense vectors of texts and images, scores of pairs.
         """
         num_vectors = self.rank_batch.num_vectors
-        if sum(num_vectors) == len(num_vectors):
+        if set(num_vectors) <= {1}:
             return None
         return np.cumsum([0, *num_vectors])
 
