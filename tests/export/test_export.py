@@ -434,8 +434,7 @@ def test_gguf_in_the_server_of_llama_cpp(exported, monkeypatch):
 
 def test_check_server_names_what_differs(tmp_path, monkeypatch):
     model = tiny_bert_st(tmp_path / "model", layers=1, pooling="cls", dense_dim=24)
-    command = ["-m", "vembed", "serve", str(model), "--port", "0"]
-    with started(command, VEMBED_API_KEY="secret") as server:
+    with started(model, VEMBED_API_KEY="secret") as server:
         assert "401" in refused("check-server", server.address, model)
         monkeypatch.setenv("VEMBED_API_KEY", "secret")
         for route in ("", "/v1", "/v1/embeddings"):

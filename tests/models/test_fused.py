@@ -14,6 +14,7 @@ from vembed.models import attention
 from vembed.models.adapters import fuse_adapters
 from vembed.models.families.backbones import layers_of
 from vembed.models.precision import fuse_norms
+from vembed.models.vision import add_at_images
 
 BF16_STEP = 2.0**-8
 """Largest relative rounding error of one number in bfloat16."""
@@ -57,6 +58,24 @@ def test_rotary_positions(model):
         # Rounded are the input, cos and sin, the first product and the sum.
         limit = 5 * BF16_STEP * float(entry.abs().max())
         assert float((result.double() - entry).abs().max()) <= limit
+
+
+def test_features_added_at_images():
+    language_model = built(tiny.tiny_qwen3_vl).backbone.language_model
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 4, 8)
+    is_image = torch.tensor([[False, True, True, False], [True, False, False, True]])
+    features = torch.randn(4, 8)
+
+    def plain(features):
+        return language_model._deepstack_process(hidden, is_image, features)
+
+    def fused(features):
+        return add_at_images(hidden, is_image, features)
+
+    expected = with_gradient(plain, features)
+    actual = with_gradient(fused, features)
+    torch.testing.assert_close(actual, expected, atol=0, rtol=0)
 
 
 def gradients(embedder):
