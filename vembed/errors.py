@@ -20,8 +20,12 @@ class RunError(Exception):
     """A run that cannot continue (out of memory, non-finite values, full disk), with advice. Exit code 1."""
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to stop, and has saved
-    """A stop by a signal or the time limit, after a checkpoint was saved. Exit code 128 + signal, or 0."""
+class Stopped(BaseException):
+    """A stop by a signal or the time limit, after a checkpoint was saved. Exit code 128 + signal, or 0.
+
+    Like KeyboardInterrupt it is raised between any two instructions, where a library may catch every Exception, as logging
+    does.
+    """
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)

@@ -1,5 +1,6 @@
 """Signals end a run between two steps, on all ranks at the same one; a second one ends it at once."""
 
+import logging
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_ranks
+from vembed.errors import Stopped
 from vembed.training import interrupts as module
 from vembed.training.interrupts import Interrupts, StopRequested
 
@@ -41,6 +43,23 @@ def test_the_way_on_is_that_of_the_run(resumes, says):
         assert interrupts.agree_on_stop()
         stopped = interrupts.stopped(7, Path("c"), resumes=resumes)
     assert str(stopped).endswith(says)
+
+
+def test_a_signal_while_a_line_is_logged_is_not_lost():
+    class Interrupted(logging.Handler):
+        def emit(self, record):
+            # As the handlers of Python do it.
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(1)
+            except Exception:
+                self.handleError(record)
+
+    logger = logging.Logger("interrupted")
+    logger.addHandler(Interrupted())
+    with Interrupts(), pytest.raises(Stopped) as stopped:
+        logger.info("before the first step")
+    assert stopped.value.exit_code == 143
 
 
 def test_what_was_to_be_ignored_stays_ignored():

@@ -26,7 +26,7 @@ from vembed.config.decisions import (
 )
 from vembed.config.loading import resolve_run
 from vembed.config.schema import ModelSection, TrainConfig
-from vembed.errors import RunError, Stopped, UserError
+from vembed.errors import RunError, UserError
 from vembed.models.families.description import describe
 from vembed.parallel import collectives, sharding
 from vembed.parallel.devices import (
@@ -244,8 +244,7 @@ class Session(AbstractContextManager["Session"]):
     ) -> None:
         if isinstance(error, Exception) and self.world_size > 1:
             error.add_note(f"rank {self.rank} of {self.world_size}")
-        is_expected = isinstance(error, UserError | Stopped)
-        failed = isinstance(error, Exception) and not is_expected
+        failed = isinstance(error, Exception) and not isinstance(error, UserError)
         hang_report = None
         if failed and error is not None and self.heartbeats is not None:
             hang_report = self.heartbeats.hang_report(error)
