@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.data.files import write_jsonl
-from tests.tiny import shared, tiny_bert_st, tiny_reranker
+from tests.tiny import shared, tiny_bert_st, tiny_qwen3_reranker, tiny_reranker
 from vembed import Embedder, Reranker, UserError, evaluate
 from vembed.cli.commands.scores import eval as evaluate_command
 
@@ -82,6 +82,14 @@ def test_a_reranker_sorts_what_the_first_stage_finds(tmp_path, printed):
     lines = [line.split() for line in text.splitlines()]
     assert lines[0] == ["metric", "whole", "first", "stage"]
     assert ["nDCG@10", f"{expected / 2:.4f}", "0.5000"] in lines
+
+
+def test_a_model_that_may_be_either_is_scored_as_an_embedding_model(pairs, caplog):
+    scores = evaluate(shared(tiny_qwen3_reranker), pairs)
+    assert "first_stage/ndcg@10" not in scores
+    assert "scored as an embedding model" in caplog.text
+    reranker = Reranker(shared(tiny_qwen3_reranker))
+    assert "first_stage/ndcg@10" in evaluate(reranker, pairs)
 
 
 def test_compressed_documents(pairs, tmp_path, printed):

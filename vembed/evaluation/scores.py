@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 import time
@@ -53,6 +54,8 @@ from vembed.progress import ProgressReport
 
 if TYPE_CHECKING:
     from vembed.training.frozen import InputBuilder
+
+log = logging.getLogger("vembed")
 
 REPORTED_K = 10
 """Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `ks` says."""
@@ -115,9 +118,13 @@ def evaluate(
     if show_progress and (session is None or session.is_main):
         sys.stderr.write(data.summary() + "\n")
     if isinstance(model, str | Path):
-        # A causal language model whose files say no more is an embedding model here.
-        is_reranker = kind_of(model_folder(str(model))) == "reranker"
-        load = Reranker if is_reranker else Embedder
+        kind = kind_of(model_folder(str(model)))
+        if kind == "yes_no":
+            log.warning(
+                f"{model}: the files of this causal language model do not say what it gives, so it is scored as an embedding "
+                "model; for a reranker that answers yes or no, pass vembed.Reranker(...) to vembed.evaluate"
+            )
+        load = Reranker if kind == "reranker" else Embedder
         model = load(
             model,
             device=device,
