@@ -29,7 +29,7 @@ def check_parts(
     """Return the parts by each of their names. Raise TypeError for a declaration that is missing, wrong or misspelt.
 
     `parts`: classes of a base class, or records. `needed`: what each declares. `allowed`: declaration -> its values, or those that its
-    sequence or mapping may hold. `taken`: names that no part may have.
+    sequence or mapping may hold. `taken_names`: names that no part may have.
     """
     by_name: dict[str, Part] = {}
     owners: dict[str, str] = {}

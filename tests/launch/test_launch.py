@@ -9,6 +9,7 @@ import time
 import psutil
 import pytest
 
+from vembed.errors import UserError
 from vembed.parallel import launch as launcher
 
 STOPPABLE = """
@@ -125,6 +126,11 @@ def test_ranks_get_torchs_environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.promise("A10", "C04", "C27")
+def test_more_processes_than_a_machine_can_hold_are_refused_before_any_starts():
+    with pytest.raises(UserError, match=r"num_processes: 100,000 on a machine of \d+"):
+        launcher.rank_environments(100_000)
+
+
 def test_several_machines():
     env = {"OMP_NUM_THREADS": "3"}
     ranks = launcher.rank_environments(

@@ -70,7 +70,7 @@ def folders():
     ]
 
 
-DRAWN = LanguageHead.hide
+DRAWN = LanguageHead.mask_tokens
 
 
 def hidden_by_content(head, inputs):
@@ -89,7 +89,7 @@ def on_ranks(strategy):
     actual = []
     options = {"strategy": strategy, "gradient_checkpointing": strategy == "fsdp"}
     with (
-        mock.patch.object(LanguageHead, "hide", hidden_by_content),
+        mock.patch.object(LanguageHead, "mask_tokens", hidden_by_content),
         start_session(config_of(folders()[0], strategy=strategy)) as session,
     ):
         for folder in folders():
@@ -106,7 +106,7 @@ def wanted(folder):
     inputs = inputs_of(featuriser, examples(CASES[0]))
     if not model.language_head.is_causal:
         # Its loss is compared with Transformers' below.
-        with mock.patch.object(LanguageHead, "hide", hidden_by_content):
+        with mock.patch.object(LanguageHead, "mask_tokens", hidden_by_content):
             _, (losses,) = model([("text", inputs)], with_auxiliary=True)
         sums, counts = losses["masked_token"]
         loss = sums.sum() / counts.sum()
@@ -164,7 +164,7 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
     torch.manual_seed(4)
     (_,), (losses,) = model([("text", inputs)], with_auxiliary=True)
     torch.manual_seed(4)
-    hidden, targets = head.hide(inputs)
+    hidden, targets = head.mask_tokens(inputs)
     is_asked = targets != IGNORED_TARGET
     is_special = torch.isin(ids, head.special_tokens)
     num_tokens = (inputs["attention_mask"].bool() & ~is_special).sum()

@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from vembed.config.parsing import Node, parse_value
 from vembed.config.schema import options_of_sections
-from vembed.config.values import Form
+from vembed.config.values import ValueSyntax
 from vembed.errors import did_you_mean, printable
 from vembed.losses.table import ENTRY_OPTIONS
 from vembed.models.poolings.table import POOLINGS
@@ -867,7 +867,7 @@ def _accepted(
     if annotation is bool:
         return ["true", "false"], [], {"bool"}
     if annotation is str:
-        forms = [str(item) for item in metadata if isinstance(item, Form)]
+        forms = [str(item) for item in metadata if isinstance(item, ValueSyntax)]
         return forms[:1] or ["text"], [], {"text"}
     if annotation is type(None):
         return [], [], {"null"}

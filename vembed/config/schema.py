@@ -16,12 +16,11 @@ from vembed.config.values import (
     Auto,
     CodeName,
     Dtype,
+    FileReference,
     FiniteFloat,
-    Form,
     Fraction,
     Immutable,
     Momentum,
-    NamesFiles,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -29,6 +28,7 @@ from vembed.config.values import (
     ProperFraction,
     RetrievalMode,
     Task,
+    ValueSyntax,
 )
 from vembed.errors import UserError
 from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSSES
@@ -82,7 +82,7 @@ def parse_sampling(text: str) -> Sampling:
 SamplingName = Annotated[
     str,
     Field(pattern=SAMPLING),
-    Form(
+    ValueSyntax(
         "proportional, temperature(alpha) with alpha from 0 to 1, round_robin or weights"
     ),
 ]
@@ -287,7 +287,7 @@ class Section(Immutable):
 class ModelSection(Section):
     """Weights, dtypes, attention, inputs and pooling of the model."""
 
-    model_name: Annotated[str, NamesFiles("model")]
+    model_name: Annotated[str, FileReference("model")]
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
     task: Task = "embed"
     """Kind of model to train. `embed`: an embedding model, which gives a vector for each input. `rerank`: a reranker,
@@ -302,18 +302,18 @@ class ModelSection(Section):
     """Branch, tag or commit on the Hub. Default: the main branch."""
     trust_remote_code: bool = False
     """Run Python code from the model's folder. Only for models that you trust as you trust your own code."""
-    model_class: Annotated[str | None, NamesFiles("code")] = None
+    model_class: Annotated[str | None, FileReference("code")] = None
     """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. New weights, unless
     `model_name` names a folder of them."""
     model_arguments: dict[str, Any] | None = None
     """Keyword arguments of `model_class` (alias: `model_config`). Without `model_class`: values that replace those in the
     model's config.json, such as {rope_theta: 1000000}, or {num_hidden_layers: 6} for the first six layers. They are saved
     in `final/`."""
-    tokenizer_name: Annotated[str | None, NamesFiles("model")] = None
+    tokenizer_name: Annotated[str | None, FileReference("model")] = None
     """Tokenizer, or image processor, of `model_class`: a folder or a Hub name. Default: that of `model_name`."""
     from_scratch: bool = False
     """Start from random weights with the config of `model_name`, whose weights are not read."""
-    image_model_name: Annotated[str | None, NamesFiles("model")] = None
+    image_model_name: Annotated[str | None, FileReference("model")] = None
     """Image encoder of a composed model, whose text encoder is `model_name` (model_family: composed). Their shared space
     has max(mrl_dims) dimensions, by default as many as the smaller of the two."""
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16", "pure_bfloat16"] = (
@@ -384,8 +384,9 @@ class AdapterSection(Section):
     """rslora: the update is multiplied by alpha / sqrt(r) instead of alpha / r, which suits large ranks (alias:
     `use_rslora`). dora: weight-decomposed adapters, slower, often better at small ranks (alias: `use_dora`)."""
     quantize_weights: Literal["int8", "nf4"] | None = None
-    """nf4: keep the frozen weights in 4 bits and train adapters (also `use_qlora: true`, which implies `use_lora`). Needs
-    bitsandbytes. int8: for a model that is served in int8. Each forward pass rounds the weights of the linear layers to
+    """nf4: QLoRA, which keeps the frozen weights in 4 bits and trains adapters (also `use_qlora: true`, which implies
+    `use_lora`). Needs bitsandbytes. int8: quantization-aware training, for a model that is served in int8. Each forward
+    pass rounds the weights of the linear layers to
     int8, with a scale per row, and gradients pass through the rounding. `final/` has the rounded weights."""
     save_merged: bool = True
     """After a LoRA run, save the merged model in `final/`, with the adapter beside it. false: only the adapter."""
@@ -402,10 +403,10 @@ class AdapterSection(Section):
 class DataSection(Section):
     """Training and validation data."""
 
-    data_path: Annotated[str | list[str | DataSource], NamesFiles("data")]
+    data_path: Annotated[str | list[str | DataSource], FileReference("data")]
     """Training data: a file (JSONL, CSV, TSV, Parquet, also .gz, .zst), a folder or pattern of files, an address
     (`s3://...`), a Hub name, or a list with weights."""
-    val_data_path: Annotated[str | None, NamesFiles("data")] = None
+    val_data_path: Annotated[str | None, FileReference("data")] = None
     """Validation data: as `data_path`, or a BEIR-style folder (corpus, queries and qrels, in JSON Lines or Parquet)."""
     val_split: ProperFraction | None = None
     """Hold out this share of the queries of `data_path` for validation, instead of `val_data_path`. Examples with equal
@@ -442,7 +443,7 @@ class DataSection(Section):
     weight times n. `temperature(0.5)`: to its weight times n ** 0.5, so that small sources are drawn more often. Any power
     from 0 to 1 may stand there. `weights`: to its weight alone. `round_robin`: a batch of each source in turn. An epoch
     has as many examples as with `proportional`."""
-    mine: Annotated[EpochMining | None, NamesFiles("data")] = None
+    mine: Annotated[EpochMining | None, FileReference("data")] = None
     """Mine hard negatives between epochs with the model as it is then, and add them to those of the data: {every_epochs: 1,
     num_negatives: 5, ...}, with the options of `vembed mine` that choose negatives. Checkpoints hold them."""
     num_workers: Auto | NonNegativeInt = "auto"
@@ -477,12 +478,12 @@ class _Objective(Section):
 
     loss: LossName = "infonce"
     auxiliary_losses: dict[str, float] | None = None
-    """Weight of each loss that the model itself returns, by name, such as {next_token: 0.1}. Default: 1 for each. 0: it is
-    logged only. A model of your own (`model_class`) names them. Decoders have `next_token`: trained beside `loss` if it
-    has a weight here, and alone with loss: none. Text encoders have `masked_token`, with loss: none alone: it predicts
-    tokens that are hidden with probability 0.15."""
+    """Weight of each loss that the model itself returns, by name, such as {next_token: 0.1}. 0: it is logged only. Losses
+    of a model of your own (`model_class`) have the weight 1 by default. Decoders have `next_token`, which is trained
+    beside `loss` only if it is named here, and alone with loss: none. Text encoders have `masked_token` with loss: none
+    alone: the prediction of tokens that are masked with probability 0.15."""
     losses: Annotated[
-        Annotated[list[LossEntry], Field(min_length=1)] | None, NamesFiles("model")
+        Annotated[list[LossEntry], Field(min_length=1)] | None, FileReference("model")
     ] = None
     """Several losses instead of `loss`, added up with weights. Each entry has a `loss`, a `weight`, and may have its own
     `temperature`, `teacher`, `guide` and other options of this section. Some options are for entries alone
@@ -493,7 +494,7 @@ class _Objective(Section):
     """Quantization-aware training, for vectors that are stored in int8 or as bits. The loss is the mean of the loss on
     float embeddings and of the loss on quantized ones (straight-through gradient), at every size of `mrl_dims`.
     Evaluations score int8 and binary documents too."""
-    teachers: Annotated[list[str | Teacher] | None, NamesFiles("model")] = None
+    teachers: Annotated[list[str | Teacher] | None, FileReference("model")] = None
     """Embedding models or rerankers that losses follow (`teacher`) or choose candidates by (`guide`): each a Hub name, a
     folder, or an entry with further options."""
 
@@ -584,7 +585,7 @@ class OptimizerSection(Section):
     """If the loss or the gradient is not finite. stop: end with an error that names the examples. skip: leave the weights
     as they are, and log the number of such steps."""
 
-    def gives_length(self) -> bool:
+    def sets_duration(self) -> bool:
         """Return whether the length of the run is given, rather than left to `auto`."""
         return self.epochs != "auto" or self.max_steps is not None
 
@@ -617,7 +618,7 @@ class ParallelSection(Section):
         Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
         | CodeName
         | None,
-        NamesFiles("code"),
+        FileReference("code"),
     ] = None
     """Choice of FSDP units: each transformer layer, each module above `fsdp_min_num_params`, or the whole model. Also a
     function of your own, path/to/file.py:function, which is called with each module and returns whether it is a unit."""
@@ -656,11 +657,11 @@ class EvaluationSection(Section):
     eval_metric: str = "auto"
     """Metric that selects the best checkpoint: ndcg, mrr, recall or map at any cut-off, such as mrr@20. `auto`: ndcg@10
     for retrieval, spearman for scored pairs. Evaluations have the cut-offs 1, 5, 10, 100, and that of this metric."""
-    guards: Annotated[list[str | Guard] | None, NamesFiles("data")] = None
+    guards: Annotated[list[str | Guard] | None, FileReference("data")] = None
     """Evaluation data of abilities that the model should keep. Each evaluation scores them. If one of these scores falls
     by more than its `max_drop`, the run ends, and `final/` is the last checkpoint before that. Needs val_data_path,
     eval_steps and save_steps."""
-    first_stage: Annotated[str, NamesFiles("model")] = "bm25"
+    first_stage: Annotated[str, FileReference("model")] = "bm25"
     """task: rerank: what chooses the documents that evaluations rerank: `bm25`, an embedding model, or a run file (`.trec`
     with the ids of a BEIR-style folder, `.jsonl` with texts)."""
     rerank_top_k: PositiveInt = 50
@@ -833,7 +834,7 @@ def json_schema() -> dict[str, Any]:
 FILE_OPTIONS: dict[str, str] = {}
 for _option, _option_field in option_fields().items():
     for _entry in _option_field.metadata:
-        if isinstance(_entry, NamesFiles):
+        if isinstance(_entry, FileReference):
             FILE_OPTIONS[_option] = str(_entry)
 """Option that names files or folders -> their kind: model, data or code.
 

@@ -30,25 +30,25 @@ Task = Literal["embed", "rerank"]
 RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 
 
-class NamesFiles(str):
+class FileReference(str):
     """Mark of an option that names files or folders, in the metadata of its type: model, data or code."""
 
     __slots__ = ()
 
 
-class Form(str):
+class ValueSyntax(str):
     """Words for the values that a text may have, in the metadata of its type."""
 
     __slots__ = ()
 
 
 Percentage = Annotated[
-    str, Field(pattern=r"^-?\d+(\.\d+)?%$"), Form("a share such as 5%")
+    str, Field(pattern=r"^-?\d+(\.\d+)?%$"), ValueSyntax("a share such as 5%")
 ]
 CodeName = Annotated[
     str,
     Field(pattern=r".:\w+$"),
-    Form("path/to/file.py:name"),
+    ValueSyntax("path/to/file.py:name"),
 ]
 """A function or class in a file of the user's."""
 

@@ -32,7 +32,7 @@ from vembed.inference.encoding import (
     quantized,
 )
 from vembed.models.building import load_embedder
-from vembed.models.embedding_model import HiddenStates
+from vembed.models.embedding_model import LayerPooler
 from vembed.models.precision import bf16_weights_of
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.placement import precision_of_use
@@ -226,7 +226,7 @@ class Embedder:
         Layer 0 is the input of the first transformer layer, layer k the output of the k-th one before any last norm, and -1
         the last layer. `pooling` is the model's own by default.
         """
-        states = HiddenStates(
+        states = LayerPooler(
             self.model, self.backbone, self.description, layers, pooling
         )
         items, _ = _items(inputs)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from vembed.data.batching.rank_batch import (
     Feeder,
     LockstepSplit,
+    index_tensor,
     indices_by_modality,
-    row_index,
 )
 from vembed.data.examples import Item, Kind, distinct
 from vembed.data.features import BaseFeaturiser, Features
@@ -276,7 +276,7 @@ def _encode_rank(
         if result is None:
             result = embeddings.new_empty(len(features), embeddings.shape[1])
         if indices:  # otherwise a dummy: it was run only for its collectives
-            result[row_index(indices, embeddings.device)] = embeddings
+            result[index_tensor(indices, embeddings.device)] = embeddings
         after(len(indices))
     assert result is not None, "at least one input of one rank, so one micro-batch"
     return result

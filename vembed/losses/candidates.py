@@ -45,9 +45,9 @@ from vembed.losses.similarity import length_of
 NO_KEY_COLUMN = -2
 """Fills the keys of columns up to a rectangle. Rows are filled with another number, NO_KEY_ROW, so that two unused slots
 are never equal."""
-FORWARD = 0
+QUERY_TO_DOCUMENT = 0
 """Direction of a row's loss: its query against documents."""
-REVERSE = 1
+DOCUMENT_TO_QUERY = 1
 """Its positive against queries."""
 
 
@@ -86,13 +86,13 @@ class ColumnGroup:
     """Entries of the columns."""
     masks: tuple[ExclusionMask, ...]
     """A score is excluded where one of them is true."""
-    direction: int = FORWARD
+    direction: int = QUERY_TO_DOCUMENT
 
 
 @dataclass(frozen=True)
 class ExplicitPairs:
-    """P single scores: rows against hard negatives of their own example. Unlike the listed pairs of a LossBatch, they are
-    added to the row losses of the score matrix."""
+    """P single scores: rows against hard negatives of their own example. They enter the same row losses as the columns. The
+    pairs of `LossBatch.listed_by_row` are for losses without a score matrix."""
 
     row_entries: slice
     """Entries of the rows' queries, or of their positives."""
@@ -132,7 +132,7 @@ class CandidateRule:
     """Positives against documents, too."""
     both_directions: bool = False
     """Positives against queries, for a reverse loss."""
-    lists_own_negatives: bool = False
+    own_negatives_as_pairs: bool = False
     """The hard negatives of a row's example are explicit pairs, also where those of other examples are columns."""
 
 
@@ -178,11 +178,12 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     )
     keys = _mask_keys(batch, rule, layout)
     tensors = {}
-    explicit_negatives = batch.negative[:0]
-    if is_own or rule.lists_own_negatives:
+    # Which hard negatives of the batch are in explicit pairs, by their position among the H.
+    explicit_positions = batch.negative[:0]
+    if is_own or rule.own_negatives_as_pairs:
         tensors["explicit_row"], negative = batch.example_negatives(rank_rows)
         # [P] the place of each pair's hard negative among the distinct ones: a negative of several rows has one entry.
-        explicit_negatives, place = torch.unique(negative, return_inverse=True)
+        explicit_positions, place = torch.unique(negative, return_inverse=True)
         tensors["negative_entry"] = first_explicit + place
     # [N] the occurrence of each entry, in the order of the table. Occurrences count from 0 for queries, from R for
     # positives, from 2 R for hard negatives.
@@ -191,7 +192,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
         occurrences[2 * num_rows :],
         occurrences[num_rows : 2 * num_rows],
         occurrences[tabled_rows],
-        2 * num_rows + explicit_negatives,
+        2 * num_rows + explicit_positions,
     )
     occurrence = torch.cat(parts)
     tensors["index"] = batch.occurrence_indices()[occurrence]
@@ -199,7 +200,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     on_device = to_device_together(tensors, device)
     device_keys = _MaskKeys(**to_device_together(keys._asdict(), device))
     explicit = []
-    if explicit_negatives.numel():
+    if explicit_positions.numel():
         pairs = ExplicitPairs(
             row_entries=layout.rank_queries,
             row=on_device["explicit_row"],
@@ -262,7 +263,7 @@ def _mask_keys(
         document_example=empty,
         query_texts=empty,
     )
-    if rule.lists_own_negatives:
+    if rule.own_negatives_as_pairs:
         of_negatives = batch.negative_example[:num_negatives]
         of_positives = torch.full_like(batch.example, NO_KEY_COLUMN)
         document_example = torch.cat((of_negatives, of_positives))
@@ -288,7 +289,7 @@ def _column_groups(
     queries = layout.queries
     # Excluded: documents with the content of the row's query or of one of its positives.
     document_masks = [ExclusionMask(keys.row, keys.document)]
-    if rule.lists_own_negatives:
+    if rule.own_negatives_as_pairs:
         # Excluded: hard negatives of the row's example. They are explicit pairs.
         example_mask = ExclusionMask(keys.row_example, keys.document_example)
         document_masks.append(example_mask)
@@ -301,15 +302,16 @@ def _column_groups(
     if rule.document_document:
         groups.append(ColumnGroup(layout.rank_positives, documents, masks))
     if rule.both_directions:
-        # Excluded: the queries of examples that have the row's positive as positive or as query, and queries with the
-        # content of the row's query.
+        # Excluded: queries that equal the row's positive, or have it as a positive, and queries that equal the row's query.
         row_positive = keys.document[layout.rank_positives, :1]
         row_query = keys.row[:, :1]
         query_masks = (
             ExclusionMask(row_positive, keys.query_texts),
             ExclusionMask(row_query, keys.query),
         )
-        group = ColumnGroup(layout.rank_positives, queries, query_masks, REVERSE)
+        group = ColumnGroup(
+            layout.rank_positives, queries, query_masks, DOCUMENT_TO_QUERY
+        )
         groups.append(group)
     return tuple(group for group in groups if length_of(group.columns))
 

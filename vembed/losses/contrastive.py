@@ -31,8 +31,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from vembed.config.values import (
+    FileReference,
     FiniteFloat,
-    NamesFiles,
     NonNegativeFloat,
     NonNegativeInt,
     Percentage,
@@ -65,7 +65,7 @@ class GuidedLoss(CandidateLoss):
     negatives of a positive document (`documents`), or both."""
     false_negative_margin: FiniteFloat | None = None
     """Mask candidates that score above the positive's score plus this margin. Default: none is masked."""
-    guide: Annotated[str | None, NamesFiles("model")] = None
+    guide: Annotated[str | None, FileReference("model")] = None
     """loss: infonce, sigmoid, circle: a teacher that says which candidates are no negatives: those that it scores above
     the row's own pair less `guide_margin`."""
     guide_margin: FiniteFloat | Percentage = 0.0
@@ -81,7 +81,7 @@ class GuidedLoss(CandidateLoss):
         bias: Tensor | None = None,
         *,
         both_directions: bool = False,
-        lists_own_negatives: bool = False,
+        own_negatives_as_pairs: bool = False,
     ) -> Tensor:
         """Return 1/N times the sum of the row losses of this rank's rows."""
         from vembed.losses.candidates import CandidateRule, plan_scores
@@ -92,7 +92,7 @@ class GuidedLoss(CandidateLoss):
             query_query=self.same_side_negatives in ("queries", "both"),
             document_document=self.same_side_negatives in ("documents", "both"),
             both_directions=both_directions,
-            lists_own_negatives=lists_own_negatives,
+            own_negatives_as_pairs=own_negatives_as_pairs,
         )
         guide = None
         if term.guide is not None:
@@ -105,12 +105,12 @@ class GuidedLoss(CandidateLoss):
                 guide = Guide(vectors, self.guide_margin, False)
         # N counts the rows of all ranks, of which this rank adds up its own. With both directions L is their mean.
         share = 1.0 / max(1, batch.num_rows)
-        direction_factors = (share / 2, share / 2) if both_directions else (share,)
+        direction_weights = (share / 2, share / 2) if both_directions else (share,)
         scoring = Scoring(
             plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=row_loss,
-            direction_factors=direction_factors,
+            direction_weights=direction_weights,
             margin_above_positive=self.false_negative_margin,
             guide=guide,
         )
@@ -170,11 +170,11 @@ class InfoNCE(GuidedLoss, Temperature):
         if self.hardness_alpha:
             # s/T + a s = (1 + a T) s/T, with the scale 1/T.
             stretch = 1.0 + self.hardness_alpha / scale.detach()
-        stretches_pairs_only = self.hardness_scope == "own"
+        stretches_own_only = self.hardness_scope == "own"
         row_loss = partial(
             SoftmaxRows,
             stretch=stretch,
-            stretches_pairs_only=stretches_pairs_only,
+            stretches_own_only=stretches_own_only,
             focal_gamma=self.focal_gamma,
         )
         return self.tiled_share(
@@ -183,7 +183,7 @@ class InfoNCE(GuidedLoss, Temperature):
             row_loss,
             scale,
             both_directions=self.bidirectional,
-            lists_own_negatives=stretches_pairs_only,
+            own_negatives_as_pairs=stretches_own_only,
         )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from vembed.config.values import Immutable, NamesFiles, PositiveFloat
+from vembed.config.values import FileReference, Immutable, PositiveFloat
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -179,5 +179,5 @@ class CandidateLoss(FixedTemperature):
 class TeacherLoss(LossDeclaration):
     """Base class of losses that may follow a teacher."""
 
-    teacher: Annotated[str | None, NamesFiles("model")] = None
+    teacher: Annotated[str | None, FileReference("model")] = None
     """Teacher of a loss: one of `teachers`, a model, or `scores` (those in the data). Default: the first of them."""

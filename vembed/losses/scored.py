@@ -283,7 +283,7 @@ class KL(SoftmaxLoss, CandidateLoss):
             plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=partial(DivergenceRows, target_scale=self.target_scale()),
-            direction_factors=(1.0 / max(1, batch.num_rows),),
+            direction_weights=(1.0 / max(1, batch.num_rows),),
             teacher=batch.teacher_vectors(term.teacher),
         )
         scale = term.scale(batch.embeddings)

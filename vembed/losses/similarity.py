@@ -1,6 +1,6 @@
 """Similarities of embeddings at all Matryoshka sizes, with their gradients.
 
-`PrefixTable` is the score table of dense vectors: it scores tiles and single pairs, and turns derivatives of scores into
+`ScoreTable` is the score table of dense vectors: it scores tiles and single pairs, and turns derivatives of scores into
 the gradient of the embeddings.
 """
 
@@ -64,7 +64,7 @@ class RowVectors:
     """[n, d] their gradient."""
 
 
-class PrefixTable:
+class ScoreTable:
     """Score table of N vectors: scores at all K sizes, and the gradient.
 
     `x` [N, d]: for the cosine, the embeddings divided by the norm of their first d coordinates, with d the largest size.
@@ -240,7 +240,7 @@ class PrefixTable:
         torch.mul(source, scales[columns], out=out)
         return out.mul_(scales[rows.entries, None])
 
-    def finish(self, rows: RowVectors, logit_scale: Tensor) -> Tensor:
+    def add_row_gradient(self, rows: RowVectors, logit_scale: Tensor) -> Tensor:
         """Add the gradient of the rows to the table's, and return dL/d(logit_scale)."""
         # logits = logit_scale * (x . column): dx * x summed is dL/d(logit_scale), and dx * logit_scale is dL/dx.
         x = self.x[rows.entries]
@@ -305,7 +305,7 @@ class _PairScores(torch.autograd.Function):
         scores = embeddings.new_empty(num_sizes, left.numel(), dtype=dtype)
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
-            table = PrefixTable(embeddings, index, similarity, with_gradient=False)
+            table = ScoreTable(embeddings, index, similarity, with_gradient=False)
             left_entries, right_entries = chunks(len(index), length_of(pairs))
             scores[:, pairs] = table.pair_scores(left_entries, right_entries)
         # Save indices and scores only: the gathered vectors [2P, D] may take more memory than the embeddings, so
@@ -321,7 +321,7 @@ class _PairScores(torch.autograd.Function):
         gradient = torch.zeros_like(embeddings, dtype=scores.dtype)
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
-            table = PrefixTable(embeddings, index, ctx.similarity, with_gradient=True)
+            table = ScoreTable(embeddings, index, ctx.similarity, with_gradient=True)
             left_entries, right_entries = chunks(len(index), length_of(pairs))
             table.add_pair_gradient(
                 left_entries, right_entries, scores[:, pairs], d_scores[:, pairs]

@@ -12,12 +12,12 @@ row blocks, and each block into tiles of columns:
 
 The score of row i and column j is the dot product x_i . y_j of their vectors, and its logit is z = logit_scale * score. For
 a loss L = sum over rows of l(row), the gradient with respect to these vectors is as follows. For the cosine x and y are
-normalised, and `PrefixTable` adds the derivative of that.
+normalised, and `ScoreTable` adds the derivative of that.
 
     dL/dx_i = logit_scale * sum_j dl/dz_ij * y_j          dL/dy_j = logit_scale * sum_i dl/dz_ij * x_i
 
 dl/dz_ij depends on sums over the whole row, such as the sum of a softmax. So all tiles of one row block are scored
-and kept: O(N * block) memory for N columns and `block` rows. The sums of its rows are then complete, and the gradient
+and kept: O(C * block) memory for C columns and `block` rows. The sums of its rows are then complete, and the gradient
 follows from the same scores. The total is three matrix products (scores, gradient of the rows, gradient of the
 columns), as with the full matrix, and no score is computed twice. All of it happens in the forward pass. `backward`
 only multiplies by the incoming gradient.
@@ -25,7 +25,7 @@ only multiplies by the incoming gradient.
 Where a score's derivative does not depend on the others of its row (`SEPARABLE`), each tile is differentiated
 immediately after it is scored, and all tiles share one buffer.
 
-Who does what: `candidates.py` plans which scores count. `PrefixTable` holds the normalised vectors, computes scores and
+Who does what: `candidates.py` plans which scores count. `ScoreTable` holds the normalised vectors, computes scores and
 turns their derivatives into the gradient of the embeddings. The row losses add the scores up. `_ScorePass` brings the
 three together. A vector is named by its entry in the plan.
 
@@ -45,12 +45,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vembed.losses.batch import TeacherVectors
-from vembed.losses.candidates import FORWARD, ScorePlan, shifted
+from vembed.losses.candidates import QUERY_TO_DOCUMENT, ScorePlan, shifted
 from vembed.losses.similarity import (
     Entries,
     KnownGradients,
-    PrefixTable,
     RowVectors,
+    ScoreTable,
     Similarity,
     arithmetic_dtype,
     chunks,
@@ -71,12 +71,13 @@ TIE_TOLERANCE = 64
 
 def is_excluded(logits: Tensor) -> Tensor:
     """Return true where a candidate is excluded."""
-    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times logit_scale, which is above 1e-6.
+    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times the scale,
+    # which is above 1e-6.
     return logits <= EXCLUDED * 1e-6
 
 
 @dataclass(frozen=True)
-class RowStart:
+class PositiveTerms:
     """What the losses of n rows begin with."""
 
     logits: Tensor
@@ -110,7 +111,7 @@ class RowLoss(ABC):
     derivatives do not depend on the other scores (`SEPARABLE`), `grad` may come before `total`.
     """
 
-    def __init__(self, start: RowStart) -> None:
+    def __init__(self, start: PositiveTerms) -> None:
         self.positive = start.logits
         self.coefficient = start.coefficient
 
@@ -189,23 +190,23 @@ class SoftmaxRows(RowLoss):
     `others` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
     precision of small losses.
 
-    `stretch`: candidates enter as stretch * logit, and the difference to the logit has no gradient (hardness_alpha).
-    `stretches_pairs_only`: only single logits do, which are those of the row's own hard negatives (hardness_scope: own).
+    `stretch`: candidates enter with the value stretch * logit and the derivative of the logit (hardness_alpha).
+    `stretches_own_only`: only single logits do, which are those of the row's own hard negatives (hardness_scope: own).
     `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
     """
 
     def __init__(
         self,
-        start: RowStart,
+        start: PositiveTerms,
         *,
         stretch: Tensor | None = None,
-        stretches_pairs_only: bool = False,
+        stretches_own_only: bool = False,
         focal_gamma: float = 0.0,
     ) -> None:
         assert start.bias is None, "a bias cancels in a softmax"
         super().__init__(start)
         self.stretch = stretch
-        self.stretches_pairs_only = stretches_pairs_only
+        self.stretches_own_only = stretches_own_only
         self.focal_gamma = focal_gamma
         # The positive is part of the maximum from the start.
         zeros = torch.zeros_like(self.positive)
@@ -218,7 +219,7 @@ class SoftmaxRows(RowLoss):
 
     def _stretched(self, candidates: CandidateLogits) -> Tensor:
         is_tile = candidates.row is None
-        if self.stretch is None or (is_tile and self.stretches_pairs_only):
+        if self.stretch is None or (is_tile and self.stretches_own_only):
             return candidates.logits
         return torch.mul(candidates.logits, self.stretch, out=candidates.out)
 
@@ -268,7 +269,7 @@ class CircleRows(SoftmaxRows):
 
     def __init__(
         self,
-        start: RowStart,
+        start: PositiveTerms,
         *,
         temperature: float,
         margin: float,
@@ -315,7 +316,7 @@ class CircleRows(SoftmaxRows):
 class SigmoidRows(RowLoss):
     """Sum of -log sigmoid(logit + bias) of the positive and -log sigmoid(-(logit + bias)) of every candidate."""
 
-    def __init__(self, start: RowStart) -> None:
+    def __init__(self, start: PositiveTerms) -> None:
         super().__init__(start)
         assert start.bias is not None, "the sigmoid loss has a bias"
         self.bias = start.bias
@@ -354,7 +355,7 @@ class DivergenceRows(RowLoss):
     exp(s). Each of the three is summed up relative to the largest logit so far.
     """
 
-    def __init__(self, start: RowStart, *, target_scale: float = 1.0) -> None:
+    def __init__(self, start: PositiveTerms, *, target_scale: float = 1.0) -> None:
         """`target_scale`: one over the teacher's temperature."""
         assert start.bias is None, "a bias cancels in a softmax"
         assert start.target is not None, "a divergence needs a teacher's scores"
@@ -414,7 +415,7 @@ class SquaredErrorRows(RowLoss):
     """(logit - target)^2 summed over all candidates, with 0 for the target where there is no teacher. The positive does
     not count."""
 
-    def __init__(self, start: RowStart) -> None:
+    def __init__(self, start: PositiveTerms) -> None:
         super().__init__(start)
         self.sum = self.positive.new_zeros(())
 
@@ -492,10 +493,10 @@ class Scoring:
 
     plan: ScorePlan
     similarity: Similarity
-    row_loss: Callable[[RowStart], RowLoss]
+    row_loss: Callable[[PositiveTerms], RowLoss]
     """Makes the losses of a row block, for one size and direction."""
-    direction_factors: tuple[float, ...]
-    """Factor of each direction (forward, reverse)."""
+    direction_weights: tuple[float, ...]
+    """Factor of each direction (query to document, document to query), with 1 / R for the mean over the rows."""
     margin_above_positive: float | None = None
     """Exclude candidates with a score above the positive's score plus this margin. None: no such limit."""
     guide: Guide | None = None
@@ -529,7 +530,7 @@ def tiled_loss(
 
 
 class _VectorTable:
-    """A teacher's vectors by entry, beside the embeddings in the PrefixTable."""
+    """A teacher's vectors by entry, beside the embeddings in the ScoreTable."""
 
     def __init__(
         self,
@@ -620,7 +621,7 @@ class _ScorePass:
         if bias is not None:
             self.bias = bias.detach().to(embeddings.device, dtype)
         self.num_sizes = len(scoring.similarity.dims)
-        self.embedding_table = PrefixTable(
+        self.embedding_table = ScoreTable(
             embeddings, plan.index, scoring.similarity, with_gradient=True
         )
         self.guide_table: _VectorTable | None = None
@@ -678,7 +679,7 @@ class _ScorePass:
             for tile in kept_tiles:
                 self._differentiate_tile(tile, block)
             for vectors in row_vectors:
-                self.d_logit_scale += self.embedding_table.finish(
+                self.d_logit_scale += self.embedding_table.add_row_gradient(
                     vectors, self.logit_scale
                 )
 
@@ -697,9 +698,9 @@ class _ScorePass:
         # One row loss for each size and direction. Each starts with the positives' logits [n].
         for scores, weight in zip(positive_scores, weights, strict=True):
             by_direction = []
-            for factor in self.scoring.direction_factors:
+            for factor in self.scoring.direction_weights:
                 logits = scores * self.logit_scale
-                start = RowStart(logits, weight * factor, self.bias, target)
+                start = PositiveTerms(logits, weight * factor, self.bias, target)
                 by_direction.append(self.scoring.row_loss(start))
             losses.append(by_direction)
         # Margins are in scores. Candidates are compared as logits, so these ceilings are scaled.
@@ -745,7 +746,7 @@ class _ScorePass:
             all_logits = scores * self.logit_scale
             for logits, by_direction in zip(all_logits, block.losses, strict=True):
                 candidates = CandidateLogits(logits, target, row=row)
-                by_direction[FORWARD].add(candidates)
+                by_direction[QUERY_TO_DOCUMENT].add(candidates)
                 by_size.append(candidates)
             explicit.append(_ScoredPairs(left, right, scores, tuple(by_size)))
         return explicit
@@ -759,7 +760,7 @@ class _ScorePass:
             by_size = []
             for k, by_direction in enumerate(block.losses):
                 if pairs.by_size:
-                    gradient = by_direction[FORWARD].grad(pairs.by_size[k])
+                    gradient = by_direction[QUERY_TO_DOCUMENT].grad(pairs.by_size[k])
                 else:
                     # Both directions share the positive's score, so their derivatives add up.
                     directions = [row_loss.d_positive() for row_loss in by_direction]

@@ -168,11 +168,11 @@ class EmbeddingModel(nn.Module):
                     vectors = inputs[POOLED]
                 elif with_auxiliary:
                     language_head = self.language_head if modality == "text" else None
-                    visible = inputs
+                    masked_inputs = inputs
                     if language_head is not None:
                         # Before the tower runs: an encoder must not see the tokens that it has to predict.
-                        visible, targets = language_head.hide(inputs)
-                    output = self.tower_output(modality, visible)
+                        masked_inputs, targets = language_head.mask_tokens(inputs)
+                    output = self.tower_output(modality, masked_inputs)
                     vectors = output.pooled
                     slice_losses = sums_and_counts(output.auxiliary, len(vectors))
                     if language_head is not None:
@@ -229,8 +229,8 @@ class EmbeddingModel(nn.Module):
             output = run_texts(description, backbone, inputs, mask)
         states = output.last_hidden_state
         if is_packed:
-            # From states [1, all tokens, dim] of one row back to [n, tokens, dim]. Not `[0]`, whose derivative is a tensor
-            # of zeros and a copy into it.
+            # From states [1, all tokens, dim] of one row back to [n, tokens, dim]. Not `[0]`: the backward
+            # pass of an index makes a tensor of zeros and copies into it.
             states = states.squeeze(0)
             if SHARED_PREFIX in inputs:
                 states = states[len(inputs[SHARED_PREFIX]) :]
@@ -593,7 +593,7 @@ def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tenso
 # ---- hidden states of the layers -------------------------------------------------------------------------------------
 
 
-class HiddenStates(nn.Module):
+class LayerPooler(nn.Module):
     """Pooled hidden states of chosen layers of the text tower. Layer 0 is the input of the first transformer layer, layer
     k the output of the k-th one. Collective where the model is sharded."""
 

@@ -390,7 +390,9 @@ class LanguageHead(WholeHead):
             "whose head is new" if self.is_new else "with the head of its files",
         )
 
-    def hide(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    def mask_tokens(
+        self, inputs: dict[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Return texts as the model gets them, and [n, tokens] targets: what the hidden state of each place must tell,
         IGNORED_TARGET where nothing is asked. An encoder's hidden tokens are drawn with torch's default generator."""
         ids = inputs["input_ids"]

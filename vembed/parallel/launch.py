@@ -22,6 +22,7 @@ from vembed.parallel.environment import num_cores
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """Exit codes of a rank that was stopped by a signal after saving a checkpoint."""
+MOST_PROCESSES_PER_CORE = 8
 POLL_SECONDS = 0.05
 KILL_TIMEOUT_SECONDS = 5.0
 """Time from SIGTERM to SIGKILL for ranks that wait for a failed one."""
@@ -75,7 +76,14 @@ def rank_environments(
     main_process_port: int | None = None,
     env: Mapping[str, str] = os.environ,
 ) -> list[dict[str, str]]:
-    """Return the environment of each process of this machine, with the variables of torchrun."""
+    """Return the environment of each process of this machine, with the variables of torchrun. Raise UserError if there
+    are so many that they would fill its memory before any of them could say so."""
+    most = MOST_PROCESSES_PER_CORE * num_cores()
+    if num_processes > most and num_processes > num_visible_devices(env):
+        raise UserError(
+            f"num_processes: {num_processes:,d} on a machine of {num_cores()} cores: it takes at most {most}, and one for "
+            "each GPU is usual"
+        )
     port = main_process_port or (DEFAULT_PORT if num_machines > 1 else free_port())
     shared = dict(env) | {
         "WORLD_SIZE": str(num_processes * num_machines),

@@ -200,7 +200,7 @@ class Session(AbstractContextManager["Session"]):
                 self.all_reduces_once = sharding.all_reduces_once(model, self.fsdp)
             return model
         # evaluation_mode gives device placement and autocast without DDP. DDP reduces gradients in one backward pass and
-        # would miss towers that are not part of the last micro-batch. `synchronise` (vembed.training.optimizer) reduces
+        # would miss towers that are not part of the last micro-batch. `TrainingStep.synchronise` reduces
         # them once per step instead.
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
         if self.mixed_precision != "no":

@@ -349,7 +349,7 @@ class Budget:
         num_forwards: int,
         session: Session,
     ) -> int:
-        """Return how many of `num_forwards` micro-batches keep their graphs; phase 2 replays the others.
+        """Return how many of `num_forwards` micro-batches keep their graphs. The backward pass replays the others.
 
         `padded_tokens` of the batch and tokens of its `longest` input are maxima over the ranks, so that the result is
         the same on every rank.

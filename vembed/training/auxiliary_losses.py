@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vembed.config.schema import ObjectiveSection
-from vembed.data.batching.rank_batch import MicroBatch, RankBatch, row_index
+from vembed.data.batching.rank_batch import MicroBatch, RankBatch, index_tensor
 from vembed.errors import UserError
 from vembed.losses.table import LOSSES
 from vembed.parallel import collectives
@@ -116,5 +116,5 @@ class AuxiliaryBatch:
         """Return the occurrences of each input; 1 for [2, 1] sums over a slice, whose inputs cannot be told apart."""
         if values.shape[1] != len(inputs):
             return values.new_ones(values.shape[1])
-        index = row_index(inputs, self.occurrences.device)
+        index = index_tensor(inputs, self.occurrences.device)
         return self.occurrences[index].to(values.dtype)

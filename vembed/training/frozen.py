@@ -23,8 +23,8 @@ from vembed.data.batching.rank_batch import (
     MicroBatch,
     ModalityIndices,
     ModelInputs,
+    index_tensor,
     indices_by_modality,
-    row_index,
     to_device,
 )
 from vembed.data.features import Features
@@ -117,7 +117,7 @@ class InputBuilder:
         self.model = model
         self.feeder = feeder
         # The same order on every rank: FSDP gathers weights in each call.
-        self.modalities = tuple(sorted(frozen))
+        self.frozen_modalities = tuple(sorted(frozen))
         self.stores = stores or {}
         self._dummies: dict[Modality, Tensor] = {}
         self.max_image_tokens = 0
@@ -139,7 +139,9 @@ class InputBuilder:
         encode. Local to the rank."""
         cached = {}
         missing = {}
-        for modality, indices in indices_by_modality(features, self.modalities).items():
+        for modality, indices in indices_by_modality(
+            features, self.frozen_modalities
+        ).items():
             rows = {}
             if modality in self.stores:
                 store = self.stores[modality]
@@ -178,7 +180,7 @@ class InputBuilder:
         """
         tables = {}
         # Before the micro-batches and on every rank: a dummy is a forward pass, which is collective under FSDP.
-        for modality in self.modalities:
+        for modality in self.frozen_modalities:
             dummy = self._dummy(modality)
             tables[modality] = dummy.new_zeros(len(features), dummy.shape[1])
         micro_batches = []
@@ -187,7 +189,7 @@ class InputBuilder:
             if rows:
                 values = torch.from_numpy(np.stack(list(rows.values())))
                 values = values.to(table.dtype)
-                index = row_index(list(rows), table.device)
+                index = index_tensor(list(rows), table.device)
                 table[index] = to_device(values, table.device)
             for indices in splits.get(modality, []):
                 micro_batches.append([(modality, indices)])
@@ -195,7 +197,7 @@ class InputBuilder:
         outputs = self._run(micro_batches, features)
         for ((modality, indices),), output in zip(micro_batches, outputs, strict=True):
             if indices:  # otherwise a dummy: it was run only for its collectives
-                tables[modality][row_index(indices, output.device)] = output
+                tables[modality][index_tensor(indices, output.device)] = output
                 if modality in self.stores:
                     store = self.stores[modality]
                     keys = tower_keys(features[index] for index in indices)
@@ -213,7 +215,7 @@ class InputBuilder:
             return modality, {POOLED: self._dummy(modality)}
         table = tables[modality]
         # A list of Python numbers as an index would be copied to the device while the host waits.
-        return modality, {POOLED: table[row_index(indices, table.device)]}
+        return modality, {POOLED: table[index_tensor(indices, table.device)]}
 
     def _dummy(self, modality: Modality) -> Tensor:
         """Return a [1, width] output for ranks without inputs of this modality. Every rank computes it in its first
@@ -241,7 +243,7 @@ class BatchInputs:
         self._cached: dict[Modality, CachedRows] = {}
         self.missing: dict[Modality, list[int]] = {}
         """Indices of the inputs that each frozen tower must encode."""
-        if builder.modalities:
+        if builder.frozen_modalities:
             self._cached, self.missing = builder.look_up(features)
         self._tables: dict[Modality, Tensor] = {}
         self._keeps_images = False
@@ -255,7 +257,7 @@ class BatchInputs:
     ) -> None:
         """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_images`: keep
         the hidden states of a frozen vision tower for the second feeding."""
-        if self.builder.modalities:
+        if self.builder.frozen_modalities:
             self._tables = self.builder.encode_missing(
                 self.features, self._cached, splits
             )
@@ -276,7 +278,11 @@ class BatchInputs:
             if micro_index not in self._tokens:
                 micro_batch = micro_batches[micro_index]
                 trained.append(
-                    [part for part in micro_batch if part[0] not in builder.modalities]
+                    [
+                        part
+                        for part in micro_batch
+                        if part[0] not in builder.frozen_modalities
+                    ]
                 )
         fed = builder.feeder.feed(trained, self.features)
         for micro_index in range(first, len(micro_batches)):
@@ -291,7 +297,7 @@ class BatchInputs:
                     (modality, dict(tensors)) for modality, tensors in inputs
                 ]
             for part in micro_batches[micro_index]:
-                if part[0] in builder.modalities:
+                if part[0] in builder.frozen_modalities:
                     inputs.append(builder.inputs(part, self._tables))
             if self._keeps_images:
                 self._use_image_states(inputs, micro_index)

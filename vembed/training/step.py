@@ -44,8 +44,8 @@ and under DDP averages those of the model.
 
 A rank that runs out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks
 raise OutOfMemory there, to repeat the step with a smaller budget. A smaller budget keeps fewer graphs, which leaves more
-memory to the loss. Where no graph is kept, it leaves no more. Where a repeat does not help, the rank raises RunError. The
-others wait for it in a collective, and end with it.
+memory to the loss. If no graph was kept, a smaller budget cannot help the loss. The rank then raises RunError, and the
+others, which wait for it in a collective, are ended with it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from vembed.data.batching.rank_batch import (
     MicroBatch,
     ModelInputs,
     RankBatch,
-    row_index,
+    index_tensor,
 )
 from vembed.errors import RunError
 from vembed.losses.batch import INDEX_FIELDS, LossBatch, LossModule, to_device_together
@@ -318,16 +318,19 @@ class TrainingStep:
             session = self.session
             shares_norms = session.syncs_batch_norms and session.world_size > 1
             can_repeat = session.strategy != "fsdp" and not shares_norms
-            with self.timer("forward"), self._watching_memory(can_repeat=can_repeat):
+            with self.timer("forward"), self._deferring_shortage(can_repeat=can_repeat):
                 self.encode(batch)
-            with self._watching_memory(can_repeat=False, in_loss=True):
+            with self._deferring_shortage(can_repeat=False, in_loss=True):
                 with self.timer("wait"):
                     loss_batch = self.gather(batch)
                 loss_share, gradient = self.differentiate(
                     loss_batch, batch, scaled_weight
                 )
             loss_on_host = HostCopy(loss_share)
-            with self.timer("backward"), self._watching_memory(can_repeat=can_repeat):
+            with (
+                self.timer("backward"),
+                self._deferring_shortage(can_repeat=can_repeat),
+            ):
                 self.backward(batch, gradient, scaled_weight)
         feeder = self.input_builder.feeder
         padded_tokens = 0
@@ -396,7 +399,7 @@ class TrainingStep:
         num_modalities = len(model_split.counts)
         splits = model_split.agreed(num_micro_batches[:num_modalities])
         batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_modalities:])
-        frozen = self.input_builder.modalities
+        frozen = self.input_builder.frozen_modalities
         batch.micro_batches = order_micro_batches(splits, frozen)
         # From numbers that are equal on all ranks: a rank with fewer replays would leave the others waiting.
         batch.num_kept_graphs = budget.num_kept_graphs(
@@ -436,11 +439,15 @@ class TrainingStep:
                     width = outputs[0].shape[1]
                     num_vectors = batch.counts.vectors[self.session.rank]
                     embeddings = outputs[0].new_zeros(num_vectors, width)
-                for (_, inputs), output in zip(micro_batch, outputs, strict=True):
+                for (_, input_indices), output in zip(
+                    micro_batch, outputs, strict=True
+                ):
                     # A dummy's output is dropped. The pass was needed for its collectives.
-                    if inputs:
-                        indices = batch.vector_indices(inputs)
-                        embeddings[row_index(indices, output.device)] = output.detach()
+                    if input_indices:
+                        indices = batch.vector_indices(input_indices)
+                        embeddings[index_tensor(indices, output.device)] = (
+                            output.detach()
+                        )
                 if keeps_graph:
                     batch.kept_outputs.append((outputs, losses))
         assert embeddings is not None, "every rank runs at least one micro-batch"
@@ -504,7 +511,7 @@ class TrainingStep:
         loss_share: Tensor | None = None
         with (
             self.timer("loss"),
-            self._watching_memory(can_repeat=can_repeat, in_loss=True),
+            self._deferring_shortage(can_repeat=can_repeat, in_loss=True),
             torch.enable_grad(),
             # Not TF32: the rounding of a score is divided by the temperature too.
             matmul_precision("highest"),
@@ -552,18 +559,18 @@ class TrainingStep:
                 outputs, losses = self._forward(
                     batch, next(replayed_inputs), micro_index
                 )
-            # Units reshard again from the last backward pass on. Set before its forward pass, this would reshard there,
-            # and gather every unit twice.
+            # Units reshard again from the last backward pass on. It is set after the forward pass of a replay, which would
+            # otherwise free the parameters, so that the backward pass gathers them again.
             self._keep_gathered(not is_last)
             # The roots of this backward pass, each with the gradient that it starts from.
             roots = []
             gradients = []
-            for (_, inputs), output in zip(micro_batch, outputs, strict=True):
+            for (_, input_indices), output in zip(micro_batch, outputs, strict=True):
                 if not output.requires_grad:
                     continue
-                if inputs:
-                    indices = batch.vector_indices(inputs)
-                    output_gradient = gradient[row_index(indices, gradient.device)]
+                if input_indices:
+                    indices = batch.vector_indices(input_indices)
+                    output_gradient = gradient[index_tensor(indices, gradient.device)]
                 else:
                     # A dummy's gradient adds nothing, but its backward takes part in the ranks' collectives.
                     output_gradient = torch.zeros_like(output)
@@ -662,7 +669,7 @@ class TrainingStep:
             set_keep_gathered(self.model, on, self.session.fsdp.reshard_after_forward)
 
     @contextmanager
-    def _watching_memory(
+    def _deferring_shortage(
         self,
         *,
         can_repeat: bool,

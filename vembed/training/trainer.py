@@ -292,12 +292,12 @@ class Trainer:
             config_with_rates.logging.logging_steps,
             data,
             self.components.model,
-            is_length_given=user_config.optimizer.gives_length(),
+            is_length_given=user_config.optimizer.sets_duration(),
         )
         intervals = asdict(self.intervals)
         if config_with_rates.optimizer.max_steps is None:
             intervals["epochs"] = data.epochs
-        # A run with these options repeats this one.
+        # Fully resolved: a training with this config repeats the run.
         self.config = config_with_rates.changed(**intervals)
         checkpointer.settings = self.config.to_dict()
         self.schedule = Schedule(
@@ -308,7 +308,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_build(self)
 
-        self._open_step()
+        self._build_step()
         # All state of the loop. After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
         self.state = (
             LoopState() if resume_point is None else self._restore(resume_point)
@@ -322,7 +322,7 @@ class Trainer:
             self.state.scale,
         )
 
-    def _open_step(self) -> None:
+    def _build_step(self) -> None:
         """Open the stream of batches, and build the step.
 
         Before a checkpoint is restored: the budget is estimated from free memory, and counts the optimizer's state.

@@ -415,6 +415,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return pinned(tensor, device).to(device, non_blocking=True)
 
 
-def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
+def index_tensor(rows: Sequence[int], device: torch.device) -> Tensor:
     """Return row numbers as an index tensor on the device."""
     return to_device(torch.tensor(rows, dtype=torch.int64), device)
