@@ -34,6 +34,7 @@ CONTRACTS = {
     "poolings": "tests/models/test_pooling.py",
     "families": "tests/models/test_table.py",
     "formats": "tests/data/test_formats.py",
+    "trackers": "tests/training/test_declared.py",
 }
 
 
@@ -127,11 +128,11 @@ def options_of_page():
     return [words[3:] for words in trainings]
 
 
-@pytest.mark.parametrize("numbers", [(0, 1, 4), (2, 3)], ids=str)
+@pytest.mark.parametrize("numbers", [(0, 1, 4, 5), (2, 3)], ids=str)
 def test_the_parts_train_together(copy, workplace, numbers):
     """Loss, pooling and format in one run, a trained pooling and the family in another."""
     options = options_of_page()
-    assert len(options) == 5
+    assert len(options) == 6
     arguments = [word for number in numbers for word in options[number]]
     output_dir = workplace / f"run{numbers[0]}"
     code, output = run(
@@ -146,6 +147,7 @@ def test_the_parts_train_together(copy, workplace, numbers):
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
     description = json.loads((output_dir / "final" / "vembed.json").read_text())
     assert description["pooling"] == ("max_mean" if 1 in numbers else "attention")
+    assert (output_dir / "metrics.txt").exists() == (5 in numbers)
     assert description["family"] == ("electra" if 3 in numbers else "text_encoder")
 
 
@@ -181,7 +183,13 @@ def test_the_parts_pass_the_contract_tests(copy):
 def test_the_page_of_options_has_the_parts(copy):
     code, output = run(copy, "-m", "vembed", "schema", "--format", "markdown")
     assert code == 0, output
-    for name in ("`logistic_temperature`", "logistic: ", "max_mean", "electra"):
+    for name in (
+        "`logistic_temperature`",
+        "logistic: ",
+        "max_mean",
+        "electra",
+        "text_lines",
+    ):
         assert name in output
 
 
@@ -190,6 +198,7 @@ FORGOTTEN = {
     "vembed/models/poolings/table.py": "vembed.models.poolings.max_mean.MaxMean",
     "vembed/models/families/table.py": "electra of vembed.models.families.electra",
     "tests/data/test_ltsv.py": "ltsv has no `write`",
+    "vembed/training/trackers/table.py": "vembed.training.trackers.text_lines.TextLines",
 }
 """A reference or an entry that is left out, for each part -> what the contract test names."""
 

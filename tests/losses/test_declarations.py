@@ -5,7 +5,7 @@ import pytest
 from vembed.declarations import check_parts
 from vembed.models.poolings.base import Mean
 from vembed.training.optimizer_kinds import OptimizerKind, Sgd
-from vembed.training.trackers import TensorBoard
+from vembed.training.trackers.accelerate_trackers import TensorBoard
 
 
 def method(_):

@@ -1,17 +1,23 @@
 """Contract of all declared optimizers and trackers: what the config, the docs and the run take from the declarations."""
 
+import pydoc
 from pathlib import Path
 
 import pytest
 import torch
 
+import vembed.training.trackers
+from tests.parts import unlisted_classes
 from tests.training.tiny_run import TinyLoss, TinyModel, backward, config_for
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
 from vembed.config.schema import option_fields
+from vembed.declarations import check_parts
 from vembed.training.optimizer import build_optimizer
 from vembed.training.optimizer_kinds import OPTIMIZERS
-from vembed.training.trackers import TRACKERS
+from vembed.training.trackers.accelerate_trackers import TensorBoard
+from vembed.training.trackers.base import Tracker
+from vembed.training.trackers.table import TRACKERS
 
 DECLARED = [
     *(("optim", kind) for kind in OPTIMIZERS.values()),
@@ -37,6 +43,20 @@ def test_a_declaration_is_complete_and_accepted(option, kind, tmp_path):
     assert kind.name in page.read_text()
     if option == "optim":
         assert kind.name in all_options()[option].choices
+
+
+def test_every_tracker_is_in_the_table():
+    listed = [*TRACKERS.values()]
+    named = unlisted_classes(vembed.training.trackers, Tracker, listed)
+    missing = [name for name in named if hasattr(pydoc.locate(name), "name")]
+    assert not missing, f"list these in vembed/training/trackers/table.py: {missing}"
+
+
+def test_a_tracker_without_an_end_is_refused():
+    body = {"name": "endless", "summary": "It never ends.", "log": Tracker.log}
+    kind = type("Endless", (TensorBoard,), {**body, "finish": Tracker.finish})
+    with pytest.raises(TypeError, match=r"Endless .*`finish`, `log`"):
+        check_parts("tracker", Tracker, (kind,), lambda tracker: (tracker.name,))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -11,7 +11,7 @@ import vembed
 from tests.harness import run_ranks
 from tests.training.test_run import settings
 from vembed.cli.main import run_process
-from vembed.training import trackers
+from vembed.training.trackers import table
 
 
 def train_in_detail(options):
@@ -49,7 +49,7 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(
-        trackers,
+        table,
         "find_spec",
         lambda name: None if name in ("trackio", "mlflow") else find_spec(name),
     )

@@ -32,7 +32,7 @@ from vembed.training.checkpoint.folders import (
     refuse_own_model,
     require_output_folder,
 )
-from vembed.training.trackers import require_trackers
+from vembed.training.trackers.table import require_trackers
 
 DRY_RUN = TrainArguments(is_dry_run=True)
 

@@ -24,7 +24,7 @@ from vembed.errors import did_you_mean, printable
 from vembed.losses.table import ENTRY_OPTIONS
 from vembed.models.poolings.table import POOLINGS
 from vembed.training.optimizer_kinds import OPTIMIZERS
-from vembed.training.trackers import TRACKERS
+from vembed.training.trackers.table import TRACKERS
 
 COMMAND_LINE = "command line"
 LONGEST_VALUE = 80

@@ -38,7 +38,7 @@ from vembed.losses.declaration import (
 )
 from vembed.losses.table import LOSS_OPTIONS, LOSSES, read_options
 from vembed.training.optimizer_kinds import OPTIMIZERS
-from vembed.training.trackers import TRACKERS
+from vembed.training.trackers.table import TRACKERS
 
 # Also their temporary neighbours: checkpoint-100.partial, .final.new, .hub, .probe-0.
 RUN_FILE_PATTERN = re.compile(

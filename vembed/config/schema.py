@@ -35,7 +35,7 @@ from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSSES
 from vembed.models.families.table import FamilyName
 from vembed.models.poolings.table import POOLING_TEXT, PoolingName
 from vembed.training.optimizer_kinds import OPTIMIZERS
-from vembed.training.trackers import TRACKERS
+from vembed.training.trackers.table import TRACKERS
 
 if TYPE_CHECKING:
     LossName = str

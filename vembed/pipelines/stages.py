@@ -41,7 +41,7 @@ from vembed.files import (
 )
 from vembed.mining.options import BM25
 from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local
-from vembed.training.trackers import require_trackers
+from vembed.training.trackers.table import require_trackers
 
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""

@@ -71,7 +71,7 @@ from vembed.training.setup import (
     require_same_data,
 )
 from vembed.training.step import TrainingStep
-from vembed.training.trackers import require_trackers
+from vembed.training.trackers.table import require_trackers
 
 log = logging.getLogger("vembed")
 

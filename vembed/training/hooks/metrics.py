@@ -27,7 +27,8 @@ from vembed.progress import ProgressReport, duration
 from vembed.training.checkpoint.folders import METRICS_FILE, newest_checkpoint
 from vembed.training.hooks.base import Evaluation, Hook, StepReport
 from vembed.training.run_log import END_OF_SETUP, HEADLINE, LineFile
-from vembed.training.trackers import TRACKERS, TrackedRun, Tracker
+from vembed.training.trackers.base import TrackedRun, Tracker
+from vembed.training.trackers.table import TRACKERS
 
 if TYPE_CHECKING:
     from vembed.training.trainer import Trainer

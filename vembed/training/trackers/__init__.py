@@ -1,0 +1,1 @@
+"""Trackers: services and files that get the metrics of a run."""

@@ -1,0 +1,56 @@
+"""The trackers that vembed has: services and files that get the metrics of a run.
+
+A new tracker needs its class in a file of this folder and its entry in the list below. This module imports no torch,
+because the config reads it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from vembed.declarations import check_parts
+from vembed.errors import UserError
+from vembed.training.trackers.accelerate_trackers import (
+    Mlflow,
+    TensorBoard,
+    Trackio,
+    Wandb,
+)
+from vembed.training.trackers.base import Tracker
+
+_CLASSES: tuple[type[Tracker], ...] = (
+    TensorBoard,
+    Wandb,
+    Trackio,
+    Mlflow,
+)
+check_parts(
+    "tracker",
+    Tracker,
+    _CLASSES,
+    lambda tracker: (tracker.name, *tracker.spellings.split()),
+    needed=("name", "summary"),
+)
+TRACKERS: dict[str, type[Tracker]] = {tracker.name: tracker for tracker in _CLASSES}
+"""Name, as in the option `report_to` -> its tracker."""
+
+
+def require_trackers(names: Sequence[str]) -> None:
+    """Raise UserError with all of these trackers whose packages are not installed."""
+    missing = []
+    packages = []
+    for name in names:
+        package = TRACKERS[name].package
+        if package is None or package in sys.modules:
+            continue
+        if find_spec(package) is None:
+            missing.append(name)
+            packages.append(package)
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        raise UserError(
+            f"report_to: {' and '.join(missing)} {verb} not installed: install {' '.join(packages)} "
+            f"(pip install {' '.join(packages)}), or leave out what is missing"
+        )
