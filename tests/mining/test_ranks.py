@@ -48,9 +48,10 @@ def killed_in_the_search(options):
 @pytest.fixture
 def options(tmp_path):
     base = write_data(tmp_path)
+    model_name = base.pop("model_name")
     return {
         **base,
-        "retrievers": ["bm25", base.pop("model_name")],
+        "retrievers": ["bm25", model_name],
         "scores": True,
         "sampling": "random",
         "work_dir": str(tmp_path / "work"),

@@ -117,7 +117,7 @@ def test_lists_with_images_are_sorted_by_the_command(tmp_path):
     path.write_text(json.dumps({"query": QUERY, "documents": [{"image": 1}]}) + "\n")
     result = command("rerank", str(model), str(path))
     assert result.returncode != 0
-    assert "lists.jsonl, line 1: documents" in result.stderr
+    assert "lists.jsonl:1: documents" in result.stderr
 
 
 def test_it_is_trained_on_images_and_saved(tmp_path):

@@ -438,7 +438,7 @@ def test_a_list_without_documents_is_named(tmp_path):
     lists.write_text('{"query": "a query"}\n')
     result = command("rerank", str(shared(tiny_reranker)), str(lists))
     assert result.returncode != 0
-    assert "lists.jsonl, line 1" in result.stderr
+    assert "lists.jsonl:1" in result.stderr
 
 
 @pytest.mark.parametrize(

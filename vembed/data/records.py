@@ -810,7 +810,8 @@ def _message_item(
 
 JUDGEMENTS = (
     "label labels gold duplicate match relevance relevant relatedness "
-    "rating similarity sim entailment paraphrase judgment judgement judgments judgements"
+    "rating similarity sim entailment paraphrase judgment judgement judgments judgements "
+    "bewertung relevanz"
 )
 """Words in likely names of columns that say which pairs match. None of them is read beside a query and a positive."""
 _NO_JUDGEMENTS = "id ids text name names url date"
