@@ -37,14 +37,14 @@ def see(entry, observed):
 
 
 def backbone(entry):
-    return entry.trainer.components.embedder.backbone
+    return entry.trainer.components.embedding_model.backbone
 
 
 BUILT = {
     # option: (group of options, what is seen, what it is with them, group without it)
     "model_family": (
         "other",
-        "components.embedder.description.family",
+        "components.embedding_model.description.family",
         "text_decoder",
     ),
     "model_revision": (
@@ -55,17 +55,17 @@ BUILT = {
     ),
     "attn_implementation": (
         "many",
-        "components.embedder.backbone.config._attn_implementation",
+        "components.embedding_model.backbone.config._attn_implementation",
         "eager",
     ),
     "padding_free": (
         "many",
-        lambda entry: entry.trainer.components.embedder.packs_texts(),
+        lambda entry: entry.trainer.components.embedding_model.packs_texts(),
         False,
     ),
     "pooling": (
         "many",
-        "components.embedder.description.pooling",
+        "components.embedding_model.description.pooling",
         "max",
     ),
     "document_prompt": (

@@ -476,7 +476,7 @@ def lists(plain):
         yield rows[0], *listed(plain, rows)
 
 
-def target_scale(plain):
+def teacher_scale(plain):
     return 1.0 / (plain.loss.teacher_temperature or plain.loss.temperature)
 
 
@@ -489,7 +489,7 @@ def kl(plain, i):
         documents = [rows.positive[i], *rows.documents(i)]
         student = plain.x[documents] @ plain.x[rows.query[i]]
         teacher = vectors[documents] @ vectors[rows.query[i]]
-    log_p = torch.log_softmax(teacher * target_scale(plain), 0)
+    log_p = torch.log_softmax(teacher * teacher_scale(plain), 0)
     log_q = torch.log_softmax(student * plain.scale, 0)
     return (log_p.exp() * (log_p - log_q)).sum()
 
@@ -497,7 +497,7 @@ def kl(plain, i):
 @mean_over_rows
 def score_mse(plain, i):
     student, teacher = listed(plain, [i])
-    expected = torch.softmax(teacher * target_scale(plain), 0)
+    expected = torch.softmax(teacher * teacher_scale(plain), 0)
     return (torch.softmax(student * plain.scale, 0) - expected).square().mean()
 
 
@@ -513,7 +513,7 @@ def margin_mse(plain):
 def listwise(plain):
     for first, student, teacher in lists(plain):
         known = ~teacher.isnan()
-        expected = torch.softmax(teacher[known] * target_scale(plain), 0)
+        expected = torch.softmax(teacher[known] * teacher_scale(plain), 0)
         log_softmax = torch.log_softmax(student[known] * plain.scale, 0)
         yield first, -(expected * log_softmax).sum()
 

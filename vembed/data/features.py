@@ -443,7 +443,7 @@ def answer_form(description: ModelDescription) -> tuple[str, str, str, str]:
     """Return the texts around the query and the document of a question after ANSWER_PROMPT, and its end, in the form that
     Qwen3-Reranker was trained on, or Qwen3-VL-Reranker."""
     begin = f"<Instruct>: {description.query_prompt}"
-    if description.traits.reads_chats:
+    if description.family_traits.is_vision_language:
         return begin, "<Query>:", "\n<Document>:", IMAGE_ANSWER_END
     return begin, "\n<Query>: ", "\n<Document>: ", ANSWER_END
 
@@ -511,7 +511,7 @@ class TextProcessing:
         self._template_bos: str | None = None
         """Start token that a template puts before a conversation."""
         self._pads_left = description.padding_side == "left"
-        is_fixed = description.traits.has_fixed_length
+        is_fixed = description.family_traits.has_fixed_length
         self.fixed_length = description.max_length if is_fixed else None
         """SigLIP pools the last position, padding included, so all texts must have the same length."""
         if self.tokenizer.is_fast:

@@ -185,7 +185,7 @@ def _lengths(examples: Sequence[Example], featuriser: BaseFeaturiser) -> PageSec
             continue
         median, most = np.quantile(lengths, [0.5, 0.99])
         num_full = 0
-        if not featuriser.description.traits.has_fixed_length:
+        if not featuriser.description.family_traits.has_fixed_length:
             num_full = sum(length >= limit for length in lengths)
         figures[name] = {
             "median": round(median),

@@ -226,7 +226,7 @@ class SafetensorsFormat(ExportFormat):
         """Return why this model cannot be exported; None if it can."""
         if "text" not in embedder.description.modalities:
             return f"the check takes texts, and this model embeds images only; {COPY}"
-        if embedder.description.traits.sentence_transformers is None:
+        if embedder.description.family_traits.sentence_transformers is None:
             return f"Sentence Transformers cannot read its layout; {COPY}"
         return None
 
@@ -303,7 +303,7 @@ class GgufFormat(ExportFormat):
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
         description = embedder.description
-        if not description.traits.reads_only_text:
+        if not description.family_traits.reads_only_text:
             return "llama.cpp's embeddings are of text models"
         if embedder.head is not None or embedder.truncate_dim is not None:
             return (
@@ -369,7 +369,7 @@ class StaticFormat(ExportFormat):
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
         description = embedder.description
-        if not description.traits.reads_only_text:
+        if not description.family_traits.reads_only_text:
             return "a static student embeds texts, and this model also images"
         if not isinstance(load_tokenizer(description), PreTrainedTokenizerFast):
             return "a static student needs the tokenizer as tokenizer.json"

@@ -72,7 +72,7 @@ class Graph(nn.Module):
         self.model: Any = embedder.model
         self.backbone: Any = embedder.backbone
         self.truncate_dim = embedder.truncate_dim
-        traits = self.description.traits
+        traits = self.description.family_traits
         models: list[Any] = [self.backbone]
         if traits.is_composed:
             models = [
@@ -98,7 +98,7 @@ class TextGraph(Graph):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Map [n, tokens] ids and mask to [n, d] embeddings."""
-        traits = self.description.traits
+        traits = self.description.family_traits
         arguments: dict[str, Any] = {"input_ids": input_ids}
         if traits.forwards["text"] == "pooled_towers":
             # Texts of fixed length were trained without a mask.
@@ -321,7 +321,7 @@ class OnnxFormat(ExportFormat):
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
         description = embedder.description
-        if description.traits.reads_chats:
+        if description.family_traits.is_vision_language:
             return "the ONNX graphs take texts and images apart, and a vision-language model reads them together"
         if "image" in description.modalities and list(image_inputs(embedder)) != [
             PIXELS
@@ -361,7 +361,7 @@ def write_text_graph(
         description.max_length,
         description.similarity,
     )
-    model = _text_model(embedder.backbone, description.traits)
+    model = _text_model(embedder.backbone, description.family_traits)
     model.config.save_pretrained(folder)
     config = read_object(folder / "config.json")
     # It names Python code that a graph does without, and that is not in this folder.
@@ -370,7 +370,7 @@ def write_text_graph(
     # Dimensions that may vary; texts of fixed length have one only.
     shape = {0: torch.export.Dim("batch")}
     length = description.max_length
-    if not description.traits.has_fixed_length:
+    if not description.family_traits.has_fixed_length:
         shape[1] = torch.export.Dim("tokens")
         length = TRACED_LENGTH
     # A class of the user's own has a config without vocab_size.
@@ -422,7 +422,7 @@ class OpenvinoFormat(ExportFormat):
         """Return why this model cannot be exported; None if it can."""
         if "text" not in embedder.description.modalities:
             return "the OpenVINO graph takes texts, and this model embeds images only; export it as onnx"
-        if embedder.description.traits.has_fixed_length:
+        if embedder.description.family_traits.has_fixed_length:
             return "the OpenVINO graph pads texts to the longest of a batch, and this model needs texts of fixed length"
         return OnnxFormat().refusal(embedder)
 

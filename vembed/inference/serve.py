@@ -684,11 +684,11 @@ class ModelEncoder(TextEncoder):
                 f"{description.source} embeds images only, and the server's protocols send texts"
             )
         self.max_length = description.max_length
-        self.has_fixed_length = description.traits.has_fixed_length
+        self.has_fixed_length = description.family_traits.has_fixed_length
         self.gives_unit_vectors = description.normalize
         # The ids of a conversation would have to bring its template along.
         texts = embedder.featuriser.texts
-        if texts is not None and not description.traits.reads_chats:
+        if texts is not None and not description.family_traits.is_vision_language:
             self.vocab_size = len(texts.tokenizer)
 
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:

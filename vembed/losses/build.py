@@ -47,7 +47,7 @@ class TermModule(LossModule):
         self.teacher = term.teacher
         self.guide = term.guide
         self.run_similarity = similarity or Similarity()
-        """Similarity of the run. Without Matryoshka it has no size yet. `similarity` adds that of the embeddings."""
+        """Similarity of the run. Without Matryoshka it has no dims yet. `similarity` adds that of the embeddings."""
         self.seed = start.seed
         for name, value in term.loss.start_values(start).items():
             self.register_parameter(name, nn.Parameter(value))
@@ -57,7 +57,7 @@ class TermModule(LossModule):
         return self.declared.share(batch, self)
 
     def similarity(self, embeddings: Tensor) -> Similarity:
-        """Return the similarity at all sizes, for embeddings [U, D]."""
+        """Return the similarity at all dims, for embeddings [U, D]."""
         similarity = self.run_similarity
         if not similarity.dims:
             return replace(similarity, dims=(embeddings.shape[1],))
@@ -82,7 +82,7 @@ class TermModule(LossModule):
     def mean(self, losses: Tensor, num: int) -> Tensor:
         """Return this rank's share of a mean over `num` terms of all ranks, for those of this rank [K, M].
 
-        Losses of several sizes are added with the weights of the sizes.
+        Losses of several dims are added with the weights of the dims.
         """
         total = self.run_similarity.total(losses.sum(1))
         return total / max(1, num)
@@ -182,7 +182,7 @@ def build_loss(
 ) -> LossModule:
     """Return the loss that the config selects.
 
-    `mrl_dims`: the model's Matryoshka sizes, used with `mrl_dims: auto`.
+    `mrl_dims`: the model's Matryoshka dims, used with `mrl_dims: auto`.
     `start_scale`, `start_bias`: the model's learned values (CLIP, SigLIP). A
     learned temperature or scale starts from them, unless the config gives a
     `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each
@@ -194,12 +194,12 @@ def build_loss(
     if dims is not None:
         if dims == "auto":
             dims = list(mrl_dims)
-        assert dims, "mrl_dims: auto needs the sizes of the model"
+        assert dims, "mrl_dims: auto needs the dims of the model"
         weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
-        sizes, weights_of_sizes = zip(
+        ascending_dims, weights_of_dims = zip(
             *sorted(zip(dims, weights, strict=True)), strict=True
         )
-        similarity = Similarity(cosine, sizes, weights_of_sizes)
+        similarity = Similarity(cosine, ascending_dims, weights_of_dims)
     seed = config.run.seed
     start = StartValues(start_scale, start_bias, embedding_dim, seed=seed)
     terms_by_source = source_terms(
@@ -272,9 +272,9 @@ class StoredVectors(LossModule):
         loss = 1/2 L(E) + 1/2 L(Q(E))
 
     binary   Q(e) = |e| / sqrt(d) * sign(e), sign(0) = -1. The first k coordinates of Q(e) are the signs of a Matryoshka
-             embedding of size k, so that every size is trained.
+             embedding of k numbers, so that every dim is trained.
     int8     u = e / |e|; each coordinate of u is the middle of one of 256 levels between its lowest and highest value over
-             all embeddings of the global batch, times |e|. A smaller size has the first coordinates of the same levels.
+             all embeddings of the global batch, times |e|. A smaller dim has the first coordinates of the same levels.
 
     The derivative is straight-through: that of Q is that of the identity, so that d loss / d e = 1/2 dL/de + 1/2 dL/dQ(e).
     For the cosine, which does not depend on |e|, the part along e is removed. Ranks hold the same gathered embeddings, so

@@ -8,7 +8,7 @@ occurrence   of the text in the global batch of R rows and H hard negatives: the
              R, the hard negatives from 2 R. Teachers know texts by this number.
 entry        in the table of this loss, which has the occurrences that are scored, in this order:
 
-    [ hard negatives | positives | queries | hard negatives of explicit pairs ]
+    [ hard negatives | positives | queries | hard negatives of negative pairs ]
       '------- documents -------'
 
 So the documents, and the queries, are ranges of entries, and a tile of columns is a view of the table.
@@ -26,7 +26,7 @@ column. Most keys stand for contents: a row has those of its query and of its po
 example row 0 has the keys a and b, so its score with the column b does not count.
 
 With hard_negatives_scope: own a hard negative is a candidate for the rows of its own example only. Those are few, so
-they are explicit pairs, scored one by one.
+they are negative pairs, scored one by one.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class ColumnGroup:
 
 
 @dataclass(frozen=True)
-class ExplicitPairs:
+class NegativePairs:
     """P single scores: rows against hard negatives of their own example. They enter the same row losses as the columns. The
     pairs of `LossBatch.listed_by_row` are for losses without a score matrix."""
 
@@ -117,7 +117,7 @@ class ScorePlan:
     rank_positives: slice
     """Entries of the positives of this rank's rows."""
     column_groups: tuple[ColumnGroup, ...]
-    explicit: tuple[ExplicitPairs, ...] = ()
+    negative_pairs: tuple[NegativePairs, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class CandidateRule:
     both_directions: bool = False
     """Positives against queries, for a reverse loss."""
     own_negatives_as_pairs: bool = False
-    """The hard negatives of a row's example are explicit pairs, also where those of other examples are columns."""
+    """The hard negatives of a row's example are negative pairs, also where those of other examples are columns."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class _Layout:
 
 
 def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
-    """Return the table, the column groups and the explicit pairs that a rule asks for."""
+    """Return the table, the column groups and the negative pairs that a rule asks for."""
     device = batch.query.device
     # The host knows every integer. It makes the table and the keys, which then go to the device together: the host would
     # have to wait for what it reads from a GPU.
@@ -167,24 +167,24 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     has_query_columns = rule.query_query or rule.both_directions
     tabled_rows = slice(0, num_rows) if has_query_columns else rank_rows
     first_query = num_negatives + num_rows
-    first_explicit = first_query + length_of(tabled_rows)
+    first_paired = first_query + length_of(tabled_rows)
     layout = _Layout(
         num_negatives=num_negatives,
         documents=slice(0, first_query),
-        queries=slice(first_query, first_explicit),
+        queries=slice(first_query, first_paired),
         tabled_rows=tabled_rows,
         rank_queries=shifted(rank_rows, first_query - tabled_rows.start),
         rank_positives=shifted(rank_rows, num_negatives),
     )
     keys = _mask_keys(batch, rule, layout)
     tensors = {}
-    # Which hard negatives of the batch are in explicit pairs, by their position among the H.
-    explicit_positions = batch.negative[:0]
+    # Which hard negatives of the batch are in negative pairs, by their position among the H.
+    paired_positions = batch.negative[:0]
     if is_own or rule.own_negatives_as_pairs:
-        tensors["explicit_row"], negative = batch.example_negatives(rank_rows)
+        tensors["pair_row"], negative = batch.example_negatives(rank_rows)
         # [P] the place of each pair's hard negative among the distinct ones: a negative of several rows has one entry.
-        explicit_positions, place = torch.unique(negative, return_inverse=True)
-        tensors["negative_entry"] = first_explicit + place
+        paired_positions, place = torch.unique(negative, return_inverse=True)
+        tensors["negative_entry"] = first_paired + place
     # [N] the occurrence of each entry, in the order of the table. Occurrences count from 0 for queries, from R for
     # positives, from 2 R for hard negatives.
     occurrences = torch.arange(2 * num_rows + num_negatives, device=batch.query.device)
@@ -192,31 +192,31 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
         occurrences[2 * num_rows :],
         occurrences[num_rows : 2 * num_rows],
         occurrences[tabled_rows],
-        2 * num_rows + explicit_positions,
+        2 * num_rows + paired_positions,
     )
     occurrence = torch.cat(parts)
     tensors["index"] = batch.occurrence_indices()[occurrence]
     tensors["occurrence"] = occurrence
     on_device = to_device_together(tensors, device)
     device_keys = _MaskKeys(**to_device_together(keys._asdict(), device))
-    explicit = []
-    if explicit_positions.numel():
-        pairs = ExplicitPairs(
+    negative_pairs = []
+    if paired_positions.numel():
+        pairs = NegativePairs(
             row_entries=layout.rank_queries,
-            row=on_device["explicit_row"],
-            host_row=tensors["explicit_row"],
+            row=on_device["pair_row"],
+            host_row=tensors["pair_row"],
             negative_entry=on_device["negative_entry"],
         )
-        explicit.append(pairs)
+        negative_pairs.append(pairs)
         if rule.document_document:
-            explicit.append(replace(pairs, row_entries=layout.rank_positives))
+            negative_pairs.append(replace(pairs, row_entries=layout.rank_positives))
     return ScorePlan(
         index=on_device["index"],
         occurrence=on_device["occurrence"],
         rank_queries=layout.rank_queries,
         rank_positives=layout.rank_positives,
         column_groups=_column_groups(device_keys, rule, layout),
-        explicit=tuple(explicit),
+        negative_pairs=tuple(negative_pairs),
     )
 
 
@@ -290,7 +290,7 @@ def _column_groups(
     # Excluded: documents with the content of the row's query or of one of its positives.
     document_masks = [ExclusionMask(keys.row, keys.document)]
     if rule.own_negatives_as_pairs:
-        # Excluded: hard negatives of the row's example. They are explicit pairs.
+        # Excluded: hard negatives of the row's example. They are negative pairs.
         example_mask = ExclusionMask(keys.row_example, keys.document_example)
         document_masks.append(example_mask)
     masks = tuple(document_masks)

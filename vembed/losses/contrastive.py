@@ -16,7 +16,7 @@ C_i: D_i, with same_side_negatives: queries Q_i too, with same_side_negatives: d
      D_i once more, scored against p_i in place of q_i.
 
 false_negative_margin m: candidates with a score above s(q_i,p_i) + m are left out. The
-selection has no gradient. With Matryoshka each size selects by its own scores.
+selection has no gradient. With Matryoshka each dim selects by its own scores.
 guide g with margin m: candidates c with g(q_i,c) > g(q_i,p_i) - m are left out, where g
 is the cosine of a teacher's vectors (against p_i in place of q_i: g(p_i,c)). A margin
 of m % is m / 100 * |g(q_i,p_i)|.

@@ -102,12 +102,12 @@ class LossDeclaration(Immutable):
         """Return whether the temperature is a learned parameter."""
         return bool(getattr(self, "learn_temperature", False))
 
-    def refusal(self, sizes: Sequence[int]) -> str | None:
+    def refusal(self, dims: Sequence[int]) -> str | None:
         """Return a sentence that names options which contradict each other; or None.
 
-        `sizes`: the Matryoshka sizes that the config names.
+        `dims`: the Matryoshka dims that the config names.
         """
-        del sizes
+        del dims
         return None
 
     def start_values(self, start: StartValues) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ class CoSENT(Temperature):
         return total * share
 
     def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
-        """Return [K, N] the similarities of all pairs at all sizes."""
+        """Return [K, N] the similarities of all pairs at all dims."""
         from vembed.losses.similarity import pair_scores
 
         return pair_scores(batch.embeddings, batch.query, batch.positive, similarity)
@@ -98,25 +98,25 @@ class Angle(CoSENT):
     name = "angle"
     summary = "the order of the scores, by the angle in the complex plane (AnglE)"
 
-    def refusal(self, sizes: Sequence[int]) -> str | None:
+    def refusal(self, dims: Sequence[int]) -> str | None:
         """See LossDeclaration."""
-        for size in sizes:
-            if size % 2:
+        for dim in dims:
+            if dim % 2:
                 return (
                     "loss: angle reads halves of a vector as real and imaginary parts, and mrl_dims has "
-                    f"{size:,d}: give even sizes"
+                    f"{dim:,d}: give even dims"
                 )
         return None
 
     def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
-        """Return [K, N] the sums of the parts of all pairs at all sizes. O(N) memory."""
+        """Return [K, N] the sums of the parts of all pairs at all dims. O(N) memory."""
         import torch
 
         from vembed.losses.similarity import Similarity, pair_scores
 
         scores = []
         for dim in similarity.dims:
-            # A prefix is split into its own halves, so each size is a new computation.
+            # A prefix is split into its own halves, so each dim is a new computation.
             prefixes = batch.embeddings[:, :dim]
             real, imaginary = prefixes[batch.query].chunk(2, dim=1)
             turned = torch.cat((real + imaginary, imaginary - real), dim=1)
@@ -223,7 +223,7 @@ class SoftmaxLoss(ListedLoss, Temperature):
     teacher_temperature: PositiveFloat | None = None
     """loss: kl, score_mse, listwise: a teacher's scores are divided by it. Default: `temperature`."""
 
-    def target_scale(self) -> float:
+    def teacher_scale(self) -> float:
         """Return one over the teacher's temperature."""
         return 1.0 / (self.teacher_temperature or self.temperature)
 
@@ -236,7 +236,7 @@ class SoftmaxLoss(ListedLoss, Temperature):
     ) -> tuple[Tensor, Tensor]:
         """Return the log softmax within each group of the student [K, n + P] and of the teacher [1, n + P]."""
         student = pairs.log_softmax(term.logits(batch, pairs))
-        teacher = pairs.log_softmax(targets * self.target_scale())
+        teacher = pairs.log_softmax(targets * self.teacher_scale())
         return student, teacher
 
 
@@ -282,7 +282,7 @@ class KL(SoftmaxLoss, CandidateLoss):
         scoring = Scoring(
             plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
-            row_loss=partial(DivergenceRows, target_scale=self.target_scale()),
+            row_loss=partial(DivergenceRows, teacher_scale=self.teacher_scale()),
             direction_weights=(1.0 / max(1, batch.num_rows),),
             teacher=batch.teacher_vectors(term.teacher),
         )
@@ -450,8 +450,8 @@ class Lambda(ListedLoss):
         ideal = ideal.index_add(0, lists.groups, discounted)
         ideal = ideal.clamp(min=1e-10)
         gain = gain / ideal[lists.groups]
-        by_size = [_ranks_in_lists(row, lists) for row in scores.detach()]
-        ranks = torch.stack(by_size)  # [K, n + P]
+        by_dim = [_ranks_in_lists(row, lists) for row in scores.detach()]
+        ranks = torch.stack(by_dim)  # [K, n + P]
         distance = (ranks[:, above] - ranks[:, below]).abs()
         nearer = 1.0 / (1.0 + distance).log2()
         farther = 1.0 / (2.0 + distance).log2()

@@ -1,4 +1,4 @@
-"""Similarities of embeddings at all Matryoshka sizes, with their gradients.
+"""Similarities of embeddings at all Matryoshka dims, with their gradients.
 
 `ScoreTable` is the score table of dense vectors: it scores tiles and single pairs, and turns derivatives of scores into
 the gradient of the embeddings.
@@ -25,25 +25,25 @@ Entries = slice | Tensor
 
 @dataclass(frozen=True)
 class Similarity:
-    """Cosine or dot product, applied to prefixes of one or several sizes.
+    """Cosine or dot product, applied to prefixes of one or several dims.
 
-    With several sizes, L = sum over sizes of weight * L(prefix of that size), each prefix normalised for the cosine.
+    With several dims, L = sum over dims of weight * L(prefix of that dim), each prefix normalised for the cosine.
     """
 
     cosine: bool = True
     dims: tuple[int, ...] = ()
-    """The K sizes, ascending. Empty: the size of the embeddings, known to `TermModule.similarity`."""
+    """The K dims, ascending. Empty: the width of the embeddings, known to `TermModule.similarity`."""
     weights: tuple[float, ...] = (1.0,)
 
-    def total(self, by_size: Tensor) -> Tensor:
-        """Return the weighted sum of per-size losses [K]."""
-        weights = _constant(self.weights, by_size.dtype, by_size.device)
+    def total(self, by_dim: Tensor) -> Tensor:
+        """Return the weighted sum of per-dim losses [K]."""
+        weights = _constant(self.weights, by_dim.dtype, by_dim.device)
         # Not a matrix product: autocast would run it in 16 bits.
-        return (by_size * weights).sum()
+        return (by_dim * weights).sum()
 
     @property
     def parts(self) -> list[slice]:
-        """Coordinates that each size adds to the next smaller size."""
+        """Coordinates that each dim adds to the next smaller dim."""
         bounds = pairwise((0, *self.dims))
         return [slice(start, stop) for start, stop in bounds]
 
@@ -65,18 +65,18 @@ class RowVectors:
 
 
 class ScoreTable:
-    """Score table of N vectors: scores at all K sizes, and the gradient.
+    """Score table of N vectors: scores at all K dims, and the gradient.
 
-    `x` [N, d]: for the cosine, the embeddings divided by the norm of their first d coordinates, with d the largest size.
-    The cosine at a smaller size k is
+    `x` [N, d]: for the cosine, the embeddings divided by the norm of their first d coordinates, with d the largest dim.
+    The cosine at a smaller dim k is
 
         s_k(i, j) = dot(x_i[:k], x_j[:k]) * a_k[i] * a_k[j]      a_k[i] = 1 / |x_i[:k]|
 
-    with the prefix scales a_k. So the dot products of all sizes are partial sums of one product. A zero vector has
+    with the prefix scales a_k. So the dot products of all dims are partial sums of one product. A zero vector has
     cosine 0 and gradient 0.
 
     The gradient has two parts. `dx` [N, d] treats the prefix scales as constants. `norm_grad[k][i]` is the sum of
-    dL/ds * s over all scores s of size k with i in them. s is proportional to a_k[i], so dL/d(a_k[i]) =
+    dL/ds * s over all scores s of dim k with i in them. s is proportional to a_k[i], so dL/d(a_k[i]) =
     norm_grad[k][i] / a_k[i], and with d(a_k)/dx = -a_k^3 * x[:k] the gradient of the norm follows. The dot product has
     neither prefix scales nor norm gradients.
     """
@@ -100,7 +100,7 @@ class ScoreTable:
         dtype = arithmetic_dtype(embeddings)
         self.x = embeddings.new_empty(num_entries, self.dims[-1], dtype=dtype)
         self.prefix_scales: Tensor | None = None
-        """[K - 1, N] a_k of the smaller sizes, for the cosine. That of the largest size is part of `x`."""
+        """[K - 1, N] a_k of the smaller dims, for the cosine. That of the largest dim is part of `x`."""
         if similarity.cosine:
             self.prefix_scales = self.x.new_empty(num_smaller, num_entries)
         for entries in chunks(num_entries, VECTORS_AT_ONCE):
@@ -119,7 +119,7 @@ class ScoreTable:
         vectors = self.embeddings.index_select(0, self.index[entries])
         prefixes = vectors[:, : self.dims[-1]]
         x = prefixes.to(arithmetic_dtype(vectors))
-        # [K, n] the squares of the coordinates that each size adds, and their sums over the smaller sizes.
+        # [K, n] the squares of the coordinates that each dim adds, and their sums over the smaller dims.
         added = [x[:, part].square().sum(1) for part in self.parts]
         squares = _running_sums(added)
         zeros = torch.zeros_like(squares)
@@ -131,9 +131,9 @@ class ScoreTable:
     # ---- Single pairs ----------------------------------------------------------------
 
     def pair_scores(self, left: Entries, right: Entries) -> Tensor:
-        """Return the scores [K, P] of the pairs (left_n, right_n) at all K sizes."""
+        """Return the scores [K, P] of the pairs (left_n, right_n) at all K dims."""
         product = self.x[left] * self.x[right]
-        # Sum the coordinates that each size adds once. The running sum over sizes gives every prefix.
+        # Sum the coordinates that each dim adds once. The running sum over dims gives every prefix.
         added = [product[:, part].sum(1) for part in self.parts]
         scores = _running_sums(added)
         if self.prefix_scales is not None:
@@ -156,7 +156,7 @@ class ScoreTable:
             norm_grad = (d_scores * scores)[:-1]
             _add(self.norm_grad, 1, left, norm_grad)
             _add(self.norm_grad, 1, right, norm_grad)
-        # A coordinate is part of every size that is large enough: a suffix sum over sizes, [K, P].
+        # A coordinate is part of every dim that is large enough: a suffix sum over dims, [K, P].
         d_parts = _running_sums(d_products.flip(0)).flip(0)
         for part, d_part in zip(self.parts, d_parts, strict=True):
             # d(x_l . x_r) / d x_l = x_r, and the other way round.
@@ -175,12 +175,12 @@ class ScoreTable:
         columns: slice,
         out: Tensor,
     ) -> Iterator[int]:
-        """Fill `out` [K, n, t] with the logits of t columns, and yield each size k when out[k] is there.
+        """Fill `out` [K, n, t] with the logits of t columns, and yield each dim k when out[k] is there.
 
         Sizes come from the smallest to the largest. The caller may overwrite out[k] once it is yielded.
         """
-        # The last size's buffer accumulates the raw products: each size costs its additional coordinates only. Masks
-        # are written after that size's copy was taken. At the last size no product follows that they could spoil.
+        # The last dim's buffer accumulates the raw products: each dim costs its additional coordinates only. Masks
+        # are written after that dim's copy was taken. At the last dim no product follows that they could spoil.
         products = out[-1]
         for k, part in enumerate(self.parts):
             row_part = rows.x[:, part]
@@ -202,14 +202,14 @@ class ScoreTable:
         d_logits: Tensor,
         scratch: Tensor,
     ) -> None:
-        """Add the gradients of size k of a tile with respect to its rows and to its columns.
+        """Add the gradients of dim k of a tile with respect to its rows and to its columns.
 
-        Call it for all sizes, from the largest to the smallest. `logits` [K, n, t] are as `logits()` filled them, and are
-        overwritten. `d_logits` [n, t] is dL/d(logits[k]), for the largest size in logits[-1] itself. `scratch` [n, t] is
+        Call it for all dims, from the largest to the smallest. `logits` [K, n, t] are as `logits()` filled them, and are
+        overwritten. `d_logits` [n, t] is dL/d(logits[k]), for the largest dim in logits[-1] itself. `scratch` [n, t] is
         free for use.
         """
-        # A part's coordinates belong to every size that is large enough, so the gradients with respect to the products
-        # accumulate in the buffer of the largest size.
+        # A part's coordinates belong to every dim that is large enough, so the gradients with respect to the products
+        # accumulate in the buffer of the largest dim.
         d_products = logits[-1]
         if k < len(logits) - 1:
             if self.prefix_scales is not None:
@@ -300,9 +300,9 @@ class _PairScores(torch.autograd.Function):
         similarity: Similarity,
     ) -> Tensor:
         ctx.similarity = similarity
-        num_sizes = len(similarity.dims)
+        num_dims = len(similarity.dims)
         dtype = arithmetic_dtype(embeddings)
-        scores = embeddings.new_empty(num_sizes, left.numel(), dtype=dtype)
+        scores = embeddings.new_empty(num_dims, left.numel(), dtype=dtype)
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
             table = ScoreTable(embeddings, index, similarity, with_gradient=False)

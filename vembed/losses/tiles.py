@@ -6,7 +6,7 @@ row blocks, and each block into tiles of columns:
                        columns (documents, queries)
             +---------+---------+---------+------
     row     | tile    | tile    | tile    |        logits of a tile: [K, n, t]
-    block   |         |         |         |        for K Matryoshka sizes,
+    block   |         |         |         |        for K Matryoshka dims,
             +---------+---------+---------+------  n rows and t columns
     block   | ...
 
@@ -29,7 +29,7 @@ Who does what: `candidates.py` plans which scores count. `ScoreTable` holds the 
 turns their derivatives into the gradient of the embeddings. The row losses add the scores up. `_ScorePass` brings the
 three together. A vector is named by its entry in the plan.
 
-Shapes: K Matryoshka sizes, n rows of a block, t columns of a tile, P explicit pairs of a block, N entries. `d_logits` is
+Shapes: K Matryoshka dims, n rows of a block, t columns of a tile, P negative pairs of a block, N entries. `d_logits` is
 dL/d(logits), and so for other names. An excluded candidate does not count: its logit is EXCLUDED.
 """
 
@@ -71,7 +71,7 @@ TIE_TOLERANCE = 64
 
 def is_excluded(logits: Tensor) -> Tensor:
     """Return true where a candidate is excluded."""
-    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times the scale,
+    # Negative pairs are excluded before they are scaled: their logit is EXCLUDED times the scale,
     # which is above 1e-6.
     return logits <= EXCLUDED * 1e-6
 
@@ -83,10 +83,10 @@ class PositiveTerms:
     logits: Tensor
     """[n] of the positives."""
     coefficient: float
-    """Weight of the Matryoshka size times the factor of the direction, > 0."""
+    """Weight of the Matryoshka dim times the factor of the direction, > 0."""
     bias: Tensor | None = None
     """Added to every logit."""
-    target: Tensor | None = None
+    teacher_scores: Tensor | None = None
     """[n] a teacher's scores of the positives."""
 
 
@@ -96,7 +96,7 @@ class CandidateLogits:
 
     logits: Tensor
     """[n, t], or [P] with `row`."""
-    target: Tensor | None = None
+    teacher_scores: Tensor | None = None
     """A teacher's scores of the same pairs, for losses that follow one."""
     row: Tensor | None = None
     """[P] the row of each single logit. Rows may repeat."""
@@ -108,7 +108,7 @@ class RowLoss(ABC):
     """Losses of n rows.
 
     Create it with the positives' logits, add all candidates, call `total`, then ask for the derivatives. Where the
-    derivatives do not depend on the other scores (`SEPARABLE`), `grad` may come before `total`.
+    derivatives do not depend on the other scores (`SEPARABLE`), `d_candidates` may come before `total`.
     """
 
     def __init__(self, start: PositiveTerms) -> None:
@@ -124,12 +124,12 @@ class RowLoss(ABC):
         """Return coefficient * sum of the rows' losses. Call it once, after all candidates have been added."""
 
     @abstractmethod
-    def grad(self, candidates: CandidateLogits) -> Tensor:
+    def d_candidates(self, candidates: CandidateLogits) -> Tensor:
         """Return the gradient of the total with respect to the candidates' logits, written into `out`, which may be the
         logits themselves."""
 
     @abstractmethod
-    def d_positive(self) -> Tensor:
+    def d_positives(self) -> Tensor:
         """Return the gradient of the total with respect to the positives' logits [n]."""
 
 
@@ -249,14 +249,14 @@ class SoftmaxRows(RowLoss):
         self.shift = shift
         return self.coefficient * losses.sum()
 
-    def grad(self, candidates: CandidateLogits) -> Tensor:
+    def d_candidates(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
         # coefficient * focus * softmax = exp(logit - shift): one subtraction and one exp over the tile.
         logits = self._stretched(candidates)
         shift = for_each(self.shift, candidates.row)
         return torch.sub(logits, shift, out=candidates.out).exp_()
 
-    def d_positive(self) -> Tensor:
+    def d_positives(self) -> Tensor:
         """See RowLoss."""
         # coefficient * (softmax - 1). expm1 avoids the cancellation where the softmax is near 1.
         slope = torch.expm1(self.positive - self.log_sum)
@@ -278,7 +278,7 @@ class CircleRows(SoftmaxRows):
         self.margin = margin
         score = start.logits * temperature
         distance = 1.0 + margin - score
-        # a_i of the formula. It has no gradient: `d_positive` multiplies by it.
+        # a_i of the formula. It has no gradient: `d_positives` multiplies by it.
         self.positive_weight = distance.clamp_(min=0.0)
         weighted = self.positive_weight * (score - (1.0 - margin)) / temperature
         super().__init__(replace(start, logits=weighted))
@@ -300,17 +300,17 @@ class CircleRows(SoftmaxRows):
         """See RowLoss."""
         super().add(self._weighted(candidates))
 
-    def grad(self, candidates: CandidateLogits) -> Tensor:
+    def d_candidates(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
         # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which
         # may be the tile itself, is written.
         weights = self._weights(candidates.logits)
-        d_weighted = super().grad(self._weighted(candidates))
+        d_weighted = super().d_candidates(self._weighted(candidates))
         return d_weighted.mul_(weights)
 
-    def d_positive(self) -> Tensor:
+    def d_positives(self) -> Tensor:
         """See RowLoss."""
-        return super().d_positive() * self.positive_weight
+        return super().d_positives() * self.positive_weight
 
 
 class SigmoidRows(RowLoss):
@@ -333,12 +333,12 @@ class SigmoidRows(RowLoss):
         """See RowLoss."""
         return self.coefficient * self.sum
 
-    def grad(self, candidates: CandidateLogits) -> Tensor:
+    def d_candidates(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
         logits = torch.add(candidates.logits, self.bias, out=candidates.out)
         return logits.sigmoid_().mul_(self.coefficient)
 
-    def d_positive(self) -> Tensor:
+    def d_positives(self) -> Tensor:
         """See RowLoss."""
         return -self.coefficient * torch.sigmoid(-self.positive_logit)
 
@@ -355,24 +355,24 @@ class DivergenceRows(RowLoss):
     exp(s). Each of the three is summed up relative to the largest logit so far.
     """
 
-    def __init__(self, start: PositiveTerms, *, target_scale: float = 1.0) -> None:
-        """`target_scale`: one over the teacher's temperature."""
+    def __init__(self, start: PositiveTerms, *, teacher_scale: float = 1.0) -> None:
+        """`teacher_scale`: one over the teacher's temperature."""
         assert start.bias is None, "a bias cancels in a softmax"
-        assert start.target is not None, "a divergence needs a teacher's scores"
+        assert start.teacher_scores is not None, "a divergence needs a teacher's scores"
         super().__init__(start)
-        self.target_scale = target_scale
-        self.positive_target = start.target * target_scale
+        self.teacher_scale = teacher_scale
+        self.positive_teacher_logits = start.teacher_scores * teacher_scale
         # The positive is the first candidate: exp(0) = 1.
         ones = torch.ones_like(self.positive)
         self.student_sum = OnlineSum(self.positive, ones)
-        self.teacher_sum = OnlineSum(self.positive_target, ones)
-        self.difference = self.positive_target - self.positive
+        self.teacher_sum = OnlineSum(self.positive_teacher_logits, ones)
+        self.difference = self.positive_teacher_logits - self.positive
         """[n] sum of exp(t - largest t) * (t - s)"""
 
     def _targets(self, candidates: CandidateLogits) -> Tensor:
         """Return the teacher's logits, EXCLUDED for candidates that the student excludes."""
-        assert candidates.target is not None
-        targets = candidates.target * self.target_scale
+        assert candidates.teacher_scores is not None
+        targets = candidates.teacher_scores * self.teacher_scale
         return targets.masked_fill_(is_excluded(candidates.logits), EXCLUDED)
 
     def add(self, candidates: CandidateLogits) -> None:
@@ -393,7 +393,7 @@ class DivergenceRows(RowLoss):
         losses = cross - self.teacher_log_sum + self.student_log_sum
         return self.coefficient * losses.sum()
 
-    def grad(self, candidates: CandidateLogits) -> Tensor:
+    def d_candidates(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
         # coefficient * (softmax of the student - softmax of the teacher)
         row = candidates.row
@@ -404,16 +404,16 @@ class DivergenceRows(RowLoss):
         student.exp_()
         return student.sub_(teacher).mul_(self.coefficient)
 
-    def d_positive(self) -> Tensor:
+    def d_positives(self) -> Tensor:
         """See RowLoss."""
         student = torch.exp(self.positive - self.student_log_sum)
-        teacher = torch.exp(self.positive_target - self.teacher_log_sum)
+        teacher = torch.exp(self.positive_teacher_logits - self.teacher_log_sum)
         return self.coefficient * (student - teacher)
 
 
 class SquaredErrorRows(RowLoss):
-    """(logit - target)^2 summed over all candidates, with 0 for the target where there is no teacher. The positive does
-    not count."""
+    """(logit - teacher's score)^2 summed over all candidates, or logit^2 without a teacher. The positive does not
+    count."""
 
     def __init__(self, start: PositiveTerms) -> None:
         super().__init__(start)
@@ -421,8 +421,10 @@ class SquaredErrorRows(RowLoss):
 
     def _errors(self, candidates: CandidateLogits) -> Tensor:
         excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
-        target = 0.0 if candidates.target is None else candidates.target
-        errors = torch.sub(candidates.logits, target, out=candidates.out)
+        teacher_scores = (
+            0.0 if candidates.teacher_scores is None else candidates.teacher_scores
+        )
+        errors = torch.sub(candidates.logits, teacher_scores, out=candidates.out)
         return errors.masked_fill_(excluded, 0.0)
 
     def add(self, candidates: CandidateLogits) -> None:
@@ -434,11 +436,11 @@ class SquaredErrorRows(RowLoss):
         """See RowLoss."""
         return self.coefficient * self.sum
 
-    def grad(self, candidates: CandidateLogits) -> Tensor:
+    def d_candidates(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
         return self._errors(candidates).mul_(2 * self.coefficient)
 
-    def d_positive(self) -> Tensor:
+    def d_positives(self) -> Tensor:
         """See RowLoss."""
         return torch.zeros_like(self.positive)
 
@@ -461,7 +463,7 @@ class Tiling:
     def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> Tiling:
         """Return row blocks of at most 192 MiB of scores on a CPU, 1 GiB elsewhere, with tiles of 32 and 128 MiB.
 
-        `scores_per_row` counts all columns and sizes.
+        `scores_per_row` counts all columns and dims.
         """
         is_cpu = embeddings.device.type == "cpu"
         block_mebibytes = 192 if is_cpu else 1024
@@ -494,7 +496,7 @@ class Scoring:
     plan: ScorePlan
     similarity: Similarity
     row_loss: Callable[[PositiveTerms], RowLoss]
-    """Makes the losses of a row block, for one size and direction."""
+    """Makes the losses of a row block, for one dim and direction."""
     direction_weights: tuple[float, ...]
     """Factor of each direction (query to document, document to query), with 1 / R for the mean over the rows."""
     margin_above_positive: float | None = None
@@ -510,7 +512,7 @@ def tiled_loss(
     logit_scale: Tensor,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the sum over this rank's rows, sizes and directions of size weight * direction factor * row loss.
+    """Return the sum over this rank's rows, dims and directions of dim weight * direction factor * row loss.
 
     `embeddings`: E [U, D]. Logits are logit_scale * score. The row loss adds the bias. Differentiable once, in
     embeddings, logit_scale and bias.
@@ -568,7 +570,7 @@ class _Tile:
     direction: int
     logits: Tensor
     """[K, n, t]"""
-    target: Tensor | None
+    teacher_scores: Tensor | None
     """[n, t] the teacher's scores."""
     scratch: Tensor
     """[2, n, t] two temporaries, shared by all tiles."""
@@ -576,7 +578,7 @@ class _Tile:
 
 @dataclass(frozen=True)
 class _ScoredPairs:
-    """P single pairs of a row block: its positives, or explicit pairs."""
+    """P single pairs of a row block: its positives, or negative pairs."""
 
     left: Entries
     """[P] entry of the row's query or positive."""
@@ -584,8 +586,8 @@ class _ScoredPairs:
     """[P] entry of the row's positive, or of the hard negative."""
     scores: Tensor
     """[K, P]"""
-    by_size: tuple[CandidateLogits, ...] = ()
-    """Of explicit pairs: the logits [P] that were added to the row losses, by size."""
+    by_dim: tuple[CandidateLogits, ...] = ()
+    """Of negative pairs: the logits [P] that were added to the row losses, by dim."""
 
 
 @dataclass(frozen=True)
@@ -595,7 +597,7 @@ class _RowBlock:
     positives: _ScoredPairs
     """The rows' queries and positives, with scores [K, n]."""
     losses: list[list[RowLoss]]
-    """By size and direction."""
+    """By dim and direction."""
     ceilings: Tensor | None
     """[K, n] logits above which candidates are excluded."""
     guide_ceilings: Tensor | None
@@ -620,7 +622,7 @@ class _ScorePass:
         self.bias = bias
         if bias is not None:
             self.bias = bias.detach().to(embeddings.device, dtype)
-        self.num_sizes = len(scoring.similarity.dims)
+        self.num_dims = len(scoring.similarity.dims)
         self.embedding_table = ScoreTable(
             embeddings, plan.index, scoring.similarity, with_gradient=True
         )
@@ -632,8 +634,8 @@ class _ScorePass:
         self.teacher_table: _VectorTable | None = None
         if scoring.teacher is not None:
             self.teacher_table = _VectorTable(scoring.teacher, plan, self.logit_scale)
-        # A tile's logits at all sizes, and the teacher's scores where there is one.
-        self.num_matrices = self.num_sizes + (self.teacher_table is not None)
+        # A tile's logits at all dims, and the teacher's scores where there is one.
+        self.num_matrices = self.num_dims + (self.teacher_table is not None)
         widths = [length_of(group.columns) for group in plan.column_groups]
         num_columns = sum(widths)
         scores_per_row = num_columns * self.num_matrices
@@ -658,7 +660,7 @@ class _ScorePass:
         for rows in chunks(num_rows, self.tiling.rows):
             # The positives first: they start the online softmax and define the ceilings.
             block = self._start_block(rows)
-            explicit = self._score_explicit(rows, block)
+            negative_pairs = self._score_negative_pairs(rows, block)
             row_vectors = []
             for group in self.plan.column_groups:
                 entries = shifted(rows, group.row_entries.start)
@@ -675,7 +677,7 @@ class _ScorePass:
             for by_direction in block.losses:
                 for row_loss in by_direction:
                     self.loss += row_loss.total()
-            self._differentiate_pairs(block, explicit)
+            self._differentiate_pairs(block, negative_pairs)
             for tile in kept_tiles:
                 self._differentiate_tile(tile, block)
             for vectors in row_vectors:
@@ -683,24 +685,26 @@ class _ScorePass:
                     vectors, self.logit_scale
                 )
 
-    # ---- Single pairs: positives and explicit pairs -----------------------------------
+    # ---- Single pairs: positives and negative pairs -----------------------------------
 
     def _start_block(self, rows: slice) -> _RowBlock:
         """Start the losses of a row block with its positives."""
         queries = shifted(rows, self.plan.rank_queries.start)
         positives = shifted(rows, self.plan.rank_positives.start)
         positive_scores = self.embedding_table.pair_scores(queries, positives)  # [K, n]
-        target = None
+        teacher_scores = None
         if self.teacher_table is not None:
-            target = self.teacher_table.pair_scores(queries, positives)
+            teacher_scores = self.teacher_table.pair_scores(queries, positives)
         losses = []
         weights = self.scoring.similarity.weights
-        # One row loss for each size and direction. Each starts with the positives' logits [n].
+        # One row loss for each dim and direction. Each starts with the positives' logits [n].
         for scores, weight in zip(positive_scores, weights, strict=True):
             by_direction = []
             for factor in self.scoring.direction_weights:
                 logits = scores * self.logit_scale
-                start = PositiveTerms(logits, weight * factor, self.bias, target)
+                start = PositiveTerms(
+                    logits, weight * factor, self.bias, teacher_scores
+                )
                 by_direction.append(self.scoring.row_loss(start))
             losses.append(by_direction)
         # Margins are in scores. Candidates are compared as logits, so these ceilings are scaled.
@@ -718,10 +722,12 @@ class _ScorePass:
         pairs = _ScoredPairs(queries, positives, positive_scores)
         return _RowBlock(pairs, losses, ceilings, guide_ceilings)
 
-    def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ScoredPairs]:
-        """Score the explicit pairs of a row block, and add them to the row losses."""
-        explicit = []
-        for pairs in self.plan.explicit:
+    def _score_negative_pairs(
+        self, rows: slice, block: _RowBlock
+    ) -> list[_ScoredPairs]:
+        """Score the negative pairs of a row block, and add them to the row losses."""
+        negative_pairs = []
+        for pairs in self.plan.negative_pairs:
             # Pairs ascend by row: those of a block are adjacent.
             first = int(torch.searchsorted(pairs.host_row, rows.start))
             stop = int(torch.searchsorted(pairs.host_row, rows.stop))
@@ -739,34 +745,36 @@ class _ScorePass:
                 guide_scores = self.guide_table.pair_scores(left, right)
                 is_above = guide_scores > block.guide_ceilings[row]
                 scores.masked_fill_(is_above, EXCLUDED)
-            target = None
+            teacher_scores = None
             if self.teacher_table is not None:
-                target = self.teacher_table.pair_scores(left, right)
-            by_size = []
+                teacher_scores = self.teacher_table.pair_scores(left, right)
+            by_dim = []
             all_logits = scores * self.logit_scale
             for logits, by_direction in zip(all_logits, block.losses, strict=True):
-                candidates = CandidateLogits(logits, target, row=row)
+                candidates = CandidateLogits(logits, teacher_scores, row=row)
                 by_direction[QUERY_TO_DOCUMENT].add(candidates)
-                by_size.append(candidates)
-            explicit.append(_ScoredPairs(left, right, scores, tuple(by_size)))
-        return explicit
+                by_dim.append(candidates)
+            negative_pairs.append(_ScoredPairs(left, right, scores, tuple(by_dim)))
+        return negative_pairs
 
     def _differentiate_pairs(
-        self, block: _RowBlock, explicit: list[_ScoredPairs]
+        self, block: _RowBlock, negative_pairs: list[_ScoredPairs]
     ) -> None:
-        """Add the gradient of a block's positives and explicit pairs."""
-        for pairs in (block.positives, *explicit):
-            # The derivatives [P] of each size with respect to the logits.
-            by_size = []
+        """Add the gradient of a block's positives and negative pairs."""
+        for pairs in (block.positives, *negative_pairs):
+            # The derivatives [P] of each dim with respect to the logits.
+            by_dim = []
             for k, by_direction in enumerate(block.losses):
-                if pairs.by_size:
-                    gradient = by_direction[QUERY_TO_DOCUMENT].grad(pairs.by_size[k])
+                if pairs.by_dim:
+                    gradient = by_direction[QUERY_TO_DOCUMENT].d_candidates(
+                        pairs.by_dim[k]
+                    )
                 else:
                     # Both directions share the positive's score, so their derivatives add up.
-                    directions = [row_loss.d_positive() for row_loss in by_direction]
+                    directions = [row_loss.d_positives() for row_loss in by_direction]
                     gradient = torch.stack(directions).sum(0)
-                by_size.append(gradient)
-            d_logits = torch.stack(by_size)  # [K, P]
+                by_dim.append(gradient)
+            d_logits = torch.stack(by_dim)  # [K, P]
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
             # logits = logit_scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
@@ -806,8 +814,8 @@ class _ScorePass:
                     row_vectors=vectors,
                     columns=shifted(columns, group.columns.start),
                     direction=group.direction,
-                    logits=matrices[: self.num_sizes],
-                    target=None if self.teacher_table is None else matrices[-1],
+                    logits=matrices[: self.num_dims],
+                    teacher_scores=None if self.teacher_table is None else matrices[-1],
                     scratch=scratch.view(2, num_rows, num_columns),
                 )
                 excluded = [next(mask) for mask in masks]
@@ -822,9 +830,9 @@ class _ScorePass:
         block: _RowBlock,
         excluded: list[Tensor],
     ) -> None:
-        """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses.
+        """Compute a tile's logits, from the smallest dim to the largest, and add them to the row losses.
 
-        `excluded`: scores that do not count at any size.
+        `excluded`: scores that do not count at any dim.
         """
         rows = tile.row_vectors.entries
         scratch = tile.scratch[0]
@@ -832,10 +840,10 @@ class _ScorePass:
             assert self.guide_table is not None
             self.guide_table.score(rows, tile.columns, out=scratch)
             excluded.append(scratch > block.guide_ceilings[:, None])
-        if tile.target is not None:
+        if tile.teacher_scores is not None:
             assert self.teacher_table is not None
-            self.teacher_table.score(rows, tile.columns, out=tile.target)
-        # A size is masked as soon as it is there. The sums for the next one are in the buffer of the largest size, which is
+            self.teacher_table.score(rows, tile.columns, out=tile.teacher_scores)
+        # A dim is masked as soon as it is there. The sums for the next one are in the buffer of the largest dim, which is
         # masked last.
         for k in self.embedding_table.logits(
             tile.row_vectors, tile.columns, tile.logits
@@ -847,19 +855,21 @@ class _ScorePass:
                 is_above = logits > block.ceilings[k, :, None]
                 logits.masked_fill_(is_above, EXCLUDED)
             row_loss = block.losses[k][tile.direction]
-            row_loss.add(CandidateLogits(logits, tile.target, out=scratch))
+            row_loss.add(CandidateLogits(logits, tile.teacher_scores, out=scratch))
 
     def _differentiate_tile(self, tile: _Tile, block: _RowBlock) -> None:
         """Add the gradient of a tile with respect to the block's rows and to the columns."""
         derivative_buffer, table_buffer = tile.scratch
-        for k in reversed(range(self.num_sizes)):
+        for k in reversed(range(self.num_dims)):
             logits = tile.logits[k]
-            # The largest size comes first. Its derivative takes the place of its logits, and `add_gradient` adds those of
-            # the other sizes there, for one matrix product. The others keep their logits for the gradient of the norm.
-            is_largest = k == self.num_sizes - 1
+            # The largest dim comes first. Its derivative takes the place of its logits, and `add_gradient` adds those of
+            # the other dims there, for one matrix product. The others keep their logits for the gradient of the norm.
+            is_largest = k == self.num_dims - 1
             out = logits if is_largest else derivative_buffer
             row_loss = block.losses[k][tile.direction]
-            d_logits = row_loss.grad(CandidateLogits(logits, tile.target, out=out))
+            d_logits = row_loss.d_candidates(
+                CandidateLogits(logits, tile.teacher_scores, out=out)
+            )
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
             self.embedding_table.add_gradient(

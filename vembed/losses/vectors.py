@@ -28,7 +28,7 @@ class Embedding(TeacherLoss):
         L = 1/M * sum_z 1 - cos( W z, t_z )
 
     W is learned with the model, and is no part of what is saved. At a smaller Matryoshka
-    size k only the first k coordinates of z and columns of W count. Inputs that the
+    dim k only the first k coordinates of z and columns of W count. Inputs that the
     teacher does not know count as 0.
     """
 
@@ -39,7 +39,7 @@ class Embedding(TeacherLoss):
     follows = "vectors"
 
     def start_values(self, start: StartValues) -> dict[str, Tensor]:
-        """Return the identity where the sizes are equal, otherwise a draw from the seed."""
+        """Return the identity where both widths are equal, otherwise a draw from the seed."""
         import torch
 
         assert start.embedding_dim is not None and start.teacher_dim is not None
@@ -59,7 +59,7 @@ class Embedding(TeacherLoss):
 
 
 class Anchor(LossDeclaration):
-    """The distance to the embeddings of the start model, at the full size alone.
+    """The distance to the embeddings of the start model, at the full width alone.
 
     The formula of `embedding` with W the identity: the mean of 1 - cos(z, t), with t the
     embedding that the start model gives to the same input.
@@ -239,7 +239,7 @@ def _mean_distance(
 ) -> Tensor:
     """Return this rank's share of the mean of 1 - cos(W z, t) over all M occurrences.
 
-    `projection`: W [width, D]. With several sizes, their weighted sum. Differentiable once, in the embeddings and W.
+    `projection`: W [width, D]. With several dims, their weighted sum. Differentiable once, in the embeddings and W.
     """
     import torch
 
@@ -280,7 +280,7 @@ def _sum_of_distances(
     vectors: Tensor,
     similarity: Similarity,
 ) -> Tensor:
-    """Return the sum over z [m, D] and sizes of weight * (1 - cos(W z, t)), for the teacher's vectors t [m, width]."""
+    """Return the sum over z [m, D] and dims of weight * (1 - cos(W z, t)), for the teacher's vectors t [m, width]."""
     import torch
 
     # Inputs that the teacher does not know have a vector of zeros, and count as 0.
@@ -288,7 +288,7 @@ def _sum_of_distances(
     projected = vectors.new_zeros(vectors.shape)
     losses = []
     for part in similarity.parts:
-        # The coordinates that this size adds to the one before: W z of every size for the price of the full one.
+        # The coordinates that this dim adds to the one before: W z of every dim for the price of the full one.
         columns = projection[:, part]
         projected = projected + z[:, part] @ columns.T
         squares = projected.square().sum(1)

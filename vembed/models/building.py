@@ -132,7 +132,7 @@ def build_model(
                 whole, description, from_scratch=options.from_scratch
             )
         if adapters.use_lora:
-            add_adapters(backbone, description.traits, adapters, options)
+            add_adapters(backbone, description.family_traits, adapters, options)
             keep_trainable_layout(backbone)
         if adapters.quantize_weights == "int8":
             round_weights(backbone)
@@ -143,7 +143,7 @@ def build_model(
     if head is None and dense_modules:
         head = Head(*dense_modules)
     scale = None
-    if description.traits.has_logit_scale_and_bias:
+    if description.family_traits.has_logit_scale_and_bias:
         scale = logit_scale_and_bias(Path(description.source))
     model = EmbeddingModel(
         description,
@@ -157,7 +157,9 @@ def build_model(
     if not adapters.use_lora:
         # With LoRA `add_adapters` has done this: no adapter in a frozen part, and all weights but the adapters frozen.
         if adapters.freeze:
-            names = names_frozen_by(backbone, description.traits, adapters.freeze)
+            names = names_frozen_by(
+                backbone, description.family_traits, adapters.freeze
+            )
             for name in names:
                 backbone.get_parameter(name).requires_grad = False
         _cast_frozen_towers(description, options, backbone)
@@ -182,9 +184,11 @@ def build_model(
         attention.fuse_rotary_positions(backbone)
         if adapters.use_lora:
             fuse_adapters(backbone)
-        if description.traits.reads_chats:
+        if description.family_traits.is_vision_language:
             # Without reading from the device where images are.
-            language_model: Any = tower_module(backbone, description.traits, "text")
+            language_model: Any = tower_module(
+                backbone, description.family_traits, "text"
+            )
             if "_deepstack_process" in vars(type(language_model)):
                 vars(language_model)["_deepstack_process"] = vision.add_at_images
     layers = layers_of(backbone)
@@ -235,8 +239,8 @@ def has_language_head(
     is_possible = (
         description.scores is None
         and not is_own_model
-        and description.traits.reads_only_text
-        and not description.traits.is_composed
+        and description.family_traits.reads_only_text
+        and not description.family_traits.is_composed
         # Each token would see the next one, which it would predict.
         and not description.bidirectional_attention
         and not description.quantized
@@ -332,7 +336,7 @@ def build_backbone(
                     weight: Any = text.get_submodule(name).weight
                     weight.copy_(rounded_to_four_bits(weight))
         merge_saved_adapter(text, Path(description.adapter))
-    if not description.traits.is_composed:
+    if not description.family_traits.is_composed:
         return whole
     assert description.image_source is not None
     image_tower = load(folder=Path(description.image_source))
@@ -478,10 +482,14 @@ def _load(
         for module in backbone.modules():
             if vars(module).get("is_causal") is True:
                 vars(module)["is_causal"] = False
-    reads_chats = description.traits.reads_chats
-    if reads_chats and implementation == "auto" and kernel != "flash_attention_2":
+    is_vision_language = description.family_traits.is_vision_language
+    if (
+        is_vision_language
+        and implementation == "auto"
+        and kernel != "flash_attention_2"
+    ):
         # flash_attention_2 takes the images of a batch at once without this.
-        tower = tower_module(backbone.base_model, description.traits, "vision")
+        tower = tower_module(backbone.base_model, description.family_traits, "vision")
         why_one_by_one = vision.pack_images(tower, device, half=half)
         images = f"one by one ({why_one_by_one})" if why_one_by_one else "all at once"
         log.log(level, "images: attention over %s", images)
@@ -500,7 +508,7 @@ def _cast_frozen_towers(
 
     A tower that is partly trained stays in float32 as a whole.
     """
-    for tower in frozen_towers(backbone, description.traits):
+    for tower in frozen_towers(backbone, description.family_traits):
         dtype = precision.DTYPES.get(options.torch_dtype)
         if dtype is None:
             folder = description.source
@@ -509,7 +517,7 @@ def _cast_frozen_towers(
             trust = description.trust_remote_code
             dtype = file_dtype(read_config(Path(folder), trust_remote_code=trust))
         log.info("%s tower: frozen, held in %s", tower, dtype)
-        tower_module(backbone, description.traits, tower).to(dtype)
+        tower_module(backbone, description.family_traits, tower).to(dtype)
 
 
 def logit_scale_and_bias(folder: Path) -> tuple[float, float] | None:

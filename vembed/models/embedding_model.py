@@ -193,11 +193,11 @@ class EmbeddingModel(nn.Module):
     def tower_output(self, modality: Modality, inputs: Inputs) -> TowerOutput:
         """Run the tower of one modality on its collated inputs, or both towers of a vision-language model.
 
-        How depends on the family: `pooled_towers` (CLIP) pool themselves, `image` is an image encoder, `chat` a
+        How depends on the family: `pooled_towers` (CLIP) pool themselves, `image` is an image encoder, `vision_language` a
         vision-language model, `text` all other texts, padded or packed.
         """
         description = self.description
-        family = description.traits
+        family = description.family_traits
         forward_kind = family.forwards[modality]
         pooling = description.pooling
         backbone: Any = self.backbone
@@ -220,9 +220,9 @@ class EmbeddingModel(nn.Module):
             pooling = description.image_pooling or pooling
             if family.is_composed:
                 trained_pooling = None  # that of the text tower
-            output = run_images(backbone, inputs)
-        elif forward_kind == "chat":
-            output = run_chats(backbone, inputs, mask)
+            output = run_image_encoder(backbone, inputs)
+        elif forward_kind == "vision_language":
+            output = run_vision_language(backbone, inputs, mask)
         elif is_packed:
             output = run_packed(backbone, inputs, mask)
         else:
@@ -248,7 +248,7 @@ class EmbeddingModel(nn.Module):
         """Map pooled outputs [n, width] of a tower to embeddings [n, embedding_dim], by the family's projection and the head."""
         description = self.description
         vectors = pooled
-        name = description.traits.projections.get(modality)
+        name = description.family_traits.projections.get(modality)
         if name is not None:
             projection: Any = self.backbone.get_submodule(name)
             # Outside autocast, in the dtype of its weights, as `Dense` in heads.py.
@@ -268,7 +268,7 @@ class EmbeddingModel(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Training mode, except for towers of which nothing is trained: what they give stays the same all the time."""
         super().train(mode)
-        family = self.description.traits
+        family = self.description.family_traits
         for tower in frozen_towers(self.backbone, family) if mode else ():
             tower_module(self.backbone, family, tower).eval()
         return self
@@ -276,7 +276,7 @@ class EmbeddingModel(nn.Module):
     def frozen_modalities(self) -> list[Modality]:
         """Return the modalities whose pooled outputs never change: their towers are all frozen, and their pooling has no
         parameters. One forward pass of each input is enough for them."""
-        family = self.description.traits
+        family = self.description.family_traits
         frozen = set(frozen_towers(self.backbone, family))
         modalities = []
         for modality in family.forwards:
@@ -293,9 +293,11 @@ class EmbeddingModel(nn.Module):
 
         That needs a vision-language model with a frozen image tower and a trained language model. Otherwise None.
         """
-        family = self.description.traits
+        family = self.description.family_traits
         backbone: Any = self.backbone
-        if not family.reads_chats or frozen_towers(backbone, family) != ["vision"]:
+        if not family.is_vision_language or frozen_towers(backbone, family) != [
+            "vision"
+        ]:
             return None
         # Older Transformers take no output of the image tower.
         if "mm_encoder_outputs" not in inspect.signature(backbone.forward).parameters:
@@ -313,7 +315,7 @@ class EmbeddingModel(nn.Module):
         embedding. They learn at `head_learning_rate`.
         """
         modules = {}
-        for name in self.description.traits.projections.values():
+        for name in self.description.family_traits.projections.values():
             modules[f"backbone.{name}"] = self.backbone.get_submodule(name)
         if self.pooling is not None:
             modules["pooling"] = self.pooling
@@ -323,7 +325,7 @@ class EmbeddingModel(nn.Module):
 
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
-        family = self.description.traits
+        family = self.description.family_traits
         return "text" in family.forwards and packs(
             tower_module(self.backbone, family, "text")
         )
@@ -371,7 +373,7 @@ def run_texts(
         arguments[SEGMENTS] = inputs[SEGMENTS]
     if mask is not None:
         arguments["attention_mask"] = mask
-    if description.traits.reads_chats or is_decoder_only(backbone.config):
+    if description.family_traits.is_vision_language or is_decoder_only(backbone.config):
         # Keys and values for generation would be kept for every layer, and never read.
         arguments["use_cache"] = False
         if mask is not None and description.padding_side == "left":
@@ -475,7 +477,7 @@ def padded_states(
     return states.view(num_texts, longest, -1)
 
 
-def run_chats(
+def run_vision_language(
     backbone: Backbone,
     inputs: Inputs,
     mask: Tensor | None,
@@ -499,7 +501,7 @@ def run_chats(
     return backbone(**arguments, use_cache=False)
 
 
-def run_images(backbone: Backbone, inputs: Inputs) -> Any:
+def run_image_encoder(backbone: Backbone, inputs: Inputs) -> Any:
     """Return the output of an image encoder."""
     # A frozen tower may be held in another dtype than the pixels.
     pixels = inputs["pixel_values"].to(backbone.dtype)
@@ -608,7 +610,7 @@ class LayerPooler(nn.Module):
         """`model`: the module that is called, sharded or not. `backbone`: its submodule with the layers."""
         super().__init__()
         self.model = model
-        tower = tower_module(backbone, description.traits, "text")
+        tower = tower_module(backbone, description.family_traits, "text")
         self._transformer_layers = layers_of(tower)
         self._packs = packs(tower)
         known = range(len(self._transformer_layers) + 1)
@@ -811,9 +813,9 @@ class ComposedModel(nn.Module):
     def save_pretrained(self, folder: Path, *, state_dict: dict[str, Tensor]) -> None:
         """Save the text tower and the projections in `folder`, and the image tower in a subfolder."""
         # Each tower's file has the names of the tower itself, so that it loads alone.
-        text = taken(state_dict, "text_model.")
+        text = pop_with_prefix(state_dict, "text_model.")
         self.text_model.save_pretrained(folder, state_dict=text)
-        vision = taken(state_dict, "vision_model.")
+        vision = pop_with_prefix(state_dict, "vision_model.")
         target = folder / IMAGE_TOWER_FOLDER
         self.vision_model.save_pretrained(target, state_dict=vision)
         known = {"text_projection.weight", "visual_projection.weight"}
@@ -822,7 +824,7 @@ class ComposedModel(nn.Module):
         save_file(projections, folder / PROJECTIONS_FILE)
 
 
-def taken(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def pop_with_prefix(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Take what begins with a prefix out of a state dict, and return it under names without the prefix."""
     names = [name for name in state if name.startswith(prefix)]
     return {name.removeprefix(prefix): state.pop(name) for name in names}

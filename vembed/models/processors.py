@@ -43,7 +43,7 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
         "model_max_length": description.max_length,
         "padding_side": description.padding_side,
     }
-    if description.traits.has_fixed_length:
+    if description.family_traits.has_fixed_length:
         # SigLIP was trained without an attention mask; this keeps other programs from creating one.
         options["model_input_names"] = ["input_ids"]
     tokenizer = open_tokenizer(
@@ -135,7 +135,7 @@ def load_image_processor(description: ModelDescription) -> Any:
         raise UserError(
             f"the image processor of {source} cannot be loaded: {error_sentence(error)}"
         ) from error
-    if description.traits.reads_chats:
+    if description.family_traits.is_vision_language:
         processor.size = {
             "shortest_edge": description.min_pixels or processor.size["shortest_edge"],
             "longest_edge": description.max_pixels or processor.size["longest_edge"],
@@ -189,7 +189,7 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
     """Save tokenizer and image processor into the model's folder, with the settings that were used."""
     if "text" in description.modalities:
         tokenizer = load_tokenizer(description)
-        if description.traits.reads_chats:
+        if description.family_traits.is_vision_language:
             tokenizer.chat_template, _ = load_chat_template(description, tokenizer)
         if tokenizer.is_fast:
             # For readers of tokenizer.json alone. Transformers sets both in each call.

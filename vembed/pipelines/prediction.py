@@ -80,7 +80,7 @@ def training_time(
     steps = config.optimizer.max_steps
     if steps is None:
         num_train = data.num_examples * (1.0 - (config.data.val_split or 0.0))
-        has_scale = describe(config.model).traits.has_logit_scale_and_bias
+        has_scale = describe(config.model).family_traits.has_logit_scale_and_bias
         epochs = decide_epochs(
             config.optimizer, config.model, int(num_train), has_scale=has_scale
         ).value

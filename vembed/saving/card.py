@@ -117,7 +117,7 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
     if is_reranker:
         front["tags"] = ["cross-encoder", "reranker", "vembed"]
         front["pipeline_tag"] = "text-ranking"
-    if description.traits.sentence_transformers is not None:
+    if description.family_traits.sentence_transformers is not None:
         front["library_name"] = "sentence-transformers"
         front["tags"].insert(0, "sentence-transformers")
     name = base_model_name(description)

@@ -26,7 +26,7 @@ from vembed.files import (
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
 from vembed.models.custom.own_code import save_code
-from vembed.models.embedding_model import EmbeddingModel, taken
+from vembed.models.embedding_model import EmbeddingModel, pop_with_prefix
 from vembed.models.families.backbones import (
     STATIC_TYPE,
     quiet_transformers,
@@ -77,13 +77,13 @@ def save_model(
     }
     description = model.description
     backbone: Any = model.backbone
-    weights = taken(state, "backbone.")
-    language_state = taken(state, "language_head.")
-    pooling_state = taken(state, "pooling.")
-    head_state = taken(state, "head.")
+    weights = pop_with_prefix(state, "backbone.")
+    language_state = pop_with_prefix(state, "language_head.")
+    pooling_state = pop_with_prefix(state, "pooling.")
+    head_state = pop_with_prefix(state, "head.")
     refuse_unclaimed("the model", state)
     has_lora = has_adapters(backbone)
-    family = description.traits
+    family = description.family_traits
     # Adapters alone would lose scale, bias, projections or a head, or other programs would use causal attention, or mask
     # parts of each image.
     is_more_than_adapters = (
@@ -234,7 +234,7 @@ def write_layout(
     """Write modules.json and the files of each module, beside the weights and processors in `folder`."""
     config = read_object(folder / "config.json")
     is_static = config.get("model_type") == STATIC_TYPE
-    name = description.traits.sentence_transformers
+    name = description.family_traits.sentence_transformers
     backbone_type = TWO_TOWERS if name is None else MODULE + name
     modules = [("", MODULE + STATIC if is_static else backbone_type)]
     # The module of a static model gives the mean itself.
@@ -258,7 +258,7 @@ def write_layout(
         path = f"{len(modules)}_Dense"
         modules.append((path, MODULE + "Dense"))
         write_json(folder / path / "config.json", dense.settings())
-        weights = taken(head_state, f"{number}.")
+        weights = pop_with_prefix(head_state, f"{number}.")
         save_file(weights, folder / path / "model.safetensors")
     refuse_unclaimed("the head", head_state)
     if description.normalize:
@@ -299,7 +299,7 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
         placeholder = ""
         message = {**text, "format": "flat"}
         settings["modality_config"]["message"] = message
-        if description.traits.reads_chats:
+        if description.family_traits.is_vision_language:
             settings["transformer_task"] = "any-to-any"
             message["format"] = "structured"
             placeholder = image_placeholder(description)
@@ -350,7 +350,7 @@ def _backbone_settings(folder: Path, description: ModelDescription) -> dict[str,
     A text model gets only the keys that all versions know. Any other model needs its modalities: without them version 6
     treats it as a text model.
     """
-    family = description.traits
+    family = description.family_traits
     if family.reads_only_text or family.is_composed:
         return {"max_seq_length": description.max_length, "do_lower_case": False}
     # Keys of version 6, whose Transformer module runs `method` of the backbone for each modality and pools
@@ -359,7 +359,7 @@ def _backbone_settings(folder: Path, description: ModelDescription) -> dict[str,
     forward = {"method": "forward", "method_output_name": "last_hidden_state"}
     settings["module_output_name"] = "token_embeddings"
     settings["modality_config"] = {"image": forward}
-    if family.reads_chats:
+    if family.is_vision_language:
         settings["modality_config"] = {
             "text": forward,
             "image": forward,

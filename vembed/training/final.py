@@ -57,16 +57,16 @@ def _store(
 ) -> None:
     """Write the model with gathered weights, in the layout of Sentence Transformers. Runs on rank 0."""
     config = trainer.config
-    embedder = trainer.components.embedder
+    embedding_model = trainer.components.embedding_model
     # Learned by the loss, and used by CLIP and SigLIP models: they go into the model's own file.
     learned = trainer.components.loss.logit_scale_and_bias()
     if learned is not None:
-        embedder.write_logit_scale_and_bias(*learned, weights)
+        embedding_model.write_logit_scale_and_bias(*learned, weights)
     save_model(
         folder,
-        embedder,
+        embedding_model,
         weights,
-        dtype=saved_dtype(config.model.torch_dtype, embedder.description),
+        dtype=saved_dtype(config.model.torch_dtype, embedding_model.description),
         merge_adapters=config.adapters.save_merged,
         card=card,
     )
@@ -83,11 +83,11 @@ def save_final(trainer: Trainer, metric: str) -> Path:
     data = trainer.data
     state = trainer.state
     output = trainer.output
-    embedder = components.embedder
+    embedding_model = components.embedding_model
     folder = output / "final"
     newest = newest_checkpoint(output)
     weights = full_state_dict(components.model)
-    problem = _not_finite(embedder, weights)
+    problem = _not_finite(embedding_model, weights)
     if problem is not None:
         advice = f"resume from an earlier checkpoint ({newest} is the newest)"
         raise RunError(
@@ -114,8 +114,8 @@ def save_final(trainer: Trainer, metric: str) -> Path:
             num_steps=state.step,
             versions=collect_versions(),
         )
-        store_rounded(embedder, weights)
-        dtype = saved_dtype(config.model.torch_dtype, embedder.description)
+        store_rounded(embedding_model, weights)
+        dtype = saved_dtype(config.model.torch_dtype, embedding_model.description)
         stored = f"in {dtype}" if dtype else "as they are held"
         log.info(f"weights: stored {stored} (torch_dtype: {config.model.torch_dtype})")
         try:
@@ -148,11 +148,11 @@ def save_final(trainer: Trainer, metric: str) -> Path:
     for name in ("query_prompt", "document_prompt"):
         if getattr(config.model, name) is not None:
             start_changes.append(f"the {name} of the config")
-    if embedder.description.adds_projection:
-        start_changes.append(embedder.description.reasons["embedding_dim"])
+    if embedding_model.description.adds_projection:
+        start_changes.append(embedding_model.description.reasons["embedding_dim"])
     summary = RunSummary(
-        model=embedder.description.summary(),
-        properties=properties_of(embedder.description),
+        model=embedding_model.description.summary(),
+        properties=properties_of(embedding_model.description),
         start_changes=start_changes,
         data=list(data.examples.summary()),
         language=language,
@@ -188,11 +188,11 @@ def save_final(trainer: Trainer, metric: str) -> Path:
     return folder
 
 
-def _not_finite(embedder: nn.Module, weights: dict[str, Tensor]) -> str | None:
+def _not_finite(embedding_model: nn.Module, weights: dict[str, Tensor]) -> str | None:
     """Return the name of a weight that is not finite, of any rank. Collective."""
     # 4-bit weights are stored as 16-bit floats, and any bits may look like a NaN.
     packed = set()
-    for name, module in embedder.named_modules():
+    for name, module in embedding_model.named_modules():
         if is_quantized(module):
             packed.add(f"{name}.weight")
     first_broken = None

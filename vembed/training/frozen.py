@@ -54,24 +54,27 @@ IMAGES_SHARE = 0.05
 """Fraction of a process's memory that hidden states of images may take between the phases of a step."""
 
 
-def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
+def open_stores(embedding_model: EmbeddingModel, session: Session) -> Stores:
     """Open the stores of all frozen modalities, for `cache_frozen_features: true`. Collective.
 
     Call it while rank 0 holds the whole model: the stores' names depend on the weights.
     """
-    description = embedder.description
-    modalities = embedder.frozen_modalities()
+    description = embedding_model.description
+    modalities = embedding_model.frozen_modalities()
     if not modalities:
         raise UserError(
             f"cache_frozen_features: true needs a tower without trained parameters, and {description.name} "
-            f"({description.traits.name}) has none in this run: freeze one of two towers (freeze: [vision] or [text]), or set "
+            f"({description.family_traits.name}) has none in this run: freeze one of two towers (freeze: [vision] or [text]), or set "
             "it to false"
         )
     identities = {}
     if session.is_main:
         for modality in modalities:
             identities[modality] = tower_identity(
-                description, embedder.backbone, modality, str(session.mixed_precision)
+                description,
+                embedding_model.backbone,
+                modality,
+                str(session.mixed_precision),
             )
     identities = collectives.broadcast_object(identities)
     folder = cache_folder() / "features"
@@ -359,7 +362,7 @@ def tower_identity(
         settings += [type(processor).__name__, processor.to_dict()]
     digest = hashlib.blake2b(digest_size=16)
     for tower in TOWERS_OF_MODALITY[modality]:
-        module: Any = tower_module(backbone, description.traits, tower)
+        module: Any = tower_module(backbone, description.family_traits, tower)
         settings.append(type(module).__name__)
         for name, value in module.state_dict().items():
             if isinstance(value, Tensor):

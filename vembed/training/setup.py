@@ -130,7 +130,7 @@ class RunData(Sets):
 class TrainingComponents:
     """Model, loss and optimizer, and what feeds them."""
 
-    embedder: EmbeddingModel
+    embedding_model: EmbeddingModel
     """The model as it was built: description and layout of the files. Its parameters may be shards by now."""
     model: nn.Module
     """The model as it is called: replicated or sharded."""
@@ -179,7 +179,9 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     # `describe` reads the model, so it is called only if epochs are left to `auto`. Otherwise the checkpoint is checked
     # first, and a model of another kind is refused by name.
     is_open = not optimizer_options.sets_duration()
-    has_scale = is_open and describe(config.model).traits.has_logit_scale_and_bias
+    has_scale = (
+        is_open and describe(config.model).family_traits.has_logit_scale_and_bias
+    )
     decision = decide_epochs(
         optimizer_options, config.model, len(store), has_scale=has_scale
     )
@@ -307,22 +309,22 @@ def build_components(
     if model_options.torch_compile == "auto" and session.device.type == "cuda":
         decide_compilation(data, featuriser, session)
     log.info(f"compiled layers: {session.placement.compilation}")
-    embedder = unsharded_model(config, description, session)
+    embedding_model = unsharded_model(config, description, session)
 
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
     if config.optimizer.learning_rate == "auto":
-        config = decide_rates(config, embedder, data.total_steps)
-    scale, bias = embedder.initial_logit_scale_and_bias or (None, None)
+        config = decide_rates(config, embedding_model, data.total_steps)
+    scale, bias = embedding_model.initial_logit_scale_and_bias or (None, None)
     if config.matryoshka.mrl_projection == "pca":
-        start_projection(embedder, featuriser, data.examples, session)
-    frozen = embedder.frozen_modalities()
-    bytes_per_token = embedder.frozen_image_token_bytes()
-    packs_texts = embedder.packs_texts()
+        start_projection(embedding_model, featuriser, data.examples, session)
+    frozen = embedding_model.frozen_modalities()
+    bytes_per_token = embedding_model.frozen_image_token_bytes()
+    packs_texts = embedding_model.packs_texts()
     caches_features = config.batch.cache_frozen_features
-    stores = open_stores(embedder, session) if caches_features else {}
+    stores = open_stores(embedding_model, session) if caches_features else {}
 
     # The loss and the optimizer must see the parameters that `prepare` returns.
-    model = session.prepare(embedder, description.layer_classes)
+    model = session.prepare(embedding_model, description.layer_classes)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,
@@ -341,7 +343,7 @@ def build_components(
     )
     optimizer = build_optimizer(model, loss, config.optimizer, seed=config.run.seed)
     components = TrainingComponents(
-        embedder, model, loss, optimizer, featuriser, input_builder, teachers
+        embedding_model, model, loss, optimizer, featuriser, input_builder, teachers
     )
     temperature = run_temperature(
         config.objective,
@@ -397,7 +399,7 @@ def unsharded_model(
 ) -> EmbeddingModel:
     """Return the model as it is placed, before it is sharded. Where it will be, ranks other than 0 have empty weights."""
     placement = session.placement
-    embedder = build_model(
+    embedding_model = build_model(
         description,
         config.model,
         config.adapters,
@@ -411,10 +413,10 @@ def unsharded_model(
         meta=session.builds_empty,
     )
     if session.device.type == "cpu" and session.fsdp is None:
-        use_row_gradients(embedder.backbone)
+        use_row_gradients(embedding_model.backbone)
     if placement.copies_weights:
-        embedder.compute_in_bf16()
-    return embedder
+        embedding_model.compute_in_bf16()
+    return embedding_model
 
 
 def configured_hooks(trainer: Trainer) -> list[Hook]:
@@ -474,7 +476,7 @@ def log_truncated_texts(
     features: Sequence[Features], description: ModelDescription
 ) -> None:
     """Log how many of these inputs reach the maximum length, at which texts are truncated."""
-    if description.traits.has_fixed_length:
+    if description.family_traits.has_fixed_length:
         return  # every text is padded to it
     lengths = []
     for feature in features:
@@ -489,13 +491,13 @@ def log_truncated_texts(
 
 
 def start_projection(
-    embedder: EmbeddingModel,
+    embedding_model: EmbeddingModel,
     featuriser: BaseFeaturiser,
     examples: ExampleStore,
     session: Session,
 ) -> None:
     """Rotate the Matryoshka projection so that its first coordinates hold the most variance. Collective."""
-    projection = embedder.mrl_projection
+    projection = embedding_model.mrl_projection
     if projection is None:
         return
     if session.is_main:
@@ -506,10 +508,12 @@ def start_projection(
             example = examples[number * len(examples) // count]
             items.append(example.positives[0])
         # The sample is what the projection will be given.
-        head = cast(Head, embedder.head)
-        embedder.head = head[:-1]
-        vectors = encode_items(embedder, featuriser, items, "document", normalize=False)
-        embedder.head = head
+        head = cast(Head, embedding_model.head)
+        embedding_model.head = head[:-1]
+        vectors = encode_items(
+            embedding_model, featuriser, items, "document", normalize=False
+        )
+        embedding_model.head = head
         weight = projection.linear.weight
         sample = torch.from_numpy(vectors).to(weight.device)
         with torch.no_grad():
@@ -523,20 +527,24 @@ def start_projection(
 
 def decide_rates(
     config: TrainConfig,
-    embedder: EmbeddingModel,
+    embedding_model: EmbeddingModel,
     total_steps: int,
 ) -> TrainConfig:
     """Return the config with the peak learning rates in place of `auto`, and log their reason. Collective.
 
     Call it before the model is sharded, while rank 0 holds all of it.
     """
-    description = embedder.description
+    description = embedding_model.description
     is_main = collectives.rank() == 0
-    is_new = collectives.broadcast_object(is_main and has_initial_norms(embedder))
+    is_new = collectives.broadcast_object(
+        is_main and has_initial_norms(embedding_model)
+    )
     trained_names = [
-        name for name, weight in embedder.named_parameters() if weight.requires_grad
+        name
+        for name, weight in embedding_model.named_parameters()
+        if weight.requires_grad
     ]
-    heads = tuple(f"{name}." for name in embedder.heads())
+    heads = tuple(f"{name}." for name in embedding_model.heads())
     what: TrainedPart = "weights"
     if config.adapters.use_lora:
         what = "adapters"
@@ -548,17 +556,17 @@ def decide_rates(
         width=description.text_hidden_dim or description.hidden_dim,
         is_tuned=is_embedding_model(Path(description.source)),
         is_new=is_new or has_initial_weights(config.model),
-        has_scale=description.traits.has_logit_scale_and_bias,
+        has_scale=description.family_traits.has_logit_scale_and_bias,
         total_steps=total_steps,
     )
     decision = peak_rate(config.objective, config.adapters, facts)
     head_rate = config.optimizer.head_learning_rate
     log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
     new_layers = None
-    backbone = embedder.backbone
+    backbone = embedding_model.backbone
     if isinstance(backbone, ComposedModel) and backbone.projections_are_new:
         new_layers = "the projections of the two towers are"
-    elif getattr(embedder.head, "is_new", False):
+    elif getattr(embedding_model.head, "is_new", False):
         new_layers = "the layer of the score is"
     if new_layers is not None and head_rate is None:
         head_rate = max(HEAD_RATE, decision.value)

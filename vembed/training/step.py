@@ -16,8 +16,8 @@ Words:
 input         What the model encodes: a text, an image, both, or for rerankers a pair, whose vector is its score (D = 1).
               This rank holds n of the U inputs. Equal inputs of a rank are one input. Equal inputs of two ranks are two.
 row           A query and one of its positives, as two indices of inputs. L is a sum over the rows.
-vector        A row of E. An input may have several. Then E is [T, D]: the number of an input's vectors is known from its
-              tokens, before the forward pass, and `starts` says where they begin.
+vector        E has one for each input. For a model that gives an input several, E is [T, D]: their number is known from
+              the input's tokens, before the forward pass, and `starts` says where they begin.
 micro-batch   The inputs of one forward pass, in slices of one modality each. Every rank runs equally many.
 dummy         A slice without inputs. The model still runs on a placeholder, so that this rank takes part in the
               collectives of a sharded model. Its output is dropped and its gradient is zero.

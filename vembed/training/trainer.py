@@ -355,7 +355,7 @@ class Trainer:
             budget,
             config.run.seed,
             components.teachers,
-            config.objective if components.embedder.has_auxiliary else None,
+            config.objective if components.embedding_model.has_auxiliary else None,
         )
 
     def run(self) -> TrainResult:

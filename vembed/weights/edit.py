@@ -432,7 +432,7 @@ def residual_writers(
 ) -> list[ResidualWriter]:
     """Return the weights that write to the residual stream of the text tower, in the order of the forward pass: the
     embeddings, and in each layer the last linear layers of attention and feed-forward."""
-    tower: Any = tower_module(backbone, description.traits, "text")
+    tower: Any = tower_module(backbone, description.family_traits, "text")
     names = {id(module): unwrapped_name(name) for name, module in model.named_modules()}
     embeddings = names[id(tower.get_input_embeddings())]
     writers = [ResidualWriter(embeddings, 0, by_rows=True, has_bias=False)]

@@ -129,7 +129,7 @@ class ModelDescription:
     """Field -> reason for its value, for the log."""
 
     @property
-    def traits(self) -> Family:
+    def family_traits(self) -> Family:
         """The record of the model's family."""
         return FAMILIES[self.family]
 
@@ -411,22 +411,22 @@ def describe(
 def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescription:
     """Return the description of a reranker from that of its tower."""
     options = reading.options
-    family = description.traits
+    family = description.family_traits
     config = reading.config
-    reads_pairs = family.reads_only_text or family.reads_chats
+    reads_pairs = family.reads_only_text or family.is_vision_language
     if not reads_pairs or family.is_composed or options.model_class:
         raise UserError(
             f"task: rerank: {description.name} is of the family {family.name}: give a text model or a vision-language model"
         )
-    is_decoder = family.reads_chats or is_decoder_only(config)
+    is_decoder = family.is_vision_language or is_decoder_only(config)
     classes = " ".join(config.architectures or ())
     scores = options.reranker_head
     if scores == "auto":
-        answers = is_decoder and ("ForCausalLM" in classes or family.reads_chats)
+        answers = is_decoder and ("ForCausalLM" in classes or family.is_vision_language)
         by_kind = "answer" if answers else "label"
         scores = cast(Any, reading.saved.get("scores") or by_kind)
     if (scores == "answer" and not is_decoder) or (
-        scores == "label" and family.reads_chats
+        scores == "label" and family.is_vision_language
     ):
         raise UserError(
             f"reranker_head: {scores} is not for {description.name}, of the family {family.name}: leave it out"
@@ -435,7 +435,7 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
     prompts = {"query_prompt": "", "document_prompt": ""}
     if scores == "answer":
         prompts["query_prompt"] = (
-            IMAGE_INSTRUCTION if family.reads_chats else RERANK_INSTRUCTION
+            IMAGE_INSTRUCTION if family.is_vision_language else RERANK_INSTRUCTION
         )
     for source in (reading.saved, vars(options)):
         for key in prompts:

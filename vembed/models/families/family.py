@@ -1,6 +1,6 @@
 """Family: the record of a model family, with everything that differs between families.
 
-Other modules read traits from the record (`description.traits`) and compare no names.
+Other modules read the record (`description.family_traits`) and compare no names.
 This module imports no torch, because the config reads it.
 """
 
@@ -12,7 +12,7 @@ from typing import Literal
 
 Modality = Literal["text", "image", "multimodal"]
 Tower = Literal["text", "vision"]
-Forward = Literal["text", "image", "chat", "pooled_towers"]
+Forward = Literal["text", "image", "vision_language", "pooled_towers"]
 """Forward pass of one modality: token vectors of texts, of an image or of a conversation, to be pooled; or the pooled
 output of a tower."""
 
@@ -93,6 +93,6 @@ class Family:
         return tuple(self.forwards) == ("text",)
 
     @property
-    def reads_chats(self) -> bool:
+    def is_vision_language(self) -> bool:
         """True for language models with images inside their token sequence, which need a chat template."""
         return "multimodal" in self.forwards

@@ -111,7 +111,7 @@ _RECORDS = (
     Family(
         name="vision_language",
         model_types=frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}),
-        forwards={"text": "text", "multimodal": "chat"},
+        forwards={"text": "text", "multimodal": "vision_language"},
         towers={"text": "language_model.", "vision": "visual."},
         pooling="last",
         pooling_reason="the end-of-text token, default of the family (the model defines no pooling)",

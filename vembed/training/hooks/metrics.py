@@ -309,7 +309,7 @@ def log_setup(run: Trainer) -> None:
     config = run.config
     data = run.data
     session = run.session
-    description = run.components.embedder.description
+    description = run.components.embedding_model.description
     total = num_parameters(run.components.model)
     trained = num_parameters(run.components.model, trainable_only=True)
     share = "all trained" if trained == total else f"{trained:,d} trained"
