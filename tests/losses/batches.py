@@ -16,6 +16,7 @@ from tests.losses.reference import (
 )
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import source_terms
+from vembed.losses import similarity
 from vembed.losses.batch import (
     LossBatch,
     TeacherScores,
@@ -31,8 +32,9 @@ SIZES = {"embedding_dim": 12, "teacher_dims": {"vectors": TEACHER_DIM}}
 
 @contextmanager
 def tiled(rows, columns):
-    """Inside, all tiles of scores have this size at most."""
+    """Inside, all tiles of scores have this size at most, and pairs are scored in chunks of three."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(similarity, "PAIRS_AT_ONCE", 3)
         size = Tiling(rows, columns)
         patch.setattr(Tiling, "for_scores", staticmethod(lambda *_: size))
         yield

@@ -17,28 +17,16 @@ from tests.losses.batches import (
     term_sizes,
     tiled,
 )
-from tests.losses.test_contract import cases_of
+from tests.losses.test_contract import COMBINED, cases_of
 from tests.losses.test_definition import batch_of
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
 
-EVERYTHING = {
-    "bidirectional": True,
-    "same_side_negatives": "both",
-    "mrl_dims": [8, 3, 12],
-    "learn_temperature": True,
-}
-COMBINED = [
-    EVERYTHING,
-    {**EVERYTHING, "hard_negatives_scope": "own", "false_negative_margin": 0.2},
-    {**EVERYTHING, "loss": "sigmoid"},
-    {**EVERYTHING, "guide": "vectors", "focal_gamma": 1.0, "mix_negatives": 1},
+CASES = [
+    *COMBINED,
     {"similarity": "dot", "temperature": 1.0, "mrl_dims": [8, 3]},
-    {"loss": "cosent", "learn_temperature": True},
-    {"loss": "kl", "teacher": "vectors", "distill_candidates": "batch"},
-    {"losses": [{"loss": "infonce"}, {"loss": "spread_out", "weight": 0.5}]},
+    *(cases_of(LOSSES[name])[0] for name in LOSSES if name != "none"),
 ]
-CASES = [*COMBINED, *(cases_of(LOSSES[name])[0] for name in LOSSES if name != "none")]
 
 
 class OfGpus(TorchDispatchMode):

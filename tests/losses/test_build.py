@@ -64,15 +64,3 @@ def test_matryoshka_sizes_come_from_the_config_or_the_model():
     of_model = build_loss(config_of(mrl_dims="auto"), mrl_dims=(12, 4))(batch)
     assert_close(of_model, named, 1e-14, "loss")
     check(batch, config_of(), build_loss(config_of(), mrl_dims=(12, 4)))
-
-
-@pytest.mark.promise("D24")
-def test_each_matryoshka_size_keeps_its_own_weight_in_any_order():
-    batch = make_batch(6)
-    weights = {4: 1.0, 12: 2.0, 8: 3.0}
-    options = {"mrl_dims": list(weights), "mrl_weights": list(weights.values())}
-    together = build_loss(config_of(**options))(batch)
-    total = 0.0
-    for dim, weight in weights.items():
-        total += weight * build_loss(config_of(mrl_dims=[dim]))(batch)
-    assert_close(together, total, 1e-14, "loss")
