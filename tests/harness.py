@@ -52,12 +52,12 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_ranks(fn, world_size, *args, timeout=LIMIT, process_group=True):
+def run_ranks(fn, world_size, *args, timeout=LIMIT, process_group=False):
     """Call `fn(*args)` on every rank and return the results by rank; the first rank that fails ends all.
 
     `fn`, its arguments and its result must be picklable: a function at the top of a module. Each rank has torch's
-    variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), one thread, and a gloo process group unless
-    `process_group` is false (for code that starts the group itself).
+    variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and one thread. A session of vembed starts the
+    process group itself. `process_group`: start one with gloo, for code without a session.
     """
     outcomes = rank_outcomes(
         fn,
@@ -82,7 +82,7 @@ def run_ranks(fn, world_size, *args, timeout=LIMIT, process_group=True):
     return [outcome.result for outcome in outcomes]
 
 
-def run_cases(fn, world_size, cases, process_group=True):
+def run_cases(fn, world_size, cases):
     """Call `fn(*args)` for the arguments of each case, one after the other on the same ranks: starting ranks, and what
     a process does when it shards its first model, take longer than a small case.
 
@@ -90,19 +90,9 @@ def run_cases(fn, world_size, cases, process_group=True):
     is their result; `result_of` raises it.
     """
     try:
-        by_rank = run_ranks(
-            _all_cases,
-            world_size,
-            fn,
-            cases,
-            process_group,
-            process_group=process_group,
-        )
+        by_rank = run_ranks(_all_cases, world_size, fn, cases)
     except RankFailed:
-        return {
-            name: _alone(fn, world_size, args, process_group)
-            for name, args in cases.items()
-        }
+        return {name: _alone(fn, world_size, args) for name, args in cases.items()}
     return {name: [entry[name] for entry in by_rank] for name in cases}
 
 
@@ -113,18 +103,18 @@ def result_of(results, name):
     return results[name]
 
 
-def _all_cases(fn, cases, process_group):
+def _all_cases(fn, cases):
     actual = {}
     for name, args in cases.items():
-        if not process_group:  # the case starts a group of its own
-            os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+        # Each case starts a group of its own.
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         actual[name] = fn(*args)
     return actual
 
 
-def _alone(fn, world_size, args, process_group):
+def _alone(fn, world_size, args):
     try:
-        return run_ranks(fn, world_size, *args, process_group=process_group)
+        return run_ranks(fn, world_size, *args)
     except RankFailed as failure:
         return failure
 
@@ -134,7 +124,7 @@ def rank_outcomes(
     world_size,
     *args,
     timeout=LIMIT,
-    process_group=True,
+    process_group=False,
     stop_at_failure=False,
     wait_for=None,
 ):

@@ -69,7 +69,7 @@ def refused(vembed):
 
 def on_ranks(text, *words):
     """Run a verb on two ranks in the current folder, as the processes that a launcher has started."""
-    return run_ranks(_on_rank, 2, [*text.split(), *words], process_group=False)
+    return run_ranks(_on_rank, 2, [*text.split(), *words])
 
 
 def _on_rank(words):

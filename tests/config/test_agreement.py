@@ -91,9 +91,7 @@ def ran():
     actual = {}
     for num_ranks, cases in ((1, ONE), (2, TWO), (4, FOUR)):
         every = {name: full(options) for name, options in cases.items()}
-        actual |= run_ranks(
-            run_all, num_ranks, every, process_group=False, timeout=300
-        )[0]
+        actual |= run_ranks(run_all, num_ranks, every, timeout=300)[0]
     return actual
 
 

@@ -111,7 +111,7 @@ def test_ranks_encode_uneven_shares_in_step_and_in_order(
 ):
     numbers = [7, 0, 1, 3, 20]
     arguments = (shared(tiny_bert_st), numbers, chunk)
-    by_rank = run_ranks(_on_a_rank, num_ranks, *arguments, process_group=False)
+    by_rank = run_ranks(_on_a_rank, num_ranks, *arguments)
     for place, number in enumerate(numbers):
         expected = encode_items(model, featuriser, items(number), "document")
         for embeddings, _ in (entry[place] for entry in by_rank):

@@ -109,7 +109,7 @@ def test_queries_divided_among_ranks_give_the_same_last_digit():
         retrieval_metrics(queries, documents, data, [1, 10], [4]),
         retrieval_metrics(queries[:1], documents, few, [10]),
     )
-    assert run_ranks(_metrics_on_a_rank, 2, process_group=False) == [expected, expected]
+    assert run_ranks(_metrics_on_a_rank, 2) == [expected, expected]
 
 
 class Stop(Exception):  # noqa: N818
@@ -142,4 +142,4 @@ def _stops_while_it_scores():
 
 
 def test_scoring_can_be_stopped_after_each_tile_on_all_ranks():
-    assert run_ranks(_stops_while_it_scores, 2, process_group=False) == [2 * 3] * 2
+    assert run_ranks(_stops_while_it_scores, 2) == [2 * 3] * 2

@@ -31,7 +31,7 @@ def trained(folder, nproc=1, **options):
     if nproc == 1:
         vembed.train(settings)
     else:
-        run_ranks(_train, nproc, settings, process_group=False, timeout=280)
+        run_ranks(_train, nproc, settings, timeout=280)
     return Path(settings["output_dir"])
 
 

@@ -162,7 +162,7 @@ def test_two_processes_start_from_an_adapter_that_was_saved_alone(tmp_path):
     vembed.train(options)
     options |= {"strategy": "fsdp", "output_dir": str(tmp_path / "two")}
     options["global_batch_size"] = options.pop("batch_size")
-    run_ranks(trained_there, 2, options, process_group=False)
+    run_ranks(trained_there, 2, options)
     one = metrics(tmp_path / "one")
     assert metrics(tmp_path / "two") == pytest.approx(one, rel=1e-5)
 

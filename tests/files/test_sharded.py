@@ -40,7 +40,7 @@ def saved(tmp_path_factory):
     cases = {}
     for name, (make, version, options) in CASES.items():
         cases[name] = (str(tiny.shared(make)), str(place / name), version, options)
-    return place, run_cases(save_sharded, 2, cases, process_group=False)
+    return place, run_cases(save_sharded, 2, cases)
 
 
 @pytest.mark.parametrize("case", CASES)

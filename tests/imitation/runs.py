@@ -93,7 +93,7 @@ def on_cpu(names):
     """Train cases on the CPU, all in one forked process."""
     from tests.harness import run_ranks
 
-    results = run_ranks(_train_all, 1, list(names), process_group=False)
+    results = run_ranks(_train_all, 1, list(names))
     return results[0]
 
 

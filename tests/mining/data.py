@@ -95,7 +95,9 @@ def on_ranks(command, options, num_ranks, folder, **changes):
     """Run a command on ranks, with a file of their own, and return each rank's result and the rows."""
     output = folder / f"{num_ranks}.jsonl"
     run_options = {**options, "output_path": str(output), **changes}
-    return run_ranks(command, num_ranks, run_options), read_lines(output)
+    return run_ranks(command, num_ranks, run_options, process_group=True), read_lines(
+        output
+    )
 
 
 def score_matrix(queries, actual):

@@ -81,12 +81,15 @@ def test_a_killed_run_goes_on_where_it_was(
         "output_path": str(tmp_path / "whole.jsonl"),
         "work_dir": str(tmp_path / "other"),
     }
-    ((counts, num_all),) = run_ranks(mined, 1, whole)
+    ((counts, num_all),) = run_ranks(mined, 1, whole, process_group=True)
     assert num_all == 340
-    (outcome,) = rank_outcomes(killed, 1, options)
+    (outcome,) = rank_outcomes(killed, 1, options, process_group=True)
     assert outcome.exitcode == -signal.SIGKILL
     assert not Path(options["output_path"]).exists()
-    assert run_ranks(mined, 2, options, chunk) == [(counts, num_missing)] * 2
+    assert (
+        run_ranks(mined, 2, options, chunk, process_group=True)
+        == [(counts, num_missing)] * 2
+    )
     assert_same_rows(
         read_lines(Path(options["output_path"])), read_lines(tmp_path / "whole.jsonl")
     )

@@ -118,7 +118,9 @@ def sharded_gradients(is_compiled):
 
 def test_checkpointed_layers_are_compiled_under_fsdp2():
     tiny.shared(tiny.tiny_qwen3)
-    (_, expected), *_ = run_ranks(sharded_gradients, 2, False)
-    for num_calls, gradients in run_ranks(sharded_gradients, 2, True):
+    (_, expected), *_ = run_ranks(sharded_gradients, 2, False, process_group=True)
+    for num_calls, gradients in run_ranks(
+        sharded_gradients, 2, True, process_group=True
+    ):
         assert num_calls > 0
         assert max(gradient_errors(gradients, expected).values()) < 1e-4

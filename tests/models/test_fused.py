@@ -134,5 +134,5 @@ def sharded_gradients():
 
 def test_under_fsdp2():
     expected = gradients(adapted())
-    for actual in run_ranks(sharded_gradients, 2):
+    for actual in run_ranks(sharded_gradients, 2, process_group=True):
         assert_gradients_close(actual, expected)

@@ -91,7 +91,7 @@ def test_shards_compute_as_one_process_does():
     assert arithmetic == "float32"
     assert np.abs(vectors - exact).max() > 1e-4, "bfloat16 rounds"
     for strategy in ("ddp", "fsdp"):
-        ranks = run_ranks(encoded_on_rank, 2, folder, strategy, process_group=False)
+        ranks = run_ranks(encoded_on_rank, 2, folder, strategy)
         for of_rank, arithmetic in ranks:
             assert arithmetic == "bfloat16"
             np.testing.assert_allclose(of_rank, vectors, atol=2e-6)

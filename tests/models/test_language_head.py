@@ -143,7 +143,7 @@ def inputs_of(featuriser, rows):
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
 def test_gradients_are_those_of_the_mean_over_all_tokens(strategy):
     num_ranks = 1 if strategy == "single" else 2
-    ranks = run_ranks(on_ranks, num_ranks, strategy, process_group=False)
+    ranks = run_ranks(on_ranks, num_ranks, strategy)
     expected = [wanted(folder) for folder in folders() for _ in CASES]
     for number, gradients in enumerate(expected):
         name, error = worst_error(ranks[0][number], gradients)

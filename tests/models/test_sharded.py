@@ -90,7 +90,7 @@ def _sharded_gradients(configs):
 def test_gradients_of_two_shards_are_those_of_one_process(cases):
     options = {"strategy": "fsdp", "mixed_precision": "no"}
     configs = [config_for(make, **options, **more) for make, more in cases]
-    ranks = run_ranks(_sharded_gradients, 2, configs, timeout=300, process_group=False)
+    ranks = run_ranks(_sharded_gradients, 2, configs, timeout=300)
     for number, config in enumerate(configs):
         case = str(cases[number])
         model = build_case(config).train()

@@ -204,7 +204,7 @@ def next_token_loss(logits, ids):
 
 @pytest.mark.promise("E40", "E41")
 def test_the_script_as_printed():
-    (first, units), (second, _) = run_ranks(run_script, 2, process_group=False)
+    (first, units), (second, _) = run_ranks(run_script, 2)
     assert len(LOSS_LINE.findall(first)) == 3 and second == ""
     assert units == 4, "two blocks, the encoder's, and the rest"
 

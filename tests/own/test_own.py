@@ -172,7 +172,7 @@ def wanted(case, place):
 def placed_results(place):
     """Results of each rank, one start of processes for each strategy."""
     return {
-        strategy: run_ranks(on_ranks, ranks, place, strategy, process_group=False)
+        strategy: run_ranks(on_ranks, ranks, place, strategy)
         for strategy, ranks in RANKS.items()
     }
 
@@ -231,7 +231,7 @@ def train_all(place):
 @pytest.fixture(scope="module")
 def trained(place):
     """The losses that were logged for each model."""
-    trained, _ = run_ranks(train_all, 2, place, process_group=False)
+    trained, _ = run_ranks(train_all, 2, place)
     return trained
 
 

@@ -66,7 +66,7 @@ def test_shared_batch_norms_are_those_of_one_process():
     expected_loss = step(model, INPUTS)
     expected = gradients_of(model)
     folder = str(shared(tiny_bert))
-    ranks = run_ranks(on_ranks, 2, folder, True, process_group=False)
+    ranks = run_ranks(on_ranks, 2, folder, True)
     for loss, gradients, buffers, _ in ranks:
         assert loss == pytest.approx(expected_loss, rel=1e-12)
         assert max(gradient_errors(gradients, expected).values()) < 1e-12
@@ -96,7 +96,7 @@ def test_an_image_that_repeats_across_ranks_counts_as_often_as_it_occurs(tmp_pat
     for world_size, strategy in ((1, "single"), (2, "ddp")):
         folder = tmp_path / strategy
         config = {**options, "output_dir": str(folder), "strategy": strategy}
-        run_ranks(vembed.train, world_size, config, process_group=False)
+        run_ranks(vembed.train, world_size, config)
         weights.append(load_file(folder / "final" / "model.safetensors"))
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-4, atol=1e-5)
     name = next(name for name in weights[0] if name.endswith("running_mean"))
@@ -108,7 +108,7 @@ def test_batch_norms_that_are_not_shared_are_said_to_break_parity():
     model = small_network().train()
     loss = step(model, INPUTS)
     folder = str(shared(tiny_bert))
-    first, other = run_ranks(on_ranks, 2, folder, False, process_group=False)
+    first, other = run_ranks(on_ranks, 2, folder, False)
     assert first[0] == other[0] != pytest.approx(loss, rel=1e-3)
     (line,) = first[3]
     assert "sync_batchnorm" in line

@@ -80,7 +80,9 @@ def check_everything(counts, results):
 @pytest.mark.parametrize("counts", [[4], [2, 3], [0, 2], [3, 0, 1], [0, 0], [2, 2, 2]])
 @pytest.mark.promise("B14", "B15")
 def test_each_collective(counts):
-    check_everything(counts, run_ranks(everything, len(counts), counts))
+    check_everything(
+        counts, run_ranks(everything, len(counts), counts, process_group=True)
+    )
 
 
 def everything_in_older_torch(counts):
@@ -93,7 +95,9 @@ def everything_in_older_torch(counts):
 
 def test_older_torch_has_other_names_for_the_same():
     counts = [3, 0, 1]
-    check_everything(counts, run_ranks(everything_in_older_torch, 3, counts))
+    check_everything(
+        counts, run_ranks(everything_in_older_torch, 3, counts, process_group=True)
+    )
 
 
 def averaged_gradients(average):
@@ -132,7 +136,9 @@ def test_gradients_of_copies_with_some_missing(average):
         torch.full((6,), (1 + 1 / 256) * share).bfloat16(),
         None,
     ]
-    for gradients, calls in run_ranks(averaged_gradients, 2, average):
+    for gradients, calls in run_ranks(
+        averaged_gradients, 2, average, process_group=True
+    ):
         torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
         assert calls == {"sum_scalars": 1, "all_reduce_gradients": 1}
 
@@ -171,7 +177,9 @@ def test_buckets_start_during_the_last_backward_pass(num_ranks, fails):
     for rank in range(num_ranks):
         layers[:-1](torch.full((2, 4), rank + 1.0)).sum().backward()
     expected = [weight.grad for weight in layers.parameters()]
-    for rank, results in enumerate(run_ranks(summed_early, num_ranks, fails)):
+    for rank, results in enumerate(
+        run_ranks(summed_early, num_ranks, fails, process_group=True)
+    ):
         gradients, sums, num_started = results
         assert (num_started > 5) == (not fails or rank > 0)
         assert sums == [num_ranks**2 / 2]
@@ -187,6 +195,6 @@ def wrong_counts():
 
 
 def test_wrong_counts_are_found_before_anything_is_sent():
-    for rank, notes in enumerate(run_ranks(wrong_counts, 2)):
+    for rank, notes in enumerate(run_ranks(wrong_counts, 2, process_group=True)):
         place = "in the collective all_gather_rows (call 1)"
         assert notes == [f"rank {rank} of 2, {place}"]

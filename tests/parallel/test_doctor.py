@@ -80,7 +80,7 @@ def self_test_with_a_fault():
 
 @pytest.mark.promise("A20")
 def test_a_fault_is_named_with_its_rank_and_ends_the_self_test():
-    first, second = rank_outcomes(self_test_with_a_fault, 2, process_group=False)
+    first, second = rank_outcomes(self_test_with_a_fault, 2)
     for rank, outcome in enumerate((first, second)):
         assert outcome.error is None
         last = outcome.result.splitlines()[-1]

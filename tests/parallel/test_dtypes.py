@@ -94,7 +94,7 @@ def config_here(**options):
 def on_two_ranks(function, cases):
     """Each case's results by rank, in one start of the ranks. `cases`: name -> argument of the function."""
     arguments = {name: (argument,) for name, argument in cases.items()}
-    return run_cases(function, 2, arguments, process_group=False)
+    return run_cases(function, 2, arguments)
 
 
 def lora_step(version):
@@ -238,7 +238,7 @@ def prepared_weights():
 
 @pytest.mark.promise("D09")
 def test_only_rank_0_reads_weights_and_all_have_them_afterwards():
-    results = run_ranks(prepared_weights, 3, process_group=False)
+    results = run_ranks(prepared_weights, 3)
     whole, _ = build(config_here(), dtype=torch.float32)
     num_parameters = len(list(whole.parameters()))
     read_by = [(is_empty, num_meta) for is_empty, num_meta, _ in results]

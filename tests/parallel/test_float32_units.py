@@ -55,7 +55,7 @@ def seen(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_heads_were_computed_in_bfloat16_where_the_model_is_sharded(strategy):
-    for result in run_ranks(seen, 2, strategy, process_group=False):
+    for result in run_ranks(seen, 2, strategy):
         for name, (dtypes, norm) in result.items():
             assert dtypes == {torch.float32}, name
             assert norm > 0.0, name

@@ -55,9 +55,7 @@ def test_the_rank_that_hangs_is_named_and_not_the_one_that_noticed(
 ):
     # Rank 0 keeps the store: once among those that wait, once halted itself.
     folder = str(shared(tiny_bert))
-    outcomes = rank_outcomes(
-        in_a_run, ranks, folder, stops, loops, process_group=False, wait_for=[waits]
-    )
+    outcomes = rank_outcomes(in_a_run, ranks, folder, stops, loops, wait_for=[waits])
     error, *lines = outcomes[waits].result
     assert re.match(
         rf"RunError: rank {waits} has waited \d+ s, in step 7, at in_a_run \(.*\), for rank ",

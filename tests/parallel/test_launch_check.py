@@ -124,7 +124,7 @@ def meetings(tmp_path_factory):
         (folder / f"{name}.jsonl").write_text("".join(content))
     (folder / "model").symlink_to(shared(tiny_bert))
     (folder / "other").symlink_to(shared(tiny_bert, hidden=16))
-    return run_ranks(all_meetings, 2, str(folder), process_group=False)
+    return run_ranks(all_meetings, 2, str(folder))
 
 
 def test_every_rank_hears_the_same(meetings):

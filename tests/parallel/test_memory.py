@@ -30,7 +30,9 @@ def hold_and_print():
 
 @pytest.mark.promise("A19", "B11", "B30")
 def test_total_is_a_real_sum():
-    (lines, logged), (others, logged_by_other) = run_ranks(hold_and_print, 2)
+    (lines, logged), (others, logged_by_other) = run_ranks(
+        hold_and_print, 2, process_group=True
+    )
     assert logged == lines == others
     assert logged_by_other == []
     values = np.array([LINE.search(line).groups() for line in lines[:2]], float)
@@ -70,7 +72,9 @@ def clear_together():
 
 @pytest.mark.promise("B10", "B29")
 def test_ranks_wait_for_each_other_and_give_back_what_they_keep():
-    came, went, returned = zip(*run_ranks(clear_together, 2), strict=True)
+    came, went, returned = zip(
+        *run_ranks(clear_together, 2, process_group=True), strict=True
+    )
     assert min(went) >= max(came)
     if platform.libc_ver()[0] == "glibc":
         assert min(returned) > 0.15

@@ -186,7 +186,7 @@ def whole_life(folder):
 
 @pytest.mark.promise("A17", "B27", "B28")
 def test_a_session_starts_says_so_and_ends_the_group_whatever_happens():
-    results = run_ranks(whole_life, 2, str(shared(tiny_bert)), process_group=False)
+    results = run_ranks(whole_life, 2, str(shared(tiny_bert)))
     for rank, result in enumerate(results):
         assert result["timeout"] == 7 * 60
         assert result["debug"].endswith("DETAIL")
@@ -219,7 +219,7 @@ def one_process(folder, is_launched):
 @pytest.mark.promise("A01", "A11", "B12", "C34")
 def test_one_process_with_fsdp_runs_whole_with_one_line(is_launched):
     arguments = (str(shared(tiny_bert)), is_launched)
-    (result,) = run_ranks(one_process, 1, *arguments, process_group=False)
+    (result,) = run_ranks(one_process, 1, *arguments)
     facts, is_initialized, log = result
     assert facts == ("single", None, "Linear")
     assert not is_initialized
@@ -290,9 +290,7 @@ def wait_for_others(folder, misfortune):
 @pytest.mark.promise("C30", "E33")
 def test_the_others_end_in_time_and_name_rank_and_collective(misfortune):
     folder = str(shared(tiny_bert))
-    first, second = rank_outcomes(
-        wait_for_others, 2, folder, misfortune, process_group=False, wait_for=[0]
-    )
+    first, second = rank_outcomes(wait_for_others, 2, folder, misfortune, wait_for=[0])
     assert first.result == "rank 0 of 2, in the collective all_gather_ints (call 1)"
     if misfortune == "killed":
         assert second.exitcode == -signal.SIGKILL
@@ -326,16 +324,16 @@ def started_by_hand(folder, per_machine):
 def test_processes_started_by_hand_count_those_of_their_machine():
     folder = str(shared(tiny_bert))
     loopback = interface_to("127.0.0.1")
-    for log, timeouts in run_ranks(started_by_hand, 4, folder, 2, process_group=False):
+    for log, timeouts in run_ranks(started_by_hand, 4, folder, 2):
         assert f"network: interface {loopback} (" in log
         assert "processes: 4, 2 of them on this machine" in log
         # The groups of the mesh wait as long as all others.
         assert timeouts == {2: 7 * 60}
-    for log, timeouts in run_ranks(started_by_hand, 2, folder, 2, process_group=False):
+    for log, timeouts in run_ranks(started_by_hand, 2, folder, 2):
         assert "processes: 2, 2 of them on this machine" in log
         assert "HYBRID_SHARD: with 1 machine(s)" in log
         assert timeouts == {}
-    outcomes = rank_outcomes(started_by_hand, 3, folder, 2, process_group=False)
+    outcomes = rank_outcomes(started_by_hand, 3, folder, 2)
     for outcome in outcomes[:2]:
         assert "2 of 3 are on this one" in str(outcome.error)
 

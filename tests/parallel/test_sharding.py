@@ -75,7 +75,7 @@ def results_on(num_ranks):
     for name, (ranks, *options) in CASES.items():
         if ranks == num_ranks:
             cases[name] = (folder, *options)
-    return run_cases(run_case, num_ranks, cases, process_group=False)
+    return run_cases(run_case, num_ranks, cases)
 
 
 @cache
@@ -114,7 +114,7 @@ def units_by_size(folder):
 def test_units_by_size_are_no_bare_linear_layers_and_return_no_views():
     # Its feed-forward blocks end in a linear layer, whose output is a view.
     folder = str(shared(tiny_qwen3))
-    ranks = run_ranks(units_by_size, 2, folder, process_group=False)
+    ranks = run_ranks(units_by_size, 2, folder)
     results = []
     for result, caught in ranks:
         assert "returned a view tensor" not in "\n".join(caught)
@@ -136,7 +136,7 @@ def reduction(folder, limit):
 def test_large_gradients_are_reduced_after_every_micro_batch():
     folder = str(shared(tiny_bert, layers=3))
     limits = {"once": (folder, 0.2), "every": (folder, 1e-9)}
-    results = run_cases(reduction, 2, limits, process_group=False)
+    results = run_cases(reduction, 2, limits)
     assert result_of(results, "once") == [False, False]
     assert result_of(results, "every") == [True, True]
 
@@ -147,6 +147,6 @@ def test_other_families_shard_without_options_of_their_own():
     for make in (tiny_qwen3, tiny_clip, tiny_siglip):
         for options in (FSDP1, FSDP2):
             cases[f"{make.__name__} {options}"] = (str(shared(make)), options, {})
-    results = run_cases(run_case, 2, cases, process_group=False)
+    results = run_cases(run_case, 2, cases)
     for name, (folder, *_) in cases.items():
         check_against_one_process(result_of(results, name), whole_of(folder, 2))

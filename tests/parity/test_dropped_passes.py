@@ -61,7 +61,7 @@ def steps_after(folder):
 
 @pytest.mark.promise("E01")
 def test_passes_whose_gradients_are_dropped_leave_nothing_behind():
-    for rank in run_ranks(steps_after, 2, Case("budget").folder(), process_group=False):
+    for rank in run_ranks(steps_after, 2, Case("budget").folder()):
         by_case = dict(zip(CASES, rank, strict=True))
         _, *expected = by_case["no measurement"]
         # The line through two sizes.

@@ -206,7 +206,7 @@ def found(group):
     world_size, more = GROUPS[group]
     families = [family for of, family in TABLE if of == group]
     configs = [BY_NAME[family].config(**more) for family in families]
-    by_rank = run_ranks(on_ranks, world_size, configs, timeout=300, process_group=False)
+    by_rank = run_ranks(on_ranks, world_size, configs, timeout=300)
     keys = [(family, cached) for family in families for cached in (False, True)]
     return {key: [rank[number] for rank in by_rank] for number, key in enumerate(keys)}
 

@@ -47,7 +47,7 @@ def step_between_machines():
 def test_machines_were_summed_after_every_micro_batch():
     """Of CLIP, whose root unit holds parameters of both towers, while a micro-batch uses one."""
     plain = wanted("clip")
-    for results, count in run_ranks(step_between_machines, 4, process_group=False):
+    for results, count in run_ranks(step_between_machines, 4):
         # The layers, the token embeddings and the root.
         num_units = results[0]["units"][0] + 2
         assert all(result["calls"] > 2 for result in results)

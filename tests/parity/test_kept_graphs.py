@@ -38,7 +38,7 @@ def test_gradient_is_the_same_however_many_graphs_are_kept(num_ranks, strategy):
     for case in CASES:
         for kept_tokens in KEPT_TOKENS.values():
             placed.append((replace(case, kept_tokens=kept_tokens), case.folder()))
-    by_rank = run_ranks(steps_on_rank, num_ranks, placed, strategy, process_group=False)
+    by_rank = run_ranks(steps_on_rank, num_ranks, placed, strategy)
     numbers = {}
     for index, (case, _) in enumerate(placed):
         results = [rank[index] for rank in by_rank]

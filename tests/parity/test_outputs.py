@@ -132,7 +132,7 @@ def plain():
 def test_gradient_is_that_of_autograd(world_size, cache):
     strategy = "single" if world_size == 1 else "ddp"
     expected = plain()
-    by_rank = run_ranks(step_on_rank, world_size, strategy, cache, process_group=False)
+    by_rank = run_ranks(step_on_rank, world_size, strategy, cache)
     total = sum(float(result["loss"]) for result in by_rank)
     assert total == pytest.approx(float(expected.pop("loss")), rel=1e-10)
     for result in by_rank:

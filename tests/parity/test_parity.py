@@ -128,9 +128,7 @@ def found(group):
     # The folders are made here: training a tokenizer is not the same in every process.
     placed = [(case, case.folder()) for case in cases]
     try:
-        results = run_ranks(
-            gradients_on_ranks, world_size, placed, strategy, more, process_group=False
-        )
+        results = run_ranks(gradients_on_ranks, world_size, placed, strategy, more)
     except RankFailed as error:
         return {case.name: error for case in cases}  # started once, also where it fails
     by_name = {}

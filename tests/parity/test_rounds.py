@@ -65,8 +65,8 @@ def count_rounds(folder, strategy, cases):
 def test_one_round_of_gradients_per_step():
     cases = [Case("rows", micro="row"), Case("whole", micro="whole")]
     folder = shared(tiny_bert)
-    copies = run_ranks(count_rounds, 2, folder, "ddp", cases, process_group=False)[0]
-    shards = run_ranks(count_rounds, 2, folder, "fsdp", cases, process_group=False)[0]
+    copies = run_ranks(count_rounds, 2, folder, "ddp", cases)[0]
+    shards = run_ranks(count_rounds, 2, folder, "fsdp", cases)[0]
     for rows, whole in (copies, shards):
         assert rows["calls"] > 20 and whole["calls"] == 2
         assert rows["ours"] == whole["ours"]

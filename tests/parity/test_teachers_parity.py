@@ -166,9 +166,7 @@ def group_of(group):
         for case in CASES
     ]
     try:
-        by_rank = run_ranks(
-            on_ranks, world_size, placed, strategy, more, folder, process_group=False
-        )
+        by_rank = run_ranks(on_ranks, world_size, placed, strategy, more, folder)
     except RankFailed as error:
         return error, folder
     actual = {}

@@ -70,15 +70,7 @@ def test_gradients_are_those_of_whole_questions(
 ):
     options = {"task": "rerank", "loss": "infonce", "temperature": 1.0}
     case = AnswerCase("answer", options, cache=cache)
-    ranks = run_ranks(
-        exact_gradients,
-        world_size,
-        case,
-        case.folder(),
-        strategy,
-        {},
-        process_group=False,
-    )
+    ranks = run_ranks(exact_gradients, world_size, case, case.folder(), strategy, {})
     monkeypatch.setattr(features, "shared_length", lambda rows, limit: 0)
     with exact_norms():
         expected = reference(case, world_size)

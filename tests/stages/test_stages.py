@@ -312,7 +312,7 @@ def test_under_torchrun_all_steps_run_in_the_processes_that_are_there(place):
         CHECK,
     ]
     written(stages, strategy="auto")
-    assert run_ranks(road_on_a_rank, 2, str(place), process_group=False) == [0, 0]
+    assert run_ranks(road_on_a_rank, 2, str(place)) == [0, 0]
     assert_done("broad", "negatives", "sharp", "mix", "check")
     config = vembed.load_config("output/sharp/config.yaml")
     assert config.data.data_path == "output/negatives/mined.jsonl"

@@ -64,9 +64,7 @@ def prepare(config, cache, examples, fingerprint="data"):
 
 
 def run(world_size, config, cache, *more):
-    return run_ranks(
-        prepare, world_size, config, cache, rows(), *more, process_group=False
-    )
+    return run_ranks(prepare, world_size, config, cache, rows(), *more)
 
 
 @pytest.fixture

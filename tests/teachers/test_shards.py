@@ -40,7 +40,7 @@ def test_shards_answer_as_whole_teachers_do(reranker, tmp_path):
     prepare_all(config_of(reranker=reranker), tmp_path / "whole", data)
     sharded = config_of(reranker=reranker, sharded=True)
     shards = (sharded, tmp_path / "shards", data)
-    run_ranks(prepare_all, 2, *shards, process_group=False)
+    run_ranks(prepare_all, 2, *shards)
     whole = kept(tmp_path / "whole")
     shards = kept(tmp_path / "shards")
     assert whole.keys() == shards.keys(), "shards are no part of a teacher's identity"

@@ -314,7 +314,7 @@ def test_two_processes_write_the_same_file(texts, damaged, pictures, folder):
         (damaged, CLIP, 100, (3, 1), pictures),
     ):
         arguments = (str(source), target, model, chunk_rows)
-        ends = run_ranks(_encode_on_a_rank, 2, *arguments, process_group=False)
+        ends = run_ranks(_encode_on_a_rank, 2, *arguments)
         assert ends == [outcome, outcome]
         vectors = pq.read_table(target).column("embedding").to_pylist()
         assert_close(vectors, vectors_of(whole, "one.parquet", model))

@@ -174,7 +174,7 @@ def test_processes_write_what_one_writes(texts, records, tmp_path, world_size):
         out.mkdir()
         files = (str(texts), str(records), val, str(out))
         cases[strategy] = (folder, *files, strategy)
-    actual = run_cases(_on_a_rank, world_size, cases, process_group=False)
+    actual = run_cases(_on_a_rank, world_size, cases)
     for strategy in cases:
         _assert_as_one_writes(
             folder, val, tmp_path / strategy, strategy, result_of(actual, strategy)

@@ -302,7 +302,7 @@ def killed_everywhere(output_dir):
 
 
 def test_kill_9_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
-    (steps,) = run_ranks(killed_everywhere, 1, tmp_path, process_group=False)
+    (steps,) = run_ranks(killed_everywhere, 1, tmp_path)
     assert len(steps) > 15
     # Up to the rename the old one counts, from then on the new one.
     assert set(steps) == {1, 2}

@@ -54,9 +54,7 @@ def test_every_strategy_goes_on_from_every_other_without_a_bit_of_difference(tmp
     model_name = str(shared(tiny_bert))
     before = None
     for number, (world_size, options, strategy) in enumerate(CHAIN):
-        parts = run_ranks(
-            one_part, world_size, tmp_path, model_name, options, process_group=False
-        )
+        parts = run_ranks(one_part, world_size, tmp_path, model_name, options)
         for last_step, used, part, _ in parts:
             assert (last_step, used) == (number + 1, strategy)
             if before is not None:
@@ -86,9 +84,7 @@ def full_disk_on_one(output_dir, async_save):
 
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_disk_that_is_full_on_one_rank_is_known_on_all(tmp_path, async_save):
-    for raised in run_ranks(
-        full_disk_on_one, 2, tmp_path, async_save, process_group=False
-    ):
+    for raised in run_ranks(full_disk_on_one, 2, tmp_path, async_save):
         assert "checkpoint-2 could not be written (rank 1: " in raised
         assert "File too large); the newest checkpoint is checkpoint-1" in raised
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
@@ -107,9 +103,7 @@ def timeout_of_the_second_group(output_dir):
 
 
 def test_asynchronous_saving_waits_as_long_as_other_collectives(tmp_path):
-    for seconds in run_ranks(
-        timeout_of_the_second_group, 2, tmp_path, process_group=False
-    ):
+    for seconds in run_ranks(timeout_of_the_second_group, 2, tmp_path):
         assert seconds == 7 * 60
 
 
@@ -128,9 +122,7 @@ def two_folders(output_dir):
 
 def test_what_is_wrong_with_output_dir_is_said_on_every_rank(tmp_path):
     (tmp_path / "file").touch()
-    for not_shared, not_writable, nothing_there in run_ranks(
-        two_folders, 2, tmp_path, process_group=False
-    ):
+    for not_shared, not_writable, nothing_there in run_ranks(two_folders, 2, tmp_path):
         assert "on process 1: give one on a file system that all" in not_shared
         assert "on process 1: give one on a file system that all" in not_writable
         assert "holds no checkpoint" in nothing_there

@@ -12,9 +12,7 @@ def counts(tmp_path_factory):
     """Counts of a tiny model's runs; those of padding and of the loss are the benchmark's own."""
     folder = tmp_path_factory.mktemp("counts")
     write_data(folder)
-    runs, _ = run_ranks(
-        run_counts, NUM_RANKS, folder, shared(tiny_bert), process_group=False
-    )
+    runs, _ = run_ranks(run_counts, NUM_RANKS, folder, shared(tiny_bert))
     return {"runs": runs, **more_counts()}
 
 

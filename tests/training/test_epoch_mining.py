@@ -185,7 +185,7 @@ def test_two_ranks_mine_what_one_mines(config, tmp_path):
     for strategy in ("ddp", "fsdp"):
         output = {"strategy": strategy, "output_dir": str(tmp_path / strategy)}
         cases[strategy] = ({**config, **output},)
-    actual = run_cases(mined_on_a_rank, 2, cases, process_group=False)
+    actual = run_cases(mined_on_a_rank, 2, cases)
     for strategy in cases:
         (first, recorded), (other, _) = result_of(actual, strategy)
         assert first == other == documents, strategy

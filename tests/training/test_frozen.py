@@ -125,7 +125,7 @@ def on_two_ranks(tmp_path_factory):
         for cache in (f"{name}-full", f"{name}-empty"):
             run = options(folder, f"{cache}-run", **more | strategy)
             cases[cache] = (str(folder / cache), run)
-    return first, run_cases(train_there, 2, cases, process_group=False)
+    return first, run_cases(train_there, 2, cases)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -185,7 +185,7 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, 
         home = shutil.copytree(cache.parent.parent, tmp_path / strategy)
         run = with_evaluations(tmp_path, f"{strategy}-run", **more, strategy=strategy)
         cases[strategy] = (str(home), run)
-    actual = run_cases(train_there, 2, cases, process_group=False)
+    actual = run_cases(train_there, 2, cases)
     train(with_evaluations(tmp_path, "whole", **more, cache_frozen_features=False))
     expected = metrics(tmp_path / "whole", "eval")
     first_of_each = 2

@@ -95,7 +95,7 @@ def on_two_ranks(tmp_path_factory):
         for keeps in (True, False):
             case = f"{name}-{keeps}"
             cases[case] = (options(folder, case, **more, **strategy), keeps)
-    return first, run_cases(train, 2, cases, process_group=False)
+    return first, run_cases(train, 2, cases)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -87,7 +87,7 @@ def test_units_were_gathered_twice_in_a_step_with_gradient_cache(
             "eval_before": False,
         }
         runs.append(settings(folder, **common, **more))
-    actual, _ = run_ranks(train_all, 2, runs, process_group=False)
+    actual, _ = run_ranks(train_all, 2, runs)
     for more, once, often in zip(CASES, actual[::2], actual[1::2], strict=True):
         assert once["gathers"] < often["gathers"] / 3, more
         if "use_gradient_cache" in more:

@@ -129,7 +129,7 @@ def test_shards_have_the_same_average_also_after_a_resume(config, tmp_path):
             "max_steps": max_steps,
             "resume": "auto",
         }
-        run_ranks(_train_on_a_rank, 2, part, process_group=False)
+        run_ranks(_train_on_a_rank, 2, part)
     weights = trained_weights(output)
     for name, value in trained_weights(alone.output_dir).items():
         np.testing.assert_allclose(weights[name], value, atol=2e-5)

@@ -93,4 +93,4 @@ def ended_by_rank_0(options):
 
 def test_one_rank_ends_the_run_of_all(tmp_path):
     options = settings(tmp_path, strategy="ddp", val_data_path=None)
-    assert run_ranks(ended_by_rank_0, 2, options, process_group=False) == [2, 2]
+    assert run_ranks(ended_by_rank_0, 2, options) == [2, 2]

@@ -173,4 +173,4 @@ def time_is_up_on_one():
 
 
 def test_all_ranks_stop_where_the_time_of_one_is_up():
-    assert run_ranks(time_is_up_on_one, 2) == [(True, 0)] * 2
+    assert run_ranks(time_is_up_on_one, 2, process_group=True) == [(True, 0)] * 2

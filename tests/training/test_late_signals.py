@@ -82,7 +82,7 @@ def repeated(output):
 
 def test_a_signal_on_one_rank_ends_the_last_evaluation_on_all(tmp_path):
     options = settings(tmp_path, **MANY, strategy="ddp")
-    for said in run_ranks(stop_in_evaluation, 2, options, 2, process_group=False):
+    for said in run_ranks(stop_in_evaluation, 2, options, 2):
         assert "SIGTERM: stopped after step 6" in said
     assert (tmp_path / "run" / "checkpoint-6").is_dir()
 
@@ -101,9 +101,7 @@ def signalled_while_final_is_written(options):
 
 
 def test_a_signal_while_final_is_written_lets_it_be_written(tmp_path):
-    run_ranks(
-        signalled_while_final_is_written, 1, settings(tmp_path), process_group=False
-    )
+    run_ranks(signalled_while_final_is_written, 1, settings(tmp_path))
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 

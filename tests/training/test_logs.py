@@ -34,7 +34,7 @@ def test_debug_writes_a_detailed_file_per_process(tmp_path):
         val_data_path=None,
         strategy="fsdp",
     )
-    details = run_ranks(train_in_detail, 2, options, process_group=False)
+    details = run_ranks(train_in_detail, 2, options)
     assert details == [["DETAIL"] * 2] * 2
     for rank in (0, 1):
         lines = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()

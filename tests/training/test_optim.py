@@ -114,9 +114,7 @@ def test_shards_step_as_the_whole_does(tmp_path, version):
     groups, expected, optimizer = train_two_steps(
         config, TinyModel(dim=8, frozen_embeddings=False), TinyLoss()
     )
-    results = run_ranks(
-        sharded, 2, tmp_path, str(shared(tiny_bert)), version, process_group=False
-    )
+    results = run_ranks(sharded, 2, tmp_path, str(shared(tiny_bert)), version)
     for rank_groups, result, _, refused in results:
         assert rank_groups == groups
         assert set(result) == set(expected)

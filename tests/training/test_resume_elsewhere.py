@@ -88,9 +88,9 @@ def on_two_machines(folder):
 
 @pytest.mark.usefixtures("two_copies")
 def test_ranks_with_other_images_are_refused(tmp_path):
-    assert run_ranks(on_two_machines, 2, str(tmp_path)) == ["", ""]
+    assert run_ranks(on_two_machines, 2, str(tmp_path), process_group=True) == ["", ""]
     write(tmp_path / "b" / "2.jpg", seed=7)
-    for said in run_ranks(on_two_machines, 2, str(tmp_path)):
+    for said in run_ranks(on_two_machines, 2, str(tmp_path), process_group=True):
         assert re.search(r"content is .* on rank 0 \(.* on rank 1 \(", said)
 
 

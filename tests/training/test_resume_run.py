@@ -88,9 +88,7 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
         "async_save": True,
     }
     for part, num_ranks, num_steps in ((full, 2, 2), (ddp, 3, 3), (fsdp1, 2, 2)):
-        codes = run_ranks(
-            part_of_a_run, num_ranks, part, num_steps, process_group=False
-        )
+        codes = run_ranks(part_of_a_run, num_ranks, part, num_steps)
         assert codes == [143] * num_ranks
     result = vembed.train(moved)
     names = {path.name for path in result.output_dir.glob("checkpoint-*")}
@@ -134,13 +132,13 @@ def test_shards_of_8_bit_state_resume_bit_by_bit(tmp_path):
         val_data_path=None,
     )
     whole = {**options, "output_dir": str(tmp_path / "whole")}
-    assert run_ranks(part_in_8_bits, 2, whole, 9, process_group=False) == [0, 0]
+    assert run_ranks(part_in_8_bits, 2, whole, 9) == [0, 0]
     parts = {
         **options,
         "output_dir": str(tmp_path / "parts"),
         "resume": "auto",
     }
-    assert run_ranks(part_in_8_bits, 2, parts, 2, process_group=False) == [143, 143]
+    assert run_ranks(part_in_8_bits, 2, parts, 2) == [143, 143]
     stored = set()
     for path in (tmp_path / "parts" / "checkpoint-2").glob("*.safetensors"):
         stored |= set(load_file(path))
@@ -151,6 +149,6 @@ def test_shards_of_8_bit_state_resume_bit_by_bit(tmp_path):
     quantised = {"codes.rank1of2", "qmap.rank1of2", "scale.rank1of2"}
     assert shards == quantised | {"rank0of2"}
     with pytest.raises(RankFailed, match=r"cannot be divided among 3 process\(es\)"):
-        run_ranks(part_in_8_bits, 3, parts, 9, process_group=False)
-    assert run_ranks(part_in_8_bits, 2, parts, 9, process_group=False) == [0, 0]
+        run_ranks(part_in_8_bits, 3, parts, 9)
+    assert run_ranks(part_in_8_bits, 2, parts, 9) == [0, 0]
     assert_same(final_weights(tmp_path / "parts"), final_weights(tmp_path / "whole"))

@@ -100,7 +100,7 @@ def test_sharded_with_whole_models_in_checkpoints(tmp_path):
         fsdp_state_dict_type="FULL_STATE_DICT",
         mixed_precision="no",
     )
-    run_ranks(trained_there, 2, options, process_group=False)
+    run_ranks(trained_there, 2, options)
     for name in ("final", "checkpoint-1/model"):
         assert stored(tmp_path / "run" / name) == {torch.bfloat16}
 

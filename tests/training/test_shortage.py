@@ -125,21 +125,16 @@ def two_ranks(folder, failing_calls, **options):
 
 
 def test_a_shortage_of_one_rank_is_known_to_all(tmp_path):
-    (plain, _) = run_ranks(two_ranks, 2, tmp_path, set(), process_group=False)
+    (plain, _) = run_ranks(two_ranks, 2, tmp_path, set())
     failing_calls = {3, 11, 19}
-    (short, _) = run_ranks(two_ranks, 2, tmp_path, failing_calls, process_group=False)
+    (short, _) = run_ranks(two_ranks, 2, tmp_path, failing_calls)
     assert short == pytest.approx(plain, rel=1e-5)
 
 
 def test_a_shortage_between_shared_batch_norms_ends_all_ranks(tmp_path):
     """Its neighbour may be inside the model, where a batch norm waits for this rank: nothing can tell it to repeat."""
     (neighbour, short) = rank_outcomes(
-        partial(two_ranks, sync_batchnorm=True),
-        2,
-        tmp_path,
-        {3},
-        timeout=100,
-        process_group=False,
+        partial(two_ranks, sync_batchnorm=True), 2, tmp_path, {3}, timeout=100
     )
     assert "RunError: rank 1 of 2 is out of device memory" in short.error
     assert _LOST_RANK.search(neighbour.error)
@@ -166,10 +161,8 @@ def two_ranks_with_short_loss(folder, strategy, cache):
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_a_loss_without_memory_is_repeated_with_fewer_graphs(strategy, tmp_path):
-    (plain, _) = run_ranks(two_ranks, 2, tmp_path, set(), process_group=False)
-    (short, _) = run_ranks(
-        two_ranks_with_short_loss, 2, tmp_path, strategy, "auto", process_group=False
-    )
+    (plain, _) = run_ranks(two_ranks, 2, tmp_path, set())
+    (short, _) = run_ranks(two_ranks_with_short_loss, 2, tmp_path, strategy, "auto")
     losses, log = short
     assert losses == pytest.approx(plain, rel=1e-5)
     assert SMALLER in log
@@ -179,13 +172,7 @@ def test_a_loss_without_memory_is_repeated_with_fewer_graphs(strategy, tmp_path)
 def test_a_loss_that_no_smaller_budget_helps_ends_all_ranks(cache, tmp_path):
     """With Gradient Cache no graph is kept beside the loss. Without it, all are, whatever the budget."""
     (neighbour, short) = rank_outcomes(
-        two_ranks_with_short_loss,
-        2,
-        tmp_path,
-        "ddp",
-        cache,
-        timeout=100,
-        process_group=False,
+        two_ranks_with_short_loss, 2, tmp_path, "ddp", cache, timeout=100
     )
     assert "RunError: rank 1 of 2 is out of device memory in the loss" in short.error
     assert "batch_size: 8" in short.error and "micro_batch_tokens:" not in short.error

@@ -106,8 +106,8 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path):
     assert scored["loss"] == pytest.approx(weighted, rel=1e-6)
     sharded = options(tmp_path, output_dir=str(tmp_path / "two"), strategy="fsdp")
     sharded["save_steps"] = 3
-    run_ranks(train, 2, {**sharded, "max_steps": 3}, process_group=False)
-    two = run_ranks(train, 2, {**sharded, "resume": True}, process_group=False)[0]
+    run_ranks(train, 2, {**sharded, "max_steps": 3})
+    two = run_ranks(train, 2, {**sharded, "resume": True})[0]
     assert [step["step"] for step in two] == list(range(1, 11))
     losses = [[step["loss"] for step in steps] for steps in (first, two)]
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)

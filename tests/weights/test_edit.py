@@ -190,7 +190,7 @@ def _edit_on_a_rank(model, files, output, options):
 def test_shards_are_edited_to_the_same_bits(version, model, files, tmp_path):
     def edited(num_ranks, name, **options):
         case = (str(model), files, str(tmp_path / name), options)
-        return run_ranks(_edit_on_a_rank, num_ranks, *case, process_group=False)
+        return run_ranks(_edit_on_a_rank, num_ranks, *case)
 
     ((strategy, score),) = edited(1, "one")
     assert strategy == "single"

@@ -133,7 +133,7 @@ def test_two_processes_make_the_same_soup(models, tmp_path):
     data = str(pairs(tmp_path / "val.jsonl"))
     names = [str(model) for model in models]
     two = str(tmp_path / "two")
-    scores = run_ranks(_soup_on_a_rank, 2, names, data, two, process_group=False)
+    scores = run_ranks(_soup_on_a_rank, 2, names, data, two)
     alone = vembed.merge(names, tmp_path / "one", "soup", data=data)
     assert scores == [alone.score, alone.score]
     np.testing.assert_equal(weights_of(two), weights_of(tmp_path / "one"))
