@@ -1,5 +1,6 @@
 """Claims against float64: a candidate is claimed if another query with its positive is nearer to it."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -76,6 +77,14 @@ def test_claims_are_those_of_the_definition(tmp_path):
     np.testing.assert_array_equal(actual[is_clear], reference[is_clear])
     within = actual & (scores[10:] <= limit[:, None])
     np.testing.assert_array_equal(limited[is_clear], within[is_clear])
+
+
+def test_the_docs_state_the_margin_that_is_computed():
+    """s(q, d) + s(p, d) <= (1 - CLAIM_MARGIN) x, that is x is at least 1 / (1 - CLAIM_MARGIN) times as large."""
+    share = 1 / (1 - CLAIM_MARGIN) - 1
+    page = " ".join(Path("docs/mining.md").read_text(encoding="utf-8").split())
+    assert f"is at least {share:.2%}".replace("%", " %") + " above" in page
+    assert f"<= {1 - CLAIM_MARGIN:g} (s(q', d)" in page
 
 
 @pytest.fixture

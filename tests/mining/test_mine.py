@@ -16,6 +16,7 @@ from tests.mining.data import (
     documents,
     model,
     pairs_of,
+    read_lines,
     rows_in,
     run,
     score_matrix,
@@ -26,6 +27,7 @@ from tests.mining.data import (
 )
 from tests.tiny import texts
 from vembed import UserError, mine
+from vembed.parallel import placement, session
 
 
 @pytest.fixture
@@ -270,6 +272,34 @@ def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(
     assert again == changed
     _, result = run(options, keep_work=False)
     assert not (tmp_path / "mined.jsonl.work").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_instructions", "named", "is_half"),
+    [
+        ("auto", True, "bfloat16 (auto: the CPU has amx_bf16", True),
+        ("auto", False, "the dtype of the weights (auto", False),
+        ("float32", True, "the dtype of the weights (torch_dtype: float32)", False),
+        ("bfloat16", False, "the dtype of the weights (torch_dtype: bfloat16)", True),
+    ],
+)
+def test_the_precision_of_the_vectors_is_said(
+    asked, has_instructions, named, is_half, options, monkeypatch
+):
+    queries = [row["query"] for row in rows_in(options)]
+    expected_scores = np.diag(score_matrix(queries, documents()))
+    instructions = "amx_bf16" if has_instructions else None
+    monkeypatch.setattr(session, "bf16_instructions", lambda: instructions)
+    monkeypatch.setattr(placement, "MIN_BF16_HIDDEN_DIM", 1)
+    lines = []
+    mine({**options, "torch_dtype": asked, "scores": True}, log=lines.append)
+    (line,) = [line for line in lines if "vectors are computed in" in line]
+    assert f"computed in {named}" in line and "stored as float32" in line
+    rows = read_lines(Path(options["output_path"]))
+    actual = np.concatenate([row["positive_scores"] for row in rows])
+    error = np.abs(actual - expected_scores).max()
+    assert error < (2e-2 if is_half else 1e-5)
+    assert (error > 1e-4) == is_half
 
 
 def test_short_vectors(options):

@@ -85,6 +85,24 @@ def test_bidirectional_attention_lets_the_first_token_see_the_last(make):
         assert not torch.allclose(other, of_first, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_free": False}, {"attn_implementation": "sdpa"}]
+)
+def test_a_layer_alone_sees_all_tokens_too(options):
+    """Transformers 5.0 tells its layers nothing of the config's is_causal, as newer versions do."""
+    for sees_all in (True, False):
+        model = built(tiny.tiny_qwen3, bidirectional_attention=sees_all, **options)
+        hidden = torch.randn(1, 5, 32)
+        positions = model.backbone.rotary_emb(hidden, torch.arange(5)[None])
+        layer = model.backbone.layers[0].eval()
+        outputs = []
+        for states in (hidden, torch.cat([hidden[:, :4], -hidden[:, 4:]], dim=1)):
+            with torch.no_grad():
+                output = layer(states, position_embeddings=positions)
+            outputs.append(output[0, 0])
+        assert torch.allclose(*outputs, atol=1e-5) != sees_all
+
+
 @pytest.mark.parametrize("make", [tiny.tiny_vitmae, tiny.tiny_dinov3])
 def test_what_pretraining_did_at_random_is_off(make):
     model = built(make)

@@ -33,7 +33,7 @@ from vembed.parallel.session import Session
 QUERIES_PER_SEARCH = 32_768
 """Queries that are searched for together: what bounds the memory, and what a kill in the search loses."""
 CLAIM_MARGIN = 0.05
-"""Share by which the sum of the other query is above that of the query itself."""
+"""Share of the other query's sum by which that of the query itself is below it."""
 ABOVE = 0.05
 """Share of the positive's score by which a claimed candidate may be above it: the default margin, on the other side."""
 CONSIDERED = 40
@@ -47,8 +47,8 @@ DOCUMENTS_PER_SEARCH = 32_768
 class ClaimFinder:
     """Finds claims by an exact search among the sums of the vectors of all known pairs.
 
-    A document d is claimed if another query q' with a known positive p' has s(q', d) + s(p', d) at least 5 % above the
-    same sum of the query itself. A relevant document that nobody has marked is near to its query and to the query's
+    A document d is claimed if the sum of the query itself, s(q, d) + s(p, d), is at least 5 % below s(q', d) + s(p', d)
+    of another query q' with a known positive p', which is then at least 5.26 % above. A relevant document that nobody has marked is near to its query and to the query's
     positives, so few claimed candidates are relevant. A hard negative is usually near to what another query asks for.
     """
 
