@@ -175,13 +175,11 @@ def decide(
             lines.append(f"{text} has no effect with strategy: {strategy.value}")
 
     # ---- gradient checkpointing
-    recomputation = Decision(False, "default without FSDP")
+    recomputation = default_recomputation(strategy.value)
     if model.gradient_checkpointing is not None:
         recomputation = _asked(
             "gradient_checkpointing", model.gradient_checkpointing, values
         )
-    elif strategy.value == "fsdp":
-        recomputation = Decision(True, "default with FSDP")
     timeout, timeout_notes = _timeout(parallel.dist_timeout_minutes, values, env)
     return ResolvedRun(
         config=config,
@@ -198,6 +196,13 @@ def decide(
         notes=(*lines, *timeout_notes),
         file=file,
     )
+
+
+def default_recomputation(strategy: str) -> Decision[bool]:
+    """Return whether activations are recomputed where nobody asks. On GPUs the placement decides by memory instead."""
+    if strategy == "fsdp":
+        return Decision(True, "default with FSDP")
+    return Decision(False, "default without FSDP")
 
 
 def _strategy(

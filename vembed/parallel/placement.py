@@ -17,6 +17,7 @@ from vembed.config.decisions import (
     Precision,
     ResolvedRun,
     Strategy,
+    default_recomputation,
 )
 from vembed.config.schema import ModelSection
 from vembed.config.terms import source_batch_sizes
@@ -226,6 +227,10 @@ def place(
     # `examples_per_process` refuses a remainder.
     if not config.run.resume or batch.global_batch_size is None:
         num_examples = max(num_examples, batch.examples_per_process(num_ranks))
+    recomputation = run.recomputation
+    if recomputation.origin == DEFAULT and fsdp is not None:
+        # `strategy: auto` may have chosen FSDP.
+        recomputation = default_recomputation("fsdp")
     placement = Placement(
         run=run,
         ranks=ranks,
@@ -234,24 +239,22 @@ def place(
         strategy=strategy,
         fsdp=fsdp,
         precision=choose_precision(run.precision, device, gpu, auto_precision),
-        recomputation=run.recomputation,
+        recomputation=recomputation,
         compilation=Decision(compiles, why_compiled, origin),
         num_examples=num_examples,
         size=size,
         notes=(*_without_effect(run, ranks, strategy), *advice),
     )
-    # `strategy: auto` may have chosen FSDP.
-    is_by_default = fsdp is not None or run.recomputation.value
-    if run.recomputation.origin != DEFAULT or not is_by_default:
+    if recomputation.origin != DEFAULT or not recomputation.value:
         return placement
     # Last: the estimate of how many tokens fit needs all other decisions.
-    return replace(placement, recomputation=_default_recomputation(placement))
+    return replace(placement, recomputation=_recomputation_by_memory(placement))
 
 
-def _default_recomputation(placement: Placement) -> Decision[bool]:
-    """Return whether activations are recomputed with FSDP where nobody asks: unless memory is enough without."""
+def _recomputation_by_memory(placement: Placement) -> Decision[bool]:
+    """Return the decision to recompute activations, or that not to where memory is enough without."""
     size = placement.size
-    recomputed = Decision(True, "default with FSDP")
+    recomputed = placement.recomputation
     # On CPUs the size of micro-batches does not depend on memory.
     if size is None or placement.device.type != "cuda":
         return recomputed
