@@ -14,6 +14,10 @@ from vembed.errors import nearest
 Part = TypeVar("Part")
 SIMILARITY_OF_A_MISSPELLING = 0.8
 """Of a new name to a declared one, by difflib."""
+IDENTITY = frozenset(
+    ["name", "title", "summary", "endings", "spellings", "modes", "servers"]
+)
+"""What says to users, files and other programs which part it is. No part takes it over from another one."""
 
 
 def check_parts(
@@ -44,7 +48,7 @@ def check_parts(
             missing += sorted(getattr(part, "__abstractmethods__", ()))
             if missing:
                 raise TypeError(f"{where} declares no `{'`, `'.join(missing)}`")
-            check_spelling(where, part, base)
+            check_attributes(where, part, base)
         for declaration, known in (allowed or {}).items():
             value: Any = getattr(part, declaration)
             for entry in [value] if isinstance(value, str) else value:
@@ -62,22 +66,31 @@ def check_parts(
     return by_name
 
 
-def check_spelling(
+def check_attributes(
     where: str,
     part: type,
     base: type,
 ) -> None:
-    """Raise TypeError for a public attribute that is new in a class and similar to one that it could declare.
+    """Raise TypeError for what a class takes over from another part, and for a public attribute that its bases do not
+    declare, unless it has a type and a name that is not similar to theirs.
 
     `base`: the base class of its kind, which has what it could declare, as have those between the two.
     """
     classes = inspect.getmro(part)
     num_new = classes.index(base)
-    known = set()
+    for name in sorted(IDENTITY):
+        owners = [owner for owner in classes[:num_new] if name in vars(owner)]
+        if owners and owners[0] is not part:
+            raise TypeError(
+                f"{where} takes `{name}` over from {owners[0].__name__}, which is another part: declare `{name}` in "
+                f"{part.__name__}"
+            )
+    known: set[str] = set()
     for inherited in classes[num_new:]:
-        known |= vars(inherited).keys() | inspect.get_annotations(inherited).keys()
+        known |= names_in(inherited)
     for owner in reversed(classes[:num_new]):
-        for name in vars(owner).keys() - known:
+        typed = inspect.get_annotations(owner)
+        for name in sorted(vars(owner).keys() - known):
             if name.startswith("_"):
                 continue
             near = nearest(name, known, SIMILARITY_OF_A_MISSPELLING)
@@ -85,4 +98,33 @@ def check_spelling(
                 raise TypeError(
                     f"{where} has `{name}`, which nothing reads: write `{near}`, or a name that is less similar to it"
                 )
-        known |= vars(owner).keys() | inspect.get_annotations(owner).keys()
+            if name not in typed and not is_method(vars(owner)[name]):
+                values = {other: getattr(part, other, None) for other in sorted(known)}
+                declared = [
+                    other
+                    for other, value in values.items()
+                    if not other.startswith("_") and not is_method(value)
+                ]
+                raise TypeError(
+                    f"{where} has `{name}`, which vembed does not read. It reads {', '.join(declared)}. If it is your "
+                    f"own, give it a type: `{name}: ClassVar[...] = ...`"
+                )
+        known |= names_in(owner)
+
+
+def names_in(owner: type) -> set[str]:
+    """Return the names that a class itself has or annotates."""
+    return vars(owner).keys() | inspect.get_annotations(owner).keys()
+
+
+def is_method(value: object) -> bool:
+    """Return whether an attribute of a class is a method, a property or a class, and no plain value."""
+    return callable(value) or hasattr(value, "__get__")
+
+
+def text_of_values(text: str, sentences: Mapping[str, str]) -> str:
+    """Return the text of an option, with a line for each of its values. Docs make a list of the lines."""
+    lines = [text]
+    for name, sentence in sentences.items():
+        lines.append(f"- `{name}`: {sentence.rstrip('.')}.")
+    return "\n".join(lines)

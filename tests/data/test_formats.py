@@ -33,7 +33,7 @@ from tests.data.files import (
     write_jsonl,
     write_parquet,
 )
-from tests.parts import from_its_test, unlisted_classes
+from tests.parts import ROOT, from_its_test, unlisted_classes
 from vembed.data import example_store
 from vembed.data.example_store import build_index, index_part
 from vembed.data.examples import BadRecord, ImageRoot
@@ -126,6 +126,15 @@ def as_plain(index):
     }
 
 
+@all_formats
+def test_each_ending_is_on_the_page(form):
+    page = (ROOT / "docs" / "data.md").read_text()
+    missing = [ending for ending in form.endings if f"`{ending}`" not in page]
+    assert not missing, (
+        f"write these endings of {form.title} in docs/data.md: {missing}"
+    )
+
+
 def test_each_format_is_in_the_table():
     named = unlisted_classes(vembed.data.formats, Format, FORMATS)
     missing = [name for name in named if pydoc.locate(name).endings]
@@ -139,6 +148,7 @@ class NoRows(Format):
 
 class SameEnding(JsonLines):
     endings = (".csv",)
+    title = "JSON Lines of another ending"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from vembed.config.options import all_options
+from vembed.losses.table import LOSS_OPTIONS
 from vembed.training.checkpoint.folders import BATCH, BY_CONTENT, JUDGES, MAY_CHANGE
 
 BEGIN = "<!-- options: written by python -m tests.docs.resume_table -->"
@@ -14,7 +15,10 @@ def resume_table():
     sections = {}
     for name, option in all_options().items():
         may, must = sections.setdefault(option.section, ([], []))
+        if name in LOSS_OPTIONS:
+            continue
         (may if name in MAY_CHANGE else must).append(f"`{name}`{_note(name)}")
+    sections["objective"][1].append("the options of the losses")
     lines = ["| options of | may change | must stay |", "|---|---|---|"]
     lines += [
         f"| {name} | {', '.join(may)} | {', '.join(must)} |"

@@ -1,9 +1,16 @@
-"""Attributes that a part spells in another way than its base class are named, for every kind of part."""
+"""What a class misspells, declares in vain or takes over from another part is named, for every kind of part."""
+
+from typing import ClassVar
 
 import pytest
 
-from vembed.declarations import check_parts
+from vembed.data.formats.delimited import TsvFile
+from vembed.data.formats.json_lines import JsonLines
+from vembed.data.formats.table import check_formats
+from vembed.declarations import IDENTITY, check_parts
+from vembed.losses.table import LOSSES, check_losses
 from vembed.models.poolings.base import Mean
+from vembed.models.poolings.table import check_poolings
 from vembed.training.optimizer_kinds import OptimizerKind, Sgd
 from vembed.training.trackers.accelerate_trackers import TensorBoard
 
@@ -18,23 +25,82 @@ def method(_):
 )
 def test_a_misspelt_attribute_is_named(part, misspelt, declared):
     (base,) = part.__bases__
-    strange = type("Strange", (part,), {"name": "strange", misspelt: ""})
-    # That of a class between the two, too; and other names are free.
-    below = type("Below", (strange,), {})
+    identity = dict.fromkeys(IDENTITY & vars(part).keys(), "strange")
+    strange = type("Strange", (part,), {**identity, misspelt: ""})
+    # That of a class between the two, too; and other names of methods are free.
+    below = type("Below", (strange,), identity)
     for kind in (strange, below):
         with pytest.raises(
             TypeError, match=f"{kind.__name__} .*`{misspelt}`.*`{declared}`"
         ):
             check_parts("part", base, (kind,), lambda _: ())
-    free = type("Free", (part,), {"something_else": method})
+    free = type("Free", (part,), {**identity, "something_else": method})
     check_parts("part", base, (free,), lambda _: ())
+
+
+class Quoted(JsonLines):
+    """With a declaration that no format has."""
+
+    endings = (".quoted",)
+    title = "quoted"
+    own: ClassVar[int] = 3
+    quote_character = ";"
+
+
+class Semicolons(TsvFile):
+    """Without a title."""
+
+    endings = (".semicolons",)
+
+
+class OtherTriplet(LOSSES["triplet"]):
+    """Without a sentence for the documentation."""
+
+    name = "other_triplet"
+
+
+class Half(Mean):
+    """Another pooling, which servers would take for the mean."""
+
+    name = "half"
+    spellings = ""
+    modes = ()
+
+
+def test_a_declaration_that_nothing_reads_is_named_with_those_that_are_read():
+    message = "Quoted .*`quote_character`.* columns, endings, .*`quote_character: "
+    with pytest.raises(TypeError, match=message):
+        check_formats((Quoted,))
+
+
+@pytest.mark.parametrize(
+    ("check", "part", "attribute", "other"),
+    [
+        (check_formats, Semicolons, "title", "TsvFile"),
+        (check_losses, OtherTriplet, "summary", "Triplet"),
+        (check_poolings, Half, "servers", "Mean"),
+    ],
+)
+def test_what_a_part_takes_over_from_another_part_is_named(
+    check,
+    part,
+    attribute,
+    other,
+):
+    with pytest.raises(TypeError, match=f"{part.__name__} .*`{attribute}` .*{other}"):
+        check((part,))
 
 
 def test_another_optimizers_spelling_is_taken_and_a_size_of_nothing_is_declared():
     def names_of(kind):
         return (kind.name, *kind.spellings.split())
 
-    body = {"name": "strange", "__module__": __name__, "spellings": "sgd"}
+    body = {
+        "name": "strange",
+        "summary": "Strange.",
+        "__module__": __name__,
+        "spellings": "sgd",
+    }
     strange = type("Strange", (Sgd,), body)
     with pytest.raises(TypeError, match=r"Strange .*: the name sgd is that of .*Sgd"):
         check_parts("optimizer", OptimizerKind, (Sgd, strange), names_of)

@@ -120,8 +120,8 @@ def test_every_pooling_is_in_the_table():
 
 
 def test_a_pooling_declares_its_reference():
-    body = {"__doc__": "A pooling.", "reference": Pooling.reference}
-    kind = type("NoReference", (Mean,), body)
+    body = {"__doc__": "A pooling.", "name": "no_reference", "pool": Mean.pool}
+    kind = type("NoReference", (Pooling,), body)
     with pytest.raises(TypeError, match=r"NoReference .*`reference`"):
         check_poolings((kind,))
 

@@ -31,11 +31,11 @@ from vembed.config.values import (
     ValueSyntax,
 )
 from vembed.errors import UserError
-from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSSES
-from vembed.models.families.table import FamilyName
+from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSS_TEXT, LOSSES
+from vembed.models.families.table import FAMILY_TEXT, FamilyName
 from vembed.models.poolings.table import POOLING_TEXT, PoolingName
-from vembed.training.optimizer_kinds import OPTIMIZERS
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.optimizer_kinds import OPTIMIZER_TEXT, OPTIMIZERS
+from vembed.training.trackers.table import TRACKER_TEXT, TRACKERS
 
 if TYPE_CHECKING:
     LossName = str
@@ -296,8 +296,7 @@ class ModelSection(Section):
     """task: rerank: the layer that gives the score. `label`: a classifier with one label. `answer`: the language-model
     head of a decoder, whose logit of `yes` minus that of `no` is the score. `auto`: that of the model's files, otherwise
     `answer` for a causal language model and `label` for others."""
-    model_family: Auto | FamilyName = "auto"
-    """Kind of model. `auto`: from the model's config and files. The log gives the reason."""
+    model_family: Auto | FamilyName = Field(default="auto", description=FAMILY_TEXT)
     model_revision: str | None = None
     """Branch, tag or commit on the Hub. Default: the main branch."""
     trust_remote_code: bool = False
@@ -503,9 +502,7 @@ if TYPE_CHECKING:
     ObjectiveSection = _Objective
 else:
     # With the options that the losses declare, but for those of entries of `losses` alone.
-    _summaries = ". ".join(f"{name}: {loss.summary}" for name, loss in LOSSES.items())
-    _text = f"What is trained. {_summaries}."
-    _fields = {"loss": (LossName, Field("infonce", description=_text))}
+    _fields = {"loss": (LossName, Field("infonce", description=LOSS_TEXT))}
     for _name, _field in LOSS_OPTIONS.items():
         if _name not in ENTRY_OPTIONS:
             _value = Field(default=_field.default, description=_field.description)
@@ -558,8 +555,7 @@ class OptimizerSection(Section):
     a head alone, random weights, CLIP), the model's width and the number of steps. The log gives the reason."""
     scale_learning_rate: Literal["none", "linear", "sqrt"] = "none"
     """linear: multiply the learning rate by global batch / 32. sqrt: by its square root. The log shows the result."""
-    optim: OptimizerName = "adamw"
-    """Optimizer. The state of the 8-bit ones takes a quarter of the memory."""
+    optim: OptimizerName = Field(default="adamw", description=OPTIMIZER_TEXT)
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled weight decay, not applied to biases and norms."""
     adam_betas: Annotated[list[Momentum], Field(min_length=2, max_length=2)] = Field(
@@ -688,8 +684,9 @@ class LoggingSection(Section):
 
     logging_steps: Auto | PositiveInt = "auto"
     """Steps between log lines and lines of metrics.jsonl. `auto`: about 100 lines in a run, at most 50 steps apart."""
-    report_to: list[TrackerName] = Field(default=["tensorboard"])
-    """Trackers. `none` for no tracker."""
+    report_to: list[TrackerName] = Field(
+        default=["tensorboard"], description=TRACKER_TEXT
+    )
     run_name: str | None = None
     """Name of the run in trackers. For TensorBoard, a folder inside `tensorboard/`. Default: the name of output_dir, for
     TensorBoard no folder."""

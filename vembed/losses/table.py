@@ -11,7 +11,7 @@ from typing import get_args
 
 from pydantic.fields import FieldInfo
 
-from vembed.declarations import check_parts
+from vembed.declarations import check_parts, text_of_values
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
 from vembed.losses.declaration import (
     Follows,
@@ -102,6 +102,37 @@ def check_losses(
 
 LOSSES, LOSS_OPTIONS = check_losses(_CLASSES)
 """Every loss, and every option of the losses, by name."""
+_RECORDS: dict[RequiredRecords, str] = {
+    "matches": "pairs",
+    "scores": "pairs with scores",
+    "pairs": "pairs",
+    "texts": "pairs or single texts",
+}
+_NEGATIVES: dict[Negatives, str] = {
+    "unread": "",
+    "optional": ", negatives optional",
+    "some": ", with negatives",
+    "each": ", negatives in every record",
+}
+_TEACHERS: dict[Follows, str] = {
+    "nobody": "",
+    "scores_or_teacher": ", graded scores or a teacher",
+    "teacher": ", scores of a teacher or of the data",
+    "vectors": ", vectors of a teacher",
+    "start_model": "",
+}
+
+
+def _sentence(loss: type[LossDeclaration]) -> str:
+    data = _RECORDS[loss.records] + _NEGATIVES[loss.negatives] + _TEACHERS[loss.follows]
+    return f"{loss.summary}. Data: {data}"
+
+
+LOSS_TEXT = text_of_values(
+    "What is trained, and the data that it needs.",
+    {name: _sentence(loss) for name, loss in LOSSES.items()},
+)
+"""Text of the option `loss`."""
 
 
 ENTRY_OPTIONS = (

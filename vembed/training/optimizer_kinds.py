@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
-from vembed.declarations import check_parts
+from vembed.declarations import check_parts, text_of_values
 from vembed.errors import UserError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class AdamW8Bit(OptimizerKind):
     spellings = "adamw_bnb_8bit adamw8bit"
     options = ADAM_OPTIONS
     state_bytes = 2.1
-    is_paged = False
+    is_paged: ClassVar[bool] = False
 
     @override
     def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
@@ -211,3 +211,7 @@ check_parts(
 )
 OPTIMIZERS: dict[str, OptimizerKind] = {kind.name: kind() for kind in _CLASSES}
 """Name, as in the option `optim` -> its optimizer."""
+OPTIMIZER_TEXT = text_of_values(
+    "Optimizer.", {name: kind.summary for name, kind in OPTIMIZERS.items()}
+)
+"""Text of the option `optim`."""

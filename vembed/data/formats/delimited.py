@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from vembed.data.examples import BadRecord
 from vembed.data.formats.base import (
@@ -32,7 +32,7 @@ class DelimitedFile(TextFormat):
     endings = (".csv",)
     title = "CSV"
     numbers_are_text = True
-    expected_delimiter = ","
+    expected_delimiter: ClassVar[str] = ","
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
-from vembed.declarations import check_parts
+from vembed.declarations import check_parts, text_of_values
 from vembed.models.families.family import (
     CHAT_LENGTH,
     Family,
@@ -179,6 +179,11 @@ FAMILY_OF_TYPE = check_parts(
     },
 )
 """`model_type` in config.json -> the record of its family."""
+FAMILY_TEXT = text_of_values(
+    "Kind of model. `auto`: from the model's config and files. The log gives the reason.",
+    {name: family.starter.about for name, family in FAMILIES.items()},
+)
+"""Text of the option `model_family`."""
 if TYPE_CHECKING:
     FamilyName = str
 else:

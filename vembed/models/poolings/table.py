@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from vembed.declarations import check_parts
+from vembed.declarations import check_parts, text_of_values
 from vembed.models.poolings.base import Cls, Last, Max, Mean, Pooling, WeightedMean
 
 MODEL_POOLING = "own"
@@ -66,12 +66,11 @@ if TYPE_CHECKING:
 else:
     PoolingName = Literal[tuple(POOLINGS)]
 
-_SENTENCES = [
-    f"{name}: {(type(pooling).__doc__ or '').split('. ')[0].rstrip('.')}."
-    for name, pooling in POOLINGS.items()
-]
-POOLING_TEXT = (
-    "Pooling of token vectors into one embedding. `auto`: from the model's own files, "
-    "otherwise by family. " + " ".join(_SENTENCES)
+POOLING_TEXT = text_of_values(
+    "Pooling of token vectors into one embedding. `auto`: from the model's own files, otherwise by family.",
+    {
+        name: (type(pooling).__doc__ or "").split(". ")[0]
+        for name, pooling in POOLINGS.items()
+    },
 )
-"""Text of the option `pooling`, with a sentence for each value."""
+"""Text of the option `pooling`."""

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from vembed.declarations import check_parts
+from vembed.declarations import check_parts, text_of_values
 from vembed.errors import UserError
 from vembed.training.trackers.accelerate_trackers import (
     Mlflow,
@@ -35,6 +35,11 @@ check_parts(
 )
 TRACKERS: dict[str, type[Tracker]] = {tracker.name: tracker for tracker in _CLASSES}
 """Name, as in the option `report_to` -> its tracker."""
+TRACKER_TEXT = text_of_values(
+    "Trackers. `none` for no tracker.",
+    {name: tracker.summary for name, tracker in TRACKERS.items()},
+)
+"""Text of the option `report_to`."""
 
 
 def require_trackers(names: Sequence[str]) -> None:
