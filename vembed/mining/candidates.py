@@ -48,8 +48,9 @@ class ClaimFinder:
     """Finds claims by an exact search among the sums of the vectors of all known pairs.
 
     A document d is claimed if the sum of the query itself, s(q, d) + s(p, d), is at least 5 % below s(q', d) + s(p', d)
-    of another query q' with a known positive p', which is then at least 5.26 % above. A relevant document that nobody has marked is near to its query and to the query's
-    positives, so few claimed candidates are relevant. A hard negative is usually near to what another query asks for.
+    of another query q' with a known positive p', which is then at least 5.26 % above. A relevant document that nobody has
+    marked is near to its query and to the query's positives, so few claimed candidates are relevant. A hard negative is
+    usually near to what another query asks for.
     """
 
     def __init__(
