@@ -93,7 +93,7 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(
     config = start(faq)
     assert config.data.column_mapping == MAPPING
     assert config.data.val_split == 0.1 and config.batch.batch_size == 8
-    assert not config.optimizer.sets_duration(), "early stopping may end the run"
+    assert not config.optimizer.sets_length(), "early stopping may end the run"
     assert "# GUESSED, please check: Kundenfrage (orig) is the query (" in text()
     assert "(measured)" in text()
     trained("max_steps=2")

@@ -112,7 +112,7 @@ def test_ranks_agree_on_the_micro_batches_of_each_group():
         ranks.append(LockstepSplit(rank_lengths, rank_places, 10, 2))
     counts = np.max([rank.counts for rank in ranks], axis=0).tolist()
     for rank, rank_places in zip(ranks, places, strict=True):
-        splits = rank.agreed(counts)
+        splits = rank.split_into(counts)
         assert list(splits) == ["text", "image"]  # no rank has inputs of the last group
         assert [len(split) for split in splits.values()] == counts[:2]
         for group, split in splits.items():

@@ -11,7 +11,7 @@ from vembed.cli.commands.config import options_page
 from vembed.config.options import BLOCKS, target_of
 from vembed.config.schema import EpochMining
 from vembed.data.records import COLUMNS
-from vembed.losses.table import ENTRY_OPTIONS
+from vembed.losses.table import LOSS_ENTRY_ONLY
 from vembed.mining.options import AuditConfig, GenerateConfig, MineConfig
 
 OTHER_KEYS = {
@@ -20,7 +20,7 @@ OTHER_KEYS = {
     "kind",
     "restartPolicy",
     *BLOCKS,
-    *ENTRY_OPTIONS,
+    *LOSS_ENTRY_ONLY,
 }
 """Keys in spans such as `compute_device: gpu` that are no options of a training."""
 for kind in (MineConfig, AuditConfig, GenerateConfig, EpochMining):

@@ -23,7 +23,7 @@ from vembed.losses.batch import (
     TeacherVectors,
 )
 from vembed.losses.build import build_loss
-from vembed.losses.table import ENTRY_OPTIONS
+from vembed.losses.table import LOSS_ENTRY_ONLY
 from vembed.losses.tiles import Tiling
 
 TEACHER_DIM = 7
@@ -41,7 +41,7 @@ def tiled(rows, columns):
 
 
 def config_of(**options):
-    entry = {name: options.pop(name) for name in ENTRY_OPTIONS if name in options}
+    entry = {name: options.pop(name) for name in LOSS_ENTRY_ONLY if name in options}
     if entry:
         options["losses"] = [{"loss": options.pop("loss", "infonce"), **entry}]
     return TrainConfig(model_name="none", data_path="none", **options)

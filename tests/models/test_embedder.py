@@ -169,7 +169,7 @@ def test_features_of_a_frozen_tower_stay_and_take_the_towers_place(make):
     assert model.training and model.backbone.text_model.training
     assert not model.backbone.vision_model.training
     _, image = parts_for(model.description)
-    (features,) = model([image], until="pooled")
+    (features,) = model([image], stop_after="pooled")
     assert not features.requires_grad
     (direct,) = model([image])
     (through,) = model([("image", {"pooled": features})])

@@ -33,7 +33,7 @@ from vembed.parallel.step_memory import Budget
 from vembed.training.frozen import InputBuilder
 from vembed.training.step import (
     TrainingStep,
-    order_micro_batches,
+    join_slices,
     seed_of,
 )
 
@@ -271,7 +271,7 @@ def drawn_batch(case, model, featuriser, world_size):
     for rank, rank_batch in enumerate(rank_batches):
         schedule = split_by_length(lengths_of(rank_batch), tokens, at_least=max(counts))
         rows = {}
-        for number, micro_batch in enumerate(order_micro_batches({"text": schedule})):
+        for number, micro_batch in enumerate(join_slices({"text": schedule})):
             ((modality, places),) = micro_batch
             torch.manual_seed(seed_of(SEED, BATCH_NUMBER, rank, number))
             chosen = [rank_batch.features[place] for place in places]

@@ -181,7 +181,7 @@ def test_intervals_suit_the_size_of_the_run(
     options, size, eval_steps, save_steps, loads_best, patience
 ):
     config = TrainConfig(**{**SCORED, **options})
-    is_length_given = config.optimizer.sets_duration()
+    is_length_given = config.optimizer.sets_length()
     facts = replace(SIZE, is_length_given=is_length_given, **size)
     intervals, _ = run_intervals(
         config.evaluation, config.run, config.logging.logging_steps, facts

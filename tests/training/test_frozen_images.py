@@ -52,7 +52,7 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
     model = built(make, freeze=["vision"]).train()
     inputs = dict(parts_for(model.description))["multimodal"]
     (direct,) = model([("multimodal", inputs)])
-    (features,) = model([("multimodal", inputs)], until="images")
+    (features,) = model([("multimodal", inputs)], stop_after="images")
     assert not features.requires_grad
     num_bytes = features.shape[0] * features.shape[2] * 4
     assert num_bytes == model.frozen_image_token_bytes()

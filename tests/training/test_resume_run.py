@@ -22,7 +22,7 @@ from vembed.training.interrupts import Interrupts
 
 def part_of_a_run(options, last_step):
     """Train until rank 1 is told to stop, after `last_step`."""
-    agree = Interrupts.agree_on_stop
+    agree = Interrupts.share_requests
     counted = []
 
     def signalled(self, save_seconds=0.0):
@@ -31,7 +31,7 @@ def part_of_a_run(options, last_step):
             send_sigterm(self)
         return agree(self, save_seconds)
 
-    Interrupts.agree_on_stop = signalled
+    Interrupts.share_requests = signalled
     try:
         vembed.train(options)
     except Stopped as stopped:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from vembed.errors import UserError
 from vembed.models.custom.modeling import (
     PACKED,
-    OwnConfig,
-    OwnModel,
+    UserModel,
+    UserModelConfig,
     accepted_inputs,
     load_weights,
 )
@@ -56,8 +56,8 @@ class ClassTrial:
         values = dict(settings_of(code, arguments))
         for key in ("model_type", "auto_map"):
             values.pop(key, None)
-        self.config = OwnConfig(**values)
-        self.kind = OwnModel.of(code)
+        self.config = UserModelConfig(**values)
+        self.kind = UserModel.of(code)
         self.model = self._build(0)
         accepted = accepted_inputs(code)
         names = {"text": "input_ids", "image": "pixel_values"}

@@ -21,7 +21,7 @@ from vembed.config.parsing import Node, parse_value
 from vembed.config.schema import options_of_sections
 from vembed.config.values import ValueSyntax
 from vembed.errors import did_you_mean, printable
-from vembed.losses.table import ENTRY_OPTIONS
+from vembed.losses.table import LOSS_ENTRY_ONLY
 from vembed.models.poolings.table import POOLINGS
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers.table import TRACKERS
@@ -625,7 +625,7 @@ REFUSED = {
     "adam_beta1 adam_beta2": "adam_betas: [0.9, 0.999] gives both",
     "drop_last": "the last incomplete batch of an epoch is left out, unless it is the only one",
     " ".join(
-        ENTRY_OPTIONS
+        LOSS_ENTRY_ONLY
     ): "it stands in an entry of losses, as losses: [{loss: infonce, focal_gamma: 2.0}]",
     "gradient_cache_chunk_size gc_chunk_size mini_batch_size": "micro_batch_tokens bounds a micro-batch by its padded "
     "tokens, so that its memory is the same for short and long "

@@ -31,7 +31,7 @@ from vembed.config.values import (
     ValueSyntax,
 )
 from vembed.errors import UserError
-from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS, LOSS_TEXT, LOSSES
+from vembed.losses.table import LOSS_ENTRY_ONLY, LOSS_OPTIONS, LOSS_TEXT, LOSSES
 from vembed.models.families.table import FAMILY_TEXT, FamilyName
 from vembed.models.poolings.table import POOLING_TEXT, PoolingName
 from vembed.training.optimizer_kinds import OPTIMIZER_TEXT, OPTIMIZERS
@@ -194,7 +194,7 @@ NEGATIVE_LIMITS = frozenset({"relative_margin", "margin", "max_score", "threshol
 """Options that limit how high a negative may score."""
 
 
-class ChoiceOptions(Immutable):
+class NegativeSelection(Immutable):
     """Options that choose negatives among the candidates, and their number."""
 
     num_negatives: PositiveInt = 5
@@ -218,9 +218,9 @@ class ChoiceOptions(Immutable):
     max_false_negative_rate: ProperFraction = 0.05
     """With `threshold: auto`: the highest estimated share of negatives that are relevant after all."""
     prefer_claimed: Auto | bool = "auto"
-    """Use claimed candidates first. A document that answers q is near to q and also to its positive p. So a candidate d
-    of q is claimed if it is at least 5 % nearer to another query q' and its positive p' together:
-    s(q, d) + s(p, d) <= 0.95 * (s(q', d) + s(p', d)). Few claimed candidates are relevant for q. `auto`: true if none of
+    """Use claimed candidates first. A candidate d of the query q with the positive p is claimed by another query q' with
+    the positive p' if s(q, d) + s(p, d) <= 0.95 * (s(q', d) + s(p', d)). Such a document belongs to q' rather than to q,
+    so it is rarely relevant for q. `auto`: true if none of
     `relative_margin`, `margin`, `max_score` and `threshold` is set. Claimed candidates may then score up to 5 % above the
     positive, and the default `relative_margin` limits the others."""
     near_duplicate: Fraction | None = 0.9
@@ -265,7 +265,7 @@ class ChoiceOptions(Immutable):
         return self.per_query_budget or self.num_negatives
 
 
-class EpochMining(ChoiceOptions):
+class EpochMining(NegativeSelection):
     """The option `mine`: negatives that the run's own model mines between epochs."""
 
     every_epochs: PositiveInt = 1
@@ -324,8 +324,8 @@ class ModelSection(Section):
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
     hidden size of at least 256 that are not sharded. Otherwise no. Trained weights, gradients, norms, pooling and loss
-    are float32, except with torch_dtype: pure_bfloat16. `no`: the results of CPUs with and without these instructions
-    are the same."""
+    are float32, except with torch_dtype: pure_bfloat16. Results of `auto` may differ between CPUs with and without these
+    instructions. With `no` they do not."""
     attn_implementation: Literal["auto", "sdpa", "flash_attention_2", "eager"] = "auto"
     """Attention kernel. `auto`: flash-attn where it is installed and the GPU allows, otherwise sdpa."""
     padding_free: Auto | bool = "auto"
@@ -353,13 +353,13 @@ class ModelSection(Section):
 
 
 class MatryoshkaSection(Section):
-    """Matryoshka sizes of the embedding."""
+    """Matryoshka dims of the embedding."""
 
     mrl_dims: Auto | Annotated[list[PositiveInt], Field(min_length=1)] | None = None
-    """Matryoshka sizes: the loss is a weighted sum of the losses on the first d dimensions, for each d of this list.
+    """Matryoshka dims: the loss is a weighted sum of the losses on the first d dimensions, for each d of this list.
     `auto`: the embedding's size, halved repeatedly down to 64. Alias: `use_mrl: true` for `auto`."""
     mrl_weights: list[PositiveFloat] | None = None
-    """Weight of each size in the loss, in the order of `mrl_dims`. Default: 1 for each."""
+    """Weight of each dim in the loss, in the order of `mrl_dims`. Default: 1 for each."""
     mrl_projection: Literal["auto", "pca"] | bool = "auto"
     """Add a linear layer from the hidden size to max(mrl_dims). `auto`: only if max(mrl_dims) is smaller. The layer starts
     as rows of the identity. `pca`: it starts as the principal components of a sample of the data."""
@@ -385,8 +385,8 @@ class AdapterSection(Section):
     quantize_weights: Literal["int8", "nf4"] | None = None
     """nf4: QLoRA, which keeps the frozen weights in 4 bits and trains adapters (also `use_qlora: true`, which implies
     `use_lora`). Needs bitsandbytes. int8: quantization-aware training, for a model that is served in int8. Each forward
-    pass rounds the weights of the linear layers to
-    int8, with a scale per row, and gradients pass through the rounding. `final/` has the rounded weights."""
+    pass rounds the weights of the linear layers to int8, with a scale per row, and gradients pass through the rounding.
+    `final/` has the rounded weights."""
     save_merged: bool = True
     """After a LoRA run, save the merged model in `final/`, with the adapter beside it. false: only the adapter."""
     freeze: list[str] = Field(default_factory=list)
@@ -432,15 +432,15 @@ class DataSection(Section):
     max_train_examples: PositiveInt | None = None
     """Use only this many examples, the first ones of each source. Default: all."""
     no_duplicates: bool = False
-    """Form global batches in which no content occurs twice. Examples that then fit in no batch are not used in that epoch,
-    if possible no more than the last incomplete batch would have. The log gives the number."""
+    """Form global batches in which no content occurs twice. Examples that fit in no batch are left out in that epoch: as few
+    as possible, ideally no more than the last incomplete batch would have. The log gives the number."""
     homogeneous_batches: Literal["task"] | bool = False
     """With several sources: draw every global batch from a single source. `task`: from the sources of a single task, which
     have the same losses, temperature and batch size."""
     sampling: SamplingName = "proportional"
     """With several sources: how often each is drawn, for a source of n examples. `proportional`: in proportion to its
-    weight times n. `temperature(0.5)`: to its weight times n ** 0.5, so that small sources are drawn more often. Any power
-    from 0 to 1 may stand there. `weights`: to its weight alone. `round_robin`: a batch of each source in turn. An epoch
+    weight times n. `temperature(0.5)`: to its weight times n ** 0.5, so that small sources are drawn more often. The number is
+    the power, from 0 to 1. `weights`: to its weight alone. `round_robin`: a batch of each source in turn. An epoch
     has as many examples as with `proportional`."""
     mine: Annotated[EpochMining | None, FileReference("data")] = None
     """Mine hard negatives between epochs with the model as it is then, and add them to those of the data: {every_epochs: 1,
@@ -479,8 +479,8 @@ class _Objective(Section):
     auxiliary_losses: dict[str, float] | None = None
     """Weight of each loss that the model itself returns, by name, such as {next_token: 0.1}. 0: it is logged only. Losses
     of a model of your own (`model_class`) have the weight 1 by default. Decoders have `next_token`, which is trained
-    beside `loss` only if it is named here, and alone with loss: none. Text encoders have `masked_token` with loss: none
-    alone: the prediction of tokens that are masked with probability 0.15."""
+    beside `loss` only if it is named here, and alone with loss: none. Text encoders have `masked_token`, only with loss:
+    none: the prediction of tokens that are masked with probability 0.15."""
     losses: Annotated[
         Annotated[list[LossEntry], Field(min_length=1)] | None, FileReference("model")
     ] = None
@@ -501,10 +501,10 @@ class _Objective(Section):
 if TYPE_CHECKING:
     ObjectiveSection = _Objective
 else:
-    # With the options that the losses declare, but for those of entries of `losses` alone.
+    # With the options that the losses declare, without those that are allowed only in entries of `losses`.
     _fields = {"loss": (LossName, Field("infonce", description=LOSS_TEXT))}
     for _name, _field in LOSS_OPTIONS.items():
-        if _name not in ENTRY_OPTIONS:
+        if _name not in LOSS_ENTRY_ONLY:
             _value = Field(default=_field.default, description=_field.description)
             _fields[_name] = (_field.rebuild_annotation(), _value)
     ObjectiveSection = create_model("ObjectiveSection", __base__=_Objective, **_fields)
@@ -581,7 +581,7 @@ class OptimizerSection(Section):
     """If the loss or the gradient is not finite. stop: end with an error that names the examples. skip: leave the weights
     as they are, and log the number of such steps."""
 
-    def sets_duration(self) -> bool:
+    def sets_length(self) -> bool:
         """Return whether the length of the run is given, rather than left to `auto`."""
         return self.epochs != "auto" or self.max_steps is not None
 
@@ -590,9 +590,9 @@ class ParallelSection(Section):
     """Processes, devices and sharding."""
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
-    """How the model is distributed over processes. ddp: each has the whole model. fsdp: each has a shard, with the options
-    of `configs/accelerate_fsdp.yaml`. single: one process. `auto`: by the model's size. The log gives the reason. Alias:
-    `use_fsdp: true` for fsdp. `use_fsdp: false`: any but fsdp."""
+    """How the model is distributed over processes. ddp: each has the whole model, and gradients are averaged. fsdp: each
+    has a shard, with the options of `configs/accelerate_fsdp.yaml`. single: one process. `auto`: by the model's size. The
+    log gives the reason. Alias: `use_fsdp: true` for fsdp. `use_fsdp: false`: any but fsdp."""
     accelerate_config: str | None = None
     """YAML file of Accelerate, or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Options of the training
     config and values that `accelerate launch` sets override it."""
@@ -606,7 +606,7 @@ class ParallelSection(Section):
         Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None
     ) = None
     """Sharding strategy. FULL_SHARD: parameters, gradients and optimizer state are sharded. SHARD_GRAD_OP: parameters
-    stay gathered between forward and backward (alias: `reshard_after_forward: false`). NO_SHARD: plain DDP. HYBRID_SHARD:
+    stay gathered between forward and backward (alias: `reshard_after_forward: false`). NO_SHARD: as strategy: ddp. HYBRID_SHARD:
     sharded inside a machine, replicated between machines."""
     fsdp_offload_params: bool | None = None
     """Keep parameters, gradients and optimizer state in host memory while they are not in use."""
@@ -721,8 +721,8 @@ class RunSection(Section):
     overwrite: bool = False
     """Replace the earlier run in `output_dir`. Without it, a folder with checkpoints or a finished run is refused."""
     save_steps: Auto | PositiveInt | None = "auto"
-    """Steps between checkpoints. `auto`: one at each evaluation. Without validation data about ten in a run, none in a run
-    below 200 steps or if a checkpoint takes over 20 GB. null: none before the end."""
+    """Steps between checkpoints. `auto`: one at each evaluation. Without validation data: about ten in a run, or none if
+    the run has fewer than 200 steps or a checkpoint takes over 20 GB. null: none before the end."""
     save_total_limit: PositiveInt | None = 3
     """Number of checkpoints to keep. The best and the newest are never deleted."""
     load_best_model_at_end: Auto | bool = "auto"

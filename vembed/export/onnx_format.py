@@ -84,7 +84,7 @@ class Graph(nn.Module):
 
     def finish(self, pooled: Tensor) -> Tensor:
         """Map pooled outputs [n, width] of a tower to [n, d] embeddings, as `Embedder.encode` returns them."""
-        vectors: Tensor = self.model.embed(self.modality, pooled).float()
+        vectors: Tensor = self.model.project(self.modality, pooled).float()
         # First the length, then the cut: the values of Embedder and Sentence Transformers.
         if self.description.normalize:
             vectors = nn.functional.normalize(vectors, dim=-1)

@@ -238,7 +238,7 @@ def split_in_step(
     counts = split.counts
     if world_size > 1:
         counts = collectives.max_ints(counts)
-    return split.agreed(counts)
+    return split.split_into(counts)
 
 
 def _encode_rank(

@@ -106,11 +106,12 @@ TeacherAnswers = TeacherVectors | TeacherScores
 
 @dataclass(frozen=True)
 class LossBatch:
-    """One global batch as input of a loss: U distinct embeddings, R rows, H hard negatives.
+    """One global batch as input of a loss: U inputs, R rows, H hard negatives.
 
     A row is a (query, positive) pair. All tensors are on one device. Every rank holds
     the same values. Only `rank_rows` and `rank_negatives` differ. A text that occurs in
-    several roles or rows has one embedding and several indices.
+    several roles or rows is one input of a rank, with several indices. An index is that of an input: its vector in
+    `embeddings`, or its vectors from `starts` on.
     """
 
     embeddings: Tensor
@@ -118,7 +119,7 @@ class LossBatch:
     content: Tensor
     """[U] int64 content id. Equal ids mean equal content. One text may have two embeddings, from two ranks."""
     query: Tensor
-    """[R] index of each row's query in `embeddings`."""
+    """[R] index of each row's query."""
     positive: Tensor
     """[R] index of each row's positive."""
     example: Tensor

@@ -1,11 +1,11 @@
 """Candidates of each row: which scores a loss reads.
 
 A loss compares the positive p_i of each row i = (q_i, p_i) with the row's candidates. This module plans which scores
-that takes, from indices and contents alone. `tiles.py` computes them. A text has three numbers here:
+that takes, from indices and contents alone. `tiles.py` computes them. A text is known by three kinds of numbers here:
 
-index        of its vector in the embeddings E [U, D]. Equal texts of one rank share a vector.
-occurrence   of the text in the global batch of R rows and H hard negatives: the R queries from 0, the R positives from
-             R, the hard negatives from 2 R. Teachers know texts by this number.
+index        of its vector in the embeddings E [U, D]. Equal texts of one rank share a vector, so they have one index.
+occurrence   of the text in one of the R rows, or as one of the H hard negatives: queries count from 0, positives from R, hard
+             negatives from 2 R. Teachers know texts by this number.
 entry        in the table of this loss, which has the occurrences that are scored, in this order:
 
     [ hard negatives | positives | queries | hard negatives of negative pairs ]
@@ -19,8 +19,8 @@ Example: R = 2 rows, H = 1 hard negative, one process. Row 0 is (a, b) with the 
     occurrence    0   2   4   1   3
     entry         3   1   0   4   2        row 0 has the columns c b e, its own positive b is masked: candidates c, e
 
-Scores of many columns are a column group: all rows of this rank, by their query or by their positive, against one range
-of entries. Its exclusion masks say which of these scores do not count. A mask is never stored as [rows, columns]. Each
+A column group is a matrix of scores: all rows of this rank, by their query or by their positive, against one range of
+entries. Its exclusion masks say which of these scores do not count. A mask is never stored as [rows, columns]. Each
 row has a few keys, each column has a few keys, and a score does not count where a key of the row equals a key of the
 column. Most keys stand for contents: a row has those of its query and of its positives, a column has its own. In the
 example row 0 has the keys a and b, so its score with the column b does not count.
@@ -91,8 +91,7 @@ class ColumnGroup:
 
 @dataclass(frozen=True)
 class NegativePairs:
-    """P single scores: rows against hard negatives of their own example. They enter the same row losses as the columns. The
-    pairs of `LossBatch.listed_by_row` are for losses without a score matrix."""
+    """P single scores: rows against hard negatives of their own example. They enter the same row losses as the columns."""
 
     row_entries: slice
     """Entries of the rows' queries, or of their positives."""
@@ -144,7 +143,7 @@ class _Layout:
     """Hard negatives that are columns."""
     documents: slice
     queries: slice
-    tabled_rows: slice
+    rows_with_query: slice
     """Rows whose queries are in the table."""
     rank_queries: slice
     """Queries of this rank's rows."""
@@ -161,19 +160,19 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     num_rows = batch.num_rows
     rank_rows = batch.rank_rows
     is_own = rule.hard_negatives_scope == "own"
-    # All positives are columns, and so are all hard negatives, or none.
+    # All positives are columns. Hard negatives are columns too, unless their scope is own.
     num_negatives = 0 if is_own else batch.negative.numel()
     # Queries of other rows are needed only as columns.
     has_query_columns = rule.query_query or rule.both_directions
-    tabled_rows = slice(0, num_rows) if has_query_columns else rank_rows
+    rows_with_query = slice(0, num_rows) if has_query_columns else rank_rows
     first_query = num_negatives + num_rows
-    first_paired = first_query + length_of(tabled_rows)
+    first_paired = first_query + length_of(rows_with_query)
     layout = _Layout(
         num_negatives=num_negatives,
         documents=slice(0, first_query),
         queries=slice(first_query, first_paired),
-        tabled_rows=tabled_rows,
-        rank_queries=shifted(rank_rows, first_query - tabled_rows.start),
+        rows_with_query=rows_with_query,
+        rank_queries=shifted(rank_rows, first_query - rows_with_query.start),
         rank_positives=shifted(rank_rows, num_negatives),
     )
     keys = _mask_keys(batch, rule, layout)
@@ -182,7 +181,8 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     paired_positions = batch.negative[:0]
     if is_own or rule.own_negatives_as_pairs:
         tensors["pair_row"], negative = batch.example_negatives(rank_rows)
-        # [P] the place of each pair's hard negative among the distinct ones: a negative of several rows has one entry.
+        # `place` [P]: position of each pair's hard negative among the distinct ones, since a negative of several rows has one
+        # entry.
         paired_positions, place = torch.unique(negative, return_inverse=True)
         tensors["negative_entry"] = first_paired + place
     # [N] the occurrence of each entry, in the order of the table. Occurrences count from 0 for queries, from R for
@@ -191,7 +191,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     parts = (
         occurrences[2 * num_rows :],
         occurrences[num_rows : 2 * num_rows],
-        occurrences[tabled_rows],
+        occurrences[rows_with_query],
         2 * num_rows + paired_positions,
     )
     occurrence = torch.cat(parts)
@@ -223,20 +223,20 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
 class _MaskKeys(NamedTuple):
     """int32 keys of the exclusion masks. Those that a rule does not need are empty.
 
-    Of n rows of this rank, C documents, C' queries. Rows have up to S positives with their query.
+    Of n rows of this rank, C documents, C' queries. S: the query and the positives of the example with the most.
     """
 
-    row: Tensor
+    row_keys: Tensor
     """[n, S] contents of the row's query, in the first column, and of its example's positives."""
-    document: Tensor
+    document_keys: Tensor
     """[C, 1 or 2] content of each document. A mixture of two hard negatives has the keys of both."""
-    query: Tensor
+    query_keys: Tensor
     """[C', 1] content of each query."""
     row_example: Tensor
     """[n, 1] example of the row."""
     document_example: Tensor
     """[C, 1] example of each hard negative. Positives have no key."""
-    query_texts: Tensor
+    query_and_positive_keys: Tensor
     """[C', S] contents of each query and of its example's positives, which a row's positive is compared with."""
 
 
@@ -256,12 +256,12 @@ def _mask_keys(
     repeated = positive_keys.expand(-1, negative_keys.shape[1])
     empty = query_keys[:0]
     keys = _MaskKeys(
-        row=row_keys[rank_rows],
-        document=torch.cat((negative_keys[:num_negatives], repeated)),
-        query=query_keys[layout.tabled_rows],
+        row_keys=row_keys[rank_rows],
+        document_keys=torch.cat((negative_keys[:num_negatives], repeated)),
+        query_keys=query_keys[layout.rows_with_query],
         row_example=empty,
         document_example=empty,
-        query_texts=empty,
+        query_and_positive_keys=empty,
     )
     if rule.own_negatives_as_pairs:
         of_negatives = batch.negative_example[:num_negatives]
@@ -272,10 +272,10 @@ def _mask_keys(
             document_example=document_example[:, None].int(),
         )
     if rule.both_directions:
-        query_texts = row_keys[layout.tabled_rows]
-        is_key = query_texts != NO_KEY_ROW
-        query_texts = query_texts.where(is_key, NO_KEY_COLUMN)
-        keys = keys._replace(query_texts=query_texts)
+        query_and_positive_keys = row_keys[layout.rows_with_query]
+        is_key = query_and_positive_keys != NO_KEY_ROW
+        query_and_positive_keys = query_and_positive_keys.where(is_key, NO_KEY_COLUMN)
+        keys = keys._replace(query_and_positive_keys=query_and_positive_keys)
     return keys
 
 
@@ -288,7 +288,7 @@ def _column_groups(
     documents = layout.documents
     queries = layout.queries
     # Excluded: documents with the content of the row's query or of one of its positives.
-    document_masks = [ExclusionMask(keys.row, keys.document)]
+    document_masks = [ExclusionMask(keys.row_keys, keys.document_keys)]
     if rule.own_negatives_as_pairs:
         # Excluded: hard negatives of the row's example. They are negative pairs.
         example_mask = ExclusionMask(keys.row_example, keys.document_example)
@@ -297,17 +297,17 @@ def _column_groups(
     groups = [ColumnGroup(layout.rank_queries, documents, masks)]
     if rule.query_query:
         # Excluded: the row's query itself, and queries with the content of one of its positives.
-        query_mask = ExclusionMask(keys.row, keys.query)
+        query_mask = ExclusionMask(keys.row_keys, keys.query_keys)
         groups.append(ColumnGroup(layout.rank_queries, queries, (query_mask,)))
     if rule.document_document:
         groups.append(ColumnGroup(layout.rank_positives, documents, masks))
     if rule.both_directions:
         # Excluded: queries that equal the row's positive, or have it as a positive, and queries that equal the row's query.
-        row_positive = keys.document[layout.rank_positives, :1]
-        row_query = keys.row[:, :1]
+        row_positive = keys.document_keys[layout.rank_positives, :1]
+        row_query = keys.row_keys[:, :1]
         query_masks = (
-            ExclusionMask(row_positive, keys.query_texts),
-            ExclusionMask(row_query, keys.query),
+            ExclusionMask(row_positive, keys.query_and_positive_keys),
+            ExclusionMask(row_query, keys.query_keys),
         )
         group = ColumnGroup(
             layout.rank_positives, queries, query_masks, DOCUMENT_TO_QUERY

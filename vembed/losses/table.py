@@ -135,7 +135,7 @@ LOSS_TEXT = text_of_values(
 """Text of the option `loss`."""
 
 
-ENTRY_OPTIONS = (
+LOSS_ENTRY_ONLY = (
     "guide_margin",
     "hardness_alpha",
     "hardness_scope",

@@ -27,10 +27,10 @@ immediately after it is scored, and all tiles share one buffer.
 
 Who does what: `candidates.py` plans which scores count. `ScoreTable` holds the normalised vectors, computes scores and
 turns their derivatives into the gradient of the embeddings. The row losses add the scores up. `_ScorePass` brings the
-three together. A vector is named by its entry in the plan.
+three together. Vectors are referred to by their entry (see `candidates.py`).
 
-Shapes: K Matryoshka dims, n rows of a block, t columns of a tile, P negative pairs of a block, N entries. `d_logits` is
-dL/d(logits), and so for other names. An excluded candidate does not count: its logit is EXCLUDED.
+Shapes: K Matryoshka dims, n rows of a block, t columns of a tile, P negative pairs of a block, N entries. `d_x` is
+dL/dx for any x. An excluded candidate does not count: its logit is EXCLUDED.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ TIE_TOLERANCE = 64
 
 def is_excluded(logits: Tensor) -> Tensor:
     """Return true where a candidate is excluded."""
-    # Negative pairs are excluded before they are scaled: their logit is EXCLUDED times the scale,
-    # which is above 1e-6.
+    # Negative pairs become EXCLUDED before the logit scale is applied, so their logit is EXCLUDED times the scale, which
+    # is above 1e-6.
     return logits <= EXCLUDED * 1e-6
 
 
 @dataclass(frozen=True)
-class PositiveTerms:
+class RowLossStart:
     """What the losses of n rows begin with."""
 
     logits: Tensor
@@ -111,7 +111,7 @@ class RowLoss(ABC):
     derivatives do not depend on the other scores (`SEPARABLE`), `d_candidates` may come before `total`.
     """
 
-    def __init__(self, start: PositiveTerms) -> None:
+    def __init__(self, start: RowLossStart) -> None:
         self.positive = start.logits
         self.coefficient = start.coefficient
 
@@ -190,14 +190,14 @@ class SoftmaxRows(RowLoss):
     `others` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
     precision of small losses.
 
-    `stretch`: candidates enter with the value stretch * logit and the derivative of the logit (hardness_alpha).
+    `stretch` (hardness_alpha): the loss has stretch * logit for a candidate, and its gradient takes stretch as 1.
     `stretches_own_only`: only single logits do, which are those of the row's own hard negatives (hardness_scope: own).
     `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
     """
 
     def __init__(
         self,
-        start: PositiveTerms,
+        start: RowLossStart,
         *,
         stretch: Tensor | None = None,
         stretches_own_only: bool = False,
@@ -233,7 +233,7 @@ class SoftmaxRows(RowLoss):
         self.log_sum = surplus + largest  # [n]
         # `focus` [n]: derivative of the focal loss by the loss of the row.
         self.focus: Tensor | float = 1.0
-        shift = self.log_sum - math.log(self.coefficient)
+        log_denominator = self.log_sum - math.log(self.coefficient)
         if self.focal_gamma:
             # 1 - exp(-l) without cancellation for small l.
             complement = -torch.expm1(-losses)
@@ -244,17 +244,17 @@ class SoftmaxRows(RowLoss):
             )
             slope = self.focal_gamma * (1 - complement) * ratio
             self.focus = weights * (1 + slope)
-            shift = shift - torch.log(self.focus)
+            log_denominator = log_denominator - torch.log(self.focus)
             losses = losses * weights
-        self.shift = shift
+        self.log_denominator = log_denominator
         return self.coefficient * losses.sum()
 
     def d_candidates(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
-        # coefficient * focus * softmax = exp(logit - shift): one subtraction and one exp over the tile.
+        # coefficient * focus * softmax = exp(logit - log_denominator): one subtraction and one exp over the tile.
         logits = self._stretched(candidates)
-        shift = for_each(self.shift, candidates.row)
-        return torch.sub(logits, shift, out=candidates.out).exp_()
+        log_denominator = for_each(self.log_denominator, candidates.row)
+        return torch.sub(logits, log_denominator, out=candidates.out).exp_()
 
     def d_positives(self) -> Tensor:
         """See RowLoss."""
@@ -269,7 +269,7 @@ class CircleRows(SoftmaxRows):
 
     def __init__(
         self,
-        start: PositiveTerms,
+        start: RowLossStart,
         *,
         temperature: float,
         margin: float,
@@ -316,7 +316,7 @@ class CircleRows(SoftmaxRows):
 class SigmoidRows(RowLoss):
     """Sum of -log sigmoid(logit + bias) of the positive and -log sigmoid(-(logit + bias)) of every candidate."""
 
-    def __init__(self, start: PositiveTerms) -> None:
+    def __init__(self, start: RowLossStart) -> None:
         super().__init__(start)
         assert start.bias is not None, "the sigmoid loss has a bias"
         self.bias = start.bias
@@ -355,7 +355,7 @@ class DivergenceRows(RowLoss):
     exp(s). Each of the three is summed up relative to the largest logit so far.
     """
 
-    def __init__(self, start: PositiveTerms, *, teacher_scale: float = 1.0) -> None:
+    def __init__(self, start: RowLossStart, *, teacher_scale: float = 1.0) -> None:
         """`teacher_scale`: one over the teacher's temperature."""
         assert start.bias is None, "a bias cancels in a softmax"
         assert start.teacher_scores is not None, "a divergence needs a teacher's scores"
@@ -366,7 +366,7 @@ class DivergenceRows(RowLoss):
         ones = torch.ones_like(self.positive)
         self.student_sum = OnlineSum(self.positive, ones)
         self.teacher_sum = OnlineSum(self.positive_teacher_logits, ones)
-        self.difference = self.positive_teacher_logits - self.positive
+        self.weighted_sum = self.positive_teacher_logits - self.positive
         """[n] sum of exp(t - largest t) * (t - s)"""
 
     def _targets(self, candidates: CandidateLogits) -> Tensor:
@@ -383,13 +383,13 @@ class DivergenceRows(RowLoss):
         weights, rescale = self.teacher_sum.add(targets, row, candidates.out)
         # An excluded candidate has weight exp(EXCLUDED) = 0 and a finite difference, so it adds 0.
         weighted = weights.mul_(targets.sub_(candidates.logits))
-        self.difference = _add_to_rows(self.difference * rescale, weighted, row)
+        self.weighted_sum = _add_to_rows(self.weighted_sum * rescale, weighted, row)
 
     def total(self) -> Tensor:
         """See RowLoss."""
         self.student_log_sum = self.student_sum.log()
         self.teacher_log_sum = self.teacher_sum.log()
-        cross = self.difference / self.teacher_sum.sum
+        cross = self.weighted_sum / self.teacher_sum.sum
         losses = cross - self.teacher_log_sum + self.student_log_sum
         return self.coefficient * losses.sum()
 
@@ -415,7 +415,7 @@ class SquaredErrorRows(RowLoss):
     """(logit - teacher's score)^2 summed over all candidates, or logit^2 without a teacher. The positive does not
     count."""
 
-    def __init__(self, start: PositiveTerms) -> None:
+    def __init__(self, start: RowLossStart) -> None:
         super().__init__(start)
         self.sum = self.positive.new_zeros(())
 
@@ -461,7 +461,7 @@ class Tiling:
 
     @classmethod
     def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> Tiling:
-        """Return row blocks of at most 192 MiB of scores on a CPU, 1 GiB elsewhere, with tiles of 32 and 128 MiB.
+        """Return row blocks of about 192 MiB of scores on a CPU, 1 GiB elsewhere, with tiles of 32 and 128 MiB.
 
         `scores_per_row` counts all columns and dims.
         """
@@ -495,7 +495,7 @@ class Scoring:
 
     plan: ScorePlan
     similarity: Similarity
-    row_loss: Callable[[PositiveTerms], RowLoss]
+    row_loss: Callable[[RowLossStart], RowLoss]
     """Makes the losses of a row block, for one dim and direction."""
     direction_weights: tuple[float, ...]
     """Factor of each direction (query to document, document to query), with 1 / R for the mean over the rows."""
@@ -531,7 +531,7 @@ def tiled_loss(
     return loss
 
 
-class _VectorTable:
+class _TeacherTable:
     """A teacher's vectors by entry, beside the embeddings in the ScoreTable."""
 
     def __init__(
@@ -586,7 +586,7 @@ class _ScoredPairs:
     """[P] entry of the row's positive, or of the hard negative."""
     scores: Tensor
     """[K, P]"""
-    by_dim: tuple[CandidateLogits, ...] = ()
+    candidates_by_dim: tuple[CandidateLogits, ...] = ()
     """Of negative pairs: the logits [P] that were added to the row losses, by dim."""
 
 
@@ -626,14 +626,14 @@ class _ScorePass:
         self.embedding_table = ScoreTable(
             embeddings, plan.index, scoring.similarity, with_gradient=True
         )
-        self.guide_table: _VectorTable | None = None
+        self.guide_table: _TeacherTable | None = None
         if scoring.guide is not None:
-            self.guide_table = _VectorTable(
+            self.guide_table = _TeacherTable(
                 scoring.guide.vectors, plan, self.logit_scale
             )
-        self.teacher_table: _VectorTable | None = None
+        self.teacher_table: _TeacherTable | None = None
         if scoring.teacher is not None:
-            self.teacher_table = _VectorTable(scoring.teacher, plan, self.logit_scale)
+            self.teacher_table = _TeacherTable(scoring.teacher, plan, self.logit_scale)
         # A tile's logits at all dims, and the teacher's scores where there is one.
         self.num_matrices = self.num_dims + (self.teacher_table is not None)
         widths = [length_of(group.columns) for group in plan.column_groups]
@@ -664,7 +664,7 @@ class _ScorePass:
             row_vectors = []
             for group in self.plan.column_groups:
                 entries = shifted(rows, group.row_entries.start)
-                # Scale the n vectors [n, d] rather than the n * N scores.
+                # Scale the n vectors [n, d] rather than the n * C scores.
                 x = self.embedding_table.x[entries] * self.logit_scale
                 row_vectors.append(RowVectors(entries, x, torch.zeros_like(x)))
             kept_tiles = []
@@ -702,9 +702,7 @@ class _ScorePass:
             by_direction = []
             for factor in self.scoring.direction_weights:
                 logits = scores * self.logit_scale
-                start = PositiveTerms(
-                    logits, weight * factor, self.bias, teacher_scores
-                )
+                start = RowLossStart(logits, weight * factor, self.bias, teacher_scores)
                 by_direction.append(self.scoring.row_loss(start))
             losses.append(by_direction)
         # Margins are in scores. Candidates are compared as logits, so these ceilings are scaled.
@@ -734,8 +732,8 @@ class _ScorePass:
             row = pairs.row[first:stop] - rows.start  # [P], in the block
             left = pairs.row_entries.start + pairs.row[first:stop]
             right = pairs.negative_entry[first:stop]
-            # [K, P]. Exclusion is written into the scores, before they are scaled, so that the gradient below also sees
-            # EXCLUDED, a finite number.
+            # [K, P]. Excluded scores become EXCLUDED before they are scaled. `_differentiate_pairs` multiplies by them, so
+            # they must be finite.
             scores = self.embedding_table.pair_scores(left, right)
             if block.ceilings is not None:
                 is_above = scores * self.logit_scale > block.ceilings[:, row]
@@ -763,18 +761,18 @@ class _ScorePass:
         """Add the gradient of a block's positives and negative pairs."""
         for pairs in (block.positives, *negative_pairs):
             # The derivatives [P] of each dim with respect to the logits.
-            by_dim = []
+            gradients = []
             for k, by_direction in enumerate(block.losses):
-                if pairs.by_dim:
+                if pairs.candidates_by_dim:
                     gradient = by_direction[QUERY_TO_DOCUMENT].d_candidates(
-                        pairs.by_dim[k]
+                        pairs.candidates_by_dim[k]
                     )
                 else:
                     # Both directions share the positive's score, so their derivatives add up.
                     directions = [row_loss.d_positives() for row_loss in by_direction]
                     gradient = torch.stack(directions).sum(0)
-                by_dim.append(gradient)
-            d_logits = torch.stack(by_dim)  # [K, P]
+                gradients.append(gradient)
+            d_logits = torch.stack(gradients)  # [K, P]
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
             # logits = logit_scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
@@ -843,8 +841,8 @@ class _ScorePass:
         if tile.teacher_scores is not None:
             assert self.teacher_table is not None
             self.teacher_table.score(rows, tile.columns, out=tile.teacher_scores)
-        # A dim is masked as soon as it is there. The sums for the next one are in the buffer of the largest dim, which is
-        # masked last.
+        # Each dim is masked as soon as it is computed. The buffer of the largest dim also holds the running product, so it
+        # is masked last.
         for k in self.embedding_table.logits(
             tile.row_vectors, tile.columns, tile.logits
         ):
@@ -862,8 +860,9 @@ class _ScorePass:
         derivative_buffer, table_buffer = tile.scratch
         for k in reversed(range(self.num_dims)):
             logits = tile.logits[k]
-            # The largest dim comes first. Its derivative takes the place of its logits, and `add_gradient` adds those of
-            # the other dims there, for one matrix product. The others keep their logits for the gradient of the norm.
+            # From the largest dim to the smallest. The largest dim's derivative overwrites its logits, and `add_gradient`
+            # adds those of the other dims there, so that one matrix product serves all. The smaller dims still need their
+            # logits for the gradient of the norm.
             is_largest = k == self.num_dims - 1
             out = logits if is_largest else derivative_buffer
             row_loss = block.losses[k][tile.direction]

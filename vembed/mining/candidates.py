@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.config.schema import ChoiceOptions
+from vembed.config.schema import NegativeSelection
 from vembed.data.near_duplicates import KEPT_TEXTS, containment, ngrams
 from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
@@ -181,7 +181,7 @@ class CandidateChunk:
 class CandidateSearch:
     """The search for all queries by all retrievers, chunk by chunk. Methods are collective."""
 
-    options: ChoiceOptions
+    options: NegativeSelection
     known: KnownPositives
     retrievers: Sequence[LexicalRetriever | DenseRetriever]
     session: Session
@@ -353,7 +353,7 @@ class Limits:
     min_score: float | None
 
     @classmethod
-    def of(cls, options: ChoiceOptions) -> Limits:
+    def of(cls, options: NegativeSelection) -> Limits:
         """Those of the options."""
         return cls(
             options.relative_margin,
@@ -445,7 +445,7 @@ def choose_negatives(
 class Chooser:
     """Chooses for chunks of queries, and counts why candidates are left out."""
 
-    options: ChoiceOptions
+    options: NegativeSelection
     seed: int
     limits: Limits
     documents: Documents
@@ -609,7 +609,7 @@ class Calibration:
 
 def calibrate(
     chunks: Iterable[CandidateChunk],
-    options: ChoiceOptions,
+    options: NegativeSelection,
     seed: int,
 ) -> Calibration:
     """The highest threshold at which the estimated rate is at most `max_false_negative_rate`.

@@ -30,7 +30,7 @@ from vembed.config.options import (
     target_of,
 )
 from vembed.config.parsing import read_tree, tree_of_mapping
-from vembed.config.schema import ChoiceOptions, DataSource
+from vembed.config.schema import DataSource, NegativeSelection
 from vembed.config.values import (
     Fraction,
     Immutable,
@@ -194,7 +194,9 @@ class WorkOptions(Immutable):
     """Seed of all that is drawn."""
 
 
-class MineConfig(ChoiceOptions, DataOptions, ModelOptions, WorkOptions, CommandConfig):
+class MineConfig(
+    NegativeSelection, DataOptions, ModelOptions, WorkOptions, CommandConfig
+):
     """One run of `vembed mine`. The text under each field is its documentation."""
 
     not_of_training = ("margin", "sampling")

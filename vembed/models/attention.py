@@ -34,7 +34,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from vembed.config.schema import ModelSection
 from vembed.errors import UserError
-from vembed.models.custom.modeling import PACKED, OwnConfig
+from vembed.models.custom.modeling import PACKED, UserModelConfig
 
 PACKED_ATTENTION = "vembed_packed"
 """Name of `attention` in Transformers' registry. A backbone loaded with it packs its texts."""
@@ -106,7 +106,7 @@ def why_padded(
     """Return the reason for padding texts with this model and device; None: they are packed."""
     if options.padding_free is False:
         return "padding_free: false"
-    if isinstance(model, OwnConfig):
+    if isinstance(model, UserModelConfig):
         if PACKED in model.inputs:
             return None
         return f"the forward of {model.class_name} takes no {PACKED}"

@@ -22,9 +22,9 @@ from vembed.files import check_weights, read_yaml
 from vembed.losses.table import LOSSES
 from vembed.models import attention, precision, vision
 from vembed.models.adapters import add_adapters, fuse_adapters, merge_saved_adapter
-from vembed.models.custom.modeling import OwnConfig
+from vembed.models.custom.modeling import UserModelConfig
 from vembed.models.embedding_model import (
-    LOSS_PARAMETERS,
+    REPLACED_BY_LOSS,
     ComposedModel,
     EmbeddingModel,
     freeze_unused,
@@ -387,7 +387,7 @@ def _load(
         config.get_text_config().is_causal = False
     base_class = model_class(config, trust_remote_code=trust)
     reads_text = base_class.main_input_name != "pixel_values"
-    is_own = isinstance(config, OwnConfig)
+    is_own = isinstance(config, UserModelConfig)
     # Trained weights are float32 masters. With adapters the backbone is frozen: no optimizer step needs masters of it.
     # None: the dtype of the files.
     dtype: torch.dtype | None = torch.float32
@@ -528,7 +528,7 @@ def logit_scale_and_bias(folder: Path) -> tuple[float, float] | None:
     values = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            for name in set(file.keys()).intersection(LOSS_PARAMETERS):
+            for name in set(file.keys()).intersection(REPLACED_BY_LOSS):
                 values[name] = float(file.get_tensor(name))
     if "logit_scale" not in values:
         return None

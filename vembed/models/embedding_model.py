@@ -1,5 +1,5 @@
-"""EmbeddingModel: backbone, pooling and head in one forward, with what the step and the saved files need to know. Its
-towers: their parameters and freezing. A composed model: two models in one.
+"""EmbeddingModel: backbone, pooling and head in one forward, with what the step and the saved files need to know.
+Functions for its towers and their freezing. ComposedModel: a text model and an image model as one backbone.
 
 Tower and projection are separate steps, so that the pooled output of a frozen tower can be cached while its projection is
 trained.
@@ -35,7 +35,7 @@ from vembed.models.attention import (
     real_tokens,
     shared_indices,
 )
-from vembed.models.custom.modeling import OwnConfig, OwnModel
+from vembed.models.custom.modeling import UserModel, UserModelConfig
 from vembed.models.families.backbones import (
     POSITIONS_AFTER_PADDING,
     is_decoder_only,
@@ -79,7 +79,7 @@ TOWERS_OF_MODALITY: dict[Modality, tuple[Tower, ...]] = {
 _INPUT_EMBEDDINGS = re.compile(
     r"(^|\.)(embeddings|embed_tokens|shared|wte|wpe|patch_embed|pos_embed)(\.|$)"
 )
-LOSS_PARAMETERS = ("logit_scale", "logit_bias")
+REPLACED_BY_LOSS = ("logit_scale", "logit_bias")
 """Parameters of CLIP and SigLIP that the loss replaces by its own."""
 
 
@@ -118,8 +118,8 @@ class EmbeddingModel(nn.Module):
         logit_scale_and_bias: tuple[float, float] | None = None,
         language_head: LanguageHead | None = None,
     ) -> None:
-        """`head`: Dense modules, or a reranker's ScoreHead. `logit_scale_and_bias`: those that CLIP or SigLIP was trained
-        with (CLIP's bias is 0)."""
+        """`head`: Dense modules, or a reranker's ScoreHead. `pooling`: the module of a trained pooling, None for others.
+        `logit_scale_and_bias`: those that CLIP or SigLIP was trained with (CLIP's bias is 0)."""
         super().__init__()
         self.description = description
         self.backbone = backbone
@@ -127,7 +127,9 @@ class EmbeddingModel(nn.Module):
         self.head = head
         self.language_head = language_head
         self.initial_logit_scale_and_bias = logit_scale_and_bias
-        self.has_auxiliary = isinstance(backbone, OwnModel) or language_head is not None
+        self.has_auxiliary = (
+            isinstance(backbone, UserModel) or language_head is not None
+        )
         """True if the model may return auxiliary losses."""
         self._autocasts = False
         """True if the forward runs under bfloat16 autocast. See `compute_in_bf16`."""
@@ -141,13 +143,13 @@ class EmbeddingModel(nn.Module):
         self,
         slices: list[ModalitySlice],
         *,
-        until: StopAfter = "embeddings",
+        stop_after: StopAfter = "embeddings",
         with_auxiliary: bool = False,
     ) -> list[Tensor] | tuple[list[Tensor], list[dict[str, Tensor]]]:
         """Return for each slice (modality, inputs) the [n, embedding_dim] embeddings, not normalised, in at least
         float32.
 
-        `until`: "pooled" returns the pooled output [n, width] of the tower. Passed as the inputs {"pooled": ...} of a
+        `stop_after`: "pooled" returns the pooled output [n, width] of the tower. Passed as the inputs {"pooled": ...} of a
         later call, it replaces the inputs of the tower, which does not run again. "images", for the modality multimodal
         alone, returns the output of the image tower, which can replace the pixels. `with_auxiliary`: return also, for
         each slice, the model's auxiliary losses by name, each [2, n] or [2, 1]: sums and counts.
@@ -162,7 +164,7 @@ class EmbeddingModel(nn.Module):
         with autocast:
             for modality, inputs in slices:
                 slice_losses = {}
-                if until == "images":
+                if stop_after == "images":
                     vectors = image_states(self.backbone, inputs)
                 elif POOLED in inputs:
                     vectors = inputs[POOLED]
@@ -180,8 +182,8 @@ class EmbeddingModel(nn.Module):
                         slice_losses[language_head.name] = loss
                 else:
                     vectors = self.tower_output(modality, inputs).pooled
-                if until == "embeddings":
-                    vectors = self.embed(modality, vectors)
+                if stop_after == "embeddings":
+                    vectors = self.project(modality, vectors)
                 wide = at_least_float32(vectors)
                 # A float32 tensor is returned as it is, and may be a view. FSDP takes no view as an output.
                 if wide is vectors:
@@ -244,7 +246,7 @@ class EmbeddingModel(nn.Module):
             pooled = pool(pooling, states, mask, module=trained_pooling)
         return TowerOutput(pooled, states, output.get("auxiliary") or {})
 
-    def embed(self, modality: Modality, pooled: Tensor) -> Tensor:
+    def project(self, modality: Modality, pooled: Tensor) -> Tensor:
         """Map pooled outputs [n, width] of a tower to embeddings [n, embedding_dim], by the family's projection and the head."""
         description = self.description
         vectors = pooled
@@ -266,7 +268,7 @@ class EmbeddingModel(nn.Module):
         return vectors
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode, except for towers of which nothing is trained: what they give stays the same all the time."""
+        """Set training mode. Fully frozen towers stay in eval mode, so that their output does not change."""
         super().train(mode)
         family = self.description.family_traits
         for tower in frozen_towers(self.backbone, family) if mode else ():
@@ -281,10 +283,10 @@ class EmbeddingModel(nn.Module):
         modalities = []
         for modality in family.forwards:
             # A trained pooling stands between the tower and the pooled output.
-            has_pooling = self.pooling is not None and not (
+            has_trained_pooling = self.pooling is not None and not (
                 family.is_composed and modality == "image"
             )
-            if set(TOWERS_OF_MODALITY[modality]) <= frozen and not has_pooling:
+            if set(TOWERS_OF_MODALITY[modality]) <= frozen and not has_trained_pooling:
                 modalities.append(modality)
         return modalities
 
@@ -352,7 +354,7 @@ class EmbeddingModel(nn.Module):
 
     @property
     def mrl_projection(self) -> Dense | None:
-        """The linear layer that this run added for its MRL dims, the last of the head; None where it added none."""
+        """The linear layer that this run added for its Matryoshka dims, the last of the head; None where it added none."""
         if self.head is None or not self.description.adds_projection:
             return None
         return cast(Dense, self.head[-1])
@@ -413,7 +415,7 @@ def run_packed(
         # The row begins with the prefix, and each text continues its positions. Only templates of rerankers have one.
         prefix = inputs[SHARED_PREFIX]
         num_shared = len(prefix)
-        # [all tokens] the text of a token is its place in the padded batch, divided by the longest length.
+        # [all tokens] the text of a token is its position in the padded batch, divided by `longest`.
         slots = index
         if slots is None:
             slots = torch.arange(len(tokens), device=device)
@@ -425,7 +427,7 @@ def run_packed(
         starts = starts + num_shared * torch.arange(num_texts + 1, device=device)
         longest += num_shared
     starts = starts.to(torch.int32)
-    if backbone.config.model_type == OwnConfig.model_type:
+    if backbone.config.model_type == UserModelConfig.model_type:
         return backbone(input_ids=tokens[None], cu_seqlens=starts)
     arguments = {
         "input_ids": tokens[None],
@@ -622,9 +624,9 @@ class LayerPooler(nn.Module):
             raise UserError(
                 f"layers: this model has layers 0 (its embeddings) to {known[-1]}, and {list(numbers)} are asked for"
             ) from error
-        # The model's own pooling layer is for its last layer only.
+        # A pooling of the model itself, and a trained one, are for the last layer only.
         default = description.pooling
-        if default == MODEL_POOLING:
+        if default == MODEL_POOLING or POOLINGS[default].is_trained:
             default = "mean"
         self.pooling = pooling or default
         config: Any = tower.config
@@ -709,7 +711,7 @@ def freeze_unused(backbone: nn.Module) -> None:
     """Freeze parameters that no embedding depends on. They would never get a gradient, and FSDP would wait for it."""
     unused = []
     for name, parameter in backbone.named_parameters():
-        if name in LOSS_PARAMETERS or is_never_used(name):
+        if name in REPLACED_BY_LOSS or is_never_used(name):
             parameter.requires_grad = False
             unused.append(name)
     if unused:
@@ -724,8 +726,8 @@ def names_frozen_by(
     """Return the names of the backbone parameters that the option `freeze` selects."""
     every = [name for name, _ in backbone.named_parameters()]
     layer_ids = set(map(id, layers_of(backbone)))
-    # Each tower's layers in the order of the forward pass, by the prefix of their parameters. The layers of a tower are
-    # counted through: the stages of a hierarchical one are not stacks of their own.
+    # Each tower's layers in the order of the forward pass, by the prefix of their parameters. Layers are numbered through
+    # the whole tower, also where a hierarchical model groups them in stages.
     layers: dict[str, list[str]] = {tower: [] for tower in family.towers}
     for module_name, module in backbone.named_modules():
         for tower, tower_prefix in family.towers.items():

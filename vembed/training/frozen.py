@@ -123,15 +123,15 @@ class InputBuilder:
         self.frozen_modalities = tuple(sorted(frozen))
         self.stores = stores or {}
         self._dummies: dict[Modality, Tensor] = {}
-        self.max_image_tokens = 0
+        self.max_tokens_to_keep_images = 0
         """Tokens of a rank's batch up to which hidden states of images are kept between the phases of a step."""
         if image_bytes is not None:
             num_tokens = int(IMAGES_SHARE * session.placement.memory) // image_bytes
             # The minimum over the ranks: all must make the same choice, or their FSDP gathers would differ.
-            self.max_image_tokens = -collectives.max_ints([-num_tokens])[0]
+            self.max_tokens_to_keep_images = -collectives.max_ints([-num_tokens])[0]
             log.info(
                 f"frozen image tower: its outputs are kept between the phases of a step for up to "
-                f"{self.max_image_tokens:,d} tokens per rank ({image_bytes:,d} bytes each, {IMAGES_SHARE:.0%} of the "
+                f"{self.max_tokens_to_keep_images:,d} tokens per rank ({image_bytes:,d} bytes each, {IMAGES_SHARE:.0%} of the "
                 "memory)"
             )
 
@@ -232,7 +232,7 @@ class InputBuilder:
     ) -> Iterator[Tensor]:
         for inputs in self.feeder.feed(micro_batches, features):
             with torch.no_grad():
-                (output,) = self.model(inputs, until="pooled")
+                (output,) = self.model(inputs, stop_after="pooled")
             yield output
 
 
@@ -256,15 +256,15 @@ class BatchInputs:
         """Texts of micro-batches that will be fed again, on the device."""
 
     def encode_frozen(
-        self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool
+        self, splits: Mapping[Modality, list[list[int]]], *, keeps_image_states: bool
     ) -> None:
-        """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_images`: keep
+        """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_image_states`: keep
         the hidden states of a frozen vision tower for the second feeding."""
         if self.builder.frozen_modalities:
             self._tables = self.builder.encode_missing(
                 self.features, self._cached, splits
             )
-        self._keeps_images = keeps_images
+        self._keeps_images = keeps_image_states
 
     def feed(
         self,
@@ -314,7 +314,7 @@ class BatchInputs:
             if chats:
                 # Without a graph: for the trained language model behind it they are constants.
                 with torch.no_grad():
-                    (states,) = self.builder.model(chats, until="images")
+                    (states,) = self.builder.model(chats, stop_after="images")
             self._images.append(states)
         for _, tensors in chats:
             tensors[IMAGE_STATES] = self._images[micro_index]

@@ -36,8 +36,8 @@ class StopRequested(Exception):  # noqa: N818 - not an error, as Stopped
 class Interrupts:
     """Signal handling while the with-block runs.
 
-    Before the first call of `agree_on_stop`, a signal ends the run at once: there is nothing to save, and the launcher stops
-    the other ranks. From then on it sets a flag that the ranks share in `agree_on_stop` and, during an evaluation, in `check`,
+    Before the first call of `share_requests`, a signal ends the run at once: there is nothing to save, and the launcher stops
+    the other ranks. From then on it sets a flag that the ranks share in `share_requests` and, during an evaluation, in `check`,
     so that the run can finish the step and save. Once `ignores_signals` is set, the flag has no effect: only final/ is
     left to write. A second signal ends the process at once, or, while it waits for other ranks, as soon as they come (the
     launcher ends all ranks at once). SIGUSR1 never does: it is a warning.
@@ -48,25 +48,25 @@ class Interrupts:
         self.max_seconds = None if max_minutes is None else max_minutes * 60.0
         self.reason_to_stop = 0
         """Signal that stops the run, or _TIME_IS_UP, once all ranks know of it; 0: none."""
-        self.end_agreed = False
+        self.ends_early = False
         """True once all ranks know that a rank asked for the end of the run. The run then ends well: with final/."""
-        self.end_requested = False
-        """Set on a rank that asks for the end of the run. After the next `agree_on_stop` or `share_end_request`,
-        `end_agreed` is true on every rank."""
+        self.early_end_requested = False
+        """Set on a rank that asks for the end of the run. After the next `share_requests` or `share_early_end`,
+        `ends_early` is true on every rank."""
         self._number = 0
         self._first_at = 0.0
         self._began = time.monotonic()
         self._last_step_at = self._began
         self._longest_step = 0.0
         self._is_armed = False
-        """True from the first `agree_on_stop` on."""
+        """True from the first `share_requests` on."""
         self.ignores_signals = False
         """Set when training is over: signals have no effect any more. A second one still ends the process at once."""
         self._num_checks = 0
         self._save_seconds = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
-    def agree_on_stop(self, save_seconds: float = 0.0) -> bool:
+    def share_requests(self, save_seconds: float = 0.0) -> bool:
         """Return whether any rank was signalled, or the time is up by the clock of rank 0. All ranks call it after
         every step.
 
@@ -83,9 +83,9 @@ class Interrupts:
         self._save_seconds = save_seconds
         return self._ask_ranks(self._longest_step)
 
-    def share_end_request(self) -> None:
-        """Set `end_agreed` on every rank if one of them has asked, between two steps. Collective."""
-        self.end_agreed = bool(collectives.max_ints([int(self.end_requested)])[0])
+    def share_early_end(self) -> None:
+        """Set `ends_early` on every rank if one of them has asked, between two steps. Collective."""
+        self.ends_early = bool(collectives.max_ints([int(self.early_end_requested)])[0])
 
     def check(self) -> None:
         """Raise StopRequested if the run is to stop. All ranks call it between two micro-batches of an evaluation.
@@ -101,7 +101,7 @@ class Interrupts:
             raise StopRequested
 
     def stopped(self, step: int, checkpoint: Path, *, resumes: bool) -> Stopped:
-        """Return the exception to raise after `agree_on_stop` returned True. `resumes`: the same run started again goes
+        """Return the exception to raise after `share_requests` returned True. `resumes`: the same run started again goes
         on from its newest checkpoint."""
         way_on = "run it again to go on" if resumes else "go on with --resume"
         reason = "max_train_minutes: the time is up;"
@@ -130,9 +130,9 @@ class Interrupts:
                 number = _TIME_IS_UP
         # One collective for both questions, as it is called after every step.
         self.reason_to_stop, ends = collectives.max_ints(
-            [number, int(self.end_requested)]
+            [number, int(self.early_end_requested)]
         )
-        self.end_agreed = bool(ends)
+        self.ends_early = bool(ends)
         return bool(self.reason_to_stop)
 
     # ---- signals -----------------------------------------------------------------------------------------------

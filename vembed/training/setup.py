@@ -178,7 +178,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     optimizer_options = config.optimizer
     # `describe` reads the model, so it is called only if epochs are left to `auto`. Otherwise the checkpoint is checked
     # first, and a model of another kind is refused by name.
-    is_open = not optimizer_options.sets_duration()
+    is_open = not optimizer_options.sets_length()
     has_scale = (
         is_open and describe(config.model).family_traits.has_logit_scale_and_bias
     )

@@ -16,9 +16,13 @@ Words:
 input         What the model encodes: a text, an image, both, or for rerankers a pair, whose vector is its score (D = 1).
               This rank holds n of the U inputs. Equal inputs of a rank are one input. Equal inputs of two ranks are two.
 row           A query and one of its positives, as two indices of inputs. L is a sum over the rows.
+example       The record of the data that a row comes from. One with several positives has several rows.
+hard negative A document that an example names as not relevant to its query.
+content       A hash of an input's text or image. Inputs of equal content are not negatives of each other.
 vector        E has one for each input. For a model that gives an input several, E is [T, D]: their number is known from
               the input's tokens, before the forward pass, and `starts` says where they begin.
-micro-batch   The inputs of one forward pass, in slices of one modality each. Every rank runs equally many.
+slice         Inputs of one modality that pass the model together.
+micro-batch   The inputs of one forward pass: one slice, or one of each modality. Every rank runs equally many.
 dummy         A slice without inputs. The model still runs on a placeholder, so that this rank takes part in the
               collectives of a sharded model. Its output is dropped and its gradient is zero.
 replay        A second forward pass of a micro-batch whose graph was not kept (Gradient Cache).
@@ -85,8 +89,8 @@ from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import BatchInputs, InputBuilder
 
 GROUPED_GRADIENT_BYTES = 2**30
-"""Gradients up to this size are added in one kernel for many tensors. In a backward pass they take twice their memory,
-while the pass frees that of its graph. Larger tensors take a GPU longer than a launch takes the host."""
+"""Up to this size all gradients of a backward pass are added together, in few kernels. That holds the new gradients
+beside the old ones. With more bytes the additions take longer than their launches, so nothing would be saved."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,9 @@ class BatchCounts:
     negatives: list[int]
     """Hard negatives."""
     has_label_scores: list[int]
-    """1 if the rank's data have scores of its positives."""
+    """1 if the rank's data have label scores of its positives."""
     has_negative_label_scores: list[int]
-    """1 if the rank's data have scores of its hard negatives, or if it has no hard negatives."""
+    """1 if the rank's data have label scores of its hard negatives, or if it has no hard negatives."""
     padded_tokens: list[int]
     """Tokens of its micro-batches, with padding."""
     longest: list[int]
@@ -122,13 +126,13 @@ class BatchState:
     """Number of the global batch in the run."""
     is_last: bool
     """True if this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
-    inputs: BatchInputs
+    input_source: BatchInputs
 
     # Set by `split`; the same on every rank, except for the inputs in the micro-batches.
     counts: BatchCounts = field(init=False)
     micro_batches: list[MicroBatch] = field(init=False)
     """Equally many on every rank, of the same modalities."""
-    frozen_splits: dict[Modality, list[list[int]]] = field(init=False)
+    frozen_slices: dict[Modality, list[list[int]]] = field(init=False)
     """Micro-batches for the frozen towers: of inputs whose outputs are not in the cache."""
     num_kept_graphs: int = field(init=False)
     """So many of the first micro-batches keep their graphs until their backward pass. The others are replayed."""
@@ -224,8 +228,8 @@ def seed_of(
     return (mixed ^ (mixed >> 32)) >> 1
 
 
-def order_micro_batches(
-    splits: dict[Modality, list[list[int]]], frozen: Collection[str] = ()
+def join_slices(
+    slices: dict[Modality, list[list[int]]], frozen: Collection[str] = ()
 ) -> list[MicroBatch]:
     """Order micro-batches into forward passes.
 
@@ -233,11 +237,11 @@ def order_micro_batches(
     gradients reaches every tower. Within a forward pass, frozen modalities come last.
     """
     # False sorts before True, and the sort is stable: the order is the same on every rank.
-    modalities = sorted(splits, key=lambda modality: modality in frozen)
+    modalities = sorted(slices, key=lambda modality: modality in frozen)
     micro_batches = []
     last = []
     for modality in modalities:
-        *earlier, last_inputs = splits[modality]
+        *earlier, last_inputs = slices[modality]
         for inputs in earlier:
             micro_batches.append([(modality, inputs)])
         last.append((modality, last_inputs))
@@ -275,8 +279,8 @@ class TrainingStep:
         self.gradient_sync = collectives.GradientSync(averaged, loss.parameters())
         self.bf16_weights = bf16_weights_of(model)
         self._grouped_parameters: list[nn.Parameter] = []
-        """Parameters whose gradients a backward pass adds together. None under FSDP, which adds them itself, and on
-        CPUs, where an addition costs its arithmetic alone."""
+        """Parameters whose gradients a backward pass adds together. Empty under FSDP, which adds them itself, and on CPUs,
+        where launches cost nothing."""
         if session.device.type == "cuda" and session.fsdp is None:
             trained = [
                 parameter for parameter in model.parameters() if parameter.requires_grad
@@ -305,16 +309,16 @@ class TrainingStep:
         # Weights stay the same until the optimizer step. So their bfloat16 copies are made once for the whole batch.
         with self.bf16_weights.held():
             with self.timer("data"):
-                inputs = BatchInputs(self.input_builder, rank_batch.features)
-                batch = BatchState(rank_batch, batch_number, is_last, inputs)
+                input_source = BatchInputs(self.input_builder, rank_batch.features)
+                batch = BatchState(rank_batch, batch_number, is_last, input_source)
             if self.auxiliary_options is not None:
                 batch.auxiliary = AuxiliaryBatch(
                     self.auxiliary_options, rank_batch, self.session.device
                 )
             with self.timer("wait"):
                 self.split(batch)
-            # Under FSDP the other ranks are inside a layer's all-gather, where nothing can tell them to repeat the step.
-            # A model that is not sharded has no collective in its passes, apart from shared batch norms.
+            # Under FSDP the step cannot be repeated: the other ranks wait inside a layer's all-gather. A model that is not
+            # sharded has no collective in its passes, apart from shared batch norms.
             session = self.session
             shares_norms = session.syncs_batch_norms and session.world_size > 1
             can_repeat = session.strategy != "fsdp" and not shares_norms
@@ -366,7 +370,7 @@ class TrainingStep:
         limit = budget.micro_batch_tokens
         model_split = rank_batch.split(limit)
         lengths = model_split.lengths
-        frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
+        frozen_split = LockstepSplit(lengths, batch.input_source.missing, limit)
         num_negatives = len(rank_batch.negative)
         has_negative_labels = rank_batch.negative_label_scores is not None
         rank_counts = {
@@ -393,14 +397,16 @@ class TrainingStep:
         counts = dict(zip(rank_counts, by_number[:num_counts], strict=True))
         batch.counts = BatchCounts(**counts)
         self._raise_if_any(batch.counts.failed)
-        # The maximum over the ranks for each modality. A rank with fewer micro-batches splits its inputs finer, or runs
+        # The maximum over the ranks for each modality. A rank with fewer micro-batches slices its inputs finer, or runs
         # dummies.
         num_micro_batches = [max(values) for values in by_number[num_counts:]]
         num_modalities = len(model_split.counts)
-        splits = model_split.agreed(num_micro_batches[:num_modalities])
-        batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_modalities:])
+        slices = model_split.split_into(num_micro_batches[:num_modalities])
+        batch.frozen_slices = frozen_split.split_into(
+            num_micro_batches[num_modalities:]
+        )
         frozen = self.input_builder.frozen_modalities
-        batch.micro_batches = order_micro_batches(splits, frozen)
+        batch.micro_batches = join_slices(slices, frozen)
         # From numbers that are equal on all ranks: a rank with fewer replays would leave the others waiting.
         batch.num_kept_graphs = budget.num_kept_graphs(
             max(batch.counts.padded_tokens),
@@ -415,14 +421,16 @@ class TrainingStep:
         with torch.no_grad():
             # Replays reuse hidden states of images. Where all graphs are kept there is no replay.
             max_tokens = max(batch.counts.padded_tokens)
-            images_fit = max_tokens <= self.input_builder.max_image_tokens
+            images_fit = max_tokens <= self.input_builder.max_tokens_to_keep_images
             has_replays = batch.num_kept_graphs < len(batch.micro_batches)
-            keeps_images = images_fit and has_replays
-            batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
+            keeps_image_states = images_fit and has_replays
+            batch.input_source.encode_frozen(
+                batch.frozen_slices, keeps_image_states=keeps_image_states
+            )
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
             self._keep_gathered(True)
-            inputs_in_turn = batch.inputs.feed(
+            inputs_in_turn = batch.input_source.feed(
                 batch.micro_batches, first_replayed=batch.num_kept_graphs
             )
             for micro_index, model_inputs in enumerate(inputs_in_turn):
@@ -503,7 +511,7 @@ class TrainingStep:
         embeddings = loss_batch.embeddings
         budget = self.budget
         # A smaller budget keeps fewer graphs, and leaves their memory to the loss.
-        can_repeat = (
+        can_repeat_loss = (
             batch.num_kept_graphs > 0
             and budget.use_gradient_cache is None
             and budget.micro_batch_tokens > SMALLEST_BUDGET
@@ -511,7 +519,7 @@ class TrainingStep:
         loss_share: Tensor | None = None
         with (
             self.timer("loss"),
-            self._deferring_shortage(can_repeat=can_repeat, in_loss=True),
+            self._deferring_shortage(can_repeat=can_repeat_loss, in_loss=True),
             torch.enable_grad(),
             # Not TF32: the rounding of a score is divided by the temperature too.
             matmul_precision("highest"),
@@ -547,7 +555,7 @@ class TrainingStep:
         Micro-batches whose graphs were not kept are replayed. Collective.
         """
         num_kept = batch.num_kept_graphs
-        replayed_inputs = batch.inputs.feed(batch.micro_batches, first=num_kept)
+        replayed_inputs = batch.input_source.feed(batch.micro_batches, first=num_kept)
         for micro_index, micro_batch in enumerate(batch.micro_batches):
             is_last = batch.is_last_backward(micro_index)
             self._set_gradient_sync(is_last)
@@ -559,8 +567,8 @@ class TrainingStep:
                 outputs, losses = self._forward(
                     batch, next(replayed_inputs), micro_index
                 )
-            # Units reshard again from the last backward pass on. It is set after the forward pass of a replay, which would
-            # otherwise free the parameters, so that the backward pass gathers them again.
+            # Only the last backward pass may free the gathered parameters. This is set after the replay's forward pass,
+            # which would free them too early.
             self._keep_gathered(not is_last)
             # The roots of this backward pass, each with the gradient that it starts from.
             roots = []
@@ -587,8 +595,8 @@ class TrainingStep:
                 self.gradient_sync.start_early()
             grouping: AbstractContextManager[None] = nullcontext()
             # The last backward pass sums its gradients over the ranks while it runs.
-            is_shared = is_last and self.session.world_size > 1
-            if self._grouped_parameters and not is_shared:
+            syncs_gradients = is_last and self.session.world_size > 1
+            if self._grouped_parameters and not syncs_gradients:
                 # Converts and adds the gradients of all parameters together, in few kernels.
                 grouping = self.bf16_weights.grouped_gradients(self._grouped_parameters)
             if roots:
@@ -623,7 +631,7 @@ class TrainingStep:
         if counts.vectors != counts.inputs:
             num_vectors = np.array(rank_batch.num_vectors, dtype=np.int64)
             parts["num_vectors"] = FieldPart(num_vectors, counts.inputs)
-        # Scores are used only if every rank has them: all ranks pass the same fields.
+        # Label scores are used only if every rank has them: all ranks pass the same fields.
         if all(counts.has_label_scores) and rank_batch.label_scores is not None:
             parts["label_scores"] = FieldPart(rank_batch.label_scores, counts.rows)
         if any(counts.negatives) and all(counts.has_negative_label_scores):
@@ -749,7 +757,7 @@ ACTIVITIES = ("data", "forward", "loss", "backward", "optimizer", "wait")
 class StepTimer:
     """Seconds per activity: wall clock on CPU, and on CUDA events that are read when the metrics are requested.
 
-    A wait of the host counts as long as the device has no work. Beside kernels that still run it costs nothing.
+    Time in which the host waits counts only while the device is idle.
     """
 
     def __init__(self, device: torch.device) -> None:

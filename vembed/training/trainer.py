@@ -130,7 +130,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         return facts_of(resolved) if ranks.world_size > 1 else {}
 
     with (
-        # They are left from last to first: the newest checkpoint is on disk before the group of processes ends, and
+        # The contexts close in reverse order: the newest checkpoint is on disk before the group of processes ends, and
         # another run may write here only after all of them.
         lock,
         RunLog(config.logging, output, rank) as run_log,
@@ -205,8 +205,8 @@ class LoopState:
     best_scores: dict[str, float] = field(default_factory=dict)
     """All scores at `best_step`."""
     guarded_step: int | None = None
-    """Step whose checkpoint `final/` gets if a guard ends the run: the last at which every guard held, or with
-    load_best_model_at_end the best so far."""
+    """If a guard ends the run, `final/` gets the checkpoint of this step: the last at which every guard held. With
+    load_best_model_at_end it is the best of these."""
     guarded_scores: dict[str, float] = field(default_factory=dict)
     """All scores at `guarded_step`."""
     guard_drop: str | None = None
@@ -250,9 +250,9 @@ class Trainer:
     ) -> None:
         """Read the data, build the model and restore the checkpoint to resume from, if there is one. Collective.
 
-        The config is completed in three steps. `user_config` is what the user has set, `run_config` also has what the run
-        to resume from had decided, and `config_with_rates` has learning rates and temperature in place of `auto`. With the
-        intervals it is `self.config`, and does not change any more.
+        The config is completed in three steps. `user_config` is what the user has set, `config_after_resume` also has what the run
+        to resume from had decided, and `config_without_auto` has learning rates and temperature in place of `auto`.
+        `self.config` also has the decided intervals. It is final.
         """
         self._began = time.perf_counter()
         self._earlier_seconds = 0.0
@@ -266,40 +266,42 @@ class Trainer:
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
         resume_point = checkpointer.find(user_config.model)
         self.resume_point = resume_point
-        run_config = user_config
+        config_after_resume = user_config
         if resume_point is not None:
             # Decisions of the run that is resumed stay.
             kept_options = kept_decisions(
                 user_config, resume_point.state, session.world_size
             )
-            run_config = user_config.changed(**kept_options)
+            config_after_resume = user_config.changed(**kept_options)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
-        data = open_data(run_config, session)
+        data = open_data(config_after_resume, session)
         self.data = data
-        options = run_config.to_dict()
-        identity = identity_of(options, run_config.data.sources(), data)
+        options = config_after_resume.to_dict()
+        identity = identity_of(options, config_after_resume.data.sources(), data)
         if session.world_size > 1:
             require_same_data(identity, data)
         checkpointer.check(resume_point, options, identity)
         checkpointer.require_steps_left(resume_point, data.total_steps)
 
         # The model, and everything that was left to `auto`.
-        self.components, config_with_rates = build_components(run_config, data, session)
+        self.components, config_without_auto = build_components(
+            config_after_resume, data, session
+        )
         self.intervals = decide_intervals(
-            config_with_rates.evaluation,
-            config_with_rates.run,
-            config_with_rates.logging.logging_steps,
+            config_without_auto.evaluation,
+            config_without_auto.run,
+            config_without_auto.logging.logging_steps,
             data,
             self.components.model,
-            is_length_given=user_config.optimizer.sets_duration(),
+            is_length_given=user_config.optimizer.sets_length(),
         )
         intervals = asdict(self.intervals)
-        if config_with_rates.optimizer.max_steps is None:
+        if config_without_auto.optimizer.max_steps is None:
             intervals["epochs"] = data.epochs
         # Fully resolved: a training with this config repeats the run.
-        self.config = config_with_rates.changed(**intervals)
-        checkpointer.settings = self.config.to_dict()
+        self.config = config_without_auto.changed(**intervals)
+        checkpointer.options = self.config.to_dict()
         self.schedule = Schedule(
             self.config.optimizer, data.total_steps, data.examples_per_step
         )
@@ -336,6 +338,7 @@ class Trainer:
             components.featuriser,
             session,
         )
+        # Empty until `start`, which knows the first batch.
         self.batches = self.stream.from_batch(0, 0)
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
@@ -414,7 +417,7 @@ class Trainer:
         training_step = self.training_step
         num_batches = self.data.batches_per_step
         step_batches: list[RankBatch] = []
-        while state.step < self.data.total_steps and not interrupts.end_agreed:
+        while state.step < self.data.total_steps and not interrupts.ends_early:
             if self.session.heartbeats is not None:
                 self.session.heartbeats.step = state.step + 1
             # Where memory ran out, the step is repeated with the batches that it has already.
@@ -440,12 +443,12 @@ class Trainer:
                     state.skipped_in_a_row += 1
             state.seconds = self.seconds()
             if self.hooks.on_step(report):
-                interrupts.end_requested = True
-            # The ranks decide together, once per step, so that all stop after the same one. After `on_step`, whose wish
-            # to end the run is shared in the same collective. A checkpoint must still fit into the time limit.
-            must_stop = interrupts.agree_on_stop(self.checkpointer.save_seconds)
+                interrupts.early_end_requested = True
+            # All ranks decide here, so that they stop after the same step. It comes after `on_step`, because the same
+            # collective shares a hook's wish to end the run. The time limit leaves room for a checkpoint.
+            must_stop = interrupts.share_requests(self.checkpointer.save_seconds)
             is_logged = _is_due(state.step, self.intervals.logging_steps)
-            if must_stop or is_logged or state.step == 1 or self._is_last():
+            if must_stop or is_logged or state.step == 1 or self._is_last_step():
                 self.log(report)
             if _is_due(state.step, self.intervals.eval_steps):
                 self.evaluate()
@@ -547,20 +550,21 @@ class Trainer:
         when = f"after step {state.step:,d}" if state.step else "before training"
         seconds = self.seconds() - start
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
-        # The best step must be recoverable: it has a checkpoint, or it is the last one. In a run without checkpoints the
-        # best step is reported and not loaded.
-        has_checkpoint = self.intervals.save_steps is None or self.checkpoint_is_due()
+        # A step can be the best only if its weights can be loaded later: it gets a checkpoint, or it is the last. A run
+        # without checkpoints only reports its best step.
+        can_be_best = self.checkpoint_is_due() or self._is_last_step()
+        can_be_best |= self.intervals.save_steps is None
         is_better = state.step > 0
         if state.best is not None:
             is_better = scores[metric] > state.best
-        if is_better and (has_checkpoint or self._is_last()):
+        if is_better and can_be_best:
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
         evaluation = Evaluation(state.step, epoch, scores, metric, query_results)
         if self.hooks.on_evaluation(evaluation):
-            self.interrupts.end_requested = True
-        self.interrupts.share_end_request()
-        if is_better and self._is_last():
+            self.interrupts.early_end_requested = True
+        self.interrupts.share_early_end()
+        if is_better and self._is_last_step():
             # A hook may have made this step the last one just now.
             state.set_best(metric)
 
@@ -646,8 +650,8 @@ class Trainer:
         is_scored = state.step > 0 and state.scored_step == state.step
         has_checkpoint = self.checkpointer.path_of(state.step).is_dir()
         if data is not None and is_scored and has_checkpoint and state.best is None:
-            # No best step is known: the options have changed, or this step had no checkpoint yet when it was scored.
-            # It has one now, so it may be the best. A best step that is known stays, as in a run that was not stopped.
+            # The checkpoint knows no best step: the options have changed, or the step was scored before it was saved. Now
+            # it is saved, so it counts as the best. A best step that is known stays.
             metric = self.config.evaluation.eval_metric
             state.set_best(deciding_metric(metric, data))
         if not self.config.evaluation.guards:
@@ -683,14 +687,15 @@ class Trainer:
     def checkpoint_is_due(self) -> bool:
         """Return whether this step gets a checkpoint.
 
-        No checkpoint after a skipped step: broken weights must not replace the good ones of earlier checkpoints.
+        None after a step that was skipped because of non-finite values: weights that may be broken must not replace the
+        good ones of earlier checkpoints. A run that is stopped saves in any case.
         """
         is_due = _is_due(self.state.step, self.intervals.save_steps)
         return is_due and not self.state.skipped_in_a_row
 
-    def _is_last(self) -> bool:
+    def _is_last_step(self) -> bool:
         is_end = self.state.step == self.data.total_steps
-        return is_end or self.interrupts.end_agreed
+        return is_end or self.interrupts.ends_early
 
 
 def _is_due(step: int, interval: int | None) -> bool:

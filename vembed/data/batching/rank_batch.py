@@ -228,7 +228,7 @@ class LockstepSplit:
         self.counts = list(map(len, self.splits.values()))
         """Number of this rank's micro-batches of each modality, in the order of `places_of`."""
 
-    def agreed(self, counts: Sequence[int]) -> dict[Modality, list[list[int]]]:
+    def split_into(self, counts: Sequence[int]) -> dict[Modality, list[list[int]]]:
         """Return micro-batches of positions in `lengths`, exactly `counts` of each modality: the maxima over the ranks.
         Modalities that no rank has inputs of are left out."""
         agreed = {}

@@ -1,4 +1,4 @@
-"""OwnModel: a plain torch module as a model of Transformers. A copy of this file is saved with every such model.
+"""UserModel: a plain torch module as a model of Transformers. A copy of this file is saved with every such model.
 
 It imports nothing of vembed, so that a saved model loads in Sentence Transformers and Transformers with
 `trust_remote_code=True` where vembed is not installed.
@@ -29,7 +29,7 @@ OUTPUT_NAMES = ("last_hidden_state", "hidden_states", "embedding", "embeddings")
 """Names of the hidden states, or of the vectors, in a dictionary or dataclass that a module returns."""
 
 
-class OwnConfig(PretrainedConfig):  # type: ignore[misc]
+class UserModelConfig(PretrainedConfig):  # type: ignore[misc]
     """Settings of an own model: the class, its arguments, and what is known of its inputs and outputs."""
 
     model_type = "vembed_own"
@@ -65,10 +65,10 @@ class OwnOutput(ModelOutput):  # type: ignore[misc]
     """Name -> a scalar, or a pair (sums, counts)."""
 
 
-class OwnModel(PreTrainedModel):  # type: ignore[misc]
+class UserModel(PreTrainedModel):  # type: ignore[misc]
     """A module of the user's class behind the interface of Transformers."""
 
-    config_class = OwnConfig
+    config_class = UserModelConfig
     base_model_prefix = ""
     backbone_class: ClassVar[type[nn.Module] | None] = None
 
@@ -80,7 +80,7 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
         self.all_tied_weights_keys: dict[str, str] = {}
 
     @classmethod
-    def of(cls, backbone_class: type[nn.Module]) -> type[OwnModel]:
+    def of(cls, backbone_class: type[nn.Module]) -> type[UserModel]:
         """Return the model class for one class of the user."""
         accepted = accepted_inputs(backbone_class)
         values = {
@@ -149,7 +149,7 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
             folder = snapshot_download(
                 str(folder), revision=options.get("revision"), allow_patterns=patterns
             )
-        config = config or OwnConfig.from_pretrained(folder)
+        config = config or UserModelConfig.from_pretrained(folder)
         model = cls(config)
         info = load_weights(model, Path(folder))
         dtype = options.get("dtype", options.get("torch_dtype"))

@@ -34,8 +34,8 @@ from vembed.files import cache_folder, write_json
 from vembed.models.custom import modeling
 from vembed.models.custom.modeling import (
     WEIGHTS_FILE,
-    OwnConfig,
-    OwnModel,
+    UserModel,
+    UserModelConfig,
     accepted_inputs,
     construct,
     read_output,
@@ -45,7 +45,7 @@ from vembed.models.families.model_files import is_own, model_folder
 if TYPE_CHECKING:
     from vembed.config.schema import ModelSection
 
-TRUSTED: dict[str, type[OwnModel]] = {}
+TRUSTED: dict[str, type[UserModel]] = {}
 """Folder -> model class of the user's file that a config of this process names for it. A folder that is not here brings
 its own code, which runs with trust_remote_code alone."""
 CODE = "modeling_vembed_own.py"
@@ -159,7 +159,7 @@ def own_folder(options: ModelSection) -> Path:
     accepted = accepted_inputs(code)
     arguments = options.model_arguments
     if source is not None and is_own(source):
-        saved = OwnConfig.from_pretrained(source).model_config
+        saved = UserModelConfig.from_pretrained(source).model_config
         if arguments is not None and dict(arguments) != saved:
             raise UserError(
                 f"model_config: {arguments} is not that of {source} ({saved}); leave it out, or start without that folder"
@@ -212,7 +212,7 @@ def _trust(folder: Path, code: type[nn.Module]) -> None:
     """Let this process build the model of a folder with the class that its config names."""
     known = TRUSTED.get(str(folder))
     if known is None or known.backbone_class is not code:
-        TRUSTED[str(folder)] = OwnModel.of(code)
+        TRUSTED[str(folder)] = UserModel.of(code)
 
 
 def store_weights(module: nn.Module) -> str:
@@ -250,7 +250,7 @@ def _write_code(folder: Path, code: type[nn.Module]) -> None:
     for path in files:
         shutil.copy(path, folder / path.name)
     text = Path(str(modeling.__file__)).read_text(encoding="utf-8")
-    text += f"\n\nfrom .{files[0].stem} import {code.__name__}  # noqa: E402\n\nOwnModel = OwnModel.of({code.__name__})\n"
+    text += f"\n\nfrom .{files[0].stem} import {code.__name__}  # noqa: E402\n\nOwnModel = UserModel.of({code.__name__})\n"
     (folder / CODE).write_text(text, encoding="utf-8")
 
 
@@ -288,11 +288,11 @@ def settings_of(code: type[nn.Module], arguments: Mapping[str, Any]) -> dict[str
         hidden = _output_of(module, torch.device("cpu"))
     stem = Path(CODE).stem
     values = {
-        "model_type": OwnConfig.model_type,
-        "architectures": ["OwnModel"],
+        "model_type": UserModelConfig.model_type,
+        "architectures": ["UserModel"],
         "auto_map": {
-            "AutoConfig": f"{stem}.OwnConfig",
-            "AutoModel": f"{stem}.OwnModel",
+            "AutoConfig": f"{stem}.UserModelConfig",
+            "AutoModel": f"{stem}.UserModel",
         },
         "class_name": code.__name__,
         "model_config": dict(arguments),

@@ -32,7 +32,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError, did_you_mean
-from vembed.models.custom.modeling import OwnConfig
+from vembed.models.custom.modeling import UserModelConfig
 from vembed.models.custom.own_code import TRUSTED
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
@@ -105,8 +105,8 @@ def read_config(
         f"{folder} needs Python code of its own, and trust_remote_code is false; set trust_remote_code: true if you trust "
         "this code (of a class of yours, give model_class instead)"
     )
-    if values.get("model_type") == OwnConfig.model_type:
-        custom = OwnConfig.from_pretrained(folder)
+    if values.get("model_type") == UserModelConfig.model_type:
+        custom = UserModelConfig.from_pretrained(folder)
         custom.name_or_path = str(folder)
         if str(folder) not in TRUSTED and not trust_remote_code:
             raise UserError(needs_trust)
@@ -175,7 +175,7 @@ def model_class(
     """Return the model class without a task head."""
     kind = str(config.model_type)
     chosen: type[PreTrainedModel] | None = None
-    if isinstance(config, OwnConfig):
+    if isinstance(config, UserModelConfig):
         chosen = TRUSTED.get(str(config.name_or_path))
     elif kind in ENCODER_ONLY:
         chosen = getattr(transformers, ENCODER_ONLY[kind])
@@ -215,7 +215,7 @@ def is_decoder_only(config: PretrainedConfig) -> bool:
     """Return True if the model is a decoder-only language model. One that Transformers does not know says so itself, or
     by the class that its files were saved from."""
     kind = config.model_type
-    if isinstance(config, OwnConfig):
+    if isinstance(config, UserModelConfig):
         return config.reads_causally
     if kind in CONFIG_MAPPING_NAMES:
         return (
@@ -257,7 +257,7 @@ def shape_of(
     key = (folder, chosen, family.name, config.to_json_string(), reads_weights)
     if key in _shapes:
         return _shapes[key]
-    is_own = isinstance(config, OwnConfig)
+    is_own = isinstance(config, UserModelConfig)
     try:
         # The constructor of an own model may compute with its buffers.
         with init_empty_weights() if is_own else torch.device("meta"):

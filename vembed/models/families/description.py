@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from vembed.config.schema import MatryoshkaSection, ModelSection
 from vembed.errors import UserError
-from vembed.models.custom.modeling import OwnConfig
+from vembed.models.custom.modeling import UserModelConfig
 from vembed.models.custom.own_code import own_folder
 from vembed.models.families.backbones import (
     POSITIONS_AFTER_PADDING,
@@ -462,7 +462,9 @@ def _family(reading: _Reading) -> Family:
     reason = f"model_type {kind} in config.json"
     if options.model_class is not None:
         reason = f"the forward of {options.model_class}"
-    inputs = reading.config.inputs if isinstance(reading.config, OwnConfig) else ()
+    inputs = (
+        reading.config.inputs if isinstance(reading.config, UserModelConfig) else ()
+    )
     if reading.saved:
         detected = FAMILIES[reading.saved["family"]]
         reason = _FROM_SAVED
@@ -509,7 +511,7 @@ def _pooling(
     """Return the name of the pooling: the option's where it goes with the model, otherwise the model's own."""
     name = reading.options.model_name
     gives_vectors = (
-        isinstance(reading.config, OwnConfig) and reading.config.gives_vectors
+        isinstance(reading.config, UserModelConfig) and reading.config.gives_vectors
     )
     files = reading.files
     facts = {

@@ -596,7 +596,7 @@ def read_model(
 
 
 OWN_MODEL_TYPE = "vembed_own"
-"""`model_type` of a module of the user's (OwnConfig)."""
+"""`model_type` of a module of the user's (UserModelConfig)."""
 
 
 def is_own(folder: Path) -> bool:

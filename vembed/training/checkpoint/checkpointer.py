@@ -118,7 +118,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self.run = run
         self.session = session
         self.output = Path(run.output_dir)
-        self.settings: Mapping[str, Any] = {}
+        self.options: Mapping[str, Any] = {}
         """Options of the run, with the values that it has decided."""
         self.identity: dict[str, Any] = {}
         """What must match besides options: {"data": fingerprint, "global_batch_size": n}."""
@@ -204,7 +204,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         `settings`: the options, with the values that the checkpoint's run has decided. `identity`: what must match
         besides them.
         """
-        self.settings = settings
+        self.options = settings
         self.identity = dict(identity)
         if point is None:
             return
@@ -391,7 +391,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             final,
             {
                 "loop": dict(state),
-                "config": dict(self.settings),
+                "config": dict(self.options),
                 "identity": self.identity,
                 "strategy": self.session.strategy,
                 "precision": self.session.mixed_precision,
@@ -456,7 +456,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         state = point.state
         fields = option_fields()
         differences = []
-        for name, option in self.settings.items():
+        for name, option in self.options.items():
             value = option
             default = fields[name].get_default(call_default_factory=True)
             before = state["config"].get(name, default)
