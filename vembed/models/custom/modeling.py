@@ -56,7 +56,7 @@ class UserModelConfig(PretrainedConfig):  # type: ignore[misc]
 
 
 @dataclass
-class OwnOutput(ModelOutput):  # type: ignore[misc]
+class UserModelOutput(ModelOutput):  # type: ignore[misc]
     """Hidden states of an own model, and its auxiliary losses in training mode."""
 
     last_hidden_state: Tensor | None = None
@@ -102,7 +102,7 @@ class UserModel(PreTrainedModel):  # type: ignore[misc]
         pixel_values: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         **_: Any,
-    ) -> OwnOutput:
+    ) -> UserModelOutput:
         """Return what the module gives for texts or images. `cu_seqlens` int32 [n + 1]: input_ids [1, tokens] holds n
         texts one behind the other, each from one of these positions to the next."""
         if attention_mask is None and input_ids is not None:
@@ -126,7 +126,7 @@ class UserModel(PreTrainedModel):  # type: ignore[misc]
             hidden = hidden.unsqueeze(1).expand(-1, tokens, -1)
         elif hidden.ndim == 4:  # convolutional: [n, channels, height, width]
             hidden = hidden.flatten(2).transpose(1, 2)
-        return OwnOutput(last_hidden_state=hidden, auxiliary=auxiliary or None)
+        return UserModelOutput(last_hidden_state=hidden, auxiliary=auxiliary or None)
 
     def _init_weights(self, module: nn.Module) -> None:
         """Leave the weights as the module's own constructor has drawn them."""

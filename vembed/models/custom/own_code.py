@@ -250,7 +250,7 @@ def _write_code(folder: Path, code: type[nn.Module]) -> None:
     for path in files:
         shutil.copy(path, folder / path.name)
     text = Path(str(modeling.__file__)).read_text(encoding="utf-8")
-    text += f"\n\nfrom .{files[0].stem} import {code.__name__}  # noqa: E402\n\nOwnModel = UserModel.of({code.__name__})\n"
+    text += f"\n\nfrom .{files[0].stem} import {code.__name__}  # noqa: E402\n\nUserModel = UserModel.of({code.__name__})\n"
     (folder / CODE).write_text(text, encoding="utf-8")
 
 
