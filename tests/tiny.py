@@ -436,9 +436,10 @@ def save_image_processor(directory, kind="ViTImageProcessor", size=None, **optio
 VISION = SIZES | {"image_size": IMAGE_SIZE, "patch_size": 8}
 
 
-def tiny_vit(directory, *, layers=2, hidden=32, dropout=0.0):
+def tiny_vit(directory, *, layers=2, hidden=32, dropout=0.0, initializer_range=0.2):
     """A ViT: 16 patches and a class token."""
     config = VISION | {
+        "initializer_range": initializer_range,
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "hidden_dropout_prob": dropout,
@@ -509,6 +510,17 @@ def tiny_vitmae(directory):
     return _save(directory, None, transformers.ViTMAEModel, **config)
 
 
+def save_clip_processor(directory):
+    """The image processor of CLIP, which crops what it has resized."""
+    save_image_processor(
+        directory,
+        "CLIPImageProcessor",
+        size={"shortest_edge": IMAGE_SIZE},
+        do_center_crop=True,
+        crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
+    )
+
+
 def tiny_clip(directory, *, layers=2, dropout=0.0):
     """A CLIP whose towers have different widths."""
     tokenizer = clip_tokenizer()
@@ -517,13 +529,7 @@ def tiny_clip(directory, *, layers=2, dropout=0.0):
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         text[name] = getattr(tokenizer, name)
     text |= {"vocab_size": len(tokenizer), "max_position_embeddings": 77}
-    save_image_processor(
-        directory,
-        "CLIPImageProcessor",
-        size={"shortest_edge": IMAGE_SIZE},
-        do_center_crop=True,
-        crop_size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
-    )
+    save_clip_processor(directory)
     return _save(
         directory,
         tokenizer,
@@ -599,8 +605,27 @@ QWEN_VL_ROPE = {
 
 
 def _save_qwen_vl(
-    directory, model_class, padding_side, *, rope=None, text=None, **vision
+    directory,
+    name,
+    padding_side,
+    *,
+    patch_size=14,
+    image_processor="Qwen2VLImageProcessor",
+    rope=None,
+    text=None,
+    **vision,
 ):
+    """Save a model, and the settings of its processor, whose classes begin with `name`."""
+    cell = (2 * patch_size) ** 2
+    settings = PIXELS | {
+        "image_processor_type": image_processor,
+        "processor_class": f"{name}Processor",
+        "patch_size": patch_size,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": cell, "longest_edge": 16 * cell},
+    }
+    write_json(directory / "preprocessor_config.json", settings)
     tokenizer = qwen_vl_tokenizer(padding_side)
     text_config = QWEN_VL_TEXT | (text or {})
     text_config["vocab_size"] = len(tokenizer)
@@ -608,9 +633,9 @@ def _save_qwen_vl(
     return _save(
         directory,
         tokenizer,
-        model_class,
+        getattr(transformers, f"{name}ForConditionalGeneration"),
         text_config=text_config,
-        vision_config=QWEN_VL_TOWER | vision,
+        vision_config=QWEN_VL_TOWER | vision | {"patch_size": patch_size},
         vision_start_token_id=3,
         vision_end_token_id=4,
         image_token_id=5,
@@ -620,20 +645,15 @@ def _save_qwen_vl(
 
 def tiny_qwen3_vl(directory, *, padding_side="right"):
     """A Qwen3-VL as Qwen3-VL-Embedding is published: language-model head, chat template, patches of 16 pixels."""
-    _save_qwen_vl_processor(
-        directory,
-        patch_size=16,
-        kind="Qwen2VLImageProcessorFast",
-        processor="Qwen3VLProcessor",
-    )
     return _save_qwen_vl(
         directory,
-        transformers.Qwen3VLForConditionalGeneration,
+        "Qwen3VL",
         padding_side,
+        patch_size=16,
+        image_processor="Qwen2VLImageProcessorFast",
         rope={"mrope_interleaved": True},
         text={"head_dim": 8},
         intermediate_size=64,
-        patch_size=16,
         out_hidden_size=32,
         num_position_embeddings=16,
         deepstack_visual_indexes=[0],
@@ -642,50 +662,17 @@ def tiny_qwen3_vl(directory, *, padding_side="right"):
 
 def tiny_qwen2_vl(directory, *, padding_side="left"):
     """A Qwen2-VL (GME is of this kind)."""
-    _save_qwen_vl_processor(
-        directory,
-        patch_size=14,
-        kind="Qwen2VLImageProcessor",
-        processor="Qwen2VLProcessor",
-    )
-    return _save_qwen_vl(
-        directory,
-        transformers.Qwen2VLForConditionalGeneration,
-        padding_side,
-        embed_dim=32,
-        mlp_ratio=2,
-        patch_size=14,
-    )
+    return _save_qwen_vl(directory, "Qwen2VL", padding_side, embed_dim=32, mlp_ratio=2)
 
 
 def tiny_qwen2_5_vl(directory, *, padding_side="left"):
     """A Qwen2.5-VL: windowed attention in its vision tower."""
-    _save_qwen_vl_processor(
-        directory,
-        patch_size=14,
-        kind="Qwen2VLImageProcessor",
-        processor="Qwen2_5_VLProcessor",
-    )
     return _save_qwen_vl(
         directory,
-        transformers.Qwen2_5_VLForConditionalGeneration,
+        "Qwen2_5_VL",
         padding_side,
         intermediate_size=64,
-        patch_size=14,
         out_hidden_size=32,
         window_size=56,
         fullatt_block_indexes=[1],
     )
-
-
-def _save_qwen_vl_processor(directory, *, patch_size, kind, processor):
-    cell = (2 * patch_size) ** 2
-    settings = PIXELS | {
-        "image_processor_type": kind,
-        "processor_class": processor,
-        "patch_size": patch_size,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "size": {"shortest_edge": cell, "longest_edge": 16 * cell},
-    }
-    write_json(directory / "preprocessor_config.json", settings)

@@ -8,11 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests import tiny
-from tests.built import described
 from tests.data.files import open_path, pair, refused, write_parquet
-from vembed.config.schema import TrainConfig
+from tests.features.test_text_features import featuriser
 from vembed.data import features
-from vembed.data.features import TextProcessing
 from vembed.data.formats.base import MAX_RECORD_BYTES
 from vembed.data.formats.parquet import ParquetFile
 
@@ -43,10 +41,8 @@ def test_the_limit_per_record_holds_for_parquet(tmp_path):
 
 def encoded(make, texts):
     """The tokens of texts for a model, of which it reads 24."""
-    model_name = str(tiny.shared(make))
-    config = TrainConfig(model_name=model_name, data_path=[], max_length=24)
     count = len(texts)
-    processing = TextProcessing(described(config))
+    processing = featuriser(make, max_length=24).texts
     rows = processing.encode([""] * count, texts, [None] * count)
     return [row.tolist() for row in rows]
 

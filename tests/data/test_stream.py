@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests import tiny
-from tests.data.files import write_jsonl
+from tests.data.files import text_records, write_jsonl
 from tests.harness import ROOT
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.schedule import BatchSchedule
@@ -30,16 +30,6 @@ NUM_BATCHES = 2 * NUM_ROWS // BATCH_SIZE
 MICRO_BATCH_TOKENS = 64
 READY_SECONDS = 120
 """Longest time in which a process imports what it needs, on a busy machine."""
-
-
-def write_pairs(path, num_rows=NUM_ROWS):
-    texts = tiny.texts(2 * num_rows, seed=5, longest=12)
-    records = []
-    for row in range(num_rows):
-        record = {"query": texts[2 * row], "positive": texts[2 * row + 1]}
-        record["negatives"] = [f"negative {row}"] * (row % 3)
-        records.append(record)
-    write_jsonl(path, records)
 
 
 def open_stream(path, make=tiny.tiny_bert, **options):
@@ -61,9 +51,10 @@ def open_stream(path, make=tiny.tiny_bert, **options):
 
 @pytest.fixture
 def path(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    write_pairs(path)
-    return path
+    records = text_records(NUM_ROWS)
+    for row, record in enumerate(records):
+        record["negatives"] = [f"negative {row}"] * (row % 3)
+    return write_jsonl(tmp_path / "pairs.jsonl", records)
 
 
 @contextmanager

@@ -38,22 +38,17 @@ def words_and_pictures(folder, words, copies, name, seed):
             picture = picture_of(word, folder, f"{name}-{word}-{number}", draw)
             rows.append({"query": word, "positive": picture})
     draw.shuffle(rows)
-    return _write(folder / f"{name}.jsonl", rows)
+    return write_jsonl(folder / f"{name}.jsonl", rows)
 
 
-def picture_pairs(folder, words, copies, name, seed):
-    """Rows (picture, another picture of the same word)."""
+def pictures_by_word(folder, words, copies, seed):
+    """A folder of different pictures for each word."""
     draw = random.Random(seed)
-    rows = []
-    for number in range(copies):
-        for word in words:
-            row = {}
-            for side in ("query", "positive"):
-                picture_name = f"{name}-{word}-{number}-{side}"
-                row[side] = picture_of(word, folder, picture_name, draw)
-            rows.append(row)
-    draw.shuffle(rows)
-    return _write(folder / f"{name}.jsonl", rows)
+    for word in words:
+        (folder / word).mkdir(parents=True)
+        for number in range(copies):
+            render(word, folder / word / f"{number}.png", draw)
+    return folder
 
 
 def mixed_rows(folder, count, seed=0):
@@ -68,12 +63,7 @@ def mixed_rows(folder, count, seed=0):
         positives = [{"text": f"{first} {second}"}, left, both]
         positive = positives[number % 3]
         rows.append({"query": f"{first} and {second}", "positive": positive})
-    return _write(folder / "mixed.jsonl", rows)
-
-
-def _write(path, rows):
-    write_jsonl(path, rows)
-    return path
+    return write_jsonl(folder / "mixed.jsonl", rows)
 
 
 def halves(copies=1):

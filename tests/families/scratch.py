@@ -3,17 +3,8 @@
 import torch
 
 from tests.families.pictures import SIZE
-from tests.tiny import save_image_processor
+from tests.tiny import save_clip_processor
 from tests.tiny_tokenizers import clip_tokenizer
-
-VISION = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-    "image_size": SIZE,
-    "patch_size": 8,
-}
 
 
 def small_clip(directory):
@@ -32,27 +23,17 @@ def small_clip(directory):
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    crop = {"height": SIZE, "width": SIZE}
-    save_image_processor(
-        directory,
-        "CLIPImageProcessor",
-        size={"shortest_edge": SIZE},
-        do_center_crop=True,
-        crop_size=crop,
-    )
+    vision = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "image_size": SIZE,
+        "patch_size": 8,
+    }
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=32)
+    save_clip_processor(directory)
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
-    CLIPModel(
-        CLIPConfig(text_config=text, vision_config=VISION, projection_dim=32)
-    ).save_pretrained(directory)
-    return directory
-
-
-def small_vit(directory):
-    """One tower."""
-    from transformers import ViTConfig, ViTModel
-
-    save_image_processor(directory, size={"height": SIZE, "width": SIZE})
-    torch.manual_seed(0)
-    ViTModel(ViTConfig(**VISION), add_pooling_layer=False).save_pretrained(directory)
+    CLIPModel(config).save_pretrained(directory)
     return directory

@@ -1,5 +1,7 @@
 """The featuriser on images and on conversations with images: lengths from headers, late decoding, own ids."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -8,11 +10,10 @@ from PIL import Image
 from tests import tiny
 from tests.data.pictures import encode, encoded
 from tests.features.test_text_features import documents, featuriser
-from tests.files.saving import load_in_sentence_transformers, save, without_torchvision
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.data.images import decoders, pixels
-from vembed.data.images.files import load_image
 from vembed.errors import UserError
 
 CELL = 32 * 32
@@ -62,6 +63,34 @@ def test_an_image_counts_its_patches_and_is_decoded_late(make, patches, decoded)
     first, second = mine.collate(features)["pixel_values"]
     assert decoded == images
     assert not torch.equal(first, second)
+
+
+def test_both_phases_of_a_step_decode_each_image_once(decoded):
+    """As with Gradient Cache."""
+    mine = Featuriser(featuriser(tiny.tiny_vit).description, decoders=3)
+    features = mine.features([of_images(image(seed=seed)) for seed in range(12)])
+    decoded.clear()
+    micro_batches = [[("image", [0, 1, 2, 3])], [("image", list(range(4, 12)))]]
+    feeder = Feeder(mine, torch.device("cpu"))
+    first = list(feeder.feed(micro_batches, features))
+    second = list(feeder.feed(micro_batches, features))
+    assert len(decoded) == 12
+    for entry, other in zip(first, second, strict=True):
+        assert torch.equal(entry[0][1]["pixel_values"], other[0][1]["pixel_values"])
+
+
+def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch):
+    mine = Featuriser(featuriser(tiny.tiny_vit).description, decoders=4)
+    features = mine.features([of_images(image(seed=seed)) for seed in range(4)])
+    together = threading.Barrier(4, timeout=200)
+    load = decoders.load_image
+
+    def waiting(ref):
+        together.wait()  # breaks unless four threads are here at once, although all are of one micro-batch
+        return load(ref)
+
+    monkeypatch.setattr(decoders, "load_image", waiting)
+    assert len(mine.collate(features)["pixel_values"]) == 4
 
 
 def test_pixels_are_kept_for_the_second_pass_and_bounded(decoded):
@@ -141,37 +170,6 @@ def test_siglip_texts_are_padded_to_one_length_and_counted_so():
 # ---- conversations ---------------------------------------------------------------------------------------------
 
 
-def test_conversations_are_those_of_sentence_transformers(tmp_path, monkeypatch):
-    without_torchvision(monkeypatch)
-    folder = save(tiny.tiny_qwen3_vl, tmp_path / "final", max_length=50)
-    theirs = load_in_sentence_transformers(folder)
-    mine = featuriser(folder)
-    long = "word " * 60
-    wide, square, small = images = [image(100, 40), image(64, 64), image(20, 20)]
-    features = mine.features(
-        [
-            of_images(wide),
-            of_images(square, small, text="both"),
-            of_images(small, text=long),
-        ]
-    )
-    wide, square, small = map(load_image, images)
-    expected = theirs.preprocess(
-        [
-            {"image": wide},
-            {"image": [square, small], "text": "both"},
-            {"image": small, "text": long},
-        ]
-    )
-    lengths = [feature.length for feature in features]
-    assert lengths == expected["attention_mask"].sum(dim=1).tolist()
-    assert {feature.modality for feature in features} == {"multimodal"}
-    batch = mine.collate(features)
-    names = "input_ids attention_mask mm_token_type_ids image_grid_thw pixel_values"
-    for name in names.split():
-        assert torch.equal(batch[name], expected[name]), name
-
-
 def test_image_tokens_are_counted_from_the_header(decoded):
     exif = Image.Exif()
     exif[0x0112] = 8
@@ -180,8 +178,10 @@ def test_image_tokens_are_counted_from_the_header(decoded):
     mine = featuriser(tiny.tiny_qwen3_vl)
     features = mine.features([of_images(picture) for picture in images])
     assert decoded == []
-    first, *others = [feature.length for feature in features]
+    lengths = [feature.length for feature in features]
+    first, *others = lengths
     assert others == [first + 2, first + 1, first + 1]
+    assert lengths == mine.collate(features)["attention_mask"].sum(dim=1).tolist()
 
 
 def test_limits_of_the_image_area_change_the_number_of_tokens():

@@ -22,13 +22,13 @@ TEXTS = [
     "Two\nlines  and   spaces",
     "z" * 400,
 ]
-MODELS = {
-    "bert": tiny.tiny_bert,
-    "roberta": tiny.tiny_roberta,
-    "qwen3": tiny.tiny_qwen3,
-    "llama": tiny.tiny_llama,
-    "gemma": tiny.tiny_gemma,
-}
+MODELS = [
+    tiny.tiny_bert,
+    tiny.tiny_roberta,
+    tiny.tiny_qwen3,
+    tiny.tiny_llama,
+    tiny.tiny_gemma,
+]
 
 
 def featuriser(source, **options):
@@ -53,14 +53,12 @@ def with_padding_on(side, source, directory):
 
 
 @pytest.mark.parametrize("max_length", [5, 16, 64])
-@pytest.mark.parametrize("name", MODELS)
-def test_token_ids_are_those_of_sentence_transformers(name, max_length, tmp_path):
+@pytest.mark.parametrize("make", MODELS)
+def test_token_ids_are_those_of_sentence_transformers(make, max_length, tmp_path):
     prompt = "find this: "
     options = {"max_length": max_length, "query_prompt": prompt}
-    theirs = load_in_sentence_transformers(
-        save(MODELS[name], tmp_path / "final", **options)
-    )
-    mine = featuriser(MODELS[name], **options)
+    theirs = load_in_sentence_transformers(save(make, tmp_path / "final", **options))
+    mine = featuriser(make, **options)
     for kind, prefix in (("query", prompt), ("document", None)):
         features = mine.features(of_kind(kind, *TEXTS))
         batch = mine.collate(features)
@@ -125,10 +123,10 @@ def test_a_tokenizer_written_in_python_gives_its_own_ids(tmp_path):
     assert batch["input_ids"].tolist() == expected["input_ids"]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_an_inputs_own_prompt_and_length_give_the_ids_of_a_run_with_these(name):
-    mine = featuriser(MODELS[name], max_length=64, query_prompt="find this: ")
-    run = featuriser(MODELS[name], max_length=9, query_prompt="other: ")
+@pytest.mark.parametrize("make", MODELS)
+def test_an_inputs_own_prompt_and_length_give_the_ids_of_a_run_with_these(make):
+    mine = featuriser(make, max_length=64, query_prompt="find this: ")
+    run = featuriser(make, max_length=9, query_prompt="other: ")
     for text in TEXTS:
         item = Item(text, prompt="other: ", max_length=9)
         changed, plain = mine.features([(item, "query"), (Item(text), "query")])

@@ -18,6 +18,7 @@ from tests.files.saving import (
     save,
     without_torchvision,
 )
+from tests.models.families import IMAGE_ENCODERS, TWO_TOWERS, VISION_LANGUAGE
 from vembed.data.examples import ImageRef, Item
 from vembed.models.building import load_embedder
 from vembed.saving.files import save_model
@@ -29,15 +30,6 @@ TEXTS = [
     "photo.jpg",
     "a/b.png",
 ]
-TWO_TOWERS = (tiny.tiny_clip, tiny.tiny_siglip, tiny.tiny_siglip2)
-IMAGE_ENCODERS = (
-    tiny.tiny_vit,
-    tiny.tiny_dinov2,
-    tiny.tiny_dinov3,
-    tiny.tiny_convnext,
-    tiny.tiny_vitmae,
-)
-VISION_LANGUAGE = (tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl)
 
 
 @pytest.fixture(scope="module")

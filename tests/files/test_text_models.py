@@ -17,7 +17,6 @@ from tests.files.saving import (
     config_of,
     load_in_sentence_transformers,
     ours,
-    read_json,
     save,
 )
 from vembed.errors import UserError
@@ -38,11 +37,13 @@ FAMILIES = {
     "mpnet": (tiny.tiny_mpnet, {}),
     "modernbert": (tiny.tiny_modernbert, {}),
     "distilbert": (tiny.tiny_distilbert, {}),
+    "t5": (tiny.tiny_t5, {}),
     "qwen3": (tiny.tiny_qwen3_st, {}),
     "qwen2": (tiny.tiny_qwen2, {"bidirectional_attention": True}),
     "llama": (tiny.tiny_llama, {"pooling": "weighted_mean"}),
     "mistral": (tiny.tiny_mistral, {}),
     "gemma": (tiny.tiny_gemma, {}),
+    "gpt2": (tiny.tiny_gpt2, {}),
 }
 
 
@@ -67,10 +68,6 @@ def test_sentence_transformers_gives_the_same_embeddings(name, max_length, tmp_p
 def test_decoders_padded_on_either_side(side, pooling, tmp_path):
     source = with_padding_on(side, tiny.shared(tiny.tiny_qwen3), tmp_path / "source")
     assert_alike(save(source, tmp_path / "final", pooling=pooling), TEXTS)
-
-
-def change_json(path, **values):
-    tiny.write_json(path, read_json(path) | values)
 
 
 def modules_of(model):
@@ -107,7 +104,8 @@ def test_a_projection_comes_after_the_models_own_dense_module(tmp_path):
 
 def test_truncate_dim_of_the_files_holds_in_both(tmp_path):
     source = tiny.tiny_bert_st(tmp_path / "source")
-    change_json(source / "config_sentence_transformers.json", truncate_dim=10)
+    path = source / "config_sentence_transformers.json"
+    tiny.change_json(path, truncate_dim=10)
     folder = save(source, tmp_path / "final")
     assert_alike(folder, TEXTS)
     assert ours(folder, TEXTS[:1], "query").shape == (1, 10)
@@ -131,7 +129,8 @@ def test_a_folder_that_sentence_transformers_saved_is_read(make, tmp_path):
 def test_a_default_prompt_is_kept(name, tmp_path):
     prompts = {"query": "look for: ", "passage": "text: ", "clustering": "group: "}
     base = tiny.tiny_bert_st(tmp_path / "base", prompts=prompts)
-    change_json(base / "config_sentence_transformers.json", default_prompt_name=name)
+    path = base / "config_sentence_transformers.json"
+    tiny.change_json(path, default_prompt_name=name)
     once = save(base, tmp_path / "once")
     twice = save(once, tmp_path / "twice")
     expected = load_in_sentence_transformers(base).encode(TEXTS)

@@ -117,7 +117,8 @@ def _term(batch, config, term, parameters, mrl_dims):
     content = batch.content.tolist()
     contents = [{content[u]} for u in batch.negative.tolist()]
     if getattr(term.loss, "mix_negatives", 0):
-        batch, contents = with_plain_mixtures(batch, term, config.run.seed, cosine)
+        batch, parts = with_plain_mixtures(batch, term, config.run.seed, cosine)
+        contents += parts
     embeddings = batch.embeddings.double()
     dims = [(embeddings.shape[1], 1.0)]
     if term.loss.name != "anchor":
@@ -366,14 +367,10 @@ def circle(plain, i):
 
 @mean_over_terms
 def triplet(plain):
-    batch = plain.batch
-    x = plain.x
     margin = 0.2 if plain.loss.margin is None else plain.loss.margin
-    for i in range(batch.num_rows):
-        negatives = batch.negative[own_negatives(plain, i)]
-        query = x[batch.query[i]]
-        differences = x[negatives] @ query - x[batch.positive[i]] @ query
-        yield i, torch.clamp(differences + margin, min=0.0)
+    for i in range(plain.batch.num_rows):
+        scores, _ = listed(plain, [i])
+        yield i, torch.clamp(scores[1:] - scores[0] + margin, min=0.0)
 
 
 # ---- Losses on scored pairs --------------------------------------------------------------
@@ -543,19 +540,24 @@ def mse(plain):
 # ---- Losses on vectors -------------------------------------------------------------------
 
 
+def of_rank(batch, queries, positives, negatives):
+    """What belongs to this rank's inputs, of what belongs to all of them."""
+    mine = (
+        queries[batch.rank_rows],
+        positives[batch.rank_rows],
+        negatives[batch.rank_negatives],
+    )
+    return torch.cat(mine)
+
+
 def relational(plain):
     batch = plain.batch
     x = plain.x
     vectors = by_embedding(batch, str(plain.term.teacher))
-    everything = torch.cat((batch.query, batch.positive, batch.negative))
+    inputs = (batch.query, batch.positive, batch.negative)
+    everything = torch.cat(inputs)
     number = torch.arange(len(everything))
-    columns = torch.cat(
-        (
-            number[: batch.num_rows][batch.rank_rows],
-            number[batch.num_rows : 2 * batch.num_rows][batch.rank_rows],
-            number[2 * batch.num_rows :][batch.rank_negatives],
-        )
-    )
+    columns = of_rank(batch, *number.split(list(map(len, inputs))))
     rows = everything[columns]
     errors = x[rows] @ x[everything].T - vectors[rows] @ vectors[everything].T
     is_other = columns[:, None] != number
@@ -589,12 +591,8 @@ def _distances(plain, projection):
     z = plain.z
     total = plain.zero
     vectors = by_embedding(batch, str(plain.term.teacher))
-    inputs = (
-        batch.query[batch.rank_rows],
-        batch.positive[batch.rank_rows],
-        batch.negative[batch.rank_negatives],
-    )
-    for u in torch.cat(inputs).tolist():
+    inputs = of_rank(batch, batch.query, batch.positive, batch.negative)
+    for u in inputs.tolist():
         projected = projection[:, : z.shape[1]].double() @ z[u]
         if bool(vectors[u].any()):
             total = total + 1 - projected @ vectors[u] / projected.norm()
@@ -621,15 +619,12 @@ def by_embedding(batch, name):
 
 
 def with_plain_mixtures(batch, term, seed, cosine):
-    """The batch with mixed negatives, and the contents of each hard negative's parts."""
-    content = batch.content.tolist()
-    contents = [{content[u]} for u in batch.negative.tolist()]
+    """The batch with mixed negatives, and the contents of each mixture's parts."""
     drawn = draw_mixtures(batch, seed, dict(term.loss)["mix_negatives"])
     left = batch.negative[drawn.left]
     right = batch.negative[drawn.right]
     share = drawn.share[:, None]
-    for u, v in zip(left.tolist(), right.tolist(), strict=True):
-        contents.append({content[u], content[v]})
+    contents = torch.stack((batch.content[left], batch.content[right]), 1).tolist()
 
     def with_mixtures(vectors, parts):
         mixtures = share * parts[left] + (1 - share) * parts[right]
@@ -655,4 +650,4 @@ def with_plain_mixtures(batch, term, seed, cosine):
         negative_example=torch.cat((batch.negative_example, drawn.example)),
         teachers=teachers,
     )
-    return extended, contents
+    return extended, list(map(set, contents))

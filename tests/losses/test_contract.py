@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import vembed.losses
-from tests.data.files import open_examples
+from tests.data.files import pair, refused_rows
 from tests.losses import reference
 from tests.losses.batches import (
     SIZES,
@@ -29,7 +29,6 @@ from tests.parts import unlisted_classes
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms, source_terms
-from vembed.errors import UserError
 from vembed.losses.build import build_loss
 from vembed.losses.declaration import LossDeclaration
 from vembed.losses.table import LOSSES, check_losses
@@ -276,12 +275,8 @@ def test_an_option_that_losses_share_has_one_default():
 
 @pytest.mark.parametrize("name", [*EACH, *SOME])
 def test_data_without_the_negatives_that_it_needs_are_refused(name, tmp_path):
-    data = tmp_path / "pairs.jsonl"
-    data.write_text('{"query": "a", "positive": "b"}\n' * 3)
     teacher = {"teacher": "t"} if name in SOME else {}
-    config = TrainConfig(model_name="m", data_path=str(data), loss=name, **teacher)
-    with pytest.raises(UserError, match=f"loss: {name}"):
-        open_examples(config, str(data))
+    assert f"loss: {name}" in refused_rows(tmp_path, [pair()], loss=name, **teacher)
 
 
 def test_options_of_losses_are_options_of_the_config():

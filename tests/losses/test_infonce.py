@@ -24,38 +24,22 @@ from vembed.losses.build import build_loss
         }
     ),
     mrl_dims=st.none() | st.lists(st.integers(1, 6), min_size=1, max_size=3),
-    num_examples=st.integers(1, 7),
-    max_positives=st.integers(1, 3),
-    max_negatives=st.integers(0, 3),
-    num_contents=st.sampled_from([1, 2, 5, None]),
+    sizes=st.fixed_dictionaries(
+        {
+            "num_examples": st.integers(1, 7),
+            "max_positives": st.integers(1, 3),
+            "max_negatives": st.integers(0, 3),
+            "num_contents": st.sampled_from([1, 2, 5, None]),
+            "seed": st.integers(0, 1000),
+        }
+    ),
     tiling=st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    seed=st.integers(0, 1000),
 )
-def test_any_combination_equals_the_reference(
-    options,
-    mrl_dims,
-    num_examples,
-    max_positives,
-    max_negatives,
-    num_contents,
-    tiling,
-    seed,
-):
+def test_any_combination_equals_the_reference(options, mrl_dims, sizes, tiling):
     if mrl_dims:
         weights = [1.0 + 0.5 * number for number in range(len(mrl_dims))]
-        options = {
-            **options,
-            "mrl_dims": mrl_dims,
-            "mrl_weights": weights,
-        }
-    batch = make_batch(
-        num_examples,
-        dim=6,
-        seed=seed,
-        max_positives=max_positives,
-        max_negatives=max_negatives,
-        num_contents=num_contents,
-    )
+        options |= {"mrl_dims": mrl_dims, "mrl_weights": weights}
+    batch = make_batch(dim=6, **sizes)
     config = config_of(**options)
     with tiled(*tiling):
         check(batch, config, build_loss(config))

@@ -63,7 +63,7 @@ def formula(query, key, value, visible, factors):
     return (scores.softmax(-1) * factors) @ value
 
 
-@pytest.mark.parametrize("num_pieces", [1, 3, 8])
+@pytest.mark.parametrize("num_pieces", [1, 4, 8])
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "float", "shared"])
 @pytest.mark.parametrize("kind", ["float64", "bfloat16", "autocast"])
 def test_padded_attention_with_dropout_is_that_of_the_formula(
@@ -107,16 +107,14 @@ def test_padded_attention_with_dropout_is_that_of_the_formula(
     output.backward(weights)
 
     torch.manual_seed(3)
-    query, key, value = exact
-    scores = query @ key.transpose(2, 3) * size**-0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    is_kept = []
-    for piece in scores.split(at_once):
-        draws, scale = keep_draws(piece.flatten(0, 1).shape, p, output.dtype)
-        is_kept.append(draws.view(piece.shape) != 0)
-    dropped = scores.softmax(-1) * torch.cat(is_kept) * scale
-    expected = (dropped @ value).transpose(1, 2)
+    factors = []
+    for _ in range(num_pieces):
+        shape = torch.Size([at_once * heads, length, length])
+        draws, scale = keep_draws(shape, p, output.dtype)
+        is_kept = (draws != 0).view(at_once, heads, length, length)
+        factors.append(is_kept.double() * scale)
+    visible = torch.tensor(True) if mask is None else mask
+    expected = formula(*exact, visible, torch.cat(factors)).transpose(1, 2)
     expected.backward(weights.double())
     # In bfloat16 a score is rounded, and its error is a relative one of the probability.
     bound = 1e-12 if kind == "float64" else 4 * STEP
@@ -282,36 +280,31 @@ def test_auto_takes_flash_attention_where_it_can(
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "named"),
+    ("make", "options", "capability", "half", "head_size", "named"),
     [
-        (tiny.tiny_bert, {}, None),
-        (tiny.tiny_bert, {"padding_free": False}, "padding_free"),
-        (tiny.tiny_bert, {"attn_implementation": "eager"}, "attn_implementation"),
-        (tiny.tiny_modernbert, {}, "modernbert"),
+        (tiny.tiny_bert, {}, None, False, 16, None),
+        (tiny.tiny_bert, {"padding_free": False}, None, False, 16, "padding_free"),
+        (
+            tiny.tiny_bert,
+            {"attn_implementation": "eager"},
+            *(None, False, 16, "attn_implementation"),
+        ),
+        (tiny.tiny_modernbert, {}, None, False, 16, "modernbert"),
+        (tiny.tiny_bert, {}, (9, 0), True, 64, None),
+        (tiny.tiny_bert, {}, (7, 5), True, 64, "older"),
+        (tiny.tiny_bert, {}, (9, 0), False, 64, "float32"),
+        (tiny.tiny_bert, {}, (9, 0), True, 12, "head size of 12"),
+        (tiny.tiny_bert, {}, (9, 0), True, 512, "head size of 512"),
     ],
 )
-def test_when_texts_are_padded(make, options, named):
-    config = config_for(make, **options)
-    model = read_config(tiny.shared(make), trust_remote_code=False)
-    cpu = torch.device("cpu")
-    reason = attention.why_padded(config.model, model, cpu, half=False)
-    assert reason is None if named is None else named in reason
-
-
-@pytest.mark.parametrize(
-    ("capability", "half", "head_size", "named"),
-    [
-        ((9, 0), True, 64, None),
-        ((7, 5), True, 64, "older"),
-        ((9, 0), False, 64, "float32"),
-        ((9, 0), True, 12, "head size of 12"),
-        ((9, 0), True, 512, "head size of 512"),
-    ],
-)
-def test_when_texts_are_padded_on_gpus(capability, half, head_size, named, monkeypatch):
+def test_when_texts_are_padded(
+    make, options, capability, half, head_size, named, monkeypatch
+):
+    """On a CPU, or on a GPU of this capability."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    config = config_for(tiny.tiny_bert)
-    model = read_config(tiny.shared(tiny.tiny_bert), trust_remote_code=False)
+    model = read_config(tiny.shared(make), trust_remote_code=False)
     model.head_dim = head_size
-    reason = attention.why_padded(config.model, model, CUDA, half=half)
+    config = config_for(make, **options)
+    device = torch.device("cpu" if capability is None else "cuda")
+    reason = attention.why_padded(config.model, model, device, half=half)
     assert reason is None if named is None else named in reason

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 
 import pytest
@@ -11,6 +10,7 @@ from transformers import PreTrainedModel
 
 import vembed
 from tests import tiny
+from tests.files.saving import read_json
 from vembed.errors import UserError
 
 
@@ -29,10 +29,9 @@ def changed_module(number, **changes):
     """Set keys of an entry of modules.json."""
 
     def alter(folder):
-        path = folder / MODULES
-        modules = json.loads(path.read_text())
+        modules = read_json(folder / MODULES)
         modules[number] |= changes
-        path.write_text(json.dumps(modules))
+        tiny.write_json(folder / MODULES, modules)
 
     return alter
 
@@ -42,10 +41,9 @@ def without(name):
 
 
 def normalize_first(folder):
-    path = folder / "modules.json"
-    modules = json.loads(path.read_text())
+    modules = read_json(folder / MODULES)
     modules.insert(2, modules.pop())
-    path.write_text(json.dumps(modules))
+    tiny.write_json(folder / MODULES, modules)
 
 
 def without_a_weight(folder):
@@ -75,7 +73,7 @@ def huge_header(folder):
 def adapter_alone(**settings):
     def alter(folder):
         (folder / "model.safetensors").unlink()
-        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        tiny.write_json(folder / "adapter_config.json", settings)
 
     return alter
 
@@ -128,9 +126,7 @@ BROKEN_LATE = {
 
 @pytest.fixture
 def folder(tmp_path):
-    return shutil.copytree(
-        tiny.shared(tiny.tiny_bert_st, dense_dim=12), tmp_path / "model"
-    )
+    return tiny.tiny_bert_st(tmp_path / "model", dense_dim=12)
 
 
 @pytest.mark.parametrize("name", [*BROKEN, *BROKEN_LATE])

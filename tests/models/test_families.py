@@ -1,7 +1,5 @@
 """Describing a model: what is decided from its files, by the user, or by its family, and what is refused and why."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel
@@ -39,16 +37,6 @@ FAMILY = {
 
 def of_folder(folder, **options):
     return described(TrainConfig(model_name=str(folder), data_path=[], **options))
-
-
-def st(options=None, **files):
-    """A description of a BERT with Sentence Transformers files."""
-    folder = tiny.shared(bert_st, json.dumps(files, sort_keys=True))
-    return of_folder(folder, **(options or {}))
-
-
-def bert_st(folder, files):
-    return tiny.tiny_bert_st(folder, **json.loads(files))
 
 
 @pytest.mark.parametrize("make", EVERY)
@@ -90,14 +78,16 @@ def test_composed_models_have_two_towers_in_the_smaller_space():
         described(config_for(COMPOSED, model_name=clip))
 
 
-def test_sentence_transformers_files_decide_unless_the_user_does():
-    files = {
-        "pooling": "cls",
-        "max_seq_length": 64,
-        "normalize": False,
-        "prompts": {"query": "q: ", "passage": "p: "},
-    }
-    description = st(**files)
+def test_sentence_transformers_files_decide_unless_the_user_does(tmp_path):
+    folder = tiny.tiny_bert_st(
+        tmp_path,
+        pooling="cls",
+        max_seq_length=64,
+        normalize=False,
+        prompts={"query": "q: ", "passage": "p: "},
+        similarity="dot",
+    )
+    description = of_folder(folder)
     assert description.pooling == "cls"
     assert description.max_length == 64
     assert description.normalize is False
@@ -110,10 +100,10 @@ def test_sentence_transformers_files_decide_unless_the_user_does():
         "query_prompt": "",
         "document_prompt": "d",
     }
-    description = st(options, **files)
+    description = of_folder(folder, **options)
     for name, value in options.items():
         assert getattr(description, name) == value
-    assert "the model's files say dot" in st(similarity="dot").reasons["similarity"]
+    assert "the model's files say dot" in description.reasons["similarity"]
 
 
 @pytest.mark.parametrize(
@@ -201,10 +191,11 @@ def test_matryoshka_sizes(options, dims, size):
 
 
 def test_dense_modules_of_the_model_count_in_its_size():
-    description = st(dense_dim=12)
+    folder = tiny.shared(tiny.tiny_bert_st, dense_dim=12)
+    description = of_folder(folder)
     assert (description.hidden_dim, description.embedding_dim) == (32, 12)
     with pytest.raises(UserError, match="24 is larger than the 12-dimensional"):
-        st({"mrl_dims": [24]}, dense_dim=12)
+        of_folder(folder, mrl_dims=[24])
 
 
 def test_a_saved_description_is_believed(tmp_path):

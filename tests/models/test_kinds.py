@@ -1,8 +1,6 @@
 """Folders that hold no embedding model, or not all of one, are refused by name."""
 
 import logging
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,17 +20,13 @@ from vembed.parallel import session as sessions
 from vembed.parallel.session import start_command_session
 
 
-def copied(make, folder):
-    return Path(shutil.copytree(tiny.shared(make), folder))
-
-
 def tokenizer_of(folder):
     return load_tokenizer(described(config_for(tiny.tiny_bert, model_name=str(folder))))
 
 
 @pytest.mark.parametrize("use", [Embedder, Reranker])
 def test_a_folder_without_tokenizer_files_is_refused(use, tmp_path):
-    folder = copied(tiny.tiny_bert, tmp_path / "model")
+    folder = tiny.tiny_bert(tmp_path / "model")
     for path in folder.iterdir():
         if path.name.startswith(("tokenizer", "vocab", "special")):
             path.unlink()
@@ -41,11 +35,11 @@ def test_a_folder_without_tokenizer_files_is_refused(use, tmp_path):
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    folder = copied(tiny.tiny_bert, tmp_path / "larger")
+    folder = tiny.tiny_bert(tmp_path / "larger")
     AutoTokenizer.from_pretrained(tiny.shared(tiny.tiny_gpt2)).save_pretrained(folder)
     with pytest.raises(UserError, match="vocab_size"):
         tokenizer_of(folder)
-    other = copied(tiny.tiny_gpt2, tmp_path / "special")
+    other = tiny.tiny_gpt2(tmp_path / "special")
     special = {"bos_token_id": 11, "eos_token_id": 12, "pad_token_id": None}
     tiny.change_json(other / "config.json", **special)
     with pytest.raises(UserError, match="does not belong"):

@@ -1,10 +1,9 @@
-"""Each family's forward: Transformers' numbers, whatever the items are batched with, and no parameter left out."""
+"""Each family's forward: the same numbers whatever the items are batched with, and no parameter left out."""
 
 from collections import Counter
 
 import pytest
 import torch
-from transformers import AutoModel, T5EncoderModel
 
 from tests import tiny
 from tests.built import described
@@ -12,9 +11,6 @@ from tests.measure import gradient_errors
 from tests.models.families import (
     COMPOSED,
     EVERY,
-    SENTENCES,
-    TEXT_DECODERS,
-    TEXT_ENCODERS,
     TWO_TOWERS,
     VISION_LANGUAGE,
     built,
@@ -35,20 +31,6 @@ NUM_LAYERS = {
     tiny.tiny_convnext: 3,
     **dict.fromkeys([*TWO_TOWERS, *VISION_LANGUAGE], 4),
 }
-
-
-@pytest.mark.parametrize("make", [*TEXT_ENCODERS, *TEXT_DECODERS])
-def test_a_text_is_the_mean_of_its_tokens_or_the_last_one(make):
-    model = built(make).eval()
-    plain_class = T5EncoderModel if make is tiny.tiny_t5 else AutoModel
-    plain = plain_class.from_pretrained(tiny.shared(make), dtype=torch.float32).eval()
-    with torch.no_grad():
-        (actual,) = model([("text", text_inputs(model.description))])
-        for vector, text in zip(actual, SENTENCES, strict=True):
-            inputs = text_inputs(model.description, [text])
-            (states,) = plain(**inputs).last_hidden_state
-            expected = states[-1] if make in TEXT_DECODERS else states.mean(dim=0)
-            torch.testing.assert_close(vector, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
@@ -117,24 +99,15 @@ def test_what_pretraining_did_at_random_is_off(make):
 
 
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
-def test_every_trained_parameter_gets_a_gradient_and_each_layer_is_a_unit(make):
-    model = built(make).train()
-    loss_of(model(parts_for(model.description))).backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == (parameter.grad is not None), name
-    layers = layers_of(model.backbone)
-    assert len(layers) == NUM_LAYERS.get(make, 2)
-    classes = {type(layer).__name__ for layer in layers}
-    assert classes == set(model.description.layer_classes)
-
-
-@pytest.mark.parametrize("make", [*EVERY, COMPOSED])
-def test_gradient_checkpointing_recomputes_each_layer_and_changes_nothing(make):
+def test_gradients_of_every_parameter_with_and_without_checkpointed_layers(make):
     plain = built(make).train()
     saving = built(make, gradient_checkpointing=True).train()
     parts = parts_for(plain.description)
     calls = Counter()
     layers = layers_of(saving.backbone)
+    assert len(layers) == NUM_LAYERS.get(make, 2)
+    classes = {type(layer).__name__ for layer in layers}
+    assert classes == set(saving.description.layer_classes)
     for layer in layers:
         for inner in list(layer.modules())[1:]:
             inner.register_forward_hook(lambda module, *_: calls.update([module]))
@@ -145,6 +118,8 @@ def test_gradient_checkpointing_recomputes_each_layer_and_changes_nothing(make):
         # The recomputation ends with the last thing that the backward pass wants, so not every inner module runs again.
         assert any(calls[inner] > forward_calls[inner] for inner in layer.modules())
     loss_of(plain(parts)).backward()
+    for name, parameter in plain.named_parameters():
+        assert parameter.requires_grad == (parameter.grad is not None), name
     errors = gradient_errors(gradients_of(saving), gradients_of(plain))
     assert max(errors.values()) < 1e-5
 

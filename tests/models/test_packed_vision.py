@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tests import tiny
 from tests.built import described, model_of
 from tests.features.test_image_features import image, of_images
-from tests.models.families import config_for, gradients_of, loss_of
+from tests.models.families import VISION_LANGUAGE, config_for, gradients_of, loss_of
 from vembed.data.features import Featuriser
 from vembed.models import attention
 from vembed.models.vision import (
@@ -15,7 +14,6 @@ from vembed.models.vision import (
 )
 
 SIZES = ((64, 64), (96, 64), (64, 128), (160, 64))
-MAKES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_5_vl, tiny.tiny_qwen2_vl]
 
 
 def made(make, **options):
@@ -52,7 +50,7 @@ def results(model, batch):
     return output.detach(), gradients_of(model)
 
 
-@pytest.mark.parametrize("make", MAKES)
+@pytest.mark.parametrize("make", VISION_LANGUAGE)
 def test_embeddings_and_gradients_are_those_of_the_published_model(make):
     model, batch = made(make)
     tower = model.backbone.visual

@@ -1,6 +1,5 @@
 """Pickled weights and files outside of the folder: refused by every command that reads a model folder."""
 
-import json
 import shutil
 
 import pytest
@@ -32,7 +31,7 @@ def indexed(request, tmp_path):
     """A model whose index names a pickle or a file elsewhere, and the file that unpickling makes."""
     folder = tmp_path / "model"
     trace = tmp_path / "trace"
-    shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
+    tiny.tiny_bert(folder)
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(folder / "other.safetensors")
     target = folder / str(request.param)
@@ -42,7 +41,7 @@ def indexed(request, tmp_path):
     else:
         torch.save({"a": Marker(trace)}, target)
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, request.param)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    tiny.write_json(folder / "model.safetensors.index.json", index)
     return folder, trace
 
 
@@ -80,8 +79,7 @@ def test_an_index_that_names_anything_but_safetensors_files_of_its_folder_is_ref
 
 
 def test_other_ways_to_a_pickle_are_closed_too(tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
+    folder = tiny.tiny_bert(tmp_path)
     path = folder / "config.json"
     tiny.change_json(path, transformers_weights="adapter_model.bin")
     with pytest.raises(UserError, match=r"transformers_weights .*adapter_model\.bin"):

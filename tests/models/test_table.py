@@ -45,16 +45,16 @@ def test_a_record_agrees_with_itself(family):
 
 
 CASES = {
-    "text_encoder": (tiny.tiny_bert, {}),
-    "text_decoder": (tiny.tiny_qwen3, {}),
-    "clip": (tiny.tiny_clip, {}),
-    "siglip": (tiny.tiny_siglip, {}),
-    "image_encoder": (tiny.tiny_dinov2, {}),
-    "vision_language": (tiny.tiny_qwen3_vl, {}),
-    "composed": (tiny.tiny_bert, {}),
-    "own_text_image": (tiny.tiny_bert, {"model_class": BOTH}),
+    "text_encoder": tiny.tiny_bert,
+    "text_decoder": tiny.tiny_qwen3,
+    "clip": tiny.tiny_clip,
+    "siglip": tiny.tiny_siglip,
+    "image_encoder": tiny.tiny_dinov2,
+    "vision_language": tiny.tiny_qwen3_vl,
+    "composed": tiny.tiny_bert,
+    "own_text_image": tiny.tiny_bert,
 }
-"""Family -> a tiny model of it, with further options.
+"""Family -> a tiny model of it.
 
 A new family NAME has the function `tiny_model` in tests/models/test_NAME.py.
 """
@@ -62,18 +62,14 @@ A new family NAME has the function `tiny_model` in tests/models/test_NAME.py.
 
 @pytest.mark.parametrize("name", table.FAMILIES)
 def test_a_model_of_each_family_is_described_built_saved_and_used(name, tmp_path):
-    if name in CASES:
-        make, options = CASES[name]
-    else:
-        make = from_its_test("models", name, "tiny_model")
-        options = {}
+    make = CASES.get(name) or from_its_test("models", name, "tiny_model")
     source = str(tiny.shared(make))
-    names = {"model_name": source}
+    options = {"model_name": source}
     if name == "composed":
-        names["image_model_name"] = str(tiny.shared(tiny.tiny_dinov2))
+        options["image_model_name"] = str(tiny.shared(tiny.tiny_dinov2))
     if name == "own_text_image":
-        names = {"model_name": BOTH, "tokenizer_name": source}
-    config = TrainConfig(data_path="unused", **names, **options)
+        options = {"model_name": BOTH, "tokenizer_name": source, "model_class": BOTH}
+    config = TrainConfig(data_path="unused", **options)
     model = model_of(config).eval()
     description = model.description
     assert description.family == name
@@ -82,7 +78,8 @@ def test_a_model_of_each_family_is_described_built_saved_and_used(name, tmp_path
     assert embedder.description.family == name
     inputs = pictures(2)
     if "text" in description.modalities:
-        inputs = ["red cat", "parse"]
+        # A text that looks like a path is a text.
+        inputs = ["red cat", "cats/dog.jpg"]
     vectors = embedder.encode(inputs)
     assert vectors.shape == (2, description.embedding_dim)
     embedder.model = model
