@@ -87,32 +87,49 @@ def scores_and_gradients(model, inputs):
     return scores.detach(), gradients_of(model)
 
 
-@pytest.mark.parametrize("padding_free", [True, False])
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_scores_are_those_of_each_question_alone(padding_free, checkpointing):
-    case = AnswerCase("answer", {"task": "rerank", "padding_free": padding_free})
+def question_batches(case):
+    """Return the model, all questions in one batch, and each in its own, which has nothing to share."""
     config = case.config(case.folder())
     description = described(config)
-    model = model_of(config, description, recompute=checkpointing).double().train()
+    recompute = case.options.get("gradient_checkpointing", False)
+    model = model_of(config, description, recompute=recompute).double().train()
     featuriser = features.PairFeaturiser(description)
     units = []
     for example in examples(case):
         units += featuriser.units(example)
     questions = featuriser.features(units)
-    together = featuriser.collate(questions)
-    # One question has nothing to share.
     alone = [featuriser.collate([question]) for question in questions]
-    template = features.ANSWER_PROMPT + "<Instruct>: " + description.query_prompt
-    assert featuriser.texts is not None
-    prefix = featuriser.texts.decoded(together[SHARED_PREFIX].numpy())
-    assert prefix.startswith(template[:100])
     assert not any(SHARED_PREFIX in inputs for inputs in alone)
+    return model, featuriser.collate(questions), alone
+
+
+def assert_equal_scores_and_gradients(model, together, alone):
     with exact_norms():
         scores, gradients = scores_and_gradients(model, [together])
         expected_scores, expected_gradients = scores_and_gradients(model, alone)
     torch.testing.assert_close(scores, expected_scores, rtol=EXACT, atol=EXACT)
     errors = gradient_errors(gradients, expected_gradients)
     assert max(errors.values()) < EXACT
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_scores_are_those_of_each_question_alone(padding_free, checkpointing):
+    options = {"padding_free": padding_free, "gradient_checkpointing": checkpointing}
+    case = AnswerCase("answer", {"task": "rerank", **options})
+    model, together, alone = question_batches(case)
+    template = features.ANSWER_PROMPT + "<Instruct>: " + model.description.query_prompt
+    texts = features.PairFeaturiser(model.description).texts
+    assert texts is not None
+    assert texts.decoded(together[SHARED_PREFIX].numpy()).startswith(template[:100])
+    assert_equal_scores_and_gradients(model, together, alone)
+
+
+def test_nothing_is_shared_where_the_template_sees_the_texts():
+    options = {"task": "rerank", "bidirectional_attention": True}
+    model, together, alone = question_batches(AnswerCase("answer", options))
+    assert model.packs_texts()
+    assert_equal_scores_and_gradients(model, together, alone)
 
 
 def test_memory_is_measured_with_whole_documents():

@@ -316,7 +316,9 @@ class PairFeaturiser(BaseFeaturiser):
         if self.chat is not None:
             self._placeholder = image_placeholder(description)
         self._template_length = 0
-        if description.scores == "answer" and self.chat is None:
+        # With bidirectional attention the states of the template depend on the text behind it.
+        is_shared = self.chat is None and not description.bidirectional_attention
+        if description.scores == "answer" and is_shared:
             instruction, query_mark, _, _ = answer_form(description)
             begin, instructed = self._texts.tokenize(
                 [ANSWER_PROMPT, instruction + query_mark]
