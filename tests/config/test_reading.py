@@ -98,10 +98,17 @@ def test_wrong_value(refused, line, words):
     assert words in message
 
 
-def test_a_source_with_a_mistyped_key(refused):
-    text = "model_name: m\ndata_path:\n- {path: a.jsonl, weight: 2}\n- {path: b.jsonl, wieght: 2}\n"
-    said = "data_path, entry 2: unknown key 'wieght', did you mean 'weight'?"
-    assert said in refused(text, needed="")
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("wieght: 2", "unknown key 'wieght', did you mean 'weight'?"),
+        ("losses: []", "losses"),
+    ],
+)
+def test_a_source_with_a_wrong_key_or_value(refused, key, said):
+    text = "model_name: m\ndata_path:\n- {path: a.jsonl, weight: 2}\n- {path: b.jsonl, %s}\n"
+    message = refused(text % key, needed="")
+    assert "data_path, entry 2" in message and said in message
 
 
 def test_all_problems_at_once_the_first_in_the_first_line(refused):

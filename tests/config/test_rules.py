@@ -90,7 +90,7 @@ def config(**values):
         ),
         (
             "loss: angle\nuse_mrl: true\nmrl_dims: [9, 4]",
-            "mrl_dims has 9: give even sizes",
+            "mrl_dims has 9: give even dims",
         ),
     ],
 )

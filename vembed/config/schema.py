@@ -49,7 +49,7 @@ else:
 
 # ---- entries of options that hold several values
 
-# The numbers of the pattern are 0, 1, .5, 0.5 and 1.0.
+# Numbers that match: 0, 1, .5, 0.5, 1.0.
 SAMPLING = (
     r"^(?:(proportional|round_robin|weights)"
     r"|temperature\(\s*(0|1|0?\.\d+|0\.|1\.0*)\s*\))$"
@@ -175,7 +175,7 @@ class DataSource(Immutable):
     """Text put before the documents of this source, in place of the run's."""
     max_length: PositiveInt | None = None
     """Maximum length of this source's texts in tokens, where it is below the run's."""
-    losses: list[LossEntry] | None = None
+    losses: Annotated[list[LossEntry], Field(min_length=1)] | None = None
     """The losses of this source, instead of those of the run. Needs `homogeneous_batches`. Sources with the same losses,
     temperature and batch size are one task."""
     temperature: PositiveFloat | None = None
@@ -348,8 +348,8 @@ class ModelSection(Section):
     """Compile the backbone's layers with torch.compile. `auto`: on GPUs, in runs of more than about five minutes, never on
     CPUs. The log gives the decision. Has no effect with gradient checkpointing and `padding_free` together."""
     gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass: less memory, a third more time. Default: true with `strategy: fsdp`,
-    except on GPUs where micro-batches fit without it and Gradient Cache may be used. Otherwise false."""
+    """Recompute activations in the backward pass: less memory, a third more time. Default: false, and with `strategy: fsdp`
+    true, unless micro-batches fit on the GPU without it and Gradient Cache may be used."""
 
 
 class MatryoshkaSection(Section):
@@ -546,8 +546,8 @@ class OptimizerSection(Section):
     """Optimizer, learning rate and length of the run."""
 
     epochs: Auto | PositiveFloat = "auto"
-    """Passes over the data. May be a fraction. `max_steps` takes precedence. `auto`: from one for many examples to six for
-    few, four times as many from random weights, and up to 48 for CLIP and SigLIP. The log gives the number."""
+    """Passes over the data. May be a fraction. `max_steps` takes precedence. `auto`: 1 for many examples to 6 for few, four
+    times as many from random weights, and up to 48 for CLIP and SigLIP. The log gives the number."""
     max_steps: PositiveInt | None = None
     """Number of optimizer steps. Default: from `epochs`."""
     learning_rate: Auto | PositiveFloat = "auto"

@@ -160,13 +160,13 @@ def evaluate_model(
     show_progress: bool = False,
     log: Callable[[str], object] | None = None,
     check_interrupt: InterruptCheck | None = None,
-    frozen_towers: InputBuilder | None = None,
+    cached_outputs: InputBuilder | None = None,
     query_results: QueryResults | None = None,
 ) -> dict[str, float]:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.
 
     `log` gets occasional lines in a long evaluation, instead of the bar of `show_progress`. `check_interrupt` is called after
-    each micro-batch and each score tile on all ranks, and may raise to end it. `frozen_towers`: cached features of frozen
+    each micro-batch and each score tile on all ranks, and may raise to end it. `cached_outputs`: cached features of frozen
     towers. `ks`: other cut-offs than those of `evaluation`. `query_results` gets those of each query of retrieval data.
     `compressed`: also score int8 and binary documents.
     """
@@ -205,7 +205,7 @@ def evaluate_model(
         "budget_tokens": None if micro_batch_tokens == "auto" else micro_batch_tokens,
         "session": session,
         "check_interrupt": check_interrupt,
-        "frozen_towers": frozen_towers,
+        "cached_outputs": cached_outputs,
     }
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:

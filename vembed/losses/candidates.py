@@ -132,7 +132,8 @@ class CandidateRule:
     both_directions: bool = False
     """Positives against queries, for a reverse loss."""
     own_negatives_as_pairs: bool = False
-    """The hard negatives of a row's example are negative pairs, also where those of other examples are columns."""
+    """Score the hard negatives of a row's own example as single pairs, also where all hard negatives are columns. The columns
+    then exclude them."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,11 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     has_query_columns = rule.query_query or rule.both_directions
     rows_with_query = slice(0, num_rows) if has_query_columns else rank_rows
     first_query = num_negatives + num_rows
-    first_paired = first_query + length_of(rows_with_query)
+    first_paired_negative = first_query + length_of(rows_with_query)
     layout = _Layout(
         num_negatives=num_negatives,
         documents=slice(0, first_query),
-        queries=slice(first_query, first_paired),
+        queries=slice(first_query, first_paired_negative),
         rows_with_query=rows_with_query,
         rank_queries=shifted(rank_rows, first_query - rows_with_query.start),
         rank_positives=shifted(rank_rows, num_negatives),
@@ -180,11 +181,11 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     # Which hard negatives of the batch are in negative pairs, by their position among the H.
     paired_positions = batch.negative[:0]
     if is_own or rule.own_negatives_as_pairs:
-        tensors["pair_row"], negative = batch.example_negatives(rank_rows)
+        tensors["pair_row"], negative_position = batch.example_negatives(rank_rows)
         # `place` [P]: position of each pair's hard negative among the distinct ones, since a negative of several rows has one
         # entry.
-        paired_positions, place = torch.unique(negative, return_inverse=True)
-        tensors["negative_entry"] = first_paired + place
+        paired_positions, place = torch.unique(negative_position, return_inverse=True)
+        tensors["negative_entry"] = first_paired_negative + place
     # [N] the occurrence of each entry, in the order of the table. Occurrences count from 0 for queries, from R for
     # positives, from 2 R for hard negatives.
     occurrences = torch.arange(2 * num_rows + num_negatives, device=batch.query.device)
@@ -223,7 +224,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
 class _MaskKeys(NamedTuple):
     """int32 keys of the exclusion masks. Those that a rule does not need are empty.
 
-    Of n rows of this rank, C documents, C' queries. S: the query and the positives of the example with the most.
+    Of n rows of this rank, C documents, C' queries. S: 1 + the largest number of positives of an example.
     """
 
     row_keys: Tensor
@@ -236,8 +237,8 @@ class _MaskKeys(NamedTuple):
     """[n, 1] example of the row."""
     document_example: Tensor
     """[C, 1] example of each hard negative. Positives have no key."""
-    query_and_positive_keys: Tensor
-    """[C', S] contents of each query and of its example's positives, which a row's positive is compared with."""
+    query_column_keys: Tensor
+    """[C', S] contents of each query, as a column, and of its example's positives. A row's positive is compared with them."""
 
 
 def _mask_keys(
@@ -261,7 +262,7 @@ def _mask_keys(
         query_keys=query_keys[layout.rows_with_query],
         row_example=empty,
         document_example=empty,
-        query_and_positive_keys=empty,
+        query_column_keys=empty,
     )
     if rule.own_negatives_as_pairs:
         of_negatives = batch.negative_example[:num_negatives]
@@ -272,10 +273,10 @@ def _mask_keys(
             document_example=document_example[:, None].int(),
         )
     if rule.both_directions:
-        query_and_positive_keys = row_keys[layout.rows_with_query]
-        is_key = query_and_positive_keys != NO_KEY_ROW
-        query_and_positive_keys = query_and_positive_keys.where(is_key, NO_KEY_COLUMN)
-        keys = keys._replace(query_and_positive_keys=query_and_positive_keys)
+        query_column_keys = row_keys[layout.rows_with_query]
+        is_key = query_column_keys != NO_KEY_ROW
+        query_column_keys = query_column_keys.where(is_key, NO_KEY_COLUMN)
+        keys = keys._replace(query_column_keys=query_column_keys)
     return keys
 
 
@@ -306,7 +307,7 @@ def _column_groups(
         row_positive = keys.document_keys[layout.rank_positives, :1]
         row_query = keys.row_keys[:, :1]
         query_masks = (
-            ExclusionMask(row_positive, keys.query_and_positive_keys),
+            ExclusionMask(row_positive, keys.query_column_keys),
             ExclusionMask(row_query, keys.query_keys),
         )
         group = ColumnGroup(

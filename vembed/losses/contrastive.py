@@ -76,7 +76,7 @@ class GuidedLoss(CandidateLoss):
         self,
         batch: LossBatch,
         term: TermModule,
-        row_loss: Callable[..., RowLoss],
+        make_row_loss: Callable[..., RowLoss],
         scale: Tensor,
         bias: Tensor | None = None,
         *,
@@ -109,7 +109,7 @@ class GuidedLoss(CandidateLoss):
         scoring = Scoring(
             plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
-            row_loss=row_loss,
+            make_row_loss=make_row_loss,
             direction_weights=direction_weights,
             margin_above_positive=self.false_negative_margin,
             guide=guide,
@@ -171,7 +171,7 @@ class InfoNCE(GuidedLoss, Temperature):
             # s/T + a s = (1 + a T) s/T, with the scale 1/T.
             stretch = 1.0 + self.hardness_alpha / scale.detach()
         stretches_own_only = self.hardness_scope == "own"
-        row_loss = partial(
+        make_row_loss = partial(
             SoftmaxRows,
             stretch=stretch,
             stretches_own_only=stretches_own_only,
@@ -180,7 +180,7 @@ class InfoNCE(GuidedLoss, Temperature):
         return self.tiled_share(
             batch,
             term,
-            row_loss,
+            make_row_loss,
             scale,
             both_directions=self.bidirectional,
             own_negatives_as_pairs=stretches_own_only,
@@ -217,10 +217,10 @@ class Circle(GuidedLoss):
         from vembed.losses.tiles import CircleRows
 
         margin = 0.25 if self.margin is None else self.margin
-        row_loss = partial(CircleRows, temperature=self.temperature, margin=margin)
+        make_row_loss = partial(CircleRows, temperature=self.temperature, margin=margin)
         scale = term.scale(batch.embeddings)
         return self.tiled_share(
-            batch, term, row_loss, scale, both_directions=self.bidirectional
+            batch, term, make_row_loss, scale, both_directions=self.bidirectional
         )
 
 

@@ -282,7 +282,7 @@ class KL(SoftmaxLoss, CandidateLoss):
         scoring = Scoring(
             plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
-            row_loss=partial(DivergenceRows, teacher_scale=self.teacher_scale()),
+            make_row_loss=partial(DivergenceRows, teacher_scale=self.teacher_scale()),
             direction_weights=(1.0 / max(1, batch.num_rows),),
             teacher=batch.teacher_vectors(term.teacher),
         )

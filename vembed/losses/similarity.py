@@ -1,6 +1,6 @@
 """Similarities of embeddings at all Matryoshka dims, with their gradients.
 
-`ScoreTable` is the score table of dense vectors: it scores tiles and single pairs, and turns derivatives of scores into
+`VectorTable` is the score table of dense vectors: it scores tiles and single pairs, and turns derivatives of scores into
 the gradient of the embeddings.
 """
 
@@ -64,7 +64,7 @@ class RowVectors:
     """[n, d] their gradient."""
 
 
-class ScoreTable:
+class VectorTable:
     """Score table of N vectors: scores at all K dims, and the gradient.
 
     `x` [N, d]: for the cosine, the embeddings divided by the norm of their first d coordinates, with d the largest dim.
@@ -169,7 +169,7 @@ class ScoreTable:
 
     # ---- Tiles: n rows against t columns ---------------------------------------------
 
-    def logits(
+    def fill_logits(
         self,
         rows: RowVectors,
         columns: slice,
@@ -204,7 +204,7 @@ class ScoreTable:
     ) -> None:
         """Add the gradients of dim k of a tile with respect to its rows and to its columns.
 
-        Call it for all dims, from the largest to the smallest. `logits` [K, n, t] are as `logits()` filled them, and are
+        Call it for all dims, from the largest to the smallest. `logits` [K, n, t] are as `fill_logits` filled them, and are
         overwritten. `d_logits` [n, t] is dL/d(logits[k]), for the largest dim in logits[-1] itself. `scratch` [n, t] is
         free for use.
         """
@@ -305,7 +305,7 @@ class _PairScores(torch.autograd.Function):
         scores = embeddings.new_empty(num_dims, left.numel(), dtype=dtype)
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
-            table = ScoreTable(embeddings, index, similarity, with_gradient=False)
+            table = VectorTable(embeddings, index, similarity, with_gradient=False)
             left_entries, right_entries = chunks(len(index), length_of(pairs))
             scores[:, pairs] = table.pair_scores(left_entries, right_entries)
         # Save indices and scores only: the gathered vectors [2P, D] may take more memory than the embeddings, so
@@ -321,7 +321,7 @@ class _PairScores(torch.autograd.Function):
         gradient = torch.zeros_like(embeddings, dtype=scores.dtype)
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
-            table = ScoreTable(embeddings, index, ctx.similarity, with_gradient=True)
+            table = VectorTable(embeddings, index, ctx.similarity, with_gradient=True)
             left_entries, right_entries = chunks(len(index), length_of(pairs))
             table.add_pair_gradient(
                 left_entries, right_entries, scores[:, pairs], d_scores[:, pairs]

@@ -12,7 +12,7 @@ row blocks, and each block into tiles of columns:
 
 The score of row i and column j is the dot product x_i . y_j of their vectors, and its logit is z = logit_scale * score. For
 a loss L = sum over rows of l(row), the gradient with respect to these vectors is as follows. For the cosine x and y are
-normalised, and `ScoreTable` adds the derivative of that.
+normalised, and `VectorTable` adds the derivative of that.
 
     dL/dx_i = logit_scale * sum_j dl/dz_ij * y_j          dL/dy_j = logit_scale * sum_i dl/dz_ij * x_i
 
@@ -25,7 +25,7 @@ only multiplies by the incoming gradient.
 Where a score's derivative does not depend on the others of its row (`SEPARABLE`), each tile is differentiated
 immediately after it is scored, and all tiles share one buffer.
 
-Who does what: `candidates.py` plans which scores count. `ScoreTable` holds the normalised vectors, computes scores and
+Who does what: `candidates.py` plans which scores count. `VectorTable` holds the vectors, normalised for the cosine, computes scores and
 turns their derivatives into the gradient of the embeddings. The row losses add the scores up. `_ScorePass` brings the
 three together. Vectors are referred to by their entry (see `candidates.py`).
 
@@ -50,8 +50,8 @@ from vembed.losses.similarity import (
     Entries,
     KnownGradients,
     RowVectors,
-    ScoreTable,
     Similarity,
+    VectorTable,
     arithmetic_dtype,
     chunks,
     length_of,
@@ -71,8 +71,8 @@ TIE_TOLERANCE = 64
 
 def is_excluded(logits: Tensor) -> Tensor:
     """Return true where a candidate is excluded."""
-    # Negative pairs become EXCLUDED before the logit scale is applied, so their logit is EXCLUDED times the scale, which
-    # is above 1e-6.
+    # An excluded score of a tile is EXCLUDED itself. That of a negative pair is EXCLUDED * logit_scale, and logit_scale is
+    # above 1e-6.
     return logits <= EXCLUDED * 1e-6
 
 
@@ -112,7 +112,7 @@ class RowLoss(ABC):
     """
 
     def __init__(self, start: RowLossStart) -> None:
-        self.positive = start.logits
+        self.positive_logits = start.logits
         self.coefficient = start.coefficient
 
     @abstractmethod
@@ -190,7 +190,8 @@ class SoftmaxRows(RowLoss):
     `others` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
     precision of small losses.
 
-    `stretch` (hardness_alpha): the loss has stretch * logit for a candidate, and its gradient takes stretch as 1.
+    `stretch` (hardness_alpha): a candidate enters the softmax with stretch * logit. The gradient with respect to the logit
+    leaves out the factor stretch.
     `stretches_own_only`: only single logits do, which are those of the row's own hard negatives (hardness_scope: own).
     `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
     """
@@ -209,8 +210,8 @@ class SoftmaxRows(RowLoss):
         self.stretches_own_only = stretches_own_only
         self.focal_gamma = focal_gamma
         # The positive is part of the maximum from the start.
-        zeros = torch.zeros_like(self.positive)
-        self.others = OnlineSum(self.positive, zeros)
+        zeros = torch.zeros_like(self.positive_logits)
+        self.others = OnlineSum(self.positive_logits, zeros)
 
     def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss. `candidates.out` may be the logits."""
@@ -227,9 +228,9 @@ class SoftmaxRows(RowLoss):
         """See RowLoss."""
         largest = self.others.largest
         # log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the positive dominates.
-        positive_term = torch.expm1(self.positive - largest)
+        positive_term = torch.expm1(self.positive_logits - largest)
         surplus = torch.log1p(self.others.sum + positive_term)
-        losses = surplus + (largest - self.positive)
+        losses = surplus + (largest - self.positive_logits)
         self.log_sum = surplus + largest  # [n]
         # `focus` [n]: derivative of the focal loss by the loss of the row.
         self.focus: Tensor | float = 1.0
@@ -259,7 +260,7 @@ class SoftmaxRows(RowLoss):
     def d_positives(self) -> Tensor:
         """See RowLoss."""
         # coefficient * (softmax - 1). expm1 avoids the cancellation where the softmax is near 1.
-        slope = torch.expm1(self.positive - self.log_sum)
+        slope = torch.expm1(self.positive_logits - self.log_sum)
         return self.coefficient * self.focus * slope
 
 
@@ -320,8 +321,8 @@ class SigmoidRows(RowLoss):
         super().__init__(start)
         assert start.bias is not None, "the sigmoid loss has a bias"
         self.bias = start.bias
-        self.positive_logit = self.positive + self.bias
-        self.sum = _softplus(-self.positive_logit).sum()
+        self.biased_positives = self.positive_logits + self.bias
+        self.sum = _softplus(-self.biased_positives).sum()
 
     def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
@@ -340,7 +341,7 @@ class SigmoidRows(RowLoss):
 
     def d_positives(self) -> Tensor:
         """See RowLoss."""
-        return -self.coefficient * torch.sigmoid(-self.positive_logit)
+        return -self.coefficient * torch.sigmoid(-self.biased_positives)
 
 
 def _softplus(tensor: Tensor) -> Tensor:
@@ -363,10 +364,10 @@ class DivergenceRows(RowLoss):
         self.teacher_scale = teacher_scale
         self.positive_teacher_logits = start.teacher_scores * teacher_scale
         # The positive is the first candidate: exp(0) = 1.
-        ones = torch.ones_like(self.positive)
-        self.student_sum = OnlineSum(self.positive, ones)
+        ones = torch.ones_like(self.positive_logits)
+        self.student_sum = OnlineSum(self.positive_logits, ones)
         self.teacher_sum = OnlineSum(self.positive_teacher_logits, ones)
-        self.weighted_sum = self.positive_teacher_logits - self.positive
+        self.weighted_sum = self.positive_teacher_logits - self.positive_logits
         """[n] sum of exp(t - largest t) * (t - s)"""
 
     def _targets(self, candidates: CandidateLogits) -> Tensor:
@@ -406,7 +407,7 @@ class DivergenceRows(RowLoss):
 
     def d_positives(self) -> Tensor:
         """See RowLoss."""
-        student = torch.exp(self.positive - self.student_log_sum)
+        student = torch.exp(self.positive_logits - self.student_log_sum)
         teacher = torch.exp(self.positive_teacher_logits - self.teacher_log_sum)
         return self.coefficient * (student - teacher)
 
@@ -417,7 +418,7 @@ class SquaredErrorRows(RowLoss):
 
     def __init__(self, start: RowLossStart) -> None:
         super().__init__(start)
-        self.sum = self.positive.new_zeros(())
+        self.sum = self.positive_logits.new_zeros(())
 
     def _errors(self, candidates: CandidateLogits) -> Tensor:
         excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
@@ -442,7 +443,7 @@ class SquaredErrorRows(RowLoss):
 
     def d_positives(self) -> Tensor:
         """See RowLoss."""
-        return torch.zeros_like(self.positive)
+        return torch.zeros_like(self.positive_logits)
 
 
 SEPARABLE = (SigmoidRows, SquaredErrorRows)
@@ -461,7 +462,7 @@ class Tiling:
 
     @classmethod
     def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> Tiling:
-        """Return row blocks of about 192 MiB of scores on a CPU, 1 GiB elsewhere, with tiles of 32 and 128 MiB.
+        """Return rows and columns: blocks of about 192 MiB of scores on a CPU and 1 GiB elsewhere, tiles of 32 and 128 MiB.
 
         `scores_per_row` counts all columns and dims.
         """
@@ -495,7 +496,7 @@ class Scoring:
 
     plan: ScorePlan
     similarity: Similarity
-    row_loss: Callable[[RowLossStart], RowLoss]
+    make_row_loss: Callable[[RowLossStart], RowLoss]
     """Makes the losses of a row block, for one dim and direction."""
     direction_weights: tuple[float, ...]
     """Factor of each direction (query to document, document to query), with 1 / R for the mean over the rows."""
@@ -521,7 +522,7 @@ def tiled_loss(
     with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
         score_pass = _ScorePass(embeddings, scoring, logit_scale, bias)
         score_pass.run()
-        d_embeddings = score_pass.embedding_table.gradient().to(embeddings.dtype)
+        d_embeddings = score_pass.vector_table.gradient().to(embeddings.dtype)
     inputs = [embeddings, logit_scale]
     gradients = [d_embeddings, score_pass.d_logit_scale]
     if bias is not None:
@@ -532,7 +533,7 @@ def tiled_loss(
 
 
 class _TeacherTable:
-    """A teacher's vectors by entry, beside the embeddings in the ScoreTable."""
+    """A teacher's vectors by entry, beside the embeddings in the VectorTable."""
 
     def __init__(
         self,
@@ -623,7 +624,7 @@ class _ScorePass:
         if bias is not None:
             self.bias = bias.detach().to(embeddings.device, dtype)
         self.num_dims = len(scoring.similarity.dims)
-        self.embedding_table = ScoreTable(
+        self.vector_table = VectorTable(
             embeddings, plan.index, scoring.similarity, with_gradient=True
         )
         self.guide_table: _TeacherTable | None = None
@@ -640,7 +641,7 @@ class _ScorePass:
         num_columns = sum(widths)
         scores_per_row = num_columns * self.num_matrices
         self.tiling = Tiling.for_scores(scores_per_row, embeddings)
-        self.keeps_tiles = scoring.row_loss not in SEPARABLE
+        self.keeps_tiles = scoring.make_row_loss not in SEPARABLE
         # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
         # of the size of a tile.
         widest_group = max(widths, default=0)
@@ -665,7 +666,7 @@ class _ScorePass:
             for group in self.plan.column_groups:
                 entries = shifted(rows, group.row_entries.start)
                 # Scale the n vectors [n, d] rather than the n * C scores.
-                x = self.embedding_table.x[entries] * self.logit_scale
+                x = self.vector_table.x[entries] * self.logit_scale
                 row_vectors.append(RowVectors(entries, x, torch.zeros_like(x)))
             kept_tiles = []
             for tile in self._scored_tiles(rows, block, row_vectors):
@@ -681,7 +682,7 @@ class _ScorePass:
             for tile in kept_tiles:
                 self._differentiate_tile(tile, block)
             for vectors in row_vectors:
-                self.d_logit_scale += self.embedding_table.add_row_gradient(
+                self.d_logit_scale += self.vector_table.add_row_gradient(
                     vectors, self.logit_scale
                 )
 
@@ -691,7 +692,7 @@ class _ScorePass:
         """Start the losses of a row block with its positives."""
         queries = shifted(rows, self.plan.rank_queries.start)
         positives = shifted(rows, self.plan.rank_positives.start)
-        positive_scores = self.embedding_table.pair_scores(queries, positives)  # [K, n]
+        positive_scores = self.vector_table.pair_scores(queries, positives)  # [K, n]
         teacher_scores = None
         if self.teacher_table is not None:
             teacher_scores = self.teacher_table.pair_scores(queries, positives)
@@ -703,7 +704,7 @@ class _ScorePass:
             for factor in self.scoring.direction_weights:
                 logits = scores * self.logit_scale
                 start = RowLossStart(logits, weight * factor, self.bias, teacher_scores)
-                by_direction.append(self.scoring.row_loss(start))
+                by_direction.append(self.scoring.make_row_loss(start))
             losses.append(by_direction)
         # Margins are in scores. Candidates are compared as logits, so these ceilings are scaled.
         ceilings = None
@@ -734,7 +735,7 @@ class _ScorePass:
             right = pairs.negative_entry[first:stop]
             # [K, P]. Excluded scores become EXCLUDED before they are scaled. `_differentiate_pairs` multiplies by them, so
             # they must be finite.
-            scores = self.embedding_table.pair_scores(left, right)
+            scores = self.vector_table.pair_scores(left, right)
             if block.ceilings is not None:
                 is_above = scores * self.logit_scale > block.ceilings[:, row]
                 scores.masked_fill_(is_above, EXCLUDED)
@@ -778,7 +779,7 @@ class _ScorePass:
             # logits = logit_scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
             self.d_logit_scale += (d_logits * pairs.scores).sum()
             d_scores = d_logits * self.logit_scale
-            self.embedding_table.add_pair_gradient(
+            self.vector_table.add_pair_gradient(
                 pairs.left, pairs.right, pairs.scores, d_scores
             )
 
@@ -790,7 +791,7 @@ class _ScorePass:
         block: _RowBlock,
         row_vectors: list[RowVectors],
     ) -> Iterator[_Tile]:
-        """Yield the tiles of a row block with their logits, which count in the row losses.
+        """Yield the tiles of a row block, after their logits were added to the row losses.
 
         Unless tiles are kept, the next one overwrites the logits.
         """
@@ -843,7 +844,7 @@ class _ScorePass:
             self.teacher_table.score(rows, tile.columns, out=tile.teacher_scores)
         # Each dim is masked as soon as it is computed. The buffer of the largest dim also holds the running product, so it
         # is masked last.
-        for k in self.embedding_table.logits(
+        for k in self.vector_table.fill_logits(
             tile.row_vectors, tile.columns, tile.logits
         ):
             logits = tile.logits[k]
@@ -871,7 +872,7 @@ class _ScorePass:
             )
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
-            self.embedding_table.add_gradient(
+            self.vector_table.add_gradient(
                 tile.row_vectors,
                 tile.columns,
                 k,

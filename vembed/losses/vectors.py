@@ -223,7 +223,7 @@ def _squared_errors(
     scoring = Scoring(
         plan=plan,
         similarity=term.similarity(embeddings),
-        row_loss=SquaredErrorRows,
+        make_row_loss=SquaredErrorRows,
         direction_weights=(coefficient,),
         teacher=teacher,
     )

@@ -92,8 +92,8 @@ class TowerOutput:
     states: Tensor | None = None
     """[n, tokens, dim], before the pooling."""
     auxiliary: Mapping[str, Any] = field(default_factory=dict)
-    """The model's auxiliary losses by name: a pair (sums, counts), of one number each or of one for each input; or a scalar,
-    the mean over the inputs."""
+    """The model's auxiliary losses by name. Each is a scalar, the mean over the inputs, or a pair (sums, counts) whose members
+    are one number, or one for each input."""
 
 
 class EmbeddingModel(nn.Module):
@@ -579,7 +579,7 @@ def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tenso
     losses = {}
     for name, value in auxiliary.items():
         pair = value
-        if isinstance(value, Tensor | float):
+        if isinstance(value, Tensor | float | int):
             pair = (value * count, count)
         sums = at_least_float32(torch.as_tensor(pair[0]))
         if sums.ndim > 1 or sums.numel() not in (1, count) or len(pair) != 2:
@@ -630,8 +630,8 @@ class LayerPooler(nn.Module):
             default = "mean"
         self.pooling = pooling or default
         config: Any = tower.config
-        hidden_dim = description.text_hidden_dim or config.get_text_config().hidden_size
-        self.width = POOLINGS[self.pooling].width(int(hidden_dim))
+        hidden_dim = int(config.get_text_config().hidden_size)
+        self.width = POOLINGS[self.pooling].width(hidden_dim)
 
     def forward(self, slices: list[ModalitySlice]) -> list[Tensor]:
         """Return for each slice (modality, inputs) [n, layers * width], layer by layer."""

@@ -1,7 +1,7 @@
 """Pooled outputs of frozen towers: computed once per step, or once per run and cached on disk.
 
 `InputBuilder` does so for modalities followed only by a head or a projection. In a vision-language model a frozen image
-tower precedes a trained language model: `BatchInputs` keeps its hidden states between the two phases of Gradient Cache, so
+tower precedes a trained language model: `InputSource` keeps its hidden states between the two phases of Gradient Cache, so
 that images pass it once per step.
 """
 
@@ -236,7 +236,7 @@ class InputBuilder:
             yield output
 
 
-class BatchInputs:
+class InputSource:
     """Inputs of one rank batch. They may be fed twice: Gradient Cache runs every micro-batch again."""
 
     def __init__(self, builder: InputBuilder, features: Sequence[Features]) -> None:

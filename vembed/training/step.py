@@ -86,11 +86,11 @@ from vembed.parallel.session import Session
 from vembed.parallel.step_memory import SMALLEST_BUDGET, Budget, OutOfMemory, advice
 from vembed.teachers import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
-from vembed.training.frozen import BatchInputs, InputBuilder
+from vembed.training.frozen import InputBuilder, InputSource
 
 GROUPED_GRADIENT_BYTES = 2**30
 """Up to this size all gradients of a backward pass are added together, in few kernels. That holds the new gradients
-beside the old ones. With more bytes the additions take longer than their launches, so nothing would be saved."""
+beside the old ones. Above this size launches cost little compared with the additions, so it would save nothing."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +126,14 @@ class BatchState:
     """Number of the global batch in the run."""
     is_last: bool
     """True if this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
-    input_source: BatchInputs
+    input_source: InputSource
 
     # Set by `split`; the same on every rank, except for the inputs in the micro-batches.
     counts: BatchCounts = field(init=False)
     micro_batches: list[MicroBatch] = field(init=False)
     """Equally many on every rank, of the same modalities."""
     frozen_slices: dict[Modality, list[list[int]]] = field(init=False)
-    """Micro-batches for the frozen towers: of inputs whose outputs are not in the cache."""
+    """Slices for the frozen towers, of the inputs whose outputs are not in the cache."""
     num_kept_graphs: int = field(init=False)
     """So many of the first micro-batches keep their graphs until their backward pass. The others are replayed."""
 
@@ -231,10 +231,10 @@ def seed_of(
 def join_slices(
     slices: dict[Modality, list[list[int]]], frozen: Collection[str] = ()
 ) -> list[MicroBatch]:
-    """Order micro-batches into forward passes.
+    """Return micro-batches that run the slices of all modalities.
 
-    The last micro-batches of all modalities share one forward pass, so that the backward pass that synchronises
-    gradients reaches every tower. Within a forward pass, frozen modalities come last.
+    The last slices of all modalities form one micro-batch, so that the backward pass that synchronises gradients
+    reaches every tower. In it, frozen modalities come last.
     """
     # False sorts before True, and the sort is stable: the order is the same on every rank.
     modalities = sorted(slices, key=lambda modality: modality in frozen)
@@ -309,7 +309,7 @@ class TrainingStep:
         # Weights stay the same until the optimizer step. So their bfloat16 copies are made once for the whole batch.
         with self.bf16_weights.held():
             with self.timer("data"):
-                input_source = BatchInputs(self.input_builder, rank_batch.features)
+                input_source = InputSource(self.input_builder, rank_batch.features)
                 batch = BatchState(rank_batch, batch_number, is_last, input_source)
             if self.auxiliary_options is not None:
                 batch.auxiliary = AuxiliaryBatch(
@@ -384,9 +384,9 @@ class TrainingStep:
             "longest": max(lengths, default=0),
             "failed": self._ran_out_of_memory,  # in the batch before
         }
-        # One collective for all numbers, [ranks, numbers]: the counts above, then how many micro-batches this rank has of
-        # each modality, then how many for the frozen towers. Before the first forward pass, because under FSDP all ranks
-        # must run equally many.
+        # One collective for all numbers, [ranks, numbers]: the counts above, then how many slices this rank has of each
+        # modality, then how many for the frozen towers. Before the first forward pass, because under FSDP all ranks must
+        # run equally many.
         numbers = [int(count) for count in rank_counts.values()]
         table = collectives.all_gather_ints(
             [*numbers, *model_split.counts, *frozen_split.counts]
@@ -397,14 +397,11 @@ class TrainingStep:
         counts = dict(zip(rank_counts, by_number[:num_counts], strict=True))
         batch.counts = BatchCounts(**counts)
         self._raise_if_any(batch.counts.failed)
-        # The maximum over the ranks for each modality. A rank with fewer micro-batches slices its inputs finer, or runs
-        # dummies.
-        num_micro_batches = [max(values) for values in by_number[num_counts:]]
+        # The maximum over the ranks for each modality. A rank with fewer slices splits its inputs finer, or runs dummies.
+        num_slices = [max(values) for values in by_number[num_counts:]]
         num_modalities = len(model_split.counts)
-        slices = model_split.split_into(num_micro_batches[:num_modalities])
-        batch.frozen_slices = frozen_split.split_into(
-            num_micro_batches[num_modalities:]
-        )
+        slices = model_split.split_into(num_slices[:num_modalities])
+        batch.frozen_slices = frozen_split.split_into(num_slices[num_modalities:])
         frozen = self.input_builder.frozen_modalities
         batch.micro_batches = join_slices(slices, frozen)
         # From numbers that are equal on all ranks: a rank with fewer replays would leave the others waiting.
@@ -602,7 +599,7 @@ class TrainingStep:
             if roots:
                 with grouping:
                     torch.autograd.backward(roots, gradients)
-        # FSDP units without a backward pass (a frozen tower, a tower without inputs) are still gathered.
+        # FSDP units without a backward pass (a frozen tower, a tower without inputs) are still gathered: free them now.
         if batch.is_last and self.session.keeps_gathered:
             reshard(self.model)
 

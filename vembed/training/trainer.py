@@ -119,15 +119,15 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
     lock = OutputLock(output)
     rank = os.environ.get("RANK") or "0"  # as the launcher has set it
 
-    def prepare_launch(ranks: RankInfo) -> dict[str, Any]:
+    def prepare_launch(rank_info: RankInfo) -> dict[str, Any]:
         """Check what can be checked before devices are chosen. Return the facts that all ranks compare."""
-        if ranks.rank == 0:
+        if rank_info.rank == 0:
             # Now, since a pass over large data takes minutes.
             require_paths(config.model, config.data, resolved.origins)
             lock.take()  # before anything is read
             if hub is not None:
                 hub.open()
-        return facts_of(resolved) if ranks.world_size > 1 else {}
+        return facts_of(resolved) if rank_info.world_size > 1 else {}
 
     with (
         # The contexts close in reverse order: the newest checkpoint is on disk before the group of processes ends, and
@@ -251,7 +251,7 @@ class Trainer:
         """Read the data, build the model and restore the checkpoint to resume from, if there is one. Collective.
 
         The config is completed in three steps. `user_config` is what the user has set, `config_after_resume` also has what the run
-        to resume from had decided, and `config_without_auto` has learning rates and temperature in place of `auto`.
+        to resume from had decided, and `config_after_build` has learning rates and temperature in place of `auto`.
         `self.config` also has the decided intervals. It is final.
         """
         self._began = time.perf_counter()
@@ -285,22 +285,22 @@ class Trainer:
         checkpointer.require_steps_left(resume_point, data.total_steps)
 
         # The model, and everything that was left to `auto`.
-        self.components, config_without_auto = build_components(
+        self.components, config_after_build = build_components(
             config_after_resume, data, session
         )
         self.intervals = decide_intervals(
-            config_without_auto.evaluation,
-            config_without_auto.run,
-            config_without_auto.logging.logging_steps,
+            config_after_build.evaluation,
+            config_after_build.run,
+            config_after_build.logging.logging_steps,
             data,
             self.components.model,
             is_length_given=user_config.optimizer.sets_length(),
         )
         intervals = asdict(self.intervals)
-        if config_without_auto.optimizer.max_steps is None:
+        if config_after_build.optimizer.max_steps is None:
             intervals["epochs"] = data.epochs
         # Fully resolved: a training with this config repeats the run.
-        self.config = config_without_auto.changed(**intervals)
+        self.config = config_after_build.changed(**intervals)
         checkpointer.options = self.config.to_dict()
         self.schedule = Schedule(
             self.config.optimizer, data.total_steps, data.examples_per_step
@@ -327,7 +327,7 @@ class Trainer:
     def _build_step(self) -> None:
         """Open the stream of batches, and build the step.
 
-        Before a checkpoint is restored: the budget is estimated from free memory, and counts the optimizer's state.
+        Before a checkpoint is restored: the estimate takes the free memory and subtracts the optimizer's state itself.
         """
         config = self.config
         session = self.session
@@ -403,7 +403,7 @@ class Trainer:
         log.info(
             f"set-up took {duration(set_up_seconds)}; steps done: {state.step:,d} of {total_steps:,d}"
         )
-        self._first_step = state.step
+        self._steps_before = state.step
         self._loop_began = time.perf_counter()
 
     def fit(self) -> None:
@@ -514,7 +514,7 @@ class Trainer:
         total_steps = self.data.total_steps
         # At the rate so far, with evaluations and checkpoints.
         seconds_per_step = time.perf_counter() - self._loop_began
-        seconds_per_step /= report.step - self._first_step
+        seconds_per_step /= report.step - self._steps_before
         seconds_left = seconds_per_step * (total_steps - report.step)
         log.info(log_line(values, total_steps, seconds_left))
 
@@ -540,7 +540,7 @@ class Trainer:
                 micro_batch_tokens=config.batch.micro_batch_tokens,
                 log=log.info,
                 check_interrupt=self.interrupts.check,
-                frozen_towers=builder if builder.stores else None,
+                cached_outputs=builder if builder.stores else None,
                 query_results=query_results,
                 compressed=is_quantized and isinstance(data, RetrievalData),
             )
@@ -650,8 +650,8 @@ class Trainer:
         is_scored = state.step > 0 and state.scored_step == state.step
         has_checkpoint = self.checkpointer.path_of(state.step).is_dir()
         if data is not None and is_scored and has_checkpoint and state.best is None:
-            # The checkpoint knows no best step: the options have changed, or the step was scored before it was saved. Now
-            # it is saved, so it counts as the best. A best step that is known stays.
+            # No best step is known: the options have changed, or this step was scored before it had a checkpoint. It has one
+            # now, so it becomes the best. A best step that is known stays.
             metric = self.config.evaluation.eval_metric
             state.set_best(deciding_metric(metric, data))
         if not self.config.evaluation.guards:

@@ -143,7 +143,7 @@ class EpochMiner(Hook):
             run.session.device,
             world_size=run.session.world_size,
             check_interrupt=run.interrupts.check,
-            frozen_towers=builder if builder.stores else None,
+            cached_outputs=builder if builder.stores else None,
         )
         is_unit = run.config.objective.similarity == "cosine"
         return first_dims(vectors, vectors.shape[1], is_unit)
