@@ -194,6 +194,12 @@ def test_texts_that_are_not_english_get_a_model_of_many_languages(vembed, start,
     assert model == "intfloat/multilingual-e5-base"
     done = vembed("init --force --model demo --data", faq)
     assert "multilingual" in done.err and "English" in done.err
+    model = tiny_bert(Path("model"))
+    for language in ("de", "en"):
+        front = f"---\nlanguage: {language}\n---\n# A model"
+        (model / "README.md").write_text(front)
+        done = vembed(f"init --force --model {model} --data", faq)
+        assert ("model is a model of English alone" in done.err) == (language == "en")
 
 
 def test_a_wrong_answer_and_a_number_are_not_guessed_as_the_positive(start):
@@ -339,6 +345,8 @@ def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(trained, start, 
         ),
         ("sentence1,sentence2,label\na,b,0\nc,d,1\ne,f,2\n", "label (0, 1, 2)"),
         ("query,positive\na,b\n,d\n", "left out: a.csv:3: query is empty"),
+        # Each fault, not only the first one.
+        ("query,positive\na,b\n,d\nc,\n", "left out: a.csv:4: positive is empty"),
         ("query,positive,page\na,b,1\nc,d,2\n", None),
     ],
 )
@@ -346,7 +354,8 @@ def test_doubts_are_said_and_stand_in_the_config(vembed, content, doubt):
     Path("a.csv").write_text(content)
     done = vembed("init --data a.csv")
     if doubt is None:
-        assert "note: " not in done.err and "CHECK" not in text()
+        assert done.err == "note: a.csv: not used: page\n"
+        assert "# NOTE: a.csv: not used: page" in text() and "CHECK" not in text()
     else:
         assert doubt in done.err and "# CHECK: " in text()
 
@@ -392,6 +401,8 @@ def test_bad_records_and_images_are_counted_as_training_counts_them(trained, sta
     rows[200:235] = [pair(query="")] * 35
     config = start(write_rows("a.jsonl", rows))
     assert "35 of 400 records" in text()
+    # 365 without the tenth that is held out.
+    assert "over 328 examples" in text()
     assert config.data.on_bad_record == "skip"
     trained("max_steps=1")
     lines = ["text,image"]

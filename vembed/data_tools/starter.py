@@ -11,10 +11,13 @@ import math
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
@@ -316,6 +319,18 @@ def local_model(name: str) -> Path | None:
         )
     except (LocalEntryNotFoundError, HFValidationError):
         return None
+
+
+def is_of_english(name: str) -> bool:
+    """Return whether the card of a model that is on this machine names English as its only language."""
+    folder = local_model(name)
+    card = None
+    if folder is not None:
+        from huggingface_hub import metadata_load
+
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            card = metadata_load(folder / "README.md")
+    return card is not None and card.get("language") in ("en", ["en"])
 
 
 def model_facts(name: str, task: Task = "embed") -> ModelDescription | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from vembed.cli.support import (
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.rules import missing_path
 from vembed.config.values import Task
-from vembed.data.example_store import open_examples
+from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import BadRecord
 from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.language import is_english
@@ -36,6 +37,7 @@ from vembed.data_tools.starter import (
     guess,
     header_doubt,
     held_out_share,
+    is_of_english,
     measure_lengths,
     model_facts,
     read_sample,
@@ -44,13 +46,15 @@ from vembed.errors import UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
 from vembed.losses.declaration import LossDeclaration
 from vembed.losses.table import LOSSES
-from vembed.models.families.family import Family
+from vembed.models.families.family import Family, Starter
 from vembed.models.families.table import FAMILIES, FamilyName
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""
 CHECK = "# CHECK: "
 """Beginning of a line about something that may be wrong."""
+NOTE = "# NOTE: "
+"""Beginning of a line about something that is probably meant."""
 SMALLEST_SCORED = 200
 """Scored pairs from which a tenth can be held out."""
 MAX_CHECKED = 100_000
@@ -149,8 +153,9 @@ def init(
     # Read as `vembed train` will read it: what is written here is never refused there.
     load_config(path)
     for line in text.splitlines():
-        if line.startswith((CHECK, GUESSED)):
-            print_progress(f"note: {line.removeprefix(CHECK).removeprefix('# ')}")
+        if line.startswith((CHECK, NOTE, GUESSED)):
+            doubt = line.removeprefix(CHECK).removeprefix(NOTE).removeprefix("# ")
+            print_progress(f"note: {doubt}")
     print_lines(f"wrote {path}; train with: vembed train {path}")
 
 
@@ -181,22 +186,15 @@ def starter(
     about = kind.about
     if model == DEMO:
         name = str(demo_model())
-        if is_foreign:
-            doubts.append(
-                "the texts are not English, and the model of the demo is English: give --model one of many languages, "
-                f"such as {kind.multilingual or 'intfloat/multilingual-e5-small'}"
-            )
     elif model is None and kind.multilingual is not None and is_foreign:
         name = kind.multilingual
         about += " of many languages: the texts are not English"
+    if is_foreign and is_of_english(name):
+        doubts.append(
+            f"the texts are not English, and {model or name} is a model of English alone, by its README.md: give --model "
+            f"one of many languages, such as {kind.multilingual or 'intfloat/multilingual-e5-small'}"
+        )
     description = model_facts(name, task)
-    num_records = summary.sample.num_records
-    # A correlation needs more pairs, and different scores among them.
-    is_enough = not summary.is_scored or num_records >= SMALLEST_SCORED
-    held_out = None
-    if is_enough and not val_data:
-        held_out = held_out_share(num_records)
-    num_train = int(num_records * (1 - (held_out or 0.0)))
     texts = [*summary.queries, *summary.documents]
     if task == "rerank":
         pairs = zip(cycle(summary.queries), summary.documents, strict=False)
@@ -204,11 +202,9 @@ def starter(
     lengths = measure_lengths(texts, description)
     limit = None if description is None else description.max_length
     max_length = fitting_length(lengths, limit, kind.max_length or 0)
-    batch_size = fitting_batch(num_train, kind.batch_size)
-    epochs = fitting_epochs(num_train, has_scale=family.has_logit_scale_and_bias)
-    num_steps = max(num_train // batch_size, 1) * epochs if num_train else 0
-    text = render_page(
-        "starter.yaml.j2",
+    rendered = partial(
+        _rendered,
+        has_val_data=bool(val_data),
         option=_line,
         task=task,
         family=family,
@@ -218,18 +214,17 @@ def starter(
         limit=limit,
         data=data,
         val_data=val_data,
-        held_out=held_out,
-        is_evaluated=bool(val_data or held_out),
         summary=summary,
         doubts=doubts,
         lengths=lengths,
         max_length=max_length,
-        batch_size=batch_size,
-        epochs=epochs,
-        num_train=num_train,
-        num_steps=num_steps,
     )
-    lines = [text.rstrip(), *_check_lines(family, summary.sample, text)]
+    text = rendered(summary.sample.num_records)
+    store, lines = _checked(family, summary.sample, text)
+    if store is not None:
+        # The passes and steps are those over the records that can be used.
+        text = rendered(len(store))
+    lines = [text.rstrip(), *lines]
     if task == "rerank" and not (summary.is_scored or summary.has_negatives):
         configured = yaml.safe_load("\n".join(lines))
         options = {"model_name": "bm25", "num_negatives": 7}
@@ -241,15 +236,50 @@ def starter(
     return "\n".join(lines) + "\n"
 
 
-def _check_lines(
+def _rendered(
+    num_records: int,
+    *,
+    summary: DataSummary,
+    family: Family,
+    kind: Starter,
+    has_val_data: bool,
+    **values: Any,
+) -> str:
+    """Return the config for so many records, with the sizes of a run over them."""
+    # A correlation needs more pairs, and different scores among them.
+    is_enough = not summary.is_scored or num_records >= SMALLEST_SCORED
+    held_out = None
+    if is_enough and not has_val_data:
+        held_out = held_out_share(num_records)
+    num_train = int(num_records * (1 - (held_out or 0.0)))
+    batch_size = fitting_batch(num_train, kind.batch_size)
+    epochs = fitting_epochs(num_train, has_scale=family.has_logit_scale_and_bias)
+    num_steps = max(num_train // batch_size, 1) * epochs if num_train else 0
+    return render_page(
+        "starter.yaml.j2",
+        summary=summary,
+        family=family,
+        kind=kind,
+        held_out=held_out,
+        is_evaluated=bool(has_val_data or held_out),
+        batch_size=batch_size,
+        epochs=epochs,
+        num_train=num_train,
+        num_steps=num_steps,
+        **values,
+    )
+
+
+def _checked(
     family: Family,
     sample: FileSample,
     text: str,
-) -> list[str]:
-    """Return lines on what may be wrong with the records, and one that leaves out those that training would refuse."""
+) -> tuple[ExampleStore | None, list[str]]:
+    """Return the examples, and lines on what may be wrong with the records, with one that leaves out those that training
+    would refuse. Without examples where the data are too large to be checked here."""
     is_large = sample.is_estimate or sample.num_records > MAX_CHECKED
     if is_large or not sample.records:
-        return []
+        return None, []
     # All of them, with their images, as training does.
     config = load_config({**yaml.safe_load(text), "on_bad_record": "skip"})
     try:
@@ -264,15 +294,16 @@ def _check_lines(
         if family.reads_only_text:
             raise
         # The images may be in another folder, which image_root will name.
-        return [CHECK + " ".join(str(error).split())]
+        return None, [CHECK + " ".join(str(error).split())]
     lines = [CHECK + warning for warning in store.warnings()]
+    # Behind the line on the source: records that are left out, and columns that are not used.
+    for line in store.summary()[1:]:
+        lines.append((CHECK if line.startswith("left out: ") else NOTE) + line)
     if store.num_skipped:
-        left_out = [line for line in store.summary() if line.startswith("left out: ")]
-        lines.append(CHECK + left_out[0])
         lines.append(
             _line("on_bad_record", "skip", "fix these records to train on all")
         )
-    return lines
+    return store, lines
 
 
 def look_at(
