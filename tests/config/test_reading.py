@@ -89,6 +89,7 @@ def test_unknown_key_of_toml_and_json(refused):
         ("use_lora: perhaps", "use_lora must be true or false, but is 'perhaps'"),
         ("report_to: [wandbb]", "trackio or mlflow, but is ['wandbb']"),
         ("data_path: {a: 1}", "data_path must be text or a list"),
+        ("nproc: 0", "nproc (num_processes) must be auto or a whole number"),
     ],
 )
 @pytest.mark.promise("B04")

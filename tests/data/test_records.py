@@ -239,6 +239,11 @@ def test_at_most_so_many_negatives_but_all_are_checked():
     ("record", "loss", "message"),
     [
         (pair(), "cosent", "no score, which loss: cosent needs"),
+        (
+            pair(scor=0.5, id=3),
+            "cosent",
+            r"not read: id, scor\): .*{scor: score}$",
+        ),
         (pair(), "triplet", "no negative, which loss: triplet needs"),
         ({**SIDES, "score": 0.1}, "infonce", "scored sentence pair.*infonce.*cosent"),
         (pair(score=0.1), "infonce", None),

@@ -13,6 +13,7 @@ from vembed.config.schema import EpochMining
 from vembed.data.records import COLUMNS
 from vembed.losses.table import LOSS_ENTRY_ONLY
 from vembed.mining.options import AuditConfig, GenerateConfig, MineConfig
+from vembed.training.trackers.table import TRACKERS
 
 OTHER_KEYS = {
     "compute_device",
@@ -126,7 +127,17 @@ def test_installing_is_said_in_one_way():
             forms.add(form.replace(names, "EXTRA"))
             extras |= {*names.split(",")}
     assert forms == {'-e ".[EXTRA]"', '"vembed-0.1.0-py3-none-any.whl[EXTRA]"'}
+    optional = project["optional-dependencies"]
+    packages = set()
+    for extra in sorted(set(optional) - {"dev", "docs"}):
+        packages.update(name.partition(">")[0] for name in optional[extra])
     for path in (ROOT / "vembed").rglob("*.py"):
-        for names in NAMED_EXTRAS.findall(path.read_text(encoding="utf-8")):
+        text = path.read_text(encoding="utf-8")
+        for names in NAMED_EXTRAS.findall(text):
             extras |= {*names.split(",")}
-    assert {"demo", "mine", "fsdp"} <= extras <= set(project["optional-dependencies"])
+        for words in re.findall(r"pip install ([\w .-]+)", text):
+            assert packages.isdisjoint(words.split()), (path, words)
+    assert {"demo", "mine", "fsdp"} <= extras <= set(optional)
+    # Messages name the extra of a tracker by the tracker's name.
+    named = {tracker.name for tracker in TRACKERS.values() if tracker.package}
+    assert named - {"tensorboard"} <= set(optional)

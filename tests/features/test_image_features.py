@@ -20,8 +20,8 @@ CELL = 32 * 32
 """Pixels that the tiny Qwen3-VL makes one token of."""
 
 
-def image(width=24, height=16, seed=0):
-    return ImageRef(data=encoded("PNG", (width, height), seed=seed))
+def image(width=24, height=16, seed=0, where=""):
+    return ImageRef(data=encoded("PNG", (width, height), seed=seed), where=where)
 
 
 def of_images(*images, text=None):
@@ -129,6 +129,11 @@ def test_mixed_items_go_to_their_modalities_in_order():
             tiny.tiny_clip,
             (image(),),
             "one text or image .* 'a cat' and 1 image.*vision-language model",
+        ),
+        (
+            tiny.tiny_bert,
+            (image(where="data.csv:7"),),
+            "^data.csv:7: .* embeds one text .*: take a model that reads images",
         ),
     ],
 )

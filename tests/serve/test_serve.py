@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import http.client
 import json
 import os
 import re
@@ -518,6 +519,24 @@ def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(c
             assert status == 503 and "1 s" in content["error"]["message"]
         assert server.process.wait(60) == 0
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_server_at_once(second):
+    texts = [f"{number} red green " * 8 for number in range(20_000)]
+    with (
+        started(model_folder(), {"inputs": 20_000}) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(server.send, "/embed", {"inputs": texts})
+        time.sleep(1)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        assert server.process.poll() is None, "the request is being computed"
+        server.process.send_signal(second)
+        assert server.process.wait(1) == 128 + second
+        with pytest.raises((OSError, http.client.HTTPException)):
+            answer.result(60)
 
 
 def test_what_cannot_be_served():

@@ -61,7 +61,7 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
     ]
     for flags in ([], ["--dry-run"]):
         assert run_process("train", [*flags, *words]) == 2
-        assert "pip install trackio mlflow" in capsys.readouterr().err
+        assert "pip install 'vembed[trackio,mlflow]'" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 

@@ -101,7 +101,8 @@ def run_train(
         if all(existing(path) for _, path in data_paths(config.data)):
             from vembed.data_tools.data_page import data_facts
 
-            sys.stdout.write(f"\n==== data\n{data_facts(config)[0]}")
+            page, _ = data_facts(config, launch.world_size)
+            sys.stdout.write(f"\n==== data\n{page}")
         return 0, {
             "is_dry_run": True,
             "processes": launch.world_size,

@@ -184,8 +184,11 @@ class Layer:
         try:
             final = canonical(name, value)
         except ValueError as error:
-            alias = "" if key == name else f"{key}: "
-            self.problems.append(f"{place}: {alias}{error}")
+            reason = str(error)
+            if key != name:
+                # By the key that the user knows.
+                reason = reason.replace(name, f"{key} ({name})", 1)
+            self.problems.append(f"{place}: {reason}")
             return
         # `strategy: auto` beside `fsdp: {enabled: true}` leaves the choice to the switch.
         is_weak = isinstance(option, WeakDefault) or final == "auto"

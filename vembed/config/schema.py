@@ -435,8 +435,8 @@ class DataSection(Section):
     """Form global batches in which no content occurs twice. Examples that fit in no batch are left out in that epoch: as few
     as possible, ideally no more than the last incomplete batch would have. The log gives the number."""
     homogeneous_batches: Literal["task"] | bool = False
-    """With several sources: draw every global batch from a single source. `task`: from the sources of a single task, which
-    have the same losses, temperature and batch size."""
+    """With several sources: draw every global batch from a single source. `task`: from the sources of one task, which have
+    the same losses, temperature and batch size. The option `task` is another one: the kind of model."""
     sampling: SamplingName = "proportional"
     """With several sources: how often each is drawn, for a source of n examples. `proportional`: in proportion to its
     weight times n. `temperature(0.5)`: to its weight times n ** 0.5, so that small sources are drawn more often. The number is

@@ -18,8 +18,19 @@ from pathlib import Path
 
 import numpy as np
 
-from vembed.config.schema import DataSection, ObjectiveSection
-from vembed.config.terms import source_group_names
+from vembed.config.decisions import decide_epochs, steps_of_epochs
+from vembed.config.schema import (
+    DataSection,
+    ObjectiveSection,
+    TrainConfig,
+    parse_sampling,
+)
+from vembed.config.terms import (
+    source_batch_sizes,
+    source_group_names,
+    source_groups,
+)
+from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Example, Examples, Item, Kind, ReadAs
 from vembed.data.images.files import image_problem
@@ -38,6 +49,7 @@ from vembed.evaluation.dataset import (
     from_examples,
     open_eval_data,
 )
+from vembed.progress import counted
 
 log = logging.getLogger("vembed")
 
@@ -122,6 +134,76 @@ def open_sets(
             log.warning(line)
             doubts.append(line)
     return Sets(store, evaluation, tuple(doubts), by_task)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLength:
+    """The batches of a run, in their order, and its steps."""
+
+    batch_schedule: BatchSchedule
+    batches_per_step: int
+    """Global batches of an optimizer step: gradient_accumulation_steps."""
+    epochs: float
+    """Passes over the data, where `max_steps` does not say how long the run is."""
+    total_steps: int
+    """Optimizer steps of the whole run."""
+    examples_per_step: int
+    """Examples of all global batches of an optimizer step."""
+
+
+def run_length(config: TrainConfig, store: ExampleStore, world_size: int) -> RunLength:
+    """Fix and log the order of the batches and the number of steps. Reads the model's description where `epochs` is left
+    to `auto`. Otherwise the checkpoint is checked first, and a model of another kind is refused by name."""
+    options = config.optimizer
+    is_open = not options.sets_length()
+    has_scale = False
+    if is_open:
+        from vembed.models.families.description import describe
+
+        has_scale = describe(config.model).family_traits.has_logit_scale_and_bias
+    epochs = decide_epochs(options, config.model, len(store), has_scale=has_scale)
+    if is_open:
+        log.info(f"epochs: {epochs.value:g} (auto; {epochs.reason})")
+    data = config.data
+    size = config.batch.global_batch_size or config.batch.batch_size * world_size
+    schedule = BatchSchedule(
+        store.sizes,
+        size,
+        config.run.seed,
+        weights=store.weights,
+        names=store.names,
+        homogeneous=bool(data.homogeneous_batches),
+        source_groups=source_groups(data),
+        batch_sizes=source_batch_sizes(data, config.batch, size),
+        sampling=parse_sampling(data.sampling),
+        keys=store.all_keys() if data.no_duplicates else None,
+        labels=store.labels,
+    )
+    level = logging.WARNING if schedule.is_short else logging.INFO
+    log.log(level, schedule.summary())
+    batches_per_step = config.batch.gradient_accumulation_steps
+    total_steps = options.max_steps or steps_of_epochs(
+        epochs.value, schedule.batches_per_epoch, batches_per_step
+    )
+    processes = counted(world_size, "process", "processes")
+    smallest = schedule.smallest_batch
+    batch = smallest if schedule.is_short else size
+    line = f"global batch: {batch:,d} examples over {processes} ({batch / world_size:,.6g} each)"
+    if batches_per_step > 1:
+        line += f", {batches_per_step} batches per step"
+    log.info(f"{line}; {counted(total_steps, 'step')}")
+    if smallest < world_size:
+        raise UserError(
+            f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
+            "a larger global_batch_size, or more data"
+        )
+    return RunLength(
+        batch_schedule=schedule,
+        batches_per_step=batches_per_step,
+        epochs=epochs.value,
+        total_steps=total_steps,
+        examples_per_step=size * batches_per_step,
+    )
 
 
 def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:

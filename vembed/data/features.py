@@ -220,13 +220,20 @@ class Featuriser(BaseFeaturiser):
             num_contents = (item.text is not None) + len(item.images)
             is_readable = num_contents == 1 or modality == "multimodal"
             if not is_readable or modality not in self.modalities:
+                # Of a text alone the place is not known.
+                where = f"{item.images[0].where}: " if item.images else ""
                 contents = f"{len(item.images)} image(s)"
                 if item.text is not None:
                     contents = f"the text {item.text!r:.60} and {contents}"
+                advice = (
+                    "set retrieval_mode where plain strings are paths of images (i2i: all are), or take a vision-language "
+                    "model, which reads a text and images together"
+                )
+                if self.modalities == ("text",):
+                    advice = "take a model that reads images, such as a CLIP, or leave the images out of the data"
                 raise UserError(
-                    f"{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} at a "
-                    f"time, and got {contents}: set retrieval_mode where plain strings are paths of images (i2i: all are), "
-                    "or take a vision-language model, which reads a text and images together"
+                    f"{where}{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} "
+                    f"at a time, and got {contents}: {advice}"
                 )
             missing.setdefault(modality, {})[address] = item
         for modality, items_of_modality in missing.items():

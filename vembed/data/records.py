@@ -307,7 +307,14 @@ class RecordFormat:
             declared = LOSSES[loss]
             reads_matches = declared.records == "matches"
             if declared.records == "scores" and scores is None:
-                raise BadRecord(f"no score, which loss: {loss} needs for every pair")
+                names = sorted(self.columns.unused)
+                hint = f" (not read: {listed(names)})" if names else ""
+                near = nearest("score", names)
+                if near is not None:
+                    hint += f": set column_mapping: {{{quoted_column(near)}: score}}"
+                raise BadRecord(
+                    f"no score, which loss: {loss} needs for every pair{hint}"
+                )
             if reads_matches and layout.are_sentences and scores is not None:
                 raise BadRecord(
                     f"a scored sentence pair, and loss: {loss} would take each pair for a match whatever its score: "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.config.schema import TrainConfig
-from vembed.data.datasets import open_sets, short_item, spread
+from vembed.data.datasets import open_sets, run_length, short_item, spread
 from vembed.data.examples import Example
 from vembed.data.near_duplicates import normal_key
 from vembed.data_tools.starter import local_model
@@ -35,11 +35,17 @@ PageSection = tuple[str, list[str], dict[str, Any]]
 """Title and lines of a part of the page, and the same figures for programs, by name."""
 
 
-def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
-    """Return the page, and the same figures for programs.
+def data_facts(
+    config: TrainConfig, world_size: int | None = None
+) -> tuple[str, dict[str, Any]]:
+    """Return the page, and the same figures for programs. `world_size`: of a run, whose steps are counted.
 
     Reads the data, and of the model only its tokenizer, if it is on this machine.
     """
+    name = config.model.model_name
+    # Of a file `describe` says that it is no model.
+    is_here = Path(name).expanduser().is_file() or local_model(name) is not None
+    length = None
     with unlogged():
         sets = open_sets(
             config.data,
@@ -48,12 +54,26 @@ def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
             seed=config.run.seed,
             compares=True,
         )
+        is_open = not config.optimizer.sets_length()
+        if world_size is not None and (is_here or not is_open):
+            length = run_length(config, sets.examples, world_size)
     store = sets.examples
     lines = store.summary()
     validation = None
     if sets.evaluation is not None:
         validation = sets.evaluation.summary()
         lines.append(f"validation: {validation}")
+    if length is not None:
+        schedule = length.batch_schedule
+        per_epoch = schedule.batches_per_epoch / length.batches_per_step
+        lines += [
+            schedule.summary(),
+            f"steps: {length.total_steps:,d} in all, {per_epoch:,.6g} per epoch",
+        ]
+    elif world_size is not None:
+        lines.append(
+            f"steps: known when the model is here (epochs: auto): {name} is not on this machine yet"
+        )
     lines += [f"warning: {warning}" for warning in sets.warnings]
     sizes = zip(store.names, store.sizes, strict=True)
     figures = {
@@ -63,10 +83,8 @@ def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
         "warnings": list(sets.warnings),
     }
     sample = [store[number] for number in spread(len(store), MAX_READ)]
-    name = config.model.model_name
     featuriser = None
-    # Of a file `describe` says that it is no model.
-    if Path(name).expanduser().is_file() or local_model(name) is not None:
+    if is_here:
         # These import torch, which takes seconds.
         from vembed.data.features import build_featuriser
         from vembed.models.families.description import describe

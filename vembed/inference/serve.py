@@ -10,6 +10,7 @@ import base64
 import hmac
 import json
 import logging
+import os
 import reprlib
 import signal
 import socket
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import numpy as np
@@ -578,6 +580,17 @@ class Connection(H11Protocol):
         )
 
 
+class Server(uvicorn.Server):
+    """Server that a second signal ends at once, without the requests that the first one leaves it to answer."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop taking requests, or end the process where that is asked for again."""
+        if self.should_exit:
+            # No exception: the thread that runs the model would be waited for.
+            os._exit(128 + sig)
+        super().handle_exit(sig, frame)
+
+
 def serve(
     load: Callable[[], TextEncoder],
     name: str,
@@ -588,7 +601,7 @@ def serve(
     limits: RequestLimits | None = None,
     on_ready: Callable[[int, bool], object],
 ) -> None:
-    """Answer requests until SIGINT or SIGTERM, and then those that have arrived.
+    """Answer requests until SIGINT or SIGTERM, and then those that have arrived. A second signal ends the process.
 
     `load` gives the encoder, after the address is known to be free. `on_ready` gets the port, also where 0 asked for a
     free one, and whether the model gives scores, when connections are taken.
@@ -626,7 +639,7 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, lambda *_: None)
         try:
-            uvicorn.Server(config).run(sockets=[listener])
+            Server(config).run(sockets=[listener])
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -158,6 +158,8 @@ class Schedule:
         examples_per_step: int,
     ) -> None:
         peak = rate_of(options)
+        self.head_ratio = (options.head_learning_rate or peak) / peak
+        """The learning rate of heads, as a multiple of that of the other parameters."""
         self.kind = options.lr_scheduler_type
         self.total_steps = total_steps
         self.multiplier = 1.0

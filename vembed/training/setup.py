@@ -18,11 +18,9 @@ from vembed.config.decisions import (
     RunIntervals,
     RunSize,
     TrainedPart,
-    decide_epochs,
     has_initial_weights,
     peak_rate,
     run_intervals,
-    steps_of_epochs,
 )
 from vembed.config.schema import (
     FILE_OPTIONS,
@@ -31,19 +29,15 @@ from vembed.config.schema import (
     EvaluationSection,
     RunSection,
     TrainConfig,
-    parse_sampling,
 )
 from vembed.config.terms import (
     needed_teachers,
     run_temperature,
-    source_batch_sizes,
-    source_groups,
 )
 from vembed.config.values import Auto
 from vembed.data.batching.rank_batch import Feeder
-from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.batching.stream import RankBatchStream
-from vembed.data.datasets import Sets, open_sets
+from vembed.data.datasets import RunLength, Sets, open_sets, run_length
 from vembed.data.example_store import ExampleStore
 from vembed.data.features import BaseFeaturiser, Features, build_featuriser
 from vembed.errors import UserError
@@ -66,7 +60,6 @@ from vembed.parallel.parameters import num_parameters
 from vembed.parallel.placement import PRECISION_DTYPES
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
-from vembed.progress import counted
 from vembed.teachers import Teachers
 from vembed.training.checkpoint.folders import fingerprint_of_option, of_images
 from vembed.training.frozen import InputBuilder, open_stores
@@ -108,18 +101,8 @@ SOURCE_GROUP_OPTIONS = {"losses", "temperature", "batch_size", "global_batch_siz
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunData(Sets):
+class RunData(Sets, RunLength):
     """Examples, evaluation data and the order of the batches."""
-
-    batch_schedule: BatchSchedule
-    batches_per_step: int
-    """Global batches of an optimizer step: gradient_accumulation_steps."""
-    epochs: float
-    """Passes over the data, where `max_steps` does not say how long the run is."""
-    total_steps: int
-    """Optimizer steps of the whole run."""
-    examples_per_step: int
-    """Examples of all global batches of an optimizer step."""
 
     def epoch_at(self, step: int) -> float:
         """Return the number of epochs, with a fraction, that are done after `step` optimizer steps."""
@@ -175,58 +158,10 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
             "task: rerank compares the documents of one query, and every record has one alone: find negatives with "
             "`vembed mine`, or take those of other queries with in_batch_negatives: 7"
         )
-    optimizer_options = config.optimizer
-    # `describe` reads the model, so it is called only if epochs are left to `auto`. Otherwise the checkpoint is checked
-    # first, and a model of another kind is refused by name.
-    is_open = not optimizer_options.sets_length()
-    has_scale = (
-        is_open and describe(config.model).family_traits.has_logit_scale_and_bias
-    )
-    decision = decide_epochs(
-        optimizer_options, config.model, len(store), has_scale=has_scale
-    )
-    epochs = decision.value
-    if is_open:
-        log.info(f"epochs: {epochs:g} (auto; {decision.reason})")
-
-    world_size = session.world_size
-    size = config.batch.global_batch_size or config.batch.batch_size * world_size
-    batch_schedule = BatchSchedule(
-        store.sizes,
-        size,
-        config.run.seed,
-        weights=store.weights,
-        names=store.names,
-        homogeneous=bool(data_options.homogeneous_batches),
-        source_groups=source_groups(data_options),
-        batch_sizes=source_batch_sizes(data_options, config.batch, size),
-        sampling=parse_sampling(data_options.sampling),
-        keys=store.all_keys() if data_options.no_duplicates else None,
-        labels=store.labels,
-    )
-    log.info(batch_schedule.summary())
-    batches_per_step = config.batch.gradient_accumulation_steps
-    total_steps = optimizer_options.max_steps or steps_of_epochs(
-        epochs, batch_schedule.batches_per_epoch, batches_per_step
-    )
-    processes = counted(world_size, "process", "processes")
-    line = f"global batch: {size:,d} examples over {processes} ({size / world_size:,.6g} each)"
-    if batches_per_step > 1:
-        line += f", {batches_per_step} batches per step"
-    log.info(f"{line}; {counted(total_steps, 'step')}")
-    smallest = batch_schedule.smallest_batch
-    if smallest < world_size:
-        raise UserError(
-            f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
-            "a larger global_batch_size, or more data"
-        )
+    length = run_length(config, store, session.world_size)
     return RunData(
         **vars(sets),
-        batch_schedule=batch_schedule,
-        batches_per_step=batches_per_step,
-        epochs=epochs,
-        total_steps=total_steps,
-        examples_per_step=batch_schedule.global_batch_size * batches_per_step,
+        **vars(length),
     )
 
 

@@ -215,7 +215,7 @@ def _check(
         raise UserError("layers are of where: layers; the embedding has none")
     if trials and find_spec("optuna") is None:
         raise UserError(
-            "trials are searched by optuna, which is not installed: pip install optuna"
+            "trials are searched by optuna, which is not installed: pip install 'vembed[search]'"
         )
 
 

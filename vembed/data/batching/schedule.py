@@ -172,6 +172,10 @@ class BatchSchedule:
         self.batches_per_epoch = len(batch_lengths)
         self.smallest_batch = min(batch_lengths)
         """Number of examples of the smallest batch."""
+        self.is_short = (
+            batch_lengths[0] < self._batch_sizes[0] and len(batch_lengths) == 1
+        )
+        """True if an epoch is one batch, which the data do not fill."""
         self.num_drawn = sum(self._num_drawn)
         """Number of examples drawn per epoch."""
         self.num_left_out = self.num_drawn - sum(batch_lengths)
@@ -209,9 +213,10 @@ class BatchSchedule:
 
     def summary(self) -> str:
         """Return one line for the log."""
-        parts = [
-            f"batches: {self.batches_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
-        ]
+        size = f"{self.global_batch_size:,d} examples"
+        if self.is_short:
+            size = f"{self.smallest_batch:,d} examples, since the data do not fill a global batch of {self.global_batch_size:,d}"
+        parts = [f"batches: {self.batches_per_epoch:,d} per epoch of {size}"]
         if self.num_left_out:
             parts.append(
                 f"{self.num_left_out:,d} of {self.num_drawn:,d} fill no batch and are left out of each epoch"
@@ -219,7 +224,7 @@ class BatchSchedule:
         for name, size in zip(self._names, self._batch_sizes, strict=True):
             if size != self.global_batch_size:
                 parts.append(f"of {size:,d}: {name}")
-        if self.smallest_batch < min(self._batch_sizes):
+        if self.smallest_batch < min(self._batch_sizes) and not self.is_short:
             parts.append(f"the smallest batch has {self.smallest_batch:,d}")
         for source, classes in self._classes.items():
             parts.append(

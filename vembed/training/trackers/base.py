@@ -43,7 +43,7 @@ class Tracker(ABC):
     spellings: ClassVar[str] = ""
     """Other names of it, separated by spaces."""
     package: ClassVar[str | None] = None
-    """The package to install, and the module to import. None: nothing to install."""
+    """The module to import, which the extra of the tracker's name installs. None: nothing to install."""
     options: ClassVar[frozenset[str]] = frozenset()
     """Options that it reads."""
 

@@ -45,17 +45,15 @@ TRACKER_TEXT = text_of_values(
 def require_trackers(names: Sequence[str]) -> None:
     """Raise UserError with all of these trackers whose packages are not installed."""
     missing = []
-    packages = []
     for name in names:
         package = TRACKERS[name].package
         if package is None or package in sys.modules:
             continue
         if find_spec(package) is None:
             missing.append(name)
-            packages.append(package)
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         raise UserError(
-            f"report_to: {' and '.join(missing)} {verb} not installed: install {' '.join(packages)} "
-            f"(pip install {' '.join(packages)}), or leave out what is missing"
+            f"report_to: {' and '.join(missing)} {verb} not installed: pip install 'vembed[{','.join(missing)}]', or "
+            "leave out what is missing"
         )
