@@ -213,10 +213,10 @@ class BatchSchedule:
 
     def summary(self) -> str:
         """Return one line for the log."""
-        size = f"{self.global_batch_size:,d} examples"
+        batch = f"{self.global_batch_size:,d} examples"
         if self.is_short:
-            size = f"{self.smallest_batch:,d} examples, since the data do not fill a global batch of {self.global_batch_size:,d}"
-        parts = [f"batches: {self.batches_per_epoch:,d} per epoch of {size}"]
+            batch = f"{self.smallest_batch:,d} examples, since the data do not fill a global batch of {self.global_batch_size:,d}"
+        parts = [f"batches: {self.batches_per_epoch:,d} per epoch of {batch}"]
         if self.num_left_out:
             parts.append(
                 f"{self.num_left_out:,d} of {self.num_drawn:,d} fill no batch and are left out of each epoch"
