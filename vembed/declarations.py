@@ -56,7 +56,12 @@ def check_parts(
                     raise TypeError(
                         f"{where} has {entry!r} in its `{declaration}`: write one of {', '.join(known)}"
                     )
-        for name in dict.fromkeys(names_of(part)):
+        names = names_of(part)
+        if isinstance(names, str):
+            raise TypeError(
+                f"{where} has the text {names!r} where several names belong: write a tuple, as ({names!r},)"
+            )
+        for name in dict.fromkeys(names):
             if name in taken_names:
                 raise TypeError(f"{where}: the name {name} is taken")
             if name in by_name:

@@ -152,11 +152,23 @@ class SameEnding(JsonLines):
     title = "JSON Lines of another ending"
 
 
+class OneText(JsonLines):
+    endings = ".one"  # type: ignore[assignment]
+    title = "a text for a tuple"
+
+
+class TwoDots(JsonLines):
+    endings = (".csv.xz",)
+    title = "an ending that no file has"
+
+
 @pytest.mark.parametrize(
     ("form", "missing"),
     [
         (NoRows, "rows"),
         (SameEnding, "csv"),
+        (OneText, "'.one',"),
+        (TwoDots, "csv.xz"),
     ],
 )
 def test_what_a_format_does_not_declare_is_named(form, missing):

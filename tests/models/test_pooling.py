@@ -83,6 +83,7 @@ def test_pooling_is_the_reference_over_real_tokens(name, side):
     else:
         module = POOLINGS[name].build(6).double()
         parameters = dict(module.named_parameters())
+        assert parameters, f"{name} has no parameter, so nothing is trained"
         for parameter in parameters.values():
             weights = torch.linspace(-1, 1, parameter.numel())
             parameter.data += weights.view_as(parameter)
@@ -106,6 +107,16 @@ def test_no_mask_is_a_mask_of_ones_and_16_bits_are_pooled_in_float32(name):
     vectors = pool(name, narrow, mask)
     assert vectors.dtype == torch.float32
     torch.testing.assert_close(vectors, pool(name, narrow.float(), mask))
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_a_pooling_that_depends_on_the_order_says_so(name):
+    """Image tokens have no order. A class token is the only one with a place."""
+    (text, *_), _, _ = padded("right")
+    pooling = POOLINGS[name]
+    is_same = torch.allclose(pooling.reference(text), pooling.reference(text.flip(0)))
+    answer = pooling.refusal(is_causal=False, is_image=True, has_class_token=False)
+    assert is_same or answer, f"set `needs_order` in {name}"
 
 
 def test_every_pooling_is_in_the_table():

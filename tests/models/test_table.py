@@ -14,7 +14,7 @@ from tests.parts import from_its_test, values_in
 from vembed.config.schema import TrainConfig
 from vembed.inference.embedder import Embedder
 from vembed.models.families import table
-from vembed.models.families.family import Family
+from vembed.models.families.family import Family, Forward
 from vembed.models.families.table import FamilyName
 from vembed.saving.files import save_model
 
@@ -38,6 +38,7 @@ def test_a_record_agrees_with_itself(family):
     towers = {"text": {"text"}, "image": {"vision"}, "multimodal": {"text", "vision"}}
     expected = set().union(*(towers[modality] for modality in family.forwards))
     assert set(family.towers) == expected
+    assert set(family.forwards.values()) <= set(get_args(Forward))
     assert set(family.projections) <= set(family.forwards)
     assert set(family.adapter_targets) <= set(family.towers)
     assert family.pools_itself == (family.pooling == "own")

@@ -16,19 +16,26 @@ from vembed.declarations import check_parts
 from vembed.training.optimizer import build_optimizer
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers.accelerate_trackers import TensorBoard
-from vembed.training.trackers.base import Tracker
+from vembed.training.trackers.base import TrackedRun, Tracker
 from vembed.training.trackers.table import TRACKERS
 
 DECLARED = [
     *(("optim", kind) for kind in OPTIMIZERS.values()),
     *(("report_to", kind) for kind in TRACKERS.values()),
 ]
+IN_THE_FOLDER = [
+    name
+    for name, tracker in TRACKERS.items()
+    if tracker.package in (None, "tensorboard")
+]
+"""Trackers that need no service."""
 
 
 @pytest.mark.parametrize(("option", "kind"), DECLARED)
 def test_a_declaration_is_complete_and_accepted(option, kind, tmp_path):
     assert kind.summary.endswith(".")
-    assert kind.options <= set(option_fields())
+    unknown = kind.options - set(option_fields())
+    assert not unknown, f"{kind.name} has `options` that the config lacks: {unknown}"
     for name in (kind.name, *kind.spellings.split()):
         config = load_config(
             {
@@ -52,6 +59,20 @@ def test_every_tracker_is_in_the_table():
     assert not missing, f"list these in vembed/training/trackers/table.py: {missing}"
 
 
+@pytest.mark.parametrize("first_step", [0, 2])
+@pytest.mark.parametrize("name", IN_THE_FOLDER)
+def test_a_tracker_follows_a_run(name, first_step, tmp_path):
+    """A new one or a resumed one. Something is in the folder of the run at its end."""
+    tracker = TRACKERS[name]()
+    settings = {"loss": "infonce"}
+    tracker.start(TrackedRun(tmp_path, None, "p", [], settings, first_step))
+    tracker.log({"train/loss": 0.5, "train/lr": 1e-5}, first_step + 1)
+    tracker.log({"eval/ndcg@10": 0.25}, first_step + 2)
+    tracker.finish()
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(sizes) > 0, f"{name} has written nothing"
+
+
 def test_a_tracker_without_an_end_is_refused():
     body = {"name": "endless", "summary": "It never ends.", "log": Tracker.log}
     kind = type("Endless", (TensorBoard,), {**body, "finish": Tracker.finish})
@@ -71,8 +92,12 @@ def test_an_optimizer_descends_and_decays_as_declared(name, tmp_path):
         optim=name,
         learning_rate=1e-3,
         weight_decay=0.5,
+        adam_betas=[0.7, 0.8],
     )
     optimizer = build_optimizer(model, loss, options.optimizer)
+    reads_betas = tuple(optimizer.defaults.get("betas", ())) == (0.7, 0.8)
+    declares_betas = "adam_betas" in OPTIMIZERS[name].options
+    assert reads_betas == declares_betas, "`options` are those that `build` reads"
 
     def value():
         with torch.no_grad():
@@ -83,7 +108,7 @@ def test_an_optimizer_descends_and_decays_as_declared(name, tmp_path):
         backward(model, loss)
         optimizer.step()
         optimizer.zero_grad()
-    assert value() < before
+    assert value() < before, f"{name} does not descend"
     state_bytes = 0
     for state in optimizer.state.values():
         for entry in state.values():

@@ -60,7 +60,7 @@ FORMATS: tuple[type[Format], ...] = (
 
 def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
     """Return the formats by ending. Raise TypeError for a class that lacks something."""
-    return check_parts(
+    by_ending = check_parts(
         "format",
         Format,
         formats,
@@ -68,6 +68,13 @@ def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
         needed=("endings", "title"),
         taken_names=tuple(CODECS),
     )
+    for ending, form in by_ending.items():
+        if not re.fullmatch(r"\.[a-z0-9_]+", ending):
+            raise TypeError(
+                f"format {form.__name__} of {form.__module__} has the ending {ending!r}: write what follows the last dot "
+                "of the file's name in lower case, with the dot, such as .csv"
+            )
+    return by_ending
 
 
 FORMAT_BY_ENDING = check_formats(FORMATS)
