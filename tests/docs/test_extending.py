@@ -185,10 +185,10 @@ def test_the_page_of_options_has_the_parts(copy):
     assert code == 0, output
     for name in (
         "`logistic_temperature`",
-        "logistic: ",
-        "max_mean",
-        "electra",
-        "text_lines",
+        "- `logistic`: each hard negative below the positive",
+        "- `max_mean`: ",
+        "- `electra`: ",
+        "- `text_lines`: ",
     ):
         assert name in output
 

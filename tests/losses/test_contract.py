@@ -208,8 +208,11 @@ def test_it_declares_the_negatives_without_which_it_is_zero(name):
         config = config_of(**case)
         ((term,), *_) = source_terms(config.objective, config.data, "none")
         value = float(build_loss(config, **SIZES).double()(batch).detach())
-        is_needed = term.loss.needed_negatives() in ("some", "each")
-        assert (value == 0.0) is is_needed, (case, value)
+        declared = term.loss.needed_negatives()
+        is_needed = declared in ("some", "each")
+        assert (value == 0.0) is is_needed, (
+            f"{case} is {value} without negatives, and declares `negatives = {declared!r}`"
+        )
 
 
 @pytest.mark.parametrize("name", SCORED)

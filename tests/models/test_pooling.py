@@ -159,7 +159,12 @@ def test_a_pooling_is_the_same_packed_padded_and_saved(name, tmp_path):
     np.testing.assert_allclose(vectors, expected.numpy(), atol=1e-5)
     if POOLINGS[name].modes:
         theirs = load_in_sentence_transformers(saved).encode(TEXTS)
-        np.testing.assert_allclose(ours(saved, TEXTS, "document"), theirs, atol=1e-5)
+        np.testing.assert_allclose(
+            ours(saved, TEXTS, "document"),
+            theirs,
+            atol=1e-5,
+            err_msg=f"{name} is not what Sentence Transformers does by its `modes`",
+        )
     else:
         with pytest.raises(Exception, match=name):
             load_in_sentence_transformers(saved)

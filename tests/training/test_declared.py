@@ -99,6 +99,19 @@ def test_an_optimizer_descends_and_decays_as_declared(name, tmp_path):
     declares_betas = "adam_betas" in OPTIMIZERS[name].options
     assert reads_betas == declares_betas, "`options` are those that `build` reads"
 
+    # A first step without gradients is the decay alone.
+    expected = {}
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight)
+            rest = 1 - group["lr"] * group["weight_decay"]
+            expected[weight] = weight.detach() * rest
+    assert any(group["weight_decay"] for group in optimizer.param_groups)
+    optimizer.step()
+    for weight, shrunk in expected.items():
+        torch.testing.assert_close(weight.detach(), shrunk)
+    optimizer.zero_grad()
+
     def value():
         with torch.no_grad():
             return float(model(torch.arange(11)).pow(2).sum())
