@@ -185,10 +185,8 @@ def change_json(path, **changes):
 # ---- text encoders ---------------------------------------------------------------------------------------------
 
 
-def tiny_bert(directory, *, layers=2, hidden=32, dropout=0.0):
-    """A BERT, as Transformers saves it."""
-    config = {
-        **SIZES,
+def _bert_config(layers, hidden, dropout):
+    return SIZES | {
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "intermediate_size": 2 * hidden,
@@ -197,6 +195,11 @@ def tiny_bert(directory, *, layers=2, hidden=32, dropout=0.0):
         "attention_probs_dropout_prob": dropout,
         "pad_token_id": 0,
     }
+
+
+def tiny_bert(directory, *, layers=2, hidden=32, dropout=0.0):
+    """A BERT, as Transformers saves it."""
+    config = _bert_config(layers, hidden, dropout)
     tokenizer = wordpiece_tokenizer()
     return _save_text_model(directory, tokenizer, transformers.BertModel, **config)
 
@@ -213,18 +216,8 @@ def tiny_qwen3_reranker(directory):
 
 def tiny_reranker(directory, *, hidden=16, dropout=0.0):
     """A BERT that scores pairs of texts, as Transformers saves it."""
-    config = {
-        "hidden_size": hidden,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 2 * hidden,
-        "max_position_embeddings": MAX_POSITIONS,
-        "initializer_range": 0.5,
-        "pad_token_id": 0,
-        "num_labels": 1,
-        "hidden_dropout_prob": dropout,
-        "attention_probs_dropout_prob": dropout,
-    }
+    config = _bert_config(1, hidden, dropout)
+    config |= {"initializer_range": 0.5, "num_labels": 1}
     model_class = transformers.BertForSequenceClassification
     return _save_text_model(directory, wordpiece_tokenizer(), model_class, **config)
 

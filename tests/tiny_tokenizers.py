@@ -53,14 +53,23 @@ def _joined(words, end=""):
     return ["".join(pair) for pair in merges], list(merges)
 
 
+def _numbered(tokens):
+    """The number of each token, in their order; one that occurs again has its first one."""
+    return {token: number for number, token in enumerate(dict.fromkeys(tokens))}
+
+
 def wordpiece_tokenizer(**options):
     """BERT's kind: lower case, [CLS] text [SEP]."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    special = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
     alphabet = [chr(code) for code in range(33, 127)]
-    tokens = dict.fromkeys(
-        [*special, *alphabet, *("##" + letter for letter in alphabet), *_VOCABULARY]
-    )
-    vocab = {token: number for number, token in enumerate(tokens)}
+    inside = ["##" + letter for letter in alphabet]
+    vocab = _numbered([*special.values(), *alphabet, *inside, *_VOCABULARY])
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -70,15 +79,8 @@ def wordpiece_tokenizer(**options):
         pair="[CLS]:0 $A:0 [SEP]:0 $B:1 [SEP]:1",
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
-    names = dict(
-        zip(
-            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"),
-            special,
-            strict=True,
-        )
-    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, model_max_length=MAX_POSITIONS, **(names | options)
+        tokenizer_object=tokenizer, model_max_length=MAX_POSITIONS, **special, **options
     )
 
 
@@ -86,10 +88,7 @@ def byte_tokenizer(special, template, **options):
     """GPT's kind: byte-level pairs, the special tokens first, `template` around the text."""
     tokens, merges = _joined([*_VOCABULARY, *("Ġ" + word for word in _VOCABULARY)])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {
-        token: number
-        for number, token in enumerate(dict.fromkeys([*special, *alphabet, *tokens]))
-    }
+    vocab = _numbered([*special, *alphabet, *tokens])
     tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -143,10 +142,7 @@ def clip_tokenizer():
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens, merges = _joined(_VOCABULARY, end="</w>")
     letters = [*alphabet, *(letter + "</w>" for letter in alphabet)]
-    vocab = {
-        token: number
-        for number, token in enumerate(dict.fromkeys([*letters, *tokens, *special]))
-    }
+    vocab = _numbered([*letters, *tokens, *special])
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77)
 
 

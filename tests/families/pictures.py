@@ -66,10 +66,9 @@ def mixed_rows(folder, count, seed=0):
     return write_jsonl(folder / "mixed.jsonl", rows)
 
 
-def halves(copies=1):
-    """Words to train on, and words that are only looked at afterwards; all differ in their first five letters."""
+def words_of_pictures(count):
+    """Words that differ in their first five letters, which are all that a picture shows."""
     recorded = {}
-    for word in WORDS * copies:
+    for word in WORDS:
         recorded.setdefault(word[:5], word)
-    words = sorted(recorded.values())
-    return words[::2], words[1::2]
+    return sorted(recorded.values())[::2][:count]

@@ -7,10 +7,10 @@ import pytest
 
 import vembed
 from tests.families.pictures import (
-    halves,
     mixed_rows,
     pictures_by_word,
     words_and_pictures,
+    words_of_pictures,
 )
 from tests.families.scratch import small_clip
 from tests.harness import run_ranks
@@ -51,7 +51,7 @@ def assert_learned(run, num_words):
 def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_steps(
     tmp_path,
 ):
-    words = halves()[0][:10]
+    words = words_of_pictures(10)
     options = {
         "model_name": str(shared(small_clip)),
         "data_path": str(words_and_pictures(tmp_path, words, 12, "train", seed=0)),
@@ -72,7 +72,7 @@ def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_s
 
 
 def test_vit_learns_from_a_folder_for_each_class(tmp_path):
-    words = halves()[0][:10]
+    words = words_of_pictures(10)
     run = trained(
         tmp_path,
         model_name=str(shared(tiny_vit, hidden=64, initializer_range=0.02)),

@@ -122,23 +122,42 @@ def test_mixed_items_go_to_their_modalities_in_order():
 
 
 @pytest.mark.parametrize(
-    ("make", "images", "message"),
+    ("make", "item", "message"),
     [
-        (tiny.tiny_vit, (), "one image .* 'a cat' and 0 .*: set retrieval_mode"),
+        (
+            tiny.tiny_bert,
+            Item(images=(image(),)),
+            "one text at a time, and got 1 image",
+        ),
+        (tiny.tiny_bert, Item(), "and got 0 image"),
+        (
+            tiny.tiny_vit,
+            Item(text="a cat"),
+            "one image .* 'a cat' and 0 .*: set retrieval_mode",
+        ),
         (
             tiny.tiny_clip,
-            (image(),),
+            Item(text="a cat", images=(image(),)),
             "one text or image .* 'a cat' and 1 image.*vision-language model",
         ),
         (
             tiny.tiny_bert,
-            (image(where="data.csv:7"),),
+            Item(text="a cat", images=(image(where="data.csv:7"),)),
             "^data.csv:7: .* embeds one text .*: take a model that reads images",
+        ),
+        (
+            tiny.tiny_qwen3_vl,
+            Item(text="look: <|image_pad|>"),
+            "placeholder of an image",
+        ),
+        (
+            tiny.tiny_qwen3_vl,
+            Item(images=(image(900, 3),)),
+            "900 x 3 pixels, cannot be used: absolute",
         ),
     ],
 )
-def test_what_a_model_cannot_embed_is_said(make, images, message):
-    item = Item(text="a cat", images=images)
+def test_what_a_model_cannot_embed_is_said(make, item, message):
     with pytest.raises(UserError, match=message):
         featuriser(make).features([(item, "query")])
 
@@ -206,18 +225,6 @@ def test_images_that_do_not_fit_are_an_error_and_never_cut():
     assert feature.length == 20
     with pytest.raises(UserError, match=r"1 image\(s\) of 16 tokens .*max_length 20"):
         mine.features([of_images(image(200, 200))])
-
-
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        (Item(text="look: <|image_pad|>"), "placeholder of an image"),
-        (Item(images=(image(900, 3),)), "900 x 3 pixels, cannot be used: absolute"),
-    ],
-)
-def test_what_a_chat_cannot_hold_is_said(item, message):
-    with pytest.raises(UserError, match=message):
-        featuriser(tiny.tiny_qwen3_vl).features([(item, "query")])
 
 
 def test_an_image_that_changed_since_is_named(tmp_path):

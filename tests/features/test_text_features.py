@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoTokenizer, ByT5Tokenizer
 from tests import tiny
 from tests.built import described
 from tests.files.saving import config_of, load_in_sentence_transformers, save
-from vembed.data.examples import ImageRef, Item
+from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
 
@@ -162,18 +162,6 @@ def test_threads_may_share_a_featuriser():
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, range(4)))
-
-
-@pytest.mark.parametrize(
-    ("item", "message"),
-    [
-        (Item(images=(ImageRef(path="x.jpg"),)), "one text at a time, and got 1 image"),
-        (Item(), "and got 0 image"),
-    ],
-)
-def test_what_a_text_model_cannot_embed_is_named(item, message):
-    with pytest.raises(UserError, match=message):
-        featuriser(tiny.tiny_bert).features([(item, "query")])
 
 
 def test_a_text_without_tokens_is_named(tmp_path):

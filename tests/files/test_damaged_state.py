@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import yaml
@@ -15,15 +16,11 @@ from vembed.cli.main import run_process
 WAIT_SECONDS = 120
 
 
-def empty(path):
-    path.touch()
-
-
 def cut(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-DAMAGES = (pipe, device, huge, empty, cut)
+DAMAGES = (pipe, device, huge, Path.touch, cut)
 
 
 def report(root):

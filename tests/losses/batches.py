@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -116,23 +117,15 @@ def make_batch(
 
 def rank_batches(batch, cuts):
     """The batch as ranks see it that hold the examples between the cuts."""
-    examples = batch.example.unique().tolist()
+    examples = batch.example.unique()
+    # Rows and negatives are in the order of their examples.
+    bounds = torch.cat((examples, examples[-1:] + 1))[[0, *cuts, len(examples)]]
+    rows = torch.searchsorted(batch.example, bounds).tolist()
+    negatives = torch.searchsorted(batch.negative_example, bounds).tolist()
     parts = []
-    for first, last in zip([0, *cuts], [*cuts, len(examples)], strict=True):
-        mine = torch.tensor(examples[first:last], dtype=torch.int64)
-        rows, negatives = (
-            torch.isin(x, mine).nonzero().flatten()
-            for x in (batch.example, batch.negative_example)
-        )
-        row_start = int(rows[0]) if len(rows) else 0
-        negative_start = int(negatives[0]) if len(negatives) else 0
-        parts.append(
-            replace(
-                batch,
-                rank_rows=slice(row_start, row_start + len(rows)),
-                rank_negatives=slice(negative_start, negative_start + len(negatives)),
-            )
-        )
+    for of_rows, of_negatives in zip(pairwise(rows), pairwise(negatives), strict=True):
+        share = {"rank_rows": slice(*of_rows), "rank_negatives": slice(*of_negatives)}
+        parts.append(replace(batch, **share))
     return parts
 
 

@@ -175,7 +175,7 @@ def test_adapters_go_where_they_are_asked_for_and_not_into_frozen_parts(
     assert all(name.startswith(prefixes) for name in names), names
 
 
-def test_all_linear_layers_and_names_of_none():
+def test_all_linear_layers():
     options = {"use_lora": True, "lora_target_modules": "all-linear"}
     outside = set()
     for name in _adapted_names(built(tiny.tiny_qwen3_vl, **options)):
@@ -185,10 +185,6 @@ def test_all_linear_layers_and_names_of_none():
     for merger in ("merger", "deepstack_merger_list.0"):
         expected |= {f"visual.{merger}.linear_fc1", f"visual.{merger}.linear_fc2"}
     assert outside == expected
-    with pytest.raises(UserError, match=r"q_porj is not a linear layer .* q_proj"):
-        built(tiny.tiny_qwen3, use_lora=True, lora_target_modules=["q_porj"])
-    with pytest.raises(UserError, match="freeze less of it"):
-        built(tiny.tiny_bert, use_lora=True, freeze=["text"])
 
 
 def test_adapters_are_float32_above_frozen_half_precision_weights():

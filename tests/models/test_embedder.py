@@ -140,21 +140,54 @@ def test_freeze_freezes_what_it_names(make, freeze, prefixes):
 
 
 @pytest.mark.parametrize(
-    ("make", "freeze", "said"),
+    ("make", "options", "said"),
     [
         (
             tiny.tiny_bert,
-            "vision",
+            {"freeze": ["vision"]},
             r"vision selects nothing of this model. .* its towers .text.",
         ),
-        (tiny.tiny_clip, "first_n_layers=9", r"number of layers .*text.: 2, "),
-        (tiny.tiny_bert, "encoder.layers.0", r"the nearest is encoder\.layer\.0"),
-        (tiny.tiny_bert, "text", "leaves nothing of .* to train"),
+        (
+            tiny.tiny_clip,
+            {"freeze": ["first_n_layers=9"]},
+            r"number of layers .*text.: 2, ",
+        ),
+        (
+            tiny.tiny_bert,
+            {"freeze": ["encoder.layers.0"]},
+            r"the nearest is encoder\.layer\.0",
+        ),
+        (tiny.tiny_bert, {"freeze": ["text"]}, "leaves nothing of .* to train"),
+        (
+            tiny.tiny_bert,
+            {"use_lora": True, "freeze": ["text"]},
+            "freeze less of it",
+        ),
+        (
+            tiny.tiny_qwen3,
+            {"use_lora": True, "lora_target_modules": ["q_porj"]},
+            "q_porj is not a linear layer .* q_proj",
+        ),
+        (
+            tiny.tiny_modernbert,
+            {"padding_free": True},
+            "padding_free: true .* modernbert",
+        ),
+        (
+            tiny.tiny_bert,
+            {"attn_implementation": "flash_attention_2"},
+            r"flash-attn and a CUDA GPU.*use sdpa",
+        ),
+        (
+            tiny.tiny_mpnet,
+            {"attn_implementation": "sdpa"},
+            "MPNetModel does not support .*scaled_dot_product",
+        ),
     ],
 )
-def test_what_cannot_be_frozen_is_said(make, freeze, said):
+def test_what_cannot_be_built_is_said(make, options, said):
     with pytest.raises(UserError, match=said):
-        built(make, freeze=[freeze])
+        built(make, **options)
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_clip, COMPOSED])
@@ -185,15 +218,6 @@ def test_a_frozen_tower_is_held_in_the_dtype_that_is_asked_for():
     outputs = model(parts_for(model.description))
     assert {output.dtype for output in outputs} == {torch.float32}
     loss_of(outputs).backward()
-
-
-def test_attention_that_is_missing_is_named_with_its_replacement():
-    with pytest.raises(UserError, match=r"flash-attn and a CUDA GPU.*use sdpa"):
-        built(tiny.tiny_bert, attn_implementation="flash_attention_2")
-    with pytest.raises(
-        UserError, match=r"MPNetModel does not support .*scaled_dot_product"
-    ):
-        built(tiny.tiny_mpnet, attn_implementation="sdpa")
 
 
 # ---- use -------------------------------------------------------------------------------------------------------

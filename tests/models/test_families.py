@@ -143,10 +143,7 @@ def test_poolings_that_vembed_has_not_are_named(changes, named, tmp_path):
     with pytest.raises(UserError, match=named):
         of_folder(folder)
     assert of_folder(folder, pooling="mean").pooling == "mean"
-
-
-def test_poolings_are_read_as_newer_files_name_them(tmp_path):
-    folder = tiny.tiny_bert_st(tmp_path)
+    # As newer files name them.
     settings = {"pooling_mode": "lasttoken", "embedding_dimension": 32}
     tiny.write_json(folder / "1_Pooling" / "config.json", settings)
     assert of_folder(folder).pooling == "last"

@@ -5,7 +5,6 @@ import torch
 
 from tests import tiny
 from tests.models.families import built, gradients_of, text_inputs
-from vembed.errors import UserError
 from vembed.models import attention
 from vembed.models.families.backbones import read_config
 
@@ -85,23 +84,3 @@ def test_a_sliding_window_shorter_than_the_texts():
     packed = embedded(narrow_mistral, padding_free=True)
     assert_same(packed, embedded(narrow_mistral, padding_free=False))
     assert not torch.allclose(packed[0], embedded(tiny.tiny_mistral)[0])
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_on_either_side_and_none(side):
-    model = built(tiny.tiny_qwen3, padding_free=True).eval()
-    description = model.description.with_(padding_side=side)
-    inputs = text_inputs(description, SENTENCES)
-    index = attention.real_tokens(inputs["attention_mask"])
-    parts = [("text", text_inputs(description, [text])) for text in SENTENCES]
-    with torch.no_grad():
-        (whole,) = model([("text", inputs)])
-        (with_index,) = model([("text", {**inputs, attention.TOKEN_INDEX: index})])
-        alone = torch.cat([model([part])[0] for part in parts])
-    assert torch.equal(whole, with_index)
-    torch.testing.assert_close(whole, alone, rtol=1e-5, atol=1e-6)
-
-
-def test_what_cannot_be_had_is_said():
-    with pytest.raises(UserError, match=r"padding_free: true .* modernbert"):
-        built(tiny.tiny_modernbert, padding_free=True)
