@@ -37,17 +37,15 @@ from vembed.parallel.session import start_session
 WEIGHTS = {"word_size": 0.7, "vector_size": 1.3}
 CASES = [
     Case("cached-rows", micro="row"),
-    Case("cached", {"mrl_dims": [16, 4]}, micro="odd"),
-    Case("kept-graphs", micro="odd", cache=False),
-    Case("alone", {"loss": "none"}, micro="odd"),
+    Case("cached", {"mrl_dims": [16, 4]}),
+    Case("kept-graphs", cache=False),
+    Case("alone", {"loss": "none"}),
     Case(
         "lora",
         {
             "use_lora": True,
             "lora_r": 2,
-            "lora_dropout": 0.0,
         },
-        micro="odd",
     ),
 ]
 

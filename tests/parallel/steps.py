@@ -1,7 +1,5 @@
 """One training step on tiny models, under any strategy and in one process, for tests that compare the two."""
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass, field
@@ -9,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
@@ -22,6 +21,10 @@ from vembed.parallel import collectives, parameters
 from vembed.parallel.session import start_session
 
 NUM_MICRO_BATCHES = 2
+# The name in torch's namespace, where FSDP finds it.
+REDUCE_SCATTER = "reduce_scatter_single"
+if not hasattr(dist, REDUCE_SCATTER):
+    REDUCE_SCATTER = "reduce_scatter_tensor"
 
 
 @dataclass
@@ -110,6 +113,12 @@ def build(config, *, dtype, meta=False, edit=None):
     return model, Featuriser(description)
 
 
+def prepared(session, config, **options):
+    """The model of a session, sharded where the config says so, and its featuriser. `options`: of `build`."""
+    built, featuriser = build(config, meta=session.builds_empty, **options)
+    return session.prepare(built, built.description.layer_classes), featuriser
+
+
 def summary_of(model):
     return {
         "total": parameters.num_parameters(model),
@@ -131,10 +140,7 @@ def sharded_step(
     os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size or os.environ["WORLD_SIZE"])
     lines = listen()
     with start_session(config) as session:
-        built, featuriser = build(
-            config, dtype=dtype, meta=session.builds_empty, edit=edit
-        )
-        model = session.prepare(built, built.description.layer_classes)
+        model, featuriser = prepared(session, config, dtype=dtype, edit=edit)
         parameters.log_parameter_summary(model)
         summary = summary_of(model)
         forward_parts = []

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 
 from tests.harness import STRATEGIES, result_of, run_cases, run_ranks
 from tests.parallel.steps import (
+    REDUCE_SCATTER,
     build,
     config_of,
     listen,
     parts_of,
+    prepared,
     sharded_step,
     share_of_loss,
     whole_step,
@@ -125,12 +127,6 @@ def test_lora_trains_adapters_alone_over_a_frozen_base():
                 assert torch.equal(first.weights[name].to(value.dtype), value), name
 
 
-def prepared(session, config, dtype=torch.float32):
-    """A sharded model, and its featuriser."""
-    model, featuriser = build(config, dtype=dtype, meta=session.builds_empty)
-    return session.prepare(model, model.description.layer_classes), featuriser
-
-
 # ---- precision -------------------------------------------------------------------------------------------------------
 
 
@@ -138,11 +134,7 @@ def seen_in_bf16(options):
     """Dtypes of a step: of layers' outputs, of what is reduced, of weights and gradients."""
     reduced = set()
     computed = []
-    # In torch's namespace, where FSDP finds it.
-    name = "reduce_scatter_single"
-    if not hasattr(dist, name):
-        name = "reduce_scatter_tensor"
-    original = getattr(dist, name)
+    original = getattr(dist, REDUCE_SCATTER)
 
     def reduce_scatter(*args, **more):
         for tensor in (*args, *more.values()):
@@ -156,8 +148,9 @@ def seen_in_bf16(options):
 
     config = config_here(strategy="fsdp", mixed_precision="bf16", **options)
     with pytest.MonkeyPatch.context() as patch, start_session(config) as session:
-        patch.setattr(dist, name, reduce_scatter)
-        model, featuriser = prepared(session, session.placement.run.config)
+        patch.setattr(dist, REDUCE_SCATTER, reduce_scatter)
+        config = session.placement.run.config
+        model, featuriser = prepared(session, config, dtype=torch.float32)
         for module in model.modules():
             if type(module).__name__.removeprefix("FSDP") == "BertLayer":
                 module.register_forward_hook(note)
@@ -199,7 +192,7 @@ def norms_in_bf16(options):
     config = config_here(strategy="fsdp", mixed_precision="bf16", **options)
     norms = []
     with start_session(config) as session:
-        model, featuriser = prepared(session, config)
+        model, featuriser = prepared(session, config, dtype=torch.float32)
         for dropped in (False, True, False):
             parts = [parts_of(featuriser, session.rank, number) for number in range(2)]
             if dropped:
@@ -259,7 +252,7 @@ def project_out(weight):
 def edited(options):
     config = config_here(**options)
     with start_session(config) as session:
-        model, featuriser = prepared(session, config, torch.float64)
+        model, featuriser = prepared(session, config, dtype=torch.float64)
         parameters.edit_weights(model, {EDITED: project_out})
         with pytest.raises(KeyError, match="no parameter 'nowhere'"):
             parameters.edit_weights(model, {"nowhere": project_out})

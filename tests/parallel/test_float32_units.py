@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.harness import STRATEGIES, run_ranks
-from tests.parallel.steps import build, config_of, parts_of, share_of_loss
+from tests.parallel.steps import config_of, parts_of, prepared, share_of_loss
 from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.parallel import parameters
 from vembed.parallel.session import start_session
@@ -29,20 +29,17 @@ def seen(strategy):
         configs[name] = config_of(shared(make), **common, **options)
     with start_session(configs["head"]) as session:
         for name, config in configs.items():
-            built, featuriser = build(
-                config, dtype=torch.float32, meta=session.builds_empty
-            )
+            model, featuriser = prepared(session, config, dtype=torch.float32)
             dtypes = set()
 
             def note(module, inputs, output, dtypes=dtypes):
                 for tensor in (*inputs, output, *module.parameters(recurse=False)):
                     dtypes.add(tensor.dtype)
 
-            for part in built.heads().values():
+            for part in model.heads().values():
                 for module in part.modules():
                     if isinstance(module, nn.Linear):
                         module.register_forward_hook(note)
-            model = session.prepare(built, built.description.layer_classes)
             share_of_loss(model(parts_of(featuriser, session.rank, 0))).backward()
             gradients = [weight.grad for weight in model.parameters()]
             dtypes.update(grad.dtype for grad in gradients if grad is not None)

@@ -8,9 +8,9 @@ import torch
 
 from tests.harness import result_of, run_cases, run_ranks
 from tests.parallel.steps import (
-    build,
     check_against_one_process,
     config_of,
+    prepared,
     sharded_step,
     whole_step,
 )
@@ -70,7 +70,7 @@ def run_case(folder, config_options, step_options):
 @cache
 def results_on(num_ranks):
     """All cases of so many ranks, in one start of them."""
-    folder = str(shared(tiny_bert, layers=3))
+    folder = shared(tiny_bert, layers=3)
     cases = {}
     for name, (ranks, *options) in CASES.items():
         if ranks == num_ranks:
@@ -90,7 +90,7 @@ def whole_of(folder, num_ranks):
 )
 def test_gradient_is_that_of_one_process(name):
     num_ranks = CASES[name][0]
-    whole = whole_of(str(shared(tiny_bert, layers=3)), num_ranks)
+    whole = whole_of(shared(tiny_bert, layers=3), num_ranks)
     results = result_of(results_on(num_ranks), name)
     check_against_one_process(results, whole)
     if name == "no_shard":
@@ -113,7 +113,7 @@ def units_by_size(folder):
 
 def test_units_by_size_are_no_bare_linear_layers_and_return_no_views():
     # Its feed-forward blocks end in a linear layer, whose output is a view.
-    folder = str(shared(tiny_qwen3))
+    folder = shared(tiny_qwen3)
     ranks = run_ranks(units_by_size, 2, folder)
     results = []
     for result, caught in ranks:
@@ -128,13 +128,12 @@ def reduction(folder, limit):
     placement.UNSHARDED_SHARE = limit
     config = config_of(folder, strategy="fsdp")
     with session.start_session(config) as first:
-        model, _ = build(config, dtype=torch.float32, meta=first.builds_empty)
-        first.prepare(model, model.description.layer_classes)
+        prepared(first, config, dtype=torch.float32)
         return first.reduces_each_micro_batch
 
 
 def test_large_gradients_are_reduced_after_every_micro_batch():
-    folder = str(shared(tiny_bert, layers=3))
+    folder = shared(tiny_bert, layers=3)
     limits = {"once": (folder, 0.2), "every": (folder, 1e-9)}
     results = run_cases(reduction, 2, limits)
     assert result_of(results, "once") == [False, False]
@@ -146,7 +145,7 @@ def test_other_families_shard_without_options_of_their_own():
     cases = {}
     for make in (tiny_qwen3, tiny_clip, tiny_siglip):
         for options in (FSDP1, FSDP2):
-            cases[f"{make.__name__} {options}"] = (str(shared(make)), options, {})
+            cases[f"{make.__name__} {options}"] = (shared(make), options, {})
     results = run_cases(run_case, 2, cases)
     for name, (folder, *_) in cases.items():
         check_against_one_process(result_of(results, name), whole_of(folder, 2))

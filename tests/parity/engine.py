@@ -1,7 +1,5 @@
 """One global batch, two ways: through the real step on N ranks, and plainly in one process; gradients by name."""
 
-from __future__ import annotations
-
 import zlib
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -40,6 +38,8 @@ from vembed.training.step import (
 SEED = 5
 BATCH_NUMBER = 3
 Data = Literal["pairs", "negatives", "several", "scored", "graded"]
+MRL = {"mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
+LORA = {"use_lora": True, "lora_r": 4}
 
 
 @dataclass(frozen=True)
@@ -150,37 +150,41 @@ def step_of(
     return step, rank_batch
 
 
-def gradients_on_ranks(cases, strategy, more):
-    """Called on every rank: each case, with its model's folder, through the real step; the whole gradients by name."""
-    results = []
+def steps_on_ranks(cases, strategy, more):
+    """Called on every rank: each case, with its model's folder, through the real step. Return of each the whole
+    gradients by name, and the numbers of forward passes and kept graphs."""
+    steps = []
     first, folder = cases[0]
     with start_session(first.config(folder, strategy=strategy, **more)) as session:
         for case, folder in cases:
             config = case.config(folder, strategy=strategy, **more)
-            gradients, _ = step_on_rank(case, config, session)
-            results.append(gradients)
-    return results
+            gradients, result = step_on_rank(case, config, session)
+            steps.append((gradients, result.num_forwards, result.num_kept_graphs))
+    return steps
+
+
+def with_whole_loss(by_rank):
+    """The gradients of rank 0, with the loss of all ranks."""
+    return {**by_rank[0], "loss": sum(gradients["loss"] for gradients in by_rank)}
 
 
 def step_on_rank(case, config, session, auxiliary=None, teachers=None):
     """This rank's part of the case's batch through the real step: the whole gradients by name, and the result."""
+    step, rank_batch = prepared_step(case, config, session, auxiliary, teachers)
+    result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, is_last=True)
+    step.synchronise(0.0)
+    return all_gradients(step.model, step.loss, result.loss_share), result
+
+
+def prepared_step(case, config, session, auxiliary=None, teachers=None):
+    """The real step of the case, and this rank's part of its batch."""
     embedder, loss, featuriser = build(
         config, {} if teachers is None else teachers.dims
     )
     model = session.prepare(embedder, embedder.description.layer_classes)
-    step, rank_batch = step_of(
-        model,
-        loss,
-        featuriser,
-        session,
-        examples(case),
-        case.budget(),
-        teachers,
-        auxiliary,
-    )
-    result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, is_last=True)
-    step.synchronise(0.0)
-    return all_gradients(model, loss, result.loss_share), result
+    rows = examples(case)
+    budget = case.budget()
+    return step_of(model, loss, featuriser, session, rows, budget, teachers, auxiliary)
 
 
 def reference(case, world_size):
@@ -239,14 +243,16 @@ def plain_batch(case, model, featuriser):
         example=table[:, 2],
         negative=extra[:, 0],
         negative_example=extra[:, 1],
-        label_scores=torch.tensor(scores, dtype=torch.float64) if scores else None,
+        label_scores=label_scores(scores),
         rank_rows=slice(0, len(rows)),
         rank_negatives=slice(0, len(negatives)),
-        negative_label_scores=torch.tensor(negative_scores, dtype=torch.float64)
-        if negative_scores
-        else None,
+        negative_label_scores=label_scores(negative_scores),
         embeddings_are_scores=is_reranker,
     )
+
+
+def label_scores(scores):
+    return torch.tensor(scores, dtype=torch.float64) if scores else None
 
 
 def gives_scores(model):
@@ -311,7 +317,7 @@ def joined_batch(embeddings, rank_batches, **more):
     return LossBatch(
         embeddings=embeddings,
         **tensors,
-        label_scores=torch.tensor(scores, dtype=torch.float64) if scores else None,
+        label_scores=label_scores(scores),
         rank_rows=slice(0, len(parts["query"])),
         rank_negatives=slice(0, len(parts["negative"])),
         **more,

@@ -1,7 +1,5 @@
 """Every family through the real step: Gradient Cache on and off, one rank and two, copies and shards, one gradient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,12 +14,14 @@ from tests import tiny
 from tests.harness import run_ranks
 from tests.models.families import pictures
 from tests.parity.engine import (
+    LORA,
     all_gradients,
     assert_equal_gradients,
     build,
     formula_gradients,
     joined_batch,
     step_of,
+    with_whole_loss,
 )
 from tests.tiny import shared, texts
 from vembed.config.schema import TrainConfig
@@ -32,7 +32,6 @@ from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
 
 NUM_EXAMPLES = 7
-LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}
 EXACT = 1e-9
 ROUNDED = 2e-5
 """Errors in float64; rotary positions, RMS norms and resized tables of positions round to float32 inside the models."""
@@ -206,7 +205,7 @@ def found(group):
     world_size, more = GROUPS[group]
     families = [family for of, family in TABLE if of == group]
     configs = [BY_NAME[family].config(**more) for family in families]
-    by_rank = run_ranks(on_ranks, world_size, configs, timeout=300)
+    by_rank = run_ranks(on_ranks, world_size, configs)
     keys = [(family, cached) for family in families for cached in (False, True)]
     return {key: [rank[number] for rank in by_rank] for number, key in enumerate(keys)}
 
@@ -249,6 +248,5 @@ def test_gradient_of_every_family_is_that_of_the_formula(group, name, cached):
     for rank in ranks:
         units, num_layers = rank["units"]
         assert num_layers > 0 and units == (num_layers if group == "fsdp2-2" else 0)
-    total = sum(rank["gradients"]["loss"] for rank in ranks)
-    ours = {**ranks[0]["gradients"], "loss": total}
+    ours = with_whole_loss([rank["gradients"] for rank in ranks])
     assert_equal_gradients(ours, plain, BY_NAME[name].tolerance)

@@ -5,28 +5,21 @@ from dataclasses import replace
 import pytest
 
 from tests.harness import run_ranks
-from tests.parity.engine import Case, assert_equal_gradients, reference, step_on_rank
-from vembed.parallel.session import start_session
+from tests.parity.engine import (
+    LORA,
+    Case,
+    assert_equal_gradients,
+    reference,
+    steps_on_ranks,
+    with_whole_loss,
+)
 
-LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}
 CASES = [
     Case("rows", micro="row", cache=None),
     Case("dropout", dropout=0.1, micro="row", cache=None),
-    Case("lora-dropout", LORA, dropout=0.1, micro="odd", cache=None, num_examples=13),
+    Case("lora-dropout", LORA, dropout=0.1, cache=None, num_examples=13),
 ]
 KEPT_TOKENS = {"none": 1, "part": 80, "all": 10**9}
-
-
-def steps_on_rank(cases, strategy):
-    """Called on every rank: gradients, forward passes and kept graphs of each case."""
-    results = []
-    first, folder = cases[0]
-    with start_session(first.config(folder, strategy=strategy)) as session:
-        for case, folder in cases:
-            config = case.config(folder, strategy=strategy)
-            gradients, result = step_on_rank(case, config, session)
-            results.append((gradients, result.num_forwards, result.num_kept_graphs))
-    return results
 
 
 @pytest.mark.parametrize(
@@ -38,15 +31,14 @@ def test_gradient_is_the_same_however_many_graphs_are_kept(num_ranks, strategy):
     for case in CASES:
         for kept_tokens in KEPT_TOKENS.values():
             placed.append((replace(case, kept_tokens=kept_tokens), case.folder()))
-    by_rank = run_ranks(steps_on_rank, num_ranks, placed, strategy)
+    by_rank = run_ranks(steps_on_ranks, num_ranks, placed, strategy, {})
     numbers = {}
     for index, (case, _) in enumerate(placed):
         results = [rank[index] for rank in by_rank]
         name = list(KEPT_TOKENS)[index % len(KEPT_TOKENS)]
-        gradients, num_forwards, num_kept = results[0]
-        numbers[case.name, name] = (num_forwards, num_kept)
-        assert {result[1:] for result in results} == {(num_forwards, num_kept)}
-        gradients["loss"] = sum(result[0]["loss"] for result in results)
+        numbers[case.name, name] = results[0][1:]
+        assert {result[1:] for result in results} == {results[0][1:]}
+        gradients = with_whole_loss([result[0] for result in results])
         assert_equal_gradients(gradients, reference(case, num_ranks))
     for case in CASES:
         num_micro_batches, num_kept = numbers[case.name, "all"]

@@ -12,17 +12,13 @@ from transformers import BertModel
 from tests.built import described
 from tests.harness import run_ranks
 from tests.measure import gradient_errors
-from tests.parity.engine import SEED, Case, examples, full_gradients
+from tests.parity.engine import Case, examples, full_gradients, step_of
 from tests.tiny import shared, tiny_bert
 from vembed.config.schema import TrainConfig
-from vembed.data.batching.rank_batch import Feeder, make_rank_batch
-from vembed.data.batching.schedule import rank_examples
 from vembed.data.features import Featuriser
 from vembed.losses.batch import LossModule
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
-from vembed.training.frozen import InputBuilder
-from vembed.training.step import TrainingStep
 
 CASE = Case("outputs", num_examples=5)
 
@@ -84,20 +80,11 @@ def step_on_rank(strategy, cache):
     with start_session(config) as session:
         model = build(config)
         loss = MaxSim()
-        rows = examples(CASE)
-        rank = rank_examples(len(rows), session.rank, session.world_size)
         featuriser = Featuriser(described(config))
-        batch = make_rank_batch(rows[rank], rank.start, featuriser)
-        num_vectors = [feature.length - 2 for feature in batch.features]
         model = session.prepare(model, ())
-        step = TrainingStep(
-            model,
-            loss,
-            InputBuilder(model, Feeder(featuriser, session.device), session),
-            session,
-            Budget(40, 10**9, cache),
-            SEED,
-        )
+        budget = Budget(40, 10**9, cache)
+        step, batch = step_of(model, loss, featuriser, session, examples(CASE), budget)
+        num_vectors = [feature.length - 2 for feature in batch.features]
         batch = replace(batch, num_vectors=num_vectors)
         result = step.accumulate(batch, 3, weight=1.0, is_last=True)
         step.synchronise(0.0)

@@ -6,22 +6,23 @@ import pytest
 
 from tests.harness import RankFailed, run_ranks
 from tests.parity.engine import (
+    LORA,
+    MRL,
     Case,
     assert_equal_gradients,
-    gradients_on_ranks,
     reference,
+    steps_on_ranks,
+    with_whole_loss,
 )
 
-MRL = {"mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
-LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}
 CASES = [
     Case("plain", data="pairs", micro="whole", cache=False),
     Case("plain-cached-rows", data="pairs", micro="row"),
-    Case("hard-negatives", micro="odd"),
-    Case("hard-negatives-kept-graphs", micro="odd", cache=False),
+    Case("hard-negatives"),
+    Case("hard-negatives-kept-graphs", cache=False),
     Case("own-negatives", {"hard_negatives_scope": "own"}, micro="whole"),
-    Case("bidirectional", {"bidirectional": True}, data="several", micro="odd"),
-    Case("query-query", {"same_side_negatives": "queries"}, micro="odd"),
+    Case("bidirectional", {"bidirectional": True}, data="several"),
+    Case("query-query", {"same_side_negatives": "queries"}),
     Case(
         "document-document",
         {"same_side_negatives": "documents"},
@@ -42,52 +43,43 @@ CASES = [
     ),
     Case("own-negatives-rows", {"hard_negatives_scope": "own"}, micro="row"),
     Case("several-positives", data="several", micro="whole"),
-    Case("margin", {"false_negative_margin": 0.01}, micro="odd"),
-    Case(
-        "learned-temperature",
-        {"learn_temperature": True, "temperature": 0.1},
-        micro="odd",
-    ),
-    Case("dot-product", {"similarity": "dot", "temperature": 1.0}, micro="odd"),
-    Case("matryoshka", MRL, micro="odd"),
+    Case("margin", {"false_negative_margin": 0.01}),
+    Case("learned-temperature", {"learn_temperature": True, "temperature": 0.1}),
+    Case("dot-product", {"similarity": "dot", "temperature": 1.0}),
+    Case("matryoshka", MRL),
     Case("matryoshka-projection", {"mrl_dims": [16, 8]}, micro="row"),
-    Case("cosent", {"loss": "cosent"}, data="scored", micro="odd"),
+    Case("cosent", {"loss": "cosent"}, data="scored"),
     Case("cosent-matryoshka", {"loss": "cosent", **MRL}, data="scored", micro="row"),
-    Case("cosine", {"loss": "cosine"}, data="scored", micro="odd", cache=False),
-    Case("triplet", {"loss": "triplet"}, micro="odd"),
-    Case("sigmoid", {"loss": "sigmoid"}, micro="odd"),
-    Case("checkpointing", {"gradient_checkpointing": True}, micro="odd"),
+    Case("cosine", {"loss": "cosine"}, data="scored", cache=False),
+    Case("triplet", {"loss": "triplet"}),
+    Case("sigmoid", {"loss": "sigmoid"}),
+    Case("checkpointing", {"gradient_checkpointing": True}),
     Case(
         "checkpointing-kept-graphs",
         {"gradient_checkpointing": True, **MRL},
         micro="whole",
         cache=False,
     ),
-    Case("lora", LORA, micro="odd"),
+    Case("lora", LORA),
     Case(
         "lora-checkpointing-rows", {**LORA, "gradient_checkpointing": True}, micro="row"
     ),
-    Case("dropout", dropout=0.1, micro="odd"),
-    Case("dropout-kept-graphs", dropout=0.1, micro="odd", cache=False),
-    Case(
-        "dropout-checkpointing",
-        {"gradient_checkpointing": True},
-        dropout=0.1,
-        micro="odd",
-    ),
-    Case("dropout-lora", {**LORA, "lora_dropout": 0.1}, dropout=0.1, micro="odd"),
-    Case("frozen-layers", {"freeze": ["embeddings", "first_n_layers=1"]}, micro="odd"),
+    Case("dropout", dropout=0.1),
+    Case("dropout-kept-graphs", dropout=0.1, cache=False),
+    Case("dropout-checkpointing", {"gradient_checkpointing": True}, dropout=0.1),
+    Case("dropout-lora", {**LORA, "lora_dropout": 0.1}, dropout=0.1),
+    Case("frozen-layers", {"freeze": ["embeddings", "first_n_layers=1"]}),
 ]
 RERANK = {"task": "rerank", "temperature": 1.0}
 for listwise in ("bce", "ranknet", "lambda", "margin_mse", "mse", "kl", "listwise"):
     options = {**RERANK, "loss": listwise, "teacher": "scores"}
-    CASES.append(Case(f"rerank-{listwise}", options, data="graded", micro="odd"))
+    CASES.append(Case(f"rerank-{listwise}", options, data="graded"))
 CASES += [
-    Case("rerank-infonce", {**RERANK, "loss": "infonce"}, micro="odd"),
+    Case("rerank-infonce", {**RERANK, "loss": "infonce"}),
     Case("rerank-kept-graphs", {**RERANK, "loss": "infonce"}, cache=False),
     Case("rerank-labels", {**RERANK, "loss": "bce"}, data="several", micro="row"),
-    Case("rerank-dropout", {**RERANK, "loss": "infonce"}, dropout=0.1, micro="odd"),
-    Case("rerank-lora", {**RERANK, **LORA, "loss": "bce"}, micro="odd"),
+    Case("rerank-dropout", {**RERANK, "loss": "infonce"}, dropout=0.1),
+    Case("rerank-lora", {**RERANK, **LORA, "loss": "bce"}),
 ]
 BY_NAME = {case.name: case for case in CASES}
 GROUPS = {
@@ -128,13 +120,12 @@ def found(group):
     # The folders are made here: training a tokenizer is not the same in every process.
     placed = [(case, case.folder()) for case in cases]
     try:
-        results = run_ranks(gradients_on_ranks, world_size, placed, strategy, more)
+        by_rank = run_ranks(steps_on_ranks, world_size, placed, strategy, more)
     except RankFailed as error:
         return {case.name: error for case in cases}  # started once, also where it fails
     by_name = {}
     for number, case in enumerate(cases):
-        total = sum(rank[number]["loss"] for rank in results)
-        by_name[case.name] = {**results[0][number], "loss": total}
+        by_name[case.name] = with_whole_loss([steps[number][0] for steps in by_rank])
     return by_name
 
 

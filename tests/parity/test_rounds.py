@@ -5,7 +5,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tests.harness import run_ranks
-from tests.parity.engine import Case, build, examples, step_of
+from tests.parallel.steps import REDUCE_SCATTER
+from tests.parity.engine import Case, prepared_step
 from tests.tiny import shared, tiny_bert
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
@@ -24,11 +25,7 @@ def count_rounds(folder, strategy, cases):
 
         return micro_batch
 
-    # In torch's namespace, where FSDP and vembed find it.
-    name = "reduce_scatter_single"
-    if not hasattr(dist, name):
-        name = "reduce_scatter_tensor"
-    setattr(dist, name, counted(getattr(dist, name)))
+    setattr(dist, REDUCE_SCATTER, counted(getattr(dist, REDUCE_SCATTER)))
     finalize = FSDPParamGroup.finalize_backward
 
     def finalize_backward(group):
@@ -40,11 +37,7 @@ def count_rounds(folder, strategy, cases):
         for case in cases:
             options = {"strategy": strategy, "gradient_checkpointing": False}
             config = case.config(folder, **options)
-            embedder, loss, featuriser = build(config)
-            model = session.prepare(embedder, embedder.description.layer_classes)
-            step, rank_batch = step_of(
-                model, loss, featuriser, session, examples(case), case.budget()
-            )
+            step, rank_batch = prepared_step(case, config, session)
             collectives.calls.clear()
             reduced.clear()
             finished.clear()
@@ -70,14 +63,13 @@ def test_one_round_of_gradients_per_step():
     for rows, whole in (copies, shards):
         assert rows["calls"] > 20 and whole["calls"] == 2
         assert rows["ours"] == whole["ours"]
-        assert rows["ours"]["all_gather_ints"] == 1
-        # The embeddings, and how the rows refer to them.
-        assert rows["ours"]["all_gather_rows"] == 2
-        assert rows["ours"]["reduce_scatter_rows"] == 1
         assert rows["reduce_scatters"] == whole["reduce_scatters"]
         # FSDP2 waits for its reductions in the last backward pass alone.
         assert rows["waits"] == whole["waits"]
-    assert copies[0]["ours"]["all_reduce_gradients"] == 1
-    assert "all_reduce_gradients" not in shards[0]["ours"]
+    once = ("all_gather_ints", "reduce_scatter_rows", "sum_scalars")
+    # The embeddings, and how the rows refer to them.
+    expected = {"all_gather_rows": 2, **dict.fromkeys(once, 1)}
+    assert shards[0]["ours"] == expected
+    assert copies[0]["ours"] == {**expected, "all_reduce_gradients": 1}
     num_units = 2 + 1 + 1  # layers, input embeddings, the rest
     assert shards[0]["reduce_scatters"] in (num_units, num_units + 1)

@@ -1,7 +1,5 @@
 """Losses that follow teachers, through the real step on several ranks: every gradient is that of the formula."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import replace
 from functools import cache
@@ -15,6 +13,7 @@ from tests.harness import RankFailed, run_ranks
 from tests.parity import test_parity
 from tests.parity.engine import (
     BATCH_NUMBER,
+    MRL,
     Case,
     assert_equal_gradients,
     build,
@@ -22,17 +21,16 @@ from tests.parity.engine import (
     formula_gradients,
     plain_batch,
     step_on_rank,
+    with_whole_loss,
 )
-from tests.teachers.test_cache import Data, width_of
+from tests.teachers.test_cache import Data, stores, teachers_of
 from tests.tiny import shared, tiny_bert, tiny_reranker
 from vembed.data.examples import Item
-from vembed.data.row_store import RowStore
 from vembed.losses.batch import TeacherScores, TeacherVectors
 from vembed.losses.table import LOSSES
 from vembed.parallel.session import start_session
-from vembed.teachers import Teachers, item_key, pair_key
+from vembed.teachers import item_key, pair_key
 
-MRL = {"mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
 EVERY_NEGATIVE = {
     "bidirectional": True,
     "same_side_negatives": "both",
@@ -101,32 +99,28 @@ CASES = [
             "losses": [{"loss": "infonce"}, {"loss": "anchor", "weight": 0.7}],
             "use_lora": True,
             "lora_r": 2,
-            "lora_dropout": 0.0,
         },
         data="several",
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
-GROUPS = {
-    "one": (1, "single", {}),
-    "ddp-2": (2, "ddp", {}),
-    "ddp-3-uneven": (3, "ddp", {}),
-    "fsdp2-2": (2, "fsdp", {}),
-    "fsdp2-3-uneven": (3, "fsdp", {}),
-}
+GROUPS = ("one", "ddp-2", "ddp-3-uneven", "fsdp2-2", "fsdp2-3-uneven")
+TEACHER_DIM = 24
 
 
-def with_teachers(options, teacher, reranker):
-    """The options with two teachers: one whose vectors depend on the role, one that scores pairs."""
-    entries = [
-        {"model": str(teacher), "name": "teacher", "query_prompt": "find the "},
-        {"model": str(reranker), "name": "reranker", "scale": 0.5},
+def with_teachers(case):
+    """The case with two teachers: one whose vectors depend on the role, one that scores pairs."""
+    teacher = str(shared(tiny_bert, layers=1, hidden=TEACHER_DIM))
+    reranker = str(shared(tiny_reranker))
+    teachers = [
+        {"model": teacher, "name": "teacher", "query_prompt": "find the "},
+        {"model": reranker, "name": "reranker", "scale": 0.5},
     ]
-    return {**options, "teachers": entries}
+    return replace(case, options={**case.options, "teachers": teachers})
 
 
 def num_added(teachers):
-    return {name: value.store.num_added for name, value in teachers.by_name.items()}
+    return sum(teacher.store.num_added for teacher in teachers.by_name.values())
 
 
 def on_ranks(cases, strategy, more, cache):
@@ -136,64 +130,45 @@ def on_ranks(cases, strategy, more, cache):
     with start_session(first.config(folder, strategy=strategy, **more)) as session:
         for number, (case, folder) in enumerate(cases):
             config = case.config(folder, strategy=strategy, **more)
-            teachers = Teachers(
-                config.objective, config.data, config.model, session, cache
-            )
+            teachers = teachers_of(config, session, cache)
             rows = examples(case)
             if number:
                 teachers.prepare(Data(rows, f"data-{case.data}"))
             before = num_added(teachers)
             actual, _ = step_on_rank(case, config, session, teachers=teachers)
-            later = {}
-            for name, count in num_added(teachers).items():
-                later[name] = count - before[name]
-            results.append({"gradients": actual, "later": later})
+            results.append((actual, num_added(teachers) - before))
     return results
 
 
 @cache
 def group_of(group):
     """All cases of a group in one start of its ranks, and the cache that they have filled."""
-    world_size, strategy, more = GROUPS[group]
+    world_size, strategy, more = test_parity.GROUPS[group]
     folder = Path(tempfile.mkdtemp(prefix="teachers-", dir=shared(tiny_bert).parent))
-    teacher = shared(tiny_bert, layers=1, hidden=24)
-    reranker = shared(tiny_reranker)
-    placed = [
-        (
-            replace(case, options=with_teachers(case.options, teacher, reranker)),
-            case.folder(),
-        )
-        for case in CASES
-    ]
+    placed = [(with_teachers(case), case.folder()) for case in CASES]
     try:
         by_rank = run_ranks(on_ranks, world_size, placed, strategy, more, folder)
     except RankFailed as error:
         return error, folder
     actual = {}
     for number, case in enumerate(CASES):
-        total = sum(rank[number]["gradients"]["loss"] for rank in by_rank)
-        later = [sum(rank[number]["later"].values()) for rank in by_rank]
-        actual[case.name] = {**by_rank[0][number]["gradients"], "loss": total}, later
+        gradients = with_whole_loss([steps[number][0] for steps in by_rank])
+        num_later = sum(steps[number][1] for steps in by_rank)
+        actual[case.name] = gradients, num_later
     return actual, folder
 
 
 def wanted(case, folder):
     """From the formula, with the answers that the cache holds."""
-    options = with_teachers(
-        case.options, shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker)
-    )
-    config = replace(case, options=options).config(case.folder())
-    model, loss, featuriser = build(config, {"teacher": 24})
+    config = with_teachers(case).config(case.folder())
+    model, loss, featuriser = build(config, {"teacher": TEACHER_DIM})
     batch = answered(case, plain_batch(case, model, featuriser), folder)
     return formula_gradients(config, model, loss, batch)
 
 
 def answered(case, batch, folder):
     """The batch with the teachers' answers, one vector for each occurrence."""
-    by_width = {}
-    for path in (folder / "teachers").iterdir():
-        store = RowStore(path.parent, path.name, "teacher", ".answers")
-        by_width[width_of(store)] = store
+    by_width = stores(folder)
 
     def answers(keys, width):
         rows = by_width[width].find_rows(keys)
@@ -223,7 +198,10 @@ def answered(case, batch, folder):
         scores = answers([*positive, *negative], 1)[:, 0] * 0.5
         teachers = {
             "teacher": TeacherVectors(
-                answers(vectors, 24), batch.query, batch.positive, batch.negative
+                answers(vectors, TEACHER_DIM),
+                batch.query,
+                batch.positive,
+                batch.negative,
             ),
             "reranker": TeacherScores(scores[: len(positive)], scores[len(positive) :]),
         }
@@ -236,9 +214,9 @@ def test_gradient_is_that_of_the_formula(group, name):
     actual, folder = group_of(group)
     if isinstance(actual, RankFailed):
         raise actual
-    ours, later = actual[name]
+    ours, num_later = actual[name]
     assert_equal_gradients(ours, wanted(BY_NAME[name], folder))
-    assert bool(sum(later)) is (name == CASES[0].name), (
+    assert bool(num_later) is (name == CASES[0].name), (
         "answers that were not prepared are computed during the step"
     )
 

@@ -55,10 +55,14 @@ class Data:
         return self.examples[index]
 
 
+def teachers_of(config, session, cache):
+    return Teachers(config.objective, config.data, config.model, session, cache)
+
+
 def prepare(config, cache, examples, fingerprint="data"):
     """Called on every rank: the answers that were added to the stores."""
     with start_session(config) as session:
-        teachers = Teachers(config.objective, config.data, config.model, session, cache)
+        teachers = teachers_of(config, session, cache)
         teachers.prepare(Data(examples, fingerprint))
         return {name: value.store.num_added for name, value in teachers.by_name.items()}
 
@@ -79,19 +83,30 @@ def width_of(store):
 
 
 def stores(cache):
-    actual = [
-        RowStore(cache / "teachers", path.name, "teacher", ".answers")
-        for path in (cache / "teachers").iterdir()
-    ]
-    return {width_of(store): store for store in actual}
+    """The stores of a cache by the width of their rows."""
+    by_width = {}
+    for path in (cache / "teachers").iterdir():
+        store = RowStore(path.parent, path.name, "teacher", ".answers")
+        by_width[width_of(store)] = store
+    return by_width
 
 
 def answers_on_disk(cache):
-    """All rows of each store, in the order of their keys."""
+    """The keys and the rows of each store, by its name."""
     answers = {}
-    for width, store in stores(cache).items():
-        answers[width] = store.read_rows(sorted(store._places))
+    for store in stores(cache).values():
+        keys = sorted(store._places)
+        answers[store.folder.name] = (keys, store.read_rows(keys))
     return answers
+
+
+def assert_same_answers(cache, expected, tolerance):
+    actual = answers_on_disk(cache)
+    assert actual.keys() == expected.keys()
+    for name, (keys, answers) in expected.items():
+        other_keys, other_answers = actual[name]
+        assert other_keys == keys
+        np.testing.assert_allclose(other_answers, answers, atol=tolerance)
 
 
 def test_two_ranks_answer_once_and_a_second_run_reads(tmp_path, config):
@@ -118,9 +133,7 @@ def test_damage_is_named_and_mended(tmp_path, config, caplog):
         assert prepare(config, tmp_path, rows()) == {"bert": 90, "reranker": 48}
     assert "teacher bert: 90 of 90 answers are missing" in caplog.text
     assert "teacher reranker: 48 of 60 answers are missing" in caplog.text
-    again = answers_on_disk(tmp_path)
-    for width, answers in again.items():
-        np.testing.assert_allclose(answers, whole[width], atol=1e-6)
+    assert_same_answers(tmp_path, whole, 1e-6)
 
 
 def test_the_answers_change_with_the_model_and_its_settings(tmp_path, config):
@@ -132,11 +145,11 @@ def test_the_answers_change_with_the_model_and_its_settings(tmp_path, config):
 def vectors_of(config, cache, items):
     """The vectors of a teacher for items as queries, asked for one after the other."""
     with start_session(config) as session:
-        teachers = Teachers(config.objective, config.data, config.model, session, cache)
+        teacher = teachers_of(config, session, cache).by_name["bert"]
         asked = []
         for item in items:
-            key, question = teachers.by_name["bert"].question(item, "query")
-            asked.append(teachers.by_name["bert"].answers([key], [question]))
+            key, question = teacher.question(item, "query")
+            asked.append(teacher.answers([key], [question]))
     return np.concatenate(asked)
 
 

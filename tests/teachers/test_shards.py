@@ -3,12 +3,17 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.teachers.test_cache import config_of, prepare, rows, stores
+from tests.teachers.test_cache import (
+    answers_on_disk,
+    assert_same_answers,
+    config_of,
+    prepare,
+    rows,
+)
 from tests.tiny import shared, tiny_bert, tiny_qwen3, tiny_qwen3_reranker, tiny_reranker
 from vembed.config.schema import Teacher
 from vembed.errors import UserError
@@ -23,15 +28,6 @@ def prepare_all(config, cache, data):
         prepare(config, cache, examples, str(number))
 
 
-def kept(cache):
-    """All answers in a cache, by store and key."""
-    answers = {}
-    for store in stores(cache).values():
-        keys = sorted(store._places)
-        answers[store.folder.name] = (keys, store.read_rows(keys))
-    return answers
-
-
 @pytest.mark.parametrize("reranker", [tiny_reranker, tiny_qwen3_reranker])
 def test_shards_answer_as_whole_teachers_do(reranker, tmp_path):
     # One pair: a rank has none.
@@ -39,16 +35,11 @@ def test_shards_answer_as_whole_teachers_do(reranker, tmp_path):
     data = [rows(9), [single]]
     prepare_all(config_of(reranker=reranker), tmp_path / "whole", data)
     sharded = config_of(reranker=reranker, sharded=True)
-    shards = (sharded, tmp_path / "shards", data)
-    run_ranks(prepare_all, 2, *shards)
-    whole = kept(tmp_path / "whole")
-    shards = kept(tmp_path / "shards")
-    assert whole.keys() == shards.keys(), "shards are no part of a teacher's identity"
+    run_ranks(prepare_all, 2, sharded, tmp_path / "shards", data)
+    whole = answers_on_disk(tmp_path / "whole")
     assert sorted(len(keys) for keys, _ in whole.values()) == [19, 29]
-    for name, (keys, answers) in whole.items():
-        other_keys, other_answers = shards[name]
-        assert other_keys == keys
-        np.testing.assert_allclose(other_answers, answers, atol=2e-5)
+    # The names are the same: shards are no part of a teacher's identity.
+    assert_same_answers(tmp_path / "shards", whole, 2e-5)
 
 
 def test_a_decoder_whose_vectors_are_needed_is_an_embedder():
@@ -74,7 +65,7 @@ def test_a_teacher_that_does_not_fit_is_sharded(monkeypatch):
     assert not is_sharded(always, folder, ranks)
 
 
-def test_a_decoder_without_tokens_for_yes_and_no(tmp_path):
+def test_a_decoder_without_tokens_for_yes_and_no():
     with pytest.raises(UserError, match="no single tokens for yes and no"):
         Reranker(
             shared(tiny_qwen3),
