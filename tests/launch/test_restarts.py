@@ -5,8 +5,7 @@ import os
 import subprocess
 import sys
 
-from tests.tiny import shared, tiny_bert
-from tests.training.test_run import metrics, settings
+from tests.training.test_run import metrics, settings_without_validation
 
 SCRIPT = """
 import json, os, sys
@@ -24,14 +23,8 @@ vembed.train(json.loads(sys.argv[1]), on_step=fail)
 def test_torchrun_restarts_go_on_from_the_checkpoint(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    options = settings(
-        tmp_path,
-        model_name=str(shared(tiny_bert)),
-        val_data_path=None,
-        max_steps=4,
-        save_steps=2,
-        resume="auto",
-        output_dir=str(tmp_path / "run"),
+    options = settings_without_validation(
+        tmp_path, max_steps=4, save_steps=2, resume="auto"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", "--max-restarts=1", str(script)]

@@ -65,7 +65,7 @@ def test_shared_batch_norms_are_those_of_one_process():
     model = small_network().train()
     expected_loss = step(model, INPUTS)
     expected = gradients_of(model)
-    folder = str(shared(tiny_bert))
+    folder = shared(tiny_bert)
     ranks = run_ranks(on_ranks, 2, folder, True)
     for loss, gradients, buffers, _ in ranks:
         assert loss == pytest.approx(expected_loss, rel=1e-12)
@@ -107,7 +107,7 @@ def test_an_image_that_repeats_across_ranks_counts_as_often_as_it_occurs(tmp_pat
 def test_batch_norms_that_are_not_shared_are_said_to_break_parity():
     model = small_network().train()
     loss = step(model, INPUTS)
-    folder = str(shared(tiny_bert))
+    folder = shared(tiny_bert)
     first, other = run_ranks(on_ranks, 2, folder, False)
     assert first[0] == other[0] != pytest.approx(loss, rel=1e-3)
     (line,) = first[3]

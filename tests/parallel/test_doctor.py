@@ -14,6 +14,7 @@ from tests.harness import rank_outcomes
 from tests.tiny import shared, tiny_bert
 from vembed.cli import machine_checks, selftest
 from vembed.cli.commands import doctor
+from vembed.parallel.environment import GROUP
 from vembed.pipelines import prediction
 
 FACTS = [
@@ -89,7 +90,7 @@ def test_a_fault_is_named_with_its_rank_and_ends_the_self_test():
 
 @pytest.mark.promise("A20")
 def test_one_process_is_enough(monkeypatch, capsys):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name in GROUP:
         monkeypatch.delenv(name, raising=False)
     assert selftest.main() == 0
     lines = capsys.readouterr().out.splitlines()

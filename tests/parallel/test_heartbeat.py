@@ -9,9 +9,9 @@ import pytest
 
 from tests.harness import rank_outcomes
 from tests.parallel.steps import config_of, listen
+from tests.parallel.test_session import patient_start
 from tests.tiny import shared, tiny_bert
 from vembed.parallel import collectives, launch_check, session
-from vembed.parallel.launch_check import LaunchCheck
 
 
 def loop_for_ever():
@@ -27,8 +27,7 @@ def in_a_run(folder, stops, loops):
     launch_check.STILL_SECONDS = 1.5
     launch_check.SILENT_SECONDS = 1.5
     launch_check.LOGGED_SECONDS = 1.6
-    # The short limit is for collectives: a busy machine may start ranks slowly.
-    session.LaunchCheck = lambda ranks, _: LaunchCheck(ranks, 1.0)
+    patient_start()
     lines = listen()
     try:
         config = config_of(folder, dist_timeout_minutes=3.5 / 60)
@@ -54,7 +53,7 @@ def test_the_rank_that_hangs_is_named_and_not_the_one_that_noticed(
     ranks, stops, loops, waits
 ):
     # Rank 0 keeps the store: once among those that wait, once halted itself.
-    folder = str(shared(tiny_bert))
+    folder = shared(tiny_bert)
     outcomes = rank_outcomes(in_a_run, ranks, folder, stops, loops, wait_for=[waits])
     error, *lines = outcomes[waits].result
     assert re.match(

@@ -1,8 +1,6 @@
 """Ranks that were started differently: every option of the schema, files, versions and launches, in one pair of
 processes."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -152,26 +150,24 @@ def test_ranks_that_force_a_resume_differ_from_those_with_a_path(value, compared
     assert facts_of(run)["resume"] == compared
 
 
-PLAIN_TEXTS = frozenset(
-    [
-        "model_revision",
-        "query_prompt",
-        "document_prompt",
-        "eval_metric",
-        "run_name",
-        "wandb_project",
-        "push_to_hub",
-        "log_file",
-        "output_dir",
-        "fsdp_transformer_layer_cls_to_wrap",
-        "image_root",
-        "accelerate_config",
-        "resume",
-        "sampling",
-        "wandb_tags",
-        "freeze",
-    ]
-)
+PLAIN_TEXTS = {
+    "model_revision",
+    "query_prompt",
+    "document_prompt",
+    "eval_metric",
+    "run_name",
+    "wandb_project",
+    "push_to_hub",
+    "log_file",
+    "output_dir",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "image_root",
+    "accelerate_config",
+    "resume",
+    "sampling",
+    "wandb_tags",
+    "freeze",
+}
 """Options whose texts are not compared by the content of a file."""
 
 

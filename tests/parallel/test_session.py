@@ -1,7 +1,5 @@
 """How processes find each other, what each decides, and that every one of them ends well."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -186,7 +184,7 @@ def whole_life(folder):
 
 @pytest.mark.promise("A17", "B27", "B28")
 def test_a_session_starts_says_so_and_ends_the_group_whatever_happens():
-    results = run_ranks(whole_life, 2, str(shared(tiny_bert)))
+    results = run_ranks(whole_life, 2, shared(tiny_bert))
     for rank, result in enumerate(results):
         assert result["timeout"] == 7 * 60
         assert result["debug"].endswith("DETAIL")
@@ -218,7 +216,7 @@ def one_process(folder, is_launched):
 @pytest.mark.parametrize("is_launched", [False, True], ids=["plain", "torchrun"])
 @pytest.mark.promise("A01", "A11", "B12", "C34")
 def test_one_process_with_fsdp_runs_whole_with_one_line(is_launched):
-    arguments = (str(shared(tiny_bert)), is_launched)
+    arguments = (shared(tiny_bert), is_launched)
     (result,) = run_ranks(one_process, 1, *arguments)
     facts, is_initialized, log = result
     assert facts == ("single", None, "Linear")
@@ -253,7 +251,7 @@ def test_a_state_that_another_trainer_left_is_replaced():
     """Trainers of Transformers leave theirs, and Accelerate refuses to change its precision."""
     Accelerator(cpu=True, mixed_precision="no")
     with session.start_session(
-        config_of(str(shared(tiny_bert)), mixed_precision="bf16")
+        config_of(shared(tiny_bert), mixed_precision="bf16")
     ) as first:
         assert first.accelerator.mixed_precision == "bf16"
 
@@ -289,7 +287,7 @@ def wait_for_others(folder, misfortune):
 @pytest.mark.parametrize("misfortune", ["killed", "raises", "hangs"])
 @pytest.mark.promise("C30", "E33")
 def test_the_others_end_in_time_and_name_rank_and_collective(misfortune):
-    folder = str(shared(tiny_bert))
+    folder = shared(tiny_bert)
     first, second = rank_outcomes(wait_for_others, 2, folder, misfortune, wait_for=[0])
     assert first.result == "rank 0 of 2, in the collective all_gather_ints (call 1)"
     if misfortune == "killed":
@@ -322,7 +320,7 @@ def started_by_hand(folder, per_machine):
 
 
 def test_processes_started_by_hand_count_those_of_their_machine():
-    folder = str(shared(tiny_bert))
+    folder = shared(tiny_bert)
     loopback = interface_to("127.0.0.1")
     for log, timeouts in run_ranks(started_by_hand, 4, folder, 2):
         assert f"network: interface {loopback} (" in log
@@ -356,7 +354,7 @@ def test_machines_that_cannot_reach_each_other_are_told_what_to_set(monkeypatch)
     monkeypatch.setattr(dist, "init_process_group", refused)
     message = r"set GLOO_SOCKET_IFNAME \(now eth7\).*remote=\[127\.0\.0\.1\]"
     with pytest.raises(UserError, match=message):
-        session.start_session(config_of(str(shared(tiny_bert))))
+        session.start_session(config_of(shared(tiny_bert)))
 
 
 def test_a_machine_without_loopback_is_told_at_once(monkeypatch):
@@ -367,16 +365,14 @@ def test_a_machine_without_loopback_is_told_at_once(monkeypatch):
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
     with pytest.raises(UserError, match=r"127\.0\.0\.1 .*ip link set lo up"):
-        session.start_session(config_of(str(shared(tiny_bert))))
+        session.start_session(config_of(shared(tiny_bert)))
 
 
 @pytest.mark.parametrize(
     ("error", "ending"),
     [(RuntimeError, "abort"), (UserError, "destroy"), (None, "destroy")],
 )
-def test_a_failed_rank_waited_for_kernels_that_never_end(
-    error, ending, tmp_path, monkeypatch
-):
+def test_a_failed_rank_waited_for_kernels_that_never_end(error, ending, monkeypatch):
     """With NCCL the group is aborted after a failure: destroying it waits for collectives that others never join."""
     ended = []
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
