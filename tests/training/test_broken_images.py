@@ -8,7 +8,7 @@ import vembed
 from tests import tiny
 from tests.data.files import write_jsonl
 from tests.data.pictures import encoded
-from tests.training.test_run import settings
+from tests.training.test_run import settings_without_validation
 from vembed.errors import UserError
 
 
@@ -25,10 +25,9 @@ def test_an_image_that_breaks_during_a_run_is_named_with_its_record(tmp_path):
         broken.write_bytes(b"\xff\xd8\xff\xe0 nothing")
         broken.replace(picture)  # never empty in between
 
-    config = settings(
+    config = settings_without_validation(
         tmp_path,
         model_name=str(tiny.shared(tiny.tiny_clip)),
-        val_data_path=None,
         max_steps=25,
     )
     write_jsonl(tmp_path / "train.jsonl", rows)

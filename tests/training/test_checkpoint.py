@@ -99,17 +99,23 @@ def starting(output_dir, model=None, **options):
         yield Run(session, output_dir, model, **options)
 
 
+@contextmanager
+def resumed(output_dir, model=None, **options):
+    """The same, begun where the options say."""
+    with starting(output_dir, model, **options) as run:
+        yield run.resume()
+
+
 def saved(output_dir, num_steps=1):
     """Train, with a checkpoint after each step."""
-    with starting(output_dir) as run:
-        run.resume()
+    with resumed(output_dir) as run:
         for _ in range(num_steps):
             run.train().save()
 
 
 def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
-    with starting(tmp_path) as run:
-        run.resume().train(3)
+    with resumed(tmp_path) as run:
+        run.train(3)
         run.model.num_seen += 5
         run.state |= {
             "best": 0.5,
@@ -125,8 +131,7 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
     assert names == {"manifest.json", "state.json", FILE}
     with safe_open(folder / FILE, "pt") as file:
         assert not any("embeddings" in name for name in file.keys())  # noqa: SIM118 - no mapping
-    with starting(tmp_path, resume=str(folder)) as run:
-        run.resume()
+    with resumed(tmp_path, resume=str(folder)) as run:
         assert run.state == remaining
         assert_same(run.whole(), expected)
         assert run.model.num_seen.tolist() == [5.0] * 3
@@ -147,8 +152,8 @@ def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(
         "weight_decay": 0.3,
     }
     groups = set()
-    with starting(tmp_path, **options) as run:
-        for group in run.resume().optimizer.param_groups:
+    with resumed(tmp_path, **options) as run:
+        for group in run.optimizer.param_groups:
             groups.add((group["lr"], group["initial_lr"], group["weight_decay"]))
     assert groups == {(0.01, 0.01, 0.3), (0.01, 0.01, 0.0)}
     assert "resume: force: going on although" in caplog.text
@@ -158,23 +163,21 @@ def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(
 @pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "adafactor", "sgd"])
 def test_other_optimizers_resume_exactly(tmp_path, optim):
     options = {"optim": optim, "learning_rate": 1e-3}
-    with starting(tmp_path / "whole", TinyModel(dim=72), **options) as run:
-        expected = run.resume().train(4).whole()
-    with starting(tmp_path / "broken", TinyModel(dim=72), **options) as run:
-        run.resume().train(2).save()
+    with resumed(tmp_path / "whole", TinyModel(dim=72), **options) as run:
+        expected = run.train(4).whole()
+    with resumed(tmp_path / "broken", TinyModel(dim=72), **options) as run:
+        run.train(2).save()
     options |= {"resume": True, "async_save": True}
-    with starting(tmp_path / "broken", TinyModel(dim=72), **options) as run:
-        assert_same(run.resume().train(2).whole(), expected)
+    with resumed(tmp_path / "broken", TinyModel(dim=72), **options) as run:
+        assert_same(run.train(2).whole(), expected)
 
 
 def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_fresh(tmp_path):
     """on_nonfinite: skip may leave out the first steps: the state must not be made up by saving it."""
-    with starting(tmp_path) as run:
-        run.resume()
+    with resumed(tmp_path) as run:
         run.state["step"] = 1
         run.save()
-    with starting(tmp_path, resume=True) as run:
-        run.resume()
+    with resumed(tmp_path, resume=True) as run:
         assert not run.optimizer.state
         backward(run.model, run.loss)
         run.loss.scale.grad = None
@@ -182,8 +185,7 @@ def test_a_checkpoint_before_the_first_update_leaves_the_optimizer_fresh(tmp_pat
         run.optimizer.zero_grad()
         run.state["step"] = 2
         run.save()
-    with starting(tmp_path, resume=True) as run:
-        run.resume()
+    with resumed(tmp_path, resume=True) as run:
         assert run.loss.scale not in run.optimizer.state
         assert run.optimizer.state[run.model.head.weight]["step"] == 1
 
@@ -201,15 +203,15 @@ def test_four_bit_layers_under_adapters(tmp_path):
         values = run.whole()
         return {name: values[name] for name in values if "frozen" not in name}
 
-    with starting(tmp_path, quantised()) as run:
-        expected = trained(run.resume().train().save())
-    with starting(tmp_path, quantised(), resume=True) as run:
-        assert_same(trained(run.resume()), expected)
+    with resumed(tmp_path, quantised()) as run:
+        expected = trained(run.train().save())
+    with resumed(tmp_path, quantised(), resume=True) as run:
+        assert_same(trained(run), expected)
 
 
 def test_best_weights_that_are_not_there_leave_the_last_ones(tmp_path, caplog):
-    with starting(tmp_path) as run:
-        run.resume().train().save().train()
+    with resumed(tmp_path) as run:
+        run.train().save().train()
         expected = run.whole()
         (tmp_path / "checkpoint-1" / "state.json").write_text("{}")
         for step in (1, 7):
@@ -320,27 +322,13 @@ def small_files(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("async_save", [False, True])
-def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, async_save):
-    with starting(tmp_path, async_save=async_save) as run:
-        run.resume().train().save().checkpointer.wait()
-        run.train()
-        with small_files(300), pytest.raises(RunError, match="checkpoint-2") as caught:
-            run.save().checkpointer.wait()
-    assert "File too large" in str(caught.value)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
-    with starting(tmp_path, resume=True, async_save=async_save) as run:
-        run.resume().train().save().checkpointer.wait()  # there is room again
-    assert found_in(tmp_path).name == "checkpoint-2"
-
-
 def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr("vembed.training.checkpoint.checkpointer.FILE_BYTES", 300)
-    with starting(tmp_path) as run:
-        expected = run.resume().train().save().whole()
+    with resumed(tmp_path) as run:
+        expected = run.train().save().whole()
     assert len(list((tmp_path / "checkpoint-1").glob("*.safetensors"))) > 3
-    with starting(tmp_path, resume=True) as run:
-        assert_same(run.resume().whole(), expected)
+    with resumed(tmp_path, resume=True) as run:
+        assert_same(run.whole(), expected)
 
 
 def test_tensors_alone_go_into_a_checkpoint(tmp_path):
@@ -348,8 +336,8 @@ def test_tensors_alone_go_into_a_checkpoint(tmp_path):
         def get_extra_state(self):
             return {"x": 1}
 
-    with starting(tmp_path, Odd()) as run:
-        run.resume().train()
+    with resumed(tmp_path, Odd()) as run:
+        run.train()
         with pytest.raises(TypeError, match="holds only tensors and JSON"):
             run.save()
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
-from tests.training.test_checkpoint import Run
+from tests.training.test_checkpoint import Run, found_in, resumed
 from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError, UserError
 from vembed.parallel.session import start_session
@@ -71,8 +71,7 @@ def full_disk_on_one(output_dir, async_save):
     """Rank 1 alone cannot write."""
     options = {"strategy": "ddp", "async_save": async_save}
     with start_session(config_for(output_dir, **options)) as session:
-        identity = {"data": "abc", "world_size": session.world_size}
-        run = Run(session, output_dir, **options).resume(identity).train().save()
+        run = Run(session, output_dir, **options).resume().train().save()
         run.checkpointer.wait()
         if session.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
@@ -88,6 +87,9 @@ def test_a_disk_that_is_full_on_one_rank_is_known_on_all(tmp_path, async_save):
         assert "checkpoint-2 could not be written (rank 1: " in raised
         assert "File too large); the newest checkpoint is checkpoint-1" in raised
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    with resumed(tmp_path, resume=True, async_save=async_save) as run:
+        run.train().save().checkpointer.wait()  # there is room again
+    assert found_in(tmp_path).name == "checkpoint-2"
 
 
 def timeout_of_the_second_group(output_dir):

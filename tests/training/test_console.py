@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import vembed
-from tests.tiny import shared, tiny_bert
-from tests.training.test_run import write_pairs
+from tests.training.test_run import config_file
 
 __all__ = ["vembed"]
 
@@ -16,17 +15,8 @@ def train(vembed):
     """Runs `vembed train` with options and returns its output."""
 
     def run(*options):
-        write_pairs(Path())
-        Path("cfg.yaml").write_text(
-            f"model_name: {shared(tiny_bert)}\n"
-            "data_path: train.jsonl\n"
-            "val_data_path: train.jsonl\n"
-            "max_steps: 2\n"
-            "logging_steps: 1\n"
-            "report_to: none\n"
-        )
-        done = vembed("train", "cfg.yaml", *options)
-        return done.out
+        config = config_file(Path(), max_steps=2, val_data_path="train.jsonl")
+        return vembed("train", str(config), *options).out
 
     return run
 
@@ -43,7 +33,7 @@ def test_five_lines_then_steps_and_the_rest_in_the_log(train):
         matching = [line for line in lines if line.startswith(kind)]
         assert len(matching) == 2
         assert all(len(line) <= 100 for line in matching)
-    log = Path("output/training_log.txt").read_text()
+    log = Path("run/training_log.txt").read_text()
     for detail in DETAILS:
         assert detail in log and detail not in "\n".join(lines)
 

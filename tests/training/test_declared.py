@@ -8,7 +8,7 @@ import torch
 
 import vembed.training.trackers
 from tests.parts import unlisted_classes
-from tests.training.tiny_run import TinyLoss, TinyModel, backward, config_for
+from tests.training.tiny_run import TinyLoss, TinyModel, config_for, step
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
 from vembed.config.schema import option_fields
@@ -32,7 +32,7 @@ IN_THE_FOLDER = [
 
 
 @pytest.mark.parametrize(("option", "kind"), DECLARED)
-def test_a_declaration_is_complete_and_accepted(option, kind, tmp_path):
+def test_a_declaration_is_complete_and_accepted(option, kind):
     assert kind.summary.endswith(".")
     unknown = kind.options - set(option_fields())
     assert not unknown, f"{kind.name} has `options` that the config lacks: {unknown}"
@@ -118,9 +118,7 @@ def test_an_optimizer_descends_and_decays_as_declared(name, tmp_path):
 
     before = value()
     for _ in range(3):
-        backward(model, loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        step(model, loss, optimizer)
     assert value() < before, f"{name} does not descend"
     state_bytes = 0
     for state in optimizer.state.values():

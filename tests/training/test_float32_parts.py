@@ -8,11 +8,12 @@ from torch.overrides import TorchFunctionMode
 import vembed
 from tests.built import model_of
 from tests.tiny import shared, tiny_qwen3
-from tests.training.test_run import settings
+from tests.training.test_run import settings_without_validation
 from tests.training.tiny_run import config_for
 from vembed.config.loading import resolve_run
 from vembed.errors import RunError
 from vembed.evaluation.top_k import top_k
+from vembed.losses.build import TermModule
 from vembed.models.attention import half_dtype
 from vembed.models.poolings.table import POOLINGS
 from vembed.parallel.devices import matmul_precision
@@ -58,6 +59,21 @@ def test_retrieval_scores_were_computed_in_tf32():
     assert precisions.seen == {"highest"}
 
 
+def test_the_loss_is_exact_where_the_model_is_not(tmp_path, monkeypatch):
+    recorded = set()
+    original = TermModule.forward
+
+    def forward(self, batch):
+        recorded.add(torch.get_float32_matmul_precision())
+        return original(self, batch)
+
+    monkeypatch.setattr(TermModule, "forward", forward)
+    with matmul_precision("high"):
+        vembed.train(settings_without_validation(tmp_path, max_steps=1))
+        assert torch.get_float32_matmul_precision() == "high"
+    assert recorded == {"highest"}
+
+
 def test_attention_ran_in_float16_where_nothing_was_in_16_bits():
     wide = torch.zeros(1)
     narrow = torch.zeros(1, dtype=torch.bfloat16)
@@ -100,10 +116,6 @@ def test_a_run_went_on_without_any_gradient(tmp_path, monkeypatch):
         return loss_share
 
     monkeypatch.setattr(TrainingStep, "synchronise", lose_gradients)
-    options = settings(
-        tmp_path,
-        max_steps=2,
-        val_data_path=None,
-    )
+    options = settings_without_validation(tmp_path, max_steps=2)
     with pytest.raises(RunError, match=r"step 1: .* the gradient norm exactly 0"):
         vembed.train(options)

@@ -84,24 +84,43 @@ def train_there(cache, settings):
     return train(settings)
 
 
-def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_changes(
+NUM_EVALUATED = 5
+
+
+def with_evaluations(folder, output, **more):
+    """Evaluations before training, in it and after it; micro-batches of one row, as in training."""
+    data = folder / "val.jsonl"
+    if not data.exists():
+        words_and_pictures(folder, WORDS[:NUM_EVALUATED], 1, "val", seed=1)
+    val = {
+        "val_data_path": str(data),
+        "eval_steps": 4,
+    }
+    return options(folder, output, **val | more)
+
+
+def test_later_epochs_evaluations_and_runs_pass_no_tower_and_nothing_else_changes(
     tmp_path,
 ):
-    without = train(options(tmp_path, "without", cache_frozen_features=False))
-    first = train(options(tmp_path, "first"))
-    counts = f"frozen image tower: {NUM_ROWS} outputs computed, {NUM_ROWS} read from"
+    without = train(with_evaluations(tmp_path, "without", cache_frozen_features=False))
+    first = train(with_evaluations(tmp_path, "first"))
+    num_inputs = NUM_ROWS + NUM_EVALUATED
+    num_read = NUM_ROWS + 2 * NUM_EVALUATED
+    counts = f"frozen image tower: {num_inputs} outputs computed, {num_read} read from"
     assert counts in log_text(tmp_path / "first")
-    second = train(options(tmp_path, "second"))
+    second = train(with_evaluations(tmp_path, "second"))
     dummy = 1
-    assert (
-        without["passed"] == 2 * NUM_ROWS + dummy
-    )  # once per step, also under Gradient Cache
-    assert first["passed"] == NUM_ROWS + dummy
+    # Once per step, also under Gradient Cache.
+    assert without["passed"] == 2 * NUM_ROWS + 3 * NUM_EVALUATED + dummy
+    assert first["passed"] == num_inputs + dummy
     assert second["passed"] == dummy
     assert first["losses"] == second["losses"] == without["losses"]
     expected = final_weights(tmp_path / "without")
+    scores = metrics(tmp_path / "without", "eval")
+    assert len(scores) == 3 and scores[0] != scores[2]
     for output in ("first", "second"):
         assert_same(final_weights(tmp_path / output), expected)
+        assert metrics(tmp_path / output, "eval") == scores
 
 
 def test_a_frozen_tower_without_projection_and_kept_graphs(tmp_path):
@@ -138,37 +157,6 @@ def test_two_ranks_use_what_the_other_has_computed(on_two_ranks, strategy):
     assert sum(rank["passed"] for rank in two) == NUM_ROWS + 2
     for ranks in (again, two):
         np.testing.assert_allclose(ranks[0]["losses"], first["losses"], rtol=1e-4)
-
-
-NUM_EVALUATED = 5
-
-
-def with_evaluations(folder, output, **more):
-    """Evaluations before training, in it and after it; micro-batches of one row, as in training."""
-    data = folder / "val.jsonl"
-    if not data.exists():
-        words_and_pictures(folder, WORDS[:NUM_EVALUATED], 1, "val", seed=1)
-    val = {
-        "val_data_path": str(data),
-        "eval_before": True,
-        "eval_steps": 4,
-    }
-    return options(folder, output, **val | more)
-
-
-def test_evaluations_pass_no_tower_twice_and_give_the_same_scores(
-    tmp_path,
-):
-    without = train(with_evaluations(tmp_path, "without", cache_frozen_features=False))
-    first = train(with_evaluations(tmp_path, "first"))
-    second = train(with_evaluations(tmp_path, "second"))
-    assert without["passed"] == 2 * NUM_ROWS + 3 * NUM_EVALUATED + 1
-    assert first["passed"] == NUM_ROWS + NUM_EVALUATED + 1
-    assert second["passed"] == 1
-    scores = metrics(tmp_path / "without", "eval")
-    assert len(scores) == 3 and scores[0] != scores[2]
-    for output in ("first", "second"):
-        assert metrics(tmp_path / output, "eval") == scores
 
 
 def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, cache):

@@ -7,13 +7,12 @@ import torch
 from tests import tiny
 from tests.families.pictures import mixed_rows
 from tests.harness import STRATEGIES, result_of, run_cases
-from tests.models.families import built, parts_for
+from tests.models.families import VISION_LANGUAGE, built, parts_for
 from tests.training import test_frozen
 from tests.training.test_run import final_weights
 from tests.training.tiny_run import assert_same
 from vembed.training import frozen
 
-FAMILIES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl]
 LORA = {
     "use_lora": True,
     "lora_r": 4,
@@ -45,7 +44,7 @@ def train(settings, keeps=True):
         return test_frozen.train(settings)
 
 
-@pytest.mark.parametrize("make", FAMILIES)
+@pytest.mark.parametrize("make", VISION_LANGUAGE)
 def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
     make,
 ):

@@ -83,7 +83,6 @@ def test_units_were_gathered_twice_in_a_step_with_gradient_cache(
         }
         common |= {
             "val_data_path": None,
-            "lora_dropout": 0.0,
             "eval_before": False,
         }
         runs.append(settings(folder, **common, **more))

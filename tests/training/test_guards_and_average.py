@@ -54,13 +54,14 @@ class Collected(Hook):
         return {name: tensor.detach().double().numpy().copy() for name, tensor in named}
 
 
-def test_final_holds_the_average_of_the_weights(config):
+def test_final_and_a_model_made_of_a_checkpoint_hold_the_average(config, tmp_path):
     collected = Collected()
     result = vembed.train(
         {
             **config,
             "ema": 0.2,
             "eval_steps": 2,
+            "save_steps": 2,
         },
         hooks=[collected],
     )
@@ -80,27 +81,12 @@ def test_final_holds_the_average_of_the_weights(config):
     # The evaluation is that of the average, and training went on from the trained weights.
     scores = vembed.evaluate(result.model_dir, config["val_data_path"])
     assert scores["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"])
-
-
-def test_a_model_made_of_a_checkpoint_has_the_average(config, tmp_path):
-    result = vembed.train(
-        {
-            **config,
-            "ema": 0.5,
-            "eval_steps": 2,
-            "save_steps": 2,
-        }
-    )
     scores = metrics(result.output_dir, "eval")
     for number, step in enumerate((2, 4), start=1):
         checkpoint = result.output_dir / f"checkpoint-{step}"
         model = whole_model(str(checkpoint), tmp_path / str(step))
         evaluated = vembed.evaluate(model, config["val_data_path"])
         assert evaluated["ndcg@10"] == pytest.approx(scores[number]["ndcg@10"])
-
-
-def _train_on_a_rank(config):
-    vembed.train(config)
 
 
 def test_shards_have_the_same_average_also_after_a_resume(config, tmp_path):
@@ -129,7 +115,7 @@ def test_shards_have_the_same_average_also_after_a_resume(config, tmp_path):
             "max_steps": max_steps,
             "resume": "auto",
         }
-        run_ranks(_train_on_a_rank, 2, part)
+        run_ranks(vembed.train, 2, part)
     weights = trained_weights(output)
     for name, value in trained_weights(alone.output_dir).items():
         np.testing.assert_allclose(weights[name], value, atol=2e-5)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from tests.harness import run_ranks
-from tests.training.test_run import settings
+from tests.training.test_run import settings, settings_without_validation
 from vembed.entrypoints.python_train import train
 from vembed.training.hooks.base import Hook
 
@@ -82,7 +82,7 @@ def test_hooks_are_closed_after_an_error(tmp_path):
 
     notes = Notes()
     with pytest.raises(ValueError, match="broken"):
-        train(settings(tmp_path, val_data_path=None), hooks=[notes, Broken()])
+        train(settings_without_validation(tmp_path), hooks=[notes, Broken()])
     assert notes.calls[-1] == "close" and "finish" not in notes.calls
 
 
@@ -92,5 +92,5 @@ def ended_by_rank_0(options):
 
 
 def test_one_rank_ends_the_run_of_all(tmp_path):
-    options = settings(tmp_path, strategy="ddp", val_data_path=None)
+    options = settings_without_validation(tmp_path, strategy="ddp")
     assert run_ranks(ended_by_rank_0, 2, options) == [2, 2]

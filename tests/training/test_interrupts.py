@@ -16,33 +16,25 @@ from vembed.training.interrupts import Interrupts, StopRequested
 
 
 @pytest.mark.parametrize(
-    ("number", "exit_code"),
-    [(signal.SIGINT, 130), (signal.SIGHUP, 143)],
+    ("number", "exit_code", "resumes", "way_on"),
+    [
+        (signal.SIGINT, 130, True, "run it again to go on"),
+        (signal.SIGHUP, 143, False, "--resume"),
+    ],
 )
-def test_a_signal_is_obeyed_after_the_step(number, exit_code, capfd):
+def test_a_signal_is_obeyed_after_the_step(number, exit_code, resumes, way_on, capfd):
     before = signal.getsignal(number)
     with Interrupts() as interrupts:
         assert not interrupts.share_requests()
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the terminal and the launcher both send it
         assert interrupts.share_requests()
-        stopped = interrupts.stopped(7, Path("run/checkpoint-7"), resumes=False)
+        stopped = interrupts.stopped(7, Path("run/checkpoint-7"), resumes=resumes)
     assert stopped.exit_code == exit_code
     assert "after step 7, saved in run/checkpoint-7" in str(stopped)
+    assert str(stopped).endswith(way_on)
     assert f"{number.name}: finishing the step and saving" in capfd.readouterr().err
     assert signal.getsignal(number) is before
-
-
-@pytest.mark.parametrize(
-    ("resumes", "says"), [(True, "run it again to go on"), (False, "--resume")]
-)
-def test_the_way_on_is_that_of_the_run(resumes, says):
-    with Interrupts() as interrupts:
-        assert not interrupts.share_requests()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupts.share_requests()
-        stopped = interrupts.stopped(7, Path("c"), resumes=resumes)
-    assert str(stopped).endswith(says)
 
 
 def test_a_signal_while_a_line_is_logged_is_not_lost():

@@ -10,7 +10,7 @@ import pytest
 import vembed
 from tests.cli.conftest import vembed as command
 from tests.tiny import shared, tiny_bert
-from tests.training.test_run import settings
+from tests.training.test_run import settings, settings_without_validation
 from vembed.errors import UserError
 from vembed.training.checkpoint.folders import LOCK, OutputLock
 
@@ -51,7 +51,7 @@ def contents(folder):
 def finished(tmp_path_factory):
     """A finished run with checkpoints."""
     folder = tmp_path_factory.mktemp("finished")
-    options = settings(folder, save_steps=2, val_data_path=None)
+    options = settings_without_validation(folder, save_steps=2)
     vembed.train(options)
     return options
 
@@ -97,13 +97,8 @@ def test_a_refused_start_makes_no_folder(tmp_path):
 
 def test_replaced_weights_under_the_same_name_are_refused(tmp_path):
     model = tiny_bert(tmp_path / "model")
-    options = settings(
-        tmp_path,
-        model_name=str(model),
-        use_lora=True,
-        save_steps=2,
-        max_steps=2,
-        val_data_path=None,
+    options = settings_without_validation(
+        tmp_path, model_name=str(model), use_lora=True, save_steps=2, max_steps=2
     )
     vembed.train(options)
     weights = shared(tiny_bert, dropout=0.5)

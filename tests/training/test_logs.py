@@ -9,7 +9,7 @@ import pytest
 
 import vembed
 from tests.harness import run_ranks
-from tests.training.test_run import settings
+from tests.training.test_run import settings, settings_without_validation
 from vembed.cli.main import run_process
 from vembed.training.trackers import table
 
@@ -26,12 +26,11 @@ def train_in_detail(options):
 
 @pytest.mark.promise("A17", "B25", "C31")
 def test_debug_writes_a_detailed_file_per_process(tmp_path):
-    options = settings(
+    options = settings_without_validation(
         tmp_path,
         debug=True,
         log_file="training.log",
         max_steps=2,
-        val_data_path=None,
         strategy="fsdp",
     )
     details = run_ranks(train_in_detail, 2, options)
@@ -65,42 +64,6 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.promise("C32")
-def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
-    tmp_path, monkeypatch
-):
-    wandb = MagicMock()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    tags = ["fsdp", "multi-node"]
-    block = {
-        "use_wandb": True,
-        "project": "accfiy-fsdp",
-        "tags": tags,
-    }
-    options = settings(
-        tmp_path,
-        max_steps=3,
-        run_name="mine",
-        report_to=["wandb"],
-    )
-    vembed.train({**options, "wandb": block})
-    wandb.init.assert_called_once()
-    started = wandb.init.call_args.kwargs
-    assert started["project"] == "accfiy-fsdp"
-    assert started["name"] == "mine"
-    assert started["tags"] == tags
-    assert started["config"]["max_steps"] == 3
-    run = wandb.init.return_value
-    expected = {
-        ("train/loss", 1),
-        ("train/loss", 2),
-        ("train/loss", 3),
-        ("eval/ndcg_at_10", 3),
-    }
-    assert expected <= names_and_steps(run.log)
-    run.finish.assert_called_once()
-
-
 def names_and_steps(log):
     """Each name that was logged, with its step."""
     logged = set()
@@ -110,26 +73,47 @@ def names_and_steps(log):
     return logged
 
 
-def test_mlflow_gets_settings_and_numbers(tmp_path, monkeypatch):
-    """By Accelerate's tracker, with an object in place of MLflow, which is not installed."""
+@pytest.mark.promise("C32")
+def test_trackers_hear_of_settings_and_every_step_from_process_0(tmp_path, monkeypatch):
+    """With objects in place of wandb and of MLflow, which are not installed."""
+    wandb = MagicMock()
     mlflow = MagicMock()
     mlflow.utils.validation.MAX_PARAM_VAL_LENGTH = 6000
     mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH = 100
     mlflow.search_experiments.return_value = []
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    options = {
-        "report_to": ["mlflow"],
-        "wandb_project": "ours",
-        "run_name": "first",
+    tags = ["fsdp", "multi-node"]
+    options = settings(
+        tmp_path,
+        max_steps=3,
+        run_name="mine",
+        report_to=["wandb", "mlflow"],
+        wandb={"use_wandb": True, "project": "accfiy-fsdp", "tags": tags},
+    )
+    vembed.train(options)
+    expected = {
+        ("train/loss", 1),
+        ("train/loss", 2),
+        ("train/loss", 3),
+        ("eval/ndcg_at_10", 3),
     }
-    vembed.train(settings(tmp_path, max_steps=2, **options))
-    assert mlflow.create_experiment.call_args.kwargs["name"] == "ours"
-    assert mlflow.start_run.call_args.kwargs["run_name"] == "first"
+    wandb.init.assert_called_once()
+    started = wandb.init.call_args.kwargs
+    assert started["project"] == "accfiy-fsdp"
+    assert started["name"] == "mine"
+    assert started["tags"] == tags
+    assert started["config"]["max_steps"] == 3
+    run = wandb.init.return_value
+    assert expected <= names_and_steps(run.log)
+    run.finish.assert_called_once()
+    assert mlflow.create_experiment.call_args.kwargs["name"] == "accfiy-fsdp"
+    assert mlflow.start_run.call_args.kwargs["run_name"] == "mine"
     logged = {}
     for call in mlflow.log_params.call_args_list:
         logged |= call.args[0]
     assert float(logged["learning_rate"]) == 2e-3
     names = names_and_steps(mlflow.log_metrics)
-    assert {("train/loss", 1), ("eval/ndcg_at_10", 2)} <= names
+    assert expected <= names
     assert not any("@" in name for name, _ in names)
     mlflow.end_run.assert_called_once()

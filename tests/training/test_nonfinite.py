@@ -4,7 +4,11 @@ import pytest
 import torch
 
 import vembed
-from tests.training.test_run import metrics, settings
+from tests.training.test_run import (
+    metrics,
+    settings,
+    settings_without_validation,
+)
 from vembed.errors import RunError
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.metrics import MAX_SKIPPED_STEPS
@@ -33,14 +37,9 @@ class Breaks(Hook):
             self._break()
 
 
-def test_skipping_gives_up_and_keeps_what_was_saved_before(tmp_path, caplog):
-    options = settings(
-        tmp_path,
-        max_steps=60,
-        save_steps=1,
-        save_total_limit=2,
-        on_nonfinite="skip",
-        val_data_path=None,
+def test_skipping_gives_up_and_keeps_what_was_saved_before(tmp_path):
+    options = settings_without_validation(
+        tmp_path, max_steps=60, save_steps=1, save_total_limit=2, on_nonfinite="skip"
     )
     message = rf"{MAX_SKIPPED_STEPS} steps .* skipped .*checkpoint-4 is untouched"
     with pytest.raises(RunError, match=message):

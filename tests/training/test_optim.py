@@ -56,22 +56,18 @@ OPTIONS = {
 }
 
 
-def groups_of(optimizer, names):
-    """Learning rate and decay of each parameter, by name."""
-    return {
-        names[id(parameter)]: (group["initial_lr"], group["weight_decay"])
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-
-
 def train_two_steps(config, model, loss):
+    """Return learning rate and decay of each parameter by name, the state, and the optimizer."""
     optimizer = build_optimizer(model, loss, config.optimizer)
     names = {}
     for prefix, module in (("", model), ("loss", loss)):
         for name, parameter in module.named_parameters(prefix=prefix):
             names[id(parameter)] = unwrapped_name(name)
-    groups = groups_of(optimizer, names)
+    groups = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            rates = (group["initial_lr"], group["weight_decay"])
+            groups[names[id(parameter)]] = rates
     for _ in range(2):
         step(model, loss, optimizer)
     return groups, whole_state(model, loss, optimizer), optimizer

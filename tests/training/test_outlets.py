@@ -12,7 +12,12 @@ import pytest
 import vembed
 from tests.commands import start
 from tests.training.test_checkpoint import small_files
-from tests.training.test_run import config_file, log_text, metrics, settings
+from tests.training.test_run import (
+    config_file,
+    log_text,
+    metrics,
+    settings_without_validation,
+)
 from vembed.errors import RunError
 from vembed.evaluation.report.report import write_report
 from vembed.training import final as finish
@@ -89,7 +94,7 @@ def test_a_tracker_that_fails_is_left_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(TensorBoardTracker, "log", fail)
     result = vembed.train(
-        settings(tmp_path, report_to=["tensorboard"], val_data_path=None)
+        settings_without_validation(tmp_path, report_to=["tensorboard"])
     )
     log = log_text(result.output_dir)
     assert log.count("report_to: tensorboard failed and is disabled ([Errno 28]") == 1
@@ -104,7 +109,7 @@ def fail(*_, **__):
     ("save_steps", "way_out"), [(3, "resume from checkpoint-6"), (None, "train again")]
 )
 def test_a_disk_that_is_full_at_the_end(save_steps, way_out, tmp_path, monkeypatch):
-    options = settings(tmp_path, save_steps=save_steps, val_data_path=None)
+    options = settings_without_validation(tmp_path, save_steps=save_steps)
     with monkeypatch.context() as patch:
         patch.setattr(finish, "save_model", fail)
         with pytest.raises(RunError, match=rf"No space.*{tmp_path}/run .*{way_out}"):
@@ -117,7 +122,7 @@ def test_a_disk_that_is_full_at_the_end(save_steps, way_out, tmp_path, monkeypat
 def test_a_disk_that_is_full_for_the_report_costs_the_report_alone(
     tmp_path, monkeypatch
 ):
-    options = settings(tmp_path, max_steps=1, val_data_path=None)
+    options = settings_without_validation(tmp_path, max_steps=1)
     monkeypatch.setattr(finish, "write_report", fail)
     with pytest.raises(RunError, match=r"is in .*final, but its report .*No space"):
         vembed.train(options)

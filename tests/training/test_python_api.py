@@ -10,7 +10,8 @@ import pytest
 
 import vembed
 from tests.data.files import open_examples
-from tests.tiny import shared, texts, tiny_bert
+from tests.tiny import texts
+from tests.training.test_run import settings, settings_without_validation
 from vembed.config.schema import TrainConfig
 from vembed.data.in_memory import as_path
 
@@ -26,18 +27,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def config(folder, **more):
-    return {
-        "model_name": str(shared(tiny_bert)),
-        "output_dir": str(folder / "run"),
-        "batch_size": 8,
-        "max_steps": 6,
-        "logging_steps": 1,
-        "report_to": [],
-        **more,
-    }
-
-
 def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path):
     steps = []
     evaluations = []
@@ -47,7 +36,7 @@ def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path):
         return "stop" if info.step == 3 else None
 
     result = vembed.train(
-        config(tmp_path, data_path=ROWS, val_data_path=ROWS[:8]),
+        settings(tmp_path, data_path=ROWS, val_data_path=ROWS[:8]),
         on_step=on_step,
         on_evaluation=evaluations.append,
     )
@@ -61,9 +50,11 @@ def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path):
     assert (result.model_dir / "config.json").is_file()
     report = (result.output_dir / "report.md").read_text()
     assert "8 of the 8 queries of the validation data (100.0%)" in report
-    options = config(tmp_path, data_path=ROWS, overwrite=True)
+    options = settings_without_validation(tmp_path, data_path=ROWS, overwrite=True)
     with pytest.raises(vembed.UserError, match="on_step returned 'no'"):
         vembed.train(options, on_step=lambda _: "no")
+    for thread in threading.enumerate():
+        assert not thread.name.startswith("vembed-data"), "it prepares batches"
 
 
 def test_datasets_and_paths_become_paths():
@@ -95,9 +86,3 @@ def test_tables_become_paths():
     mixed = pd.DataFrame({"query": ["a", 1]}, dtype=object)
     with pytest.raises(vembed.UserError, match=r"data_path: .* mixed types"):
         as_path("data_path", mixed)
-
-
-def test_no_thread_prepares_batches_after_a_run(tmp_path):
-    vembed.train(config(tmp_path, data_path=ROWS, max_steps=2))
-    for thread in threading.enumerate():
-        assert not thread.name.startswith("vembed-data")

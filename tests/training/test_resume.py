@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.resume_table import updated
-from tests.training.test_checkpoint import FILE, found_in, saved, starting
+from tests.training.test_checkpoint import FILE, found_in, resumed, saved, starting
 from tests.training.test_integrity import damage, fake_checkpoint
 from tests.training.tiny_run import config_for
 from vembed.config.schema import option_fields
@@ -34,8 +34,8 @@ def test_a_folder_with_a_name_of_240_digits_is_no_checkpoint(tmp_path):
     strange = tmp_path / f"checkpoint-{'1' * 240}"
     strange.mkdir()
     for options in ({"resume": "auto"}, {"overwrite": True}):
-        with starting(tmp_path, **options) as run:
-            assert run.resume().state["step"] == 0
+        with resumed(tmp_path, **options) as run:
+            assert run.state["step"] == 0
             run.train().save()
     assert found_in(tmp_path) == tmp_path / "checkpoint-1"
     assert strange.is_dir()
@@ -79,13 +79,13 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
         pytest.raises(UserError, match=r"seed 42 -> 7.*data abc -> xyz"),
     ):
         run.resume(identity)
-    with starting(
+    with resumed(
         tmp_path,
         resume="force",
         seed=7,
         epochs=9,
     ) as run:
-        assert run.resume().state["step"] == 1
+        assert run.state["step"] == 1
     for change in ("seed 42 -> 7", "epochs auto -> 9.0"):
         assert change in caplog.text
 
@@ -94,32 +94,21 @@ def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
     ("option", "value"), [("eval_metric", "mrr@10"), ("val_data_path", "other.jsonl")]
 )
 def test_scores_of_another_judge_are_forgotten(tmp_path, option, value):
-    with starting(tmp_path) as run:
-        run.resume().train()
+    with resumed(tmp_path) as run:
+        run.train()
         score = {"ndcg@10": 0.9}
-        run.state |= {
-            "best": 0.9,
-            "best_step": 1,
-            "best_scores": score,
-        }
-        run.state |= {
-            "before": score,
-            "scores": score,
-            "scored_step": 1,
-        }
+        run.state |= {"best": 0.9, "best_step": 1, "best_scores": score}
+        evaluated = {"before": score, "scores": score, "scored_step": 1}
+        run.state |= evaluated
         run.state["hooks"] = {"guards": {}, "patience": {"best": 0.9}}
         state = dict(run.save().state)
-    with starting(tmp_path, resume=True) as run:
-        assert run.resume().state == state
+    with resumed(tmp_path, resume=True) as run:
+        assert run.state == state
     expected = asdict(LoopState(step=1, hooks={"guards": {}}))
     if option == "eval_metric":  # the same data: their scores are still those
-        expected |= {
-            "before": score,
-            "scores": score,
-            "scored_step": 1,
-        }
-    with starting(tmp_path, resume=True, **{option: value}) as run:
-        assert run.resume().state == expected
+        expected |= evaluated
+    with resumed(tmp_path, resume=True, **{option: value}) as run:
+        assert run.state == expected
 
 
 # ---- damaged and abandoned checkpoints -------------------------------------------------------------------------
@@ -130,8 +119,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_leaves_the_way_free(tmp_path, c
     saved(tmp_path, num_steps=3)
     damage(tmp_path / "checkpoint-3", FILE, "truncate", 0.9)
     (tmp_path / "checkpoint-4.partial").mkdir()
-    with starting(tmp_path, resume=True) as run:
-        assert run.resume().state["step"] == 2
+    with resumed(tmp_path, resume=True) as run:
+        assert run.state["step"] == 2
         assert f"checkpoint-3: {FILE} has" in caplog.text
         assert "checkpoint-4.partial" in caplog.text
         run.train().save()
@@ -150,8 +139,8 @@ def test_when_no_checkpoint_is_whole(tmp_path):
             pytest.raises(UserError, match=r"none of the 1 .*resume: auto"),
         ):
             run.resume()
-    with starting(tmp_path, resume="auto") as run:
-        assert run.resume().point is None
+    with resumed(tmp_path, resume="auto") as run:
+        assert run.point is None
         run.train().save()
     assert integrity.verify(tmp_path / "checkpoint-1") == []
 
@@ -175,4 +164,5 @@ def test_metrics_end_where_the_run_goes_on(tmp_path):
 def test_the_page_says_of_every_option_whether_it_may_change():
     """`python -m tests.docs.resume_table` writes the table."""
     page = Path(__file__).parents[2] / "docs" / "resume.md"
-    assert page.read_text(encoding="utf-8") == updated(page.read_text(encoding="utf-8"))
+    text = page.read_text(encoding="utf-8")
+    assert text == updated(text)

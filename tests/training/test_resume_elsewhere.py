@@ -11,7 +11,7 @@ import pytest
 import vembed
 from tests.data.pictures import write
 from tests.harness import run_ranks
-from tests.training.test_run import settings
+from tests.training.test_run import settings, settings_without_validation
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.errors import UserError
 from vembed.evaluation.dataset import ScoredPairs
@@ -25,12 +25,7 @@ from vembed.weights.sources import whole_model
 
 
 def test_a_resumed_run_is_refused_in_another_precision(tmp_path, monkeypatch):
-    options = settings(
-        tmp_path,
-        save_steps=1,
-        max_steps=1,
-        val_data_path=None,
-    )
+    options = settings_without_validation(tmp_path, save_steps=1, max_steps=1)
     with monkeypatch.context() as patched:  # a CPU with instructions for bfloat16
         patched.setattr(session, "bf16_instructions", lambda: "amx_bf16")
         patched.setattr(placement, "MIN_BF16_HIDDEN_DIM", 1)

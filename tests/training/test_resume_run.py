@@ -13,8 +13,12 @@ from transformers import AutoModel
 
 import vembed
 from tests.harness import RankFailed, run_ranks
-from tests.tiny import shared, tiny_bert
-from tests.training.test_run import final_weights, metric_lines, settings
+from tests.training.test_run import (
+    final_weights,
+    metric_lines,
+    settings,
+    settings_without_validation,
+)
 from tests.training.tiny_run import assert_same
 from vembed.errors import Stopped
 from vembed.training.interrupts import Interrupts
@@ -120,16 +124,13 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
 
 
 def test_shards_of_8_bit_state_resume_bit_by_bit(tmp_path):
-    """With torchao itself. The 257 rows of the embedding are 129 and 128, so that one shard is whole blocks of 256
+    """With torchao itself. The embedding has 257 rows, 129 and 128, so that one shard is whole blocks of 256
     values, which are quantised, and the other is not."""
-    options = settings(
+    options = settings_without_validation(
         tmp_path,
-        # The tokenizer has 257 words.
-        model_name=str(shared(tiny_bert)),
         strategy="fsdp",
         optim="adamw_8bit",
         max_steps=4,
-        val_data_path=None,
     )
     whole = {**options, "output_dir": str(tmp_path / "whole")}
     assert run_ranks(part_in_8_bits, 2, whole, 9) == [0, 0]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.training.test_optim import config_for
-from tests.training.tiny_run import TinyLoss, TinyModel
+from tests.training.tiny_run import TinyLoss, TinyModel, config_for
 from vembed.errors import UserError
 from vembed.training.optimizer import build_optimizer
 from vembed.training.rounded_adamw import RoundedAdamW, rounded_to_bfloat16

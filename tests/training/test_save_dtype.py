@@ -1,6 +1,5 @@
 """final/ is stored in the dtype of the model's own files, or in the one asked for, and scores what the report says."""
 
-import json
 import shutil
 
 import pytest
@@ -11,7 +10,7 @@ from sentence_transformers import SentenceTransformer
 import vembed
 from tests.built import described
 from tests.harness import run_ranks
-from tests.tiny import shared, tiny_bert, tiny_clip, tiny_dinov2
+from tests.tiny import change_json, shared, tiny_bert, tiny_clip, tiny_dinov2
 from tests.training.test_run import log_text, settings
 from vembed.config.schema import TrainConfig
 from vembed.models.building import load_embedder
@@ -27,14 +26,8 @@ def in_dtype(source, folder, dtype):
     path = folder / "model.safetensors"
     weights = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
     save_file(weights, path, {"format": "pt"})
-    change_config(folder, str(dtype).removeprefix("torch."))
+    change_json(folder / "config.json", dtype=str(dtype).removeprefix("torch."))
     return folder
-
-
-def change_config(folder, dtype):
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "dtype": dtype}))
 
 
 def half(folder):
@@ -85,11 +78,6 @@ def test_lora_on_a_bfloat16_model(tmp_path):
     assert stored(result.model_dir / "adapter") == {torch.float32}
 
 
-def trained_there(options):
-    """On a rank."""
-    vembed.train(options)
-
-
 def test_sharded_with_whole_models_in_checkpoints(tmp_path):
     options = settings(
         tmp_path,
@@ -100,7 +88,7 @@ def test_sharded_with_whole_models_in_checkpoints(tmp_path):
         fsdp_state_dict_type="FULL_STATE_DICT",
         mixed_precision="no",
     )
-    run_ranks(trained_there, 2, options)
+    run_ranks(vembed.train, 2, options)
     for name in ("final", "checkpoint-1/model"):
         assert stored(tmp_path / "run" / name) == {torch.bfloat16}
 
@@ -128,7 +116,7 @@ def test_the_files_decide_whatever_the_config_says(tmp_path):
     text = in_dtype(shared(tiny_bert), tmp_path / "text", torch.bfloat16)
     image = in_dtype(shared(tiny_dinov2), tmp_path / "image", torch.bfloat16)
     clip = in_dtype(shared(tiny_clip), tmp_path / "clip", torch.float16)
-    change_config(text, "float32")
+    change_json(text / "config.json", dtype="float32")
     assert dtype_in_files(text) == torch.bfloat16
     assert dtype_in_files(shared(tiny_bert)) == torch.float32
 

@@ -11,7 +11,11 @@ import torch
 import vembed
 from tests.harness import STRATEGIES, rank_outcomes, run_ranks
 from tests.tiny import shared, tiny_bert
-from tests.training.test_run import log_text, metrics, settings
+from tests.training.test_run import (
+    log_text,
+    metrics,
+    settings_without_validation,
+)
 from tests.training.tiny_run import config_for
 from vembed.cli.support import _LOST_RANK
 from vembed.config.decisions import FsdpConfig
@@ -71,13 +75,7 @@ def test_graphs_of_as_many_micro_batches_as_fit_are_kept(
 
 def without_dropout(folder, **more):
     """Options of a short run without validation data."""
-    model_name = str(shared(tiny_bert))
-    options = settings(
-        folder,
-        model_name=model_name,
-        val_data_path=None,
-        max_steps=3,
-    )
+    options = settings_without_validation(folder, max_steps=3)
     options["micro_batch_tokens"] = 400
     options["gradient_accumulation_steps"] = 2
     return options | more
@@ -124,8 +122,13 @@ def two_ranks(folder, failing_calls, **options):
     return metrics(output)
 
 
-def test_a_shortage_of_one_rank_is_known_to_all(tmp_path):
-    (plain, _) = run_ranks(two_ranks, 2, tmp_path, set())
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The losses where nothing runs out of memory."""
+    return run_ranks(two_ranks, 2, tmp_path_factory.mktemp("plain"), set())[0]
+
+
+def test_a_shortage_of_one_rank_is_known_to_all(plain, tmp_path):
     failing_calls = {3, 11, 19}
     (short, _) = run_ranks(two_ranks, 2, tmp_path, failing_calls)
     assert short == pytest.approx(plain, rel=1e-5)
@@ -134,7 +137,7 @@ def test_a_shortage_of_one_rank_is_known_to_all(tmp_path):
 def test_a_shortage_between_shared_batch_norms_ends_all_ranks(tmp_path):
     """Its neighbour may be inside the model, where a batch norm waits for this rank: nothing can tell it to repeat."""
     (neighbour, short) = rank_outcomes(
-        partial(two_ranks, sync_batchnorm=True), 2, tmp_path, {3}, timeout=100
+        partial(two_ranks, sync_batchnorm=True), 2, tmp_path, {3}
     )
     assert "RunError: rank 1 of 2 is out of device memory" in short.error
     assert _LOST_RANK.search(neighbour.error)
@@ -160,8 +163,7 @@ def two_ranks_with_short_loss(folder, strategy, cache):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_loss_without_memory_is_repeated_with_fewer_graphs(strategy, tmp_path):
-    (plain, _) = run_ranks(two_ranks, 2, tmp_path, set())
+def test_a_loss_without_memory_is_repeated_with_fewer_graphs(strategy, plain, tmp_path):
     (short, _) = run_ranks(two_ranks_with_short_loss, 2, tmp_path, strategy, "auto")
     losses, log = short
     assert losses == pytest.approx(plain, rel=1e-5)
@@ -172,7 +174,7 @@ def test_a_loss_without_memory_is_repeated_with_fewer_graphs(strategy, tmp_path)
 def test_a_loss_that_no_smaller_budget_helps_ends_all_ranks(cache, tmp_path):
     """With Gradient Cache no graph is kept beside the loss. Without it, all are, whatever the budget."""
     (neighbour, short) = rank_outcomes(
-        two_ranks_with_short_loss, 2, tmp_path, "ddp", cache, timeout=100
+        two_ranks_with_short_loss, 2, tmp_path, "ddp", cache
     )
     assert "RunError: rank 1 of 2 is out of device memory in the loss" in short.error
     assert "batch_size: 8" in short.error and "micro_batch_tokens:" not in short.error

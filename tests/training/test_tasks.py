@@ -1,15 +1,12 @@
 """Several tasks in one run: sources with losses of their own, in batches of their own, on any number of ranks."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-import torch
 
 import vembed
 from tests.data.files import write_jsonl
 from tests.harness import run_ranks
-from tests.losses.batches import check, config_of, make_batch
+from tests.losses.batches import config_of
 from tests.tiny import shared, texts, tiny_bert
 from tests.training.test_run import metric_lines, metrics
 from vembed.config.loading import resolve_run
@@ -203,27 +200,6 @@ def test_held_out_examples_are_scored_by_task(tmp_path):
     path = validated[0]["path"]
     for entry in (sets, opened(tmp_path, data_path=validated, val_data_path=path)):
         assert {item.prompt for item in entry.by_task["sts"].first} == {"compare: "}
-
-
-def test_the_loss_is_that_of_the_source():
-    sources = [
-        DataSource(path="a"),
-        DataSource(
-            path="b",
-            temperature=0.5,
-            losses=None,
-        ),
-    ]
-    config = config_of(homogeneous_batches=True).changed(**{"data_path": sources})
-    loss = build_loss(config)
-    batch = make_batch(5)
-    for number, temperature in enumerate((0.05, 0.5)):
-        alone = config_of(temperature=temperature)
-        of_source = replace(batch, source_index=number)
-        check(of_source, alone, build_loss(alone))
-        assert torch.equal(
-            loss.double()(of_source), build_loss(alone).double()(of_source)
-        )
 
 
 @pytest.mark.parametrize(

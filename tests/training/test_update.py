@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.training.test_checkpoint import starting
+from tests.training.test_checkpoint import resumed, starting
 from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError
 from vembed.training import optimizer as module
@@ -18,7 +18,7 @@ from vembed.training.trainer import LoopState
 HALF = SimpleNamespace(mixed_precision="fp16", strategy="single")
 
 
-def train(run, state, tmp_path, overflows):
+def train(run, state, overflows):
     """Steps as the run takes them in float16, where `overflows` says which gradients are not finite; the scales."""
     update = Update(run.model, run.loss, run.optimizer, HALF, 1.0, state.scale)
     scales = []
@@ -76,16 +76,15 @@ def test_float16_resumes_with_its_scale_bit_for_bit(
     tmp_path, monkeypatch, before, after
 ):
     monkeypatch.setattr(module, "GROWTH_STEPS", 3)
-    with starting(tmp_path / "whole") as run:
-        scales = train(run.resume(), LoopState(), tmp_path, before + after)
+    with resumed(tmp_path / "whole") as run:
+        scales = train(run, LoopState(), before + after)
         expected = run.whole()
         remaining = run.state
-    with starting(tmp_path / "broken") as run:
-        actual = train(run.resume(), LoopState(), tmp_path, before)
+    with resumed(tmp_path / "broken") as run:
+        actual = train(run, LoopState(), before)
         run.save()
-    with starting(tmp_path / "broken", resume=True) as run:
-        run.resume()
-        actual += train(run, LoopState.restored(run.state), tmp_path, after)
+    with resumed(tmp_path / "broken", resume=True) as run:
+        actual += train(run, LoopState.restored(run.state), after)
         assert actual == scales
         assert run.state == remaining
         assert_same(run.whole(), expected)
