@@ -101,7 +101,7 @@ def run_train(
         if all(existing(path) for _, path in data_paths(config.data)):
             from vembed.data_tools.data_page import data_facts
 
-            page, _ = data_facts(config, launch.world_size)
+            page = data_facts(config, launch.world_size)[0]
             sys.stdout.write(f"\n==== data\n{page}")
         return 0, {
             "is_dry_run": True,

@@ -11,7 +11,6 @@ import math
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -323,13 +322,13 @@ def local_model(name: str) -> Path | None:
 
 def is_of_english(name: str) -> bool:
     """Return whether the card of a model that is on this machine names English as its only language."""
-    folder = local_model(name)
-    card = None
-    if folder is not None:
-        from huggingface_hub import metadata_load
+    from huggingface_hub import metadata_load
 
-        with suppress(OSError, ValueError, yaml.YAMLError):
-            card = metadata_load(folder / "README.md")
+    folder = local_model(name) or Path(name)
+    try:
+        card = metadata_load(folder / "README.md")
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
     return card is not None and card.get("language") in ("en", ["en"])
 
 

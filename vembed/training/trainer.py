@@ -517,14 +517,7 @@ class Trainer:
         seconds_per_step /= report.step - self._steps_before
         seconds_left = seconds_per_step * (total_steps - report.step)
         head_rate = report.learning_rate * self.schedule.head_ratio
-        log.info(
-            log_line(
-                values,
-                total_steps,
-                seconds_left,
-                None if self.schedule.head_ratio == 1.0 else head_rate,
-            )
-        )
+        log.info(log_line(values, total_steps, seconds_left, head_rate))
 
     def evaluate(self) -> None:
         """Score the current weights, unless this step is scored already, and update the best score. Collective."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,15 +45,13 @@ from vembed.errors import UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
 from vembed.losses.declaration import LossDeclaration
 from vembed.losses.table import LOSSES
-from vembed.models.families.family import Family, Starter
+from vembed.models.families.family import Family
 from vembed.models.families.table import FAMILIES, FamilyName
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""
 CHECK = "# CHECK: "
 """Beginning of a line about something that may be wrong."""
-NOTE = "# NOTE: "
-"""Beginning of a line about something that is probably meant."""
 SMALLEST_SCORED = 200
 """Scored pairs from which a tenth can be held out."""
 MAX_CHECKED = 100_000
@@ -153,9 +150,8 @@ def init(
     # Read as `vembed train` will read it: what is written here is never refused there.
     load_config(path)
     for line in text.splitlines():
-        if line.startswith((CHECK, NOTE, GUESSED)):
-            doubt = line.removeprefix(CHECK).removeprefix(NOTE).removeprefix("# ")
-            print_progress(f"note: {doubt}")
+        if line.startswith((CHECK, GUESSED)):
+            print_progress(f"note: {line.removeprefix(CHECK).removeprefix('# ')}")
     print_lines(f"wrote {path}; train with: vembed train {path}")
 
 
@@ -202,23 +198,41 @@ def starter(
     lengths = measure_lengths(texts, description)
     limit = None if description is None else description.max_length
     max_length = fitting_length(lengths, limit, kind.max_length or 0)
-    rendered = partial(
-        _rendered,
-        has_val_data=bool(val_data),
-        option=_line,
-        task=task,
-        family=family,
-        kind=kind,
-        name=name,
-        about=about,
-        limit=limit,
-        data=data,
-        val_data=val_data,
-        summary=summary,
-        doubts=doubts,
-        lengths=lengths,
-        max_length=max_length,
-    )
+
+    def rendered(num_records: int) -> str:
+        """Return the config of a run over so many records."""
+        # A correlation needs more pairs, and different scores among them.
+        is_enough = not summary.is_scored or num_records >= SMALLEST_SCORED
+        held_out = None
+        if is_enough and not val_data:
+            held_out = held_out_share(num_records)
+        num_train = int(num_records * (1 - (held_out or 0.0)))
+        batch_size = fitting_batch(num_train, kind.batch_size)
+        epochs = fitting_epochs(num_train, has_scale=family.has_logit_scale_and_bias)
+        num_steps = max(num_train // batch_size, 1) * epochs if num_train else 0
+        return render_page(
+            "starter.yaml.j2",
+            option=_line,
+            task=task,
+            family=family,
+            kind=kind,
+            name=name,
+            about=about,
+            limit=limit,
+            data=data,
+            val_data=val_data,
+            held_out=held_out,
+            is_evaluated=bool(val_data or held_out),
+            summary=summary,
+            doubts=doubts,
+            lengths=lengths,
+            max_length=max_length,
+            batch_size=batch_size,
+            epochs=epochs,
+            num_train=num_train,
+            num_steps=num_steps,
+        )
+
     text = rendered(summary.sample.num_records)
     store, lines = _checked(family, summary.sample, text)
     if store is not None:
@@ -234,40 +248,6 @@ def starter(
         step = one_line_yaml({"name": "negatives", "mine": options})
         lines.append(MINING.format(step))
     return "\n".join(lines) + "\n"
-
-
-def _rendered(
-    num_records: int,
-    *,
-    summary: DataSummary,
-    family: Family,
-    kind: Starter,
-    has_val_data: bool,
-    **values: Any,
-) -> str:
-    """Return the config for so many records, with the sizes of a run over them."""
-    # A correlation needs more pairs, and different scores among them.
-    is_enough = not summary.is_scored or num_records >= SMALLEST_SCORED
-    held_out = None
-    if is_enough and not has_val_data:
-        held_out = held_out_share(num_records)
-    num_train = int(num_records * (1 - (held_out or 0.0)))
-    batch_size = fitting_batch(num_train, kind.batch_size)
-    epochs = fitting_epochs(num_train, has_scale=family.has_logit_scale_and_bias)
-    num_steps = max(num_train // batch_size, 1) * epochs if num_train else 0
-    return render_page(
-        "starter.yaml.j2",
-        summary=summary,
-        family=family,
-        kind=kind,
-        held_out=held_out,
-        is_evaluated=bool(has_val_data or held_out),
-        batch_size=batch_size,
-        epochs=epochs,
-        num_train=num_train,
-        num_steps=num_steps,
-        **values,
-    )
 
 
 def _checked(
@@ -295,10 +275,9 @@ def _checked(
             raise
         # The images may be in another folder, which image_root will name.
         return None, [CHECK + " ".join(str(error).split())]
-    lines = [CHECK + warning for warning in store.warnings()]
     # Behind the line on the source: records that are left out, and columns that are not used.
-    for line in store.summary()[1:]:
-        lines.append((CHECK if line.startswith("left out: ") else NOTE) + line)
+    doubts = [*store.warnings(), *store.summary()[1:]]
+    lines = [CHECK + doubt for doubt in doubts]
     if store.num_skipped:
         lines.append(
             _line("on_bad_record", "skip", "fix these records to train on all")

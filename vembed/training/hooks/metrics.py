@@ -173,13 +173,15 @@ def log_line(
     values: dict[str, Any],
     total_steps: int,
     seconds_left: float,
-    head_rate: float | None,
+    head_rate: float,
 ) -> str:
     """Return the log line of one step, with as many losses as fit. All metrics are in metrics.jsonl. `head_rate`: the
-    learning rate of heads, where it is another one."""
+    learning rate of heads."""
     rate = values["samples_per_second"]
     rate_text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-    head = "" if head_rate is None else f" (head {head_rate:.1e})"
+    head = ""
+    if head_rate != values["learning_rate"]:
+        head = f" (head {head_rate:.1e})"
     line = (
         f"step {values['step']:,d}/{total_steps:,d}  loss {values['loss']:.4f}  lr {values['learning_rate']:.1e}{head}  "
         f"grad {values['grad_norm']:.3g}  {rate_text} samples/s  left {duration(seconds_left)}"

@@ -52,8 +52,7 @@ def require_trackers(names: Sequence[str]) -> None:
         if find_spec(package) is None:
             missing.append(name)
     if missing:
-        verb = "is" if len(missing) == 1 else "are"
+        names = ",".join(missing)
         raise UserError(
-            f"report_to: {' and '.join(missing)} {verb} not installed: pip install 'vembed[{','.join(missing)}]', or "
-            "leave out what is missing"
+            f"report_to names trackers that are not installed: pip install 'vembed[{names}]', or leave out {names}"
         )
