@@ -89,6 +89,10 @@ def test_pooling_is_the_reference_over_real_tokens(name, side):
             parameter.data += weights.view_as(parameter)
         expected = torch.cat([module(text[None], None) for text in texts])
         vectors = module(hidden, mask)
+        # What it draws itself and does not save would be another one in a loaded model.
+        loaded = POOLINGS[name].build(6).double()
+        loaded.load_state_dict(module.state_dict())
+        assert torch.equal(loaded(hidden, mask), vectors), f"{name} has unsaved state"
     torch.testing.assert_close(vectors, expected, atol=1e-9, rtol=1e-9)
     vectors.square().sum().backward()
     assert (hidden.grad[mask == 0] == 0).all(), "padding gets no gradient"
