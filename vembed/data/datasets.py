@@ -25,22 +25,12 @@ from vembed.config.schema import (
     TrainConfig,
     parse_sampling,
 )
-from vembed.config.terms import (
-    source_batch_sizes,
-    source_group_names,
-    source_groups,
-)
+from vembed.config.terms import source_batch_sizes, source_group_names, source_groups
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Example, Examples, Item, Kind, ReadAs
 from vembed.data.images.files import image_problem
-from vembed.data.near_duplicates import (
-    Groups,
-    near_links,
-    ngrams,
-    normal_key,
-    words,
-)
+from vembed.data.near_duplicates import Groups, near_links, ngrams, normal_key, words
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     EvalData,

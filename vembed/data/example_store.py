@@ -31,12 +31,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from vembed.config.schema import (
-    DataSection,
-    DataSource,
-    ObjectiveSection,
-    sources_of,
-)
+from vembed.config.schema import DataSection, DataSource, ObjectiveSection, sources_of
 from vembed.config.terms import (
     ResolvedTerm,
     loss_names,

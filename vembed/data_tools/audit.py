@@ -16,10 +16,7 @@ import numpy as np
 
 from vembed.data.datasets import short_item
 from vembed.data.example_store import Records
-from vembed.data.near_duplicates import (
-    NearIndex,
-    ngrams,
-)
+from vembed.data.near_duplicates import NearIndex, ngrams
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text

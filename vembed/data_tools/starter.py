@@ -25,9 +25,7 @@ from vembed.data.examples import BadRecord
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import SeveralFiles, open_reader
 from vembed.data.images.files import IMAGE_PATH
-from vembed.data.records import (
-    negative_columns,
-)
+from vembed.data.records import negative_columns
 from vembed.errors import UserError, printable
 from vembed.files import is_address, is_pattern
 

@@ -45,11 +45,7 @@ from vembed.export.onnx_format import GraphReader
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features, first_dims
 from vembed.inference.reranker import Reranker
-from vembed.models.families.model_files import (
-    EXPORT_FILE,
-    is_reranker,
-    read_object,
-)
+from vembed.models.families.model_files import EXPORT_FILE, is_reranker, read_object
 
 log = logging.getLogger("vembed")
 CLOSE = {"Connection": "close"}

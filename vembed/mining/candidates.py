@@ -21,12 +21,7 @@ from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file, short_hash
 from vembed.mining.inputs import Documents, KnownPositives, MiningInputs, array_identity
 from vembed.mining.options import BM25, MineConfig
-from vembed.mining.retrievers import (
-    DenseRetriever,
-    LexicalRetriever,
-    fuse,
-    open_dense,
-)
+from vembed.mining.retrievers import DenseRetriever, LexicalRetriever, fuse, open_dense
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 

@@ -24,11 +24,7 @@ from vembed.data.example_store import (
 from vembed.data.examples import BadRecord, Example, ImageRoot, Item, KeyIndex
 from vembed.data.formats.table import open_document_reader
 from vembed.data.near_duplicates import casefolded
-from vembed.data.records import (
-    document_id,
-    document_item,
-    document_text,
-)
+from vembed.data.records import document_id, document_item, document_text
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     Corpus,

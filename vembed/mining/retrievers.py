@@ -19,18 +19,8 @@ from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
-from vembed.evaluation.bm25 import (
-    best_keys,
-    build_bm25_index,
-    scores_of_query,
-)
-from vembed.evaluation.top_k import (
-    Pairs,
-    TopK,
-    documents_of,
-    products,
-    scores_of,
-)
+from vembed.evaluation.bm25 import best_keys, build_bm25_index, scores_of_query
+from vembed.evaluation.top_k import Pairs, TopK, documents_of, products, scores_of
 from vembed.files import short_hash
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import check_finite, encode_items

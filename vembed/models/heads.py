@@ -30,10 +30,7 @@ from transformers.models.auto.modeling_auto import (
 
 from vembed.errors import UserError
 from vembed.files import check_weights
-from vembed.models.families.backbones import (
-    is_decoder_only,
-    language_class,
-)
+from vembed.models.families.backbones import is_decoder_only, language_class
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import (
     DenseSettings,

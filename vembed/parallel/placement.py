@@ -25,12 +25,7 @@ from vembed.errors import UserError
 from vembed.models.families.description import describe
 from vembed.parallel.devices import GIB, Gpu
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.step_memory import (
-    MemoryEstimate,
-    ModelSize,
-    measure,
-    tokens_of,
-)
+from vembed.parallel.step_memory import MemoryEstimate, ModelSize, measure, tokens_of
 
 PRECISION_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -18,22 +18,13 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from vembed.config.decisions import (
-    Decision,
-    FsdpConfig,
-    ResolvedRun,
-    Strategy,
-)
+from vembed.config.decisions import Decision, FsdpConfig, ResolvedRun, Strategy
 from vembed.config.loading import resolve_run
 from vembed.config.schema import ModelSection, TrainConfig
 from vembed.errors import RunError, UserError
 from vembed.models.families.description import describe
 from vembed.parallel import collectives, sharding
-from vembed.parallel.devices import (
-    GIB,
-    bf16_instructions,
-    choose_device,
-)
+from vembed.parallel.devices import GIB, bf16_instructions, choose_device
 from vembed.parallel.environment import ELSEWHERE, interface_to, read_rank_info
 from vembed.parallel.launch_check import Heartbeats, LaunchCheck, RankFacts
 from vembed.parallel.parameters import share_batch_norms

@@ -18,11 +18,7 @@ from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
 from vembed.parallel.devices import Gpu, bf16_instructions
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.placement import (
-    Placement,
-    memory_of_a_process,
-    place,
-)
+from vembed.parallel.placement import Placement, memory_of_a_process, place
 from vembed.parallel.step_memory import MemoryEstimate, ModelSize
 from vembed.progress import duration
 

@@ -18,12 +18,7 @@ from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
 from vembed.cli.support import is_first_rank, print_lines, print_progress
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import (
-    DATA_FILES,
-    Pipeline,
-    PipelineStep,
-    resolve_run,
-)
+from vembed.config.loading import DATA_FILES, Pipeline, PipelineStep, resolve_run
 from vembed.config.options import command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS

@@ -30,10 +30,7 @@ from vembed.config.schema import (
     RunSection,
     TrainConfig,
 )
-from vembed.config.terms import (
-    needed_teachers,
-    run_temperature,
-)
+from vembed.config.terms import needed_teachers, run_temperature
 from vembed.config.values import Auto
 from vembed.data.batching.rank_batch import Feeder
 from vembed.data.batching.stream import RankBatchStream
@@ -47,10 +44,7 @@ from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
 from vembed.models.building import build_model, has_initial_norms, is_embedding_model
 from vembed.models.embedding_model import ComposedModel, EmbeddingModel
-from vembed.models.families.description import (
-    ModelDescription,
-    describe,
-)
+from vembed.models.families.description import ModelDescription, describe
 from vembed.models.heads import Head, principal_components
 from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives

@@ -12,12 +12,7 @@ import yaml
 from typer import Option
 
 from vembed.cli.commands.demo import demo_model
-from vembed.cli.support import (
-    ColumnMapping,
-    option,
-    print_lines,
-    print_progress,
-)
+from vembed.cli.support import ColumnMapping, option, print_lines, print_progress
 from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.rules import missing_path
 from vembed.config.values import Task

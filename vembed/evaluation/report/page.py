@@ -8,12 +8,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from jinja2 import (
-    Environment,
-    FileSystemLoader,
-    StrictUndefined,
-    select_autoescape,
-)
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from vembed import __version__
 from vembed.data.examples import ImageRef

@@ -24,13 +24,7 @@ from vembed.evaluation.query_results import (
     read_queries,
 )
 from vembed.evaluation.report.page import render_page, thumbnail
-from vembed.evaluation.report.plots import (
-    ACCENT,
-    RUN_COLOURS,
-    Curve,
-    Plot,
-    plot_curves,
-)
+from vembed.evaluation.report.plots import ACCENT, RUN_COLOURS, Curve, Plot, plot_curves
 from vembed.evaluation.report.record import (
     FIRST_STAGE,
     TABLE,

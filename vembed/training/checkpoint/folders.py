@@ -24,12 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from vembed.config.schema import (
-    FILE_OPTIONS,
-    ModelSection,
-    RunSection,
-    TrainConfig,
-)
+from vembed.config.schema import FILE_OPTIONS, ModelSection, RunSection, TrainConfig
 from vembed.config.terms import run_temperature
 from vembed.data.examples import Example, Item
 from vembed.errors import UserError

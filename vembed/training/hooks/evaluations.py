@@ -18,11 +18,7 @@ from typing_extensions import override
 from vembed.config.schema import Guard
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
-from vembed.evaluation.query_results import (
-    EVALUATIONS_FOLDER,
-    path_of,
-    write_queries,
-)
+from vembed.evaluation.query_results import EVALUATIONS_FOLDER, path_of, write_queries
 from vembed.evaluation.report.record import TABLE
 from vembed.evaluation.scores import evaluate_model
 from vembed.models.families.backbones import unwrapped_name
