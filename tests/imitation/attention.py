@@ -3,8 +3,6 @@
 The kernels' conditions on dtype, strides and head size are checked here, so that a call which a GPU would refuse fails.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -50,8 +48,8 @@ class Shape:
         return scores.softmax(dim=-1)
 
 
-def checked_shape(query, key, value, starts, *, causal, scale, left, right):
-    """Return the shape of a call, or raise as the kernels do."""
+def checked_shape(query, key, value, starts, is_causal, scale, window):
+    """Return the shape of a call, or raise as the kernels do. `window`: the distances to the left and to the right."""
     size = query.shape[-1]
     if query.dtype not in HALF:
         raise RuntimeError(
@@ -63,8 +61,9 @@ def checked_shape(query, key, value, starts, *, causal, scale, left, right):
         raise RuntimeError(f"cumulative lengths must be int32, not {starts.dtype}")
     if any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
         raise RuntimeError("flash attention needs a contiguous last dimension")
+    left, right = window or (None, None)
     return Shape(
-        starts, size**-0.5 if scale is None else scale, left, 0 if causal else right
+        starts, size**-0.5 if scale is None else scale, left, 0 if is_causal else right
     )
 
 
@@ -129,12 +128,9 @@ def varlen(
     **options,
 ):
     """`torch_attn::_varlen_attn`."""
-    left, right = window_size or (None, None)
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise RuntimeError("fewer heads of keys than of queries need enable_gqa")
-    shape = checked_shape(
-        query, key, value, starts, causal=is_causal, scale=scale, left=left, right=right
-    )
+    shape = checked_shape(query, key, value, starts, is_causal, scale, window_size)
     log_sums = torch.zeros(query.shape[1], query.shape[0])
     state = torch.zeros(2, dtype=torch.uint64)
     return forward(query, key, value, shape), log_sums, state
@@ -159,10 +155,7 @@ def varlen_backward(
     **options,
 ):
     """`torch_attn::_varlen_attn_backward`."""
-    left, right = window_size or (None, None)
-    shape = checked_shape(
-        query, key, value, starts, causal=is_causal, scale=scale, left=left, right=right
-    )
+    shape = checked_shape(query, key, value, starts, is_causal, scale, window_size)
     return backward(gradient, query, key, value, shape)
 
 
@@ -176,24 +169,15 @@ def flash(
     longest_key,
     dropout,
     is_causal,
-    return_debug_mask,
-    *,
+    *unused,
     scale=None,
     window_size_left=None,
     window_size_right=None,
     **options,
 ):
     """`aten::_flash_attention_forward`, without dropout."""
-    shape = checked_shape(
-        query,
-        key,
-        value,
-        starts,
-        causal=is_causal,
-        scale=scale,
-        left=window_size_left,
-        right=window_size_right,
-    )
+    window = (window_size_left, window_size_right)
+    shape = checked_shape(query, key, value, starts, is_causal, scale, window)
     log_sums = torch.zeros(query.shape[1], query.shape[0])
     seed, offset = (torch.zeros(2, dtype=torch.uint64) for _ in range(2))
     debug = torch.zeros(0, dtype=query.dtype)
@@ -213,24 +197,14 @@ def flash_backward(
     longest_key,
     dropout,
     is_causal,
-    seed,
-    offset,
-    *,
+    *unused,
     scale=None,
     window_size_left=None,
     window_size_right=None,
 ):
     """`aten::_flash_attention_backward`, without dropout."""
-    shape = checked_shape(
-        query,
-        key,
-        value,
-        starts,
-        causal=is_causal,
-        scale=scale,
-        left=window_size_left,
-        right=window_size_right,
-    )
+    window = (window_size_left, window_size_right)
+    shape = checked_shape(query, key, value, starts, is_causal, scale, window)
     return backward(gradient, query, key, value, shape)
 
 

@@ -1,7 +1,5 @@
 """Trainings of tiny models that run on the CPU and on the imitation device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +10,7 @@ from PIL import Image
 
 from tests import tiny
 from tests.data.files import write_jsonl
+from tests.models import families
 
 Data = Literal["texts", "captions", "pictures"]
 NUM_PAIRS = 16
@@ -167,23 +166,9 @@ CASES = [
 # ---- the whole matrix, on demand -------------------------------------------------------------------------------
 
 FAMILIES = {
-    "texts": [
-        "bert",
-        "distilbert",
-        "gemma",
-        "gpt2",
-        "llama",
-        "mistral",
-        "modernbert",
-        "mpnet",
-        "qwen2",
-        "qwen3",
-        "roberta",
-        "t5",
-        "xlmr",
-    ],
-    "captions": ["clip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "siglip", "siglip2"],
-    "pictures": ["convnext", "dinov2", "dinov3", "vit", "vitmae"],
+    "texts": [*families.TEXT_ENCODERS, *families.TEXT_DECODERS],
+    "captions": [*families.TWO_TOWERS, *families.VISION_LANGUAGE],
+    "pictures": families.IMAGE_ENCODERS,
 }
 # Adam divides small gradients by their own size, and so their rounding errors: at 1e-3 the third loss of a Qwen2.5-VL
 # differs by 2e-5, where the first loss and gradient differ by 7e-7.
@@ -218,9 +203,9 @@ RERANKER_LOSSES = ("bce", "infonce", "lambda", "ranknet", "listwise")
 def whole_matrix():
     """Return every family, some with every option, and every loss of embedding models and rerankers with a BERT."""
     cases = list(CASES)
-    for data, families in FAMILIES.items():
-        for family in families:
-            make = getattr(tiny, f"tiny_{family}")
+    for data, makes in FAMILIES.items():
+        for make in makes:
+            family = make.__name__.removeprefix("tiny_")
             for precision, options in PRECISIONS.items():
                 cases.append(Case(f"{family}: {precision}", make, data, options))
             for choice, options in CHOICES.items():

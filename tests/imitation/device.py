@@ -8,8 +8,6 @@ bitsandbytes), and the rounding of real kernels. An operator counts as one kerne
 `scaled_dot_product_attention` runs as its formula, so it counts as more kernels than the fused one.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch._decomp.decompositions import _fused_rms_norm_backward

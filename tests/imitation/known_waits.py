@@ -1,7 +1,5 @@
 """Where the host is known to wait for the device in a step (`known_waits.txt`). Any other wait fails the tests."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What the imitation device saw: kernels, waits of the host and copies, by stage of the step."""
 
-from __future__ import annotations
-
 import sys
 import sysconfig
 from collections import Counter

@@ -1,7 +1,5 @@
 """Run cases: on the CPU in ordinary processes, on the imitation device in processes of its own."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -6,7 +6,6 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 HEADER = (
     "| training | forward | loss | backward | rest | all kernels | waits of the host |"
 )
-RULE = "|---|---|---|---|---|---|---|"
 
 
 def row_of(result):

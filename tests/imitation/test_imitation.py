@@ -114,24 +114,18 @@ def test_a_wait_is_seen(probe, kind, on_device):
     assert [wait.kind for wait in result.waits] == [kind]
 
 
-@pytest.mark.parametrize("probe", ["copies_pinned_memory", "multiplies"])
-def test_work_that_does_not_wait(probe, on_device):
-    result = on_device[probe]
-    assert result.error is None, result.error
-    assert not result.waits
-
-
-@pytest.mark.parametrize("probe", ["uses_autocast", "keeps_tied_weights"])
-def test_modules_move_to_the_device(probe, on_device):
+@pytest.mark.parametrize(
+    "probe", ["uses_autocast", "keeps_tied_weights", "fuses_within_rounding"]
+)
+def test_a_probe_holds_what_it_asserts(probe, on_device):
     assert on_device[probe].error is None, on_device[probe].error
 
 
-def test_layers_of_few_kernels_round_like_plain_ones(on_device):
-    error = on_device["fuses_within_rounding"].error
-    assert error is None, error
-
-
-def test_kernels_are_counted(on_device):
+def test_work_that_does_not_wait_is_counted(on_device):
+    for probe in ("copies_pinned_memory", "multiplies"):
+        result = on_device[probe]
+        assert result.error is None, result.error
+        assert not result.waits
     operators = {operator for _, operator in on_device["multiplies"].kernels}
     assert {"ones", "mm", "sum"} <= operators
     assert on_device["copies_pinned_memory"].pinned_copies.total() == 1

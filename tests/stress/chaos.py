@@ -4,8 +4,6 @@ Then it is compared with the same run left in peace: no step missing or doubled,
 left over.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -27,6 +25,7 @@ from tests.training.test_run import final_weights, settings
 
 STEPS_PER_ROUND = 4
 PATIENCE_SECONDS = 120.0
+ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 TOLERANCES = {"losses": 1e-5, "weights": 1e-5, "key biases": 2e-4}
 """The gradient of an attention key's bias is zero in exact arithmetic: what moves it is rounding."""
 FAULTS = ("kill", "kill all", "launcher", "stop", "halt", "evaluation", "disk")
@@ -146,7 +145,7 @@ def start_run(
             [*limit, sys.executable, "-m", "vembed", *words],
             stdout=console,
             stderr=console,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            env=ENVIRONMENT,
             cwd=output,
             start_new_session=True,
         )

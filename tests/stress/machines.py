@@ -5,8 +5,6 @@ the command of docs/multi-node.md; one is killed and all are started again; loss
 Needs root on Linux, `ip` and `tc`.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -20,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.stress.chaos import (
+    ENVIRONMENT,
     compare,
     finish,
     last_step,
@@ -128,7 +127,7 @@ def start(names, config, output, row):
                     stderr=console,
                     cwd=output.parent,
                     start_new_session=True,
-                    env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+                    env=ENVIRONMENT,
                 )
             )
     return machines
