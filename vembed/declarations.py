@@ -104,11 +104,10 @@ def check_attributes(
                     f"{where} has `{name}`, which nothing reads: write `{near}`, or a name that is less similar to it"
                 )
             if name not in typed and not is_method(vars(owner)[name]):
-                values = {other: getattr(part, other, None) for other in sorted(known)}
                 declared = [
                     other
-                    for other, value in values.items()
-                    if not other.startswith("_") and not is_method(value)
+                    for other in sorted(known)
+                    if not (other.startswith("_") or is_method(getattr(part, other, 0)))
                 ]
                 raise TypeError(
                     f"{where} has `{name}`, which vembed does not read. It reads {', '.join(declared)}. If it is your "

@@ -69,7 +69,7 @@ else:
 POOLING_TEXT = text_of_values(
     "Pooling of token vectors into one embedding. `auto`: from the model's own files, otherwise by family.",
     {
-        name: (type(pooling).__doc__ or "").split(". ")[0]
+        name: str(type(pooling).__doc__).split(". ")[0]
         for name, pooling in POOLINGS.items()
     },
 )
