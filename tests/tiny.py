@@ -175,9 +175,13 @@ def write_json(path, values):
     path.write_text(json.dumps(values, indent=2))
 
 
+def read_json(path):
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
 def change_json(path, **changes):
     """Set keys of a JSON file. None takes a key out."""
-    values = json.loads(path.read_text()) | changes
+    values = read_json(path) | changes
     kept = {name: value for name, value in values.items() if value is not None}
     path.write_text(json.dumps(kept))
 

@@ -1,6 +1,5 @@
 """Rows of the table that no room of the house shows by itself: packaging, variables, a run on two processes."""
 
-import json
 import re
 import tomllib
 from importlib.metadata import version
@@ -14,8 +13,10 @@ import vembed
 from benchmarks.strategies import STRATEGIES
 from tests import tiny
 from tests.commands import command
+from tests.data.files import write_jsonl
 from tests.docs.pages import ROOT, text_of
 from tests.floors import NEWER_THAN_ITS_FLOOR, constraints, lower_bounds
+from tests.training.test_run import metrics
 from vembed.config.loading import load_config
 from vembed.models import precision
 from vembed.parallel.launch import rank_environments
@@ -114,9 +115,7 @@ def write_config(folder, **more):
     ]
     (folder / "data").mkdir(parents=True)
     for name, entry in (("train", rows[:48]), ("val", rows[48:])):
-        (folder / "data" / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in entry)
-        )
+        write_jsonl(folder / "data" / f"{name}.jsonl", entry)
     config = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
         "data_path": "data/train.jsonl",
@@ -133,13 +132,6 @@ def write_config(folder, **more):
     path = folder / "cfg.yaml"
     path.write_text(yaml.safe_dump(config))
     return path
-
-
-def metrics(folder):
-    lines = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [line for line in lines if "loss" in line]
 
 
 @pytest.mark.promise(
@@ -175,14 +167,13 @@ def test_one_command_on_two_processes(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
-    alone = metrics(first / "output")
-    sharded = metrics(two / "output")
-    assert [line["step"] for line in sharded] == list(range(1, STEPS + 1))
-    for ours, theirs in zip(sharded, alone, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
-    assert max(line["learning_rate"] for line in sharded) == pytest.approx(2.0e-3)
-    assert [entry["rank"] for entry in sharded[-1]["memory"]] == [0, 1]
+    for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
+        sharded = metrics(two / "output", key)
+        assert len(sharded) == STEPS
+        assert sharded == pytest.approx(metrics(first / "output", key), rel=tolerance)
+    assert max(metrics(two / "output", "learning_rate")) == pytest.approx(2.0e-3)
+    memory = metrics(two / "output", "memory")[-1]
+    assert [entry["rank"] for entry in memory] == [0, 1]
 
     log = (two / "output" / "training_log.txt").read_text()
     assert "global batch: 16 examples over 2 processes (8 each)" in log
@@ -200,7 +191,7 @@ def test_one_command_on_two_processes(tmp_path):
         "checkpoint-6",
     }
     for rank in range(2):
-        events = json.loads((two / "output" / f"trace-rank{rank}.json").read_text())[
+        events = tiny.read_json(two / "output" / f"trace-rank{rank}.json")[
             "traceEvents"
         ]
         names = {event["name"] for event in events}
@@ -231,7 +222,7 @@ def test_accumulated_batches_have_only_their_own_negatives(tmp_path):
             save_steps=None,
         )
     )
-    losses = [metrics(result.output_dir)[0]["loss"] for result in (large, small)]
+    losses = [metrics(result.output_dir)[0] for result in (large, small)]
     assert (
         losses[1] < losses[0] - 0.1
     )  # eight candidates are fewer to tell apart than sixteen
@@ -259,6 +250,6 @@ def test_a_run_recomputes_layers_and_drops_out(checkpointing, tmp_path, monkeypa
         config = write_config(
             folder, **more, model_name=str(tiny.shared(tiny.tiny_bert, dropout=dropout))
         )
-        losses.append(metrics(vembed.train(config).output_dir)[0]["loss"])
+        losses += metrics(vembed.train(config).output_dir)
     assert bool(calls) == checkpointing
     assert losses[0] != losses[1]

@@ -1,6 +1,5 @@
 """`python -m benchmarks.gpu --small` measures its rows on a CPU; a row that fails or has no time leaves the others."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ from benchmarks import gpu_sides
 from benchmarks.gpu import main
 from benchmarks.gpu_models import QWEN_SMALL
 from benchmarks.gpu_record import NotMeasuredError, Record
+from tests.tiny import read_json
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 """Other libraries train here as well, and warn."""
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def rows(tmp_path, *options):
     code = main(["--small", "--out", str(tmp_path / "gpu.json"), *options])
-    actual = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    actual = read_json(tmp_path / "gpu.json")["rows"]
     assert code == 0, [row for row in actual if row["status"] == "failed"]
     return {row["name"]: row for row in actual}
 
@@ -83,7 +83,7 @@ def test_a_missing_package_ended_every_training(tmp_path):
     )
     assert ran.returncode == 0, ran.stdout
     actual = {}
-    for row in json.loads(out.read_text())["rows"]:
+    for row in read_json(out)["rows"]:
         actual[row["part"], row["name"]] = row
     speed = actual["speed", "bert-base"]
     assert speed["samples_per_second"] > 0
@@ -108,7 +108,7 @@ def test_a_row_that_fails_or_has_no_time_leaves_the_others(tmp_path):
     record.row("speed", "works", lambda: {"samples_per_second": 3.0})
     record.seconds = 0.0
     record.row("speed", "late", lambda: {})
-    written = json.loads((tmp_path / "out.json").read_text())
+    written = read_json(tmp_path / "out.json")
     assert [row["status"] for row in written["rows"]] == [
         "failed",
         "skipped",
@@ -124,7 +124,7 @@ def test_without_a_gpu_the_small_form_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "gpu.json"
     assert main(["--out", str(out), "--row", "matrix product"]) == 0
-    (row,) = json.loads(out.read_text())["rows"]
+    (row,) = read_json(out)["rows"]
     assert row["size"] == 512
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -120,10 +119,3 @@ def write_config(folder, more):
     config += "lr: 1e-3\nlogging_steps: 1\nreport_to: none\n"
     (folder / "cfg.yaml").write_text(config + more)
     return folder / "cfg.yaml"
-
-
-def losses(folder):
-    """The losses of a run, step by step."""
-    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
-    values = [json.loads(line) for line in lines]
-    return [value["loss"] for value in values if "loss" in value]

@@ -1,13 +1,14 @@
 """Finished runs: nothing replaces one unasked, and every verb that takes a model finds the one inside a run."""
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import losses, on_ranks, write_config
+from tests.cli.conftest import on_ranks, write_config
+from tests.tiny import read_json
+from tests.training.test_run import metrics
 from vembed.config.loading import expand_output_dir
 from vembed.config.schema import DataSource
 from vembed.entrypoints.python_train import train
@@ -52,9 +53,9 @@ def test_resuming_a_finished_run_with_nothing_left_changes_no_file(
 
 
 def test_a_finished_run_goes_on_where_more_steps_are_asked_for(vembed, run):
-    before = losses("run")
+    before = metrics("run")
     vembed("train", run, "--resume", "max_steps=8", "lr_scheduler_type=linear")
-    after = losses("run")
+    after = metrics("run")
     assert len(after) == 8
     assert after[:6] == before[:6]
 
@@ -73,8 +74,8 @@ def test_a_finished_run_is_replaced_only_on_request(vembed, refused, run):
     refused(f"train {run} --resume --overwrite")
     assert contents("run") == before
     vembed("train", run, "--overwrite", "max_steps=3", "save_steps=null")
-    assert len(losses("run")) == 3
-    assert json.loads(Path("run/run.json").read_text())["num_steps"] == 3
+    assert len(metrics("run")) == 3
+    assert read_json("run/run.json")["num_steps"] == 3
 
 
 def test_output_dir_may_be_a_template(vembed, refused, run):
@@ -99,13 +100,13 @@ def test_all_ranks_expand_a_template_to_one_folder():
 
 
 def test_a_resumed_run_keeps_its_global_batch_on_more_processes(run):
-    whole = losses("run")
+    whole = metrics("run")
     shutil.rmtree("run/final")
     shutil.rmtree("run/checkpoint-6")
     done, _ = on_ranks("train", run, "--resume")
     assert done.code == 0, done.err
     assert "global batch: 8 examples, as in the checkpoint" in done.out
-    assert losses("run") == pytest.approx(whole, rel=1e-4)
+    assert metrics("run") == pytest.approx(whole, rel=1e-4)
     ranks = on_ranks("train", run, "--resume", "batch_size=6", "max_steps=9")
     assert [done.code for done in ranks] == [2, 2]
     assert "global_batch_size 8 -> 12" in ranks[0].err

@@ -7,7 +7,7 @@ import pytest
 
 from tests.cli.conftest import write_config
 from tests.data.files import write_jsonl
-from tests.tiny import shared, texts, tiny_bert_st
+from tests.tiny import read_json, shared, texts, tiny_bert_st
 from vembed.cli.support import with_json_target
 
 
@@ -57,7 +57,7 @@ def test_scores_and_vectors(vembed, read, refused, folder):
     scores = read(words)
     assert 0 < scores["ndcg@10"] <= 1
     vembed(words, "--json", "scores.json")
-    assert json.loads(Path("scores.json").read_text()) == scores
+    assert read_json("scores.json") == scores
     done = refused(f"{words} --json nowhere/scores.json", "is not a folder")
     assert len(done.err.splitlines()) == 1
     encoded = read(f"encode {folder} train.jsonl vectors.npy --column positive")

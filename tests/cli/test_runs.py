@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import losses, write_config
+from tests.cli.conftest import write_config
 from tests.commands import command
+from tests.training.test_run import metrics
 
 
 @pytest.fixture
@@ -22,10 +23,10 @@ def test_train_here_and_on_two_sharded_processes(vembed, run_config):
         "train", run_config, "output_dir=two", "--nproc", "2", "--use-fsdp", "true"
     )
     assert sharded.returncode == 0, sharded.stderr
-    assert len(losses("one")) == 4
-    assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
+    assert len(metrics("one")) == 4
+    assert metrics("two") == pytest.approx(metrics("one"), rel=1e-5)
     vembed("train one/config.yaml output_dir=three")
-    assert losses("three") == losses("one"), "the written config repeats the run"
+    assert metrics("three") == metrics("one"), "the written config repeats the run"
 
 
 def test_a_mistake_in_the_data_on_two_processes_is_one_sentence(vembed, run_config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass
 from functools import cache
@@ -143,12 +142,6 @@ def finished(key):
     path = Path(tempfile.mkdtemp(dir=folder())) / "run"
     vembed.train(given({**options, "output_dir": str(path)}))
     return path
-
-
-def lines_of(run):
-    return [
-        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
 
 
 def adapter(value):

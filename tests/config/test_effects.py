@@ -1,6 +1,5 @@
 """A row for every option: where its effect is seen on what was built or written. An option without one fails."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -19,8 +18,9 @@ from tests.config.effects import (
     finished,
     first_ids,
     given,
-    lines_of,
 )
+from tests.tiny import read_json
+from tests.training.test_run import metric_lines
 from vembed.config.loading import one_line_yaml, resolve_run
 from vembed.config.options import all_options
 from vembed.losses.table import LOSS_OPTIONS
@@ -149,7 +149,9 @@ WRITTEN = {
     # option: (run with it, what is seen in its folder, what it is, run without it)
     "eval_before": (
         "many",
-        lambda run: any(line["step"] == 0 for line in lines_of(run) if "eval" in line),
+        lambda run: any(
+            line["step"] == 0 for line in metric_lines(run) if "eval" in line
+        ),
         False,
         "base",
     ),
@@ -167,7 +169,7 @@ WRITTEN = {
     ),
     "logging_steps": (
         "many",
-        lambda run: [line["step"] for line in lines_of(run) if "loss" in line],
+        lambda run: [line["step"] for line in metric_lines(run) if "loss" in line],
         [1, 2, 4],
         "base",
     ),
@@ -194,7 +196,7 @@ def test_what_is_written_shows_the_option(option):
 
 
 def test_run_json_holds_the_decisions_with_reason_and_source():
-    decisions = json.loads((finished("base") / "run.json").read_text())["decisions"]
+    decisions = read_json(finished("base") / "run.json")["decisions"]
     assert decisions["strategy"] == {
         "value": "single",
         "reason": "one process",

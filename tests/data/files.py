@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -113,6 +114,11 @@ def write_jsonl(path, records):
     # A lone surrogate is written as JSON writes it in ASCII.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
     return path
+
+
+def read_jsonl(path):
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def text_records(count, num_negatives=0):

@@ -1,6 +1,5 @@
 """docs/extending.md: its files and entries in a copy of the package train, pass the contract tests, and are missed."""
 
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ import yaml
 from tests import tiny
 from tests.data.files import pair, write_jsonl
 from tests.docs.pages import ROOT, blocks
-from tests.mining.data import read_lines
+from tests.training.test_run import metrics
 
 PAGE = ROOT / "docs" / "extending.md"
 BLOCKS = [block for block in blocks("python", "diff", "console") if block.page == PAGE]
@@ -142,10 +141,9 @@ def test_the_parts_train_together(copy, workplace, numbers):
         cwd=workplace,
     )
     assert code == 0, output
-    values = read_lines(output_dir / "metrics.jsonl")
-    losses = [value["loss"] for value in values if "loss" in value]
+    losses = metrics(output_dir)
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
-    description = json.loads((output_dir / "final" / "vembed.json").read_text())
+    description = tiny.read_json(output_dir / "final" / "vembed.json")
     assert description["pooling"] == ("max_mean" if 1 in numbers else "attention")
     assert (output_dir / "metrics.txt").exists() == (5 in numbers)
     assert description["family"] == ("electra" if 3 in numbers else "text_encoder")

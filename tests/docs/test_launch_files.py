@@ -1,7 +1,6 @@
 """The files that start vembed elsewhere: they parse, and the words they give to `vembed train` are understood."""
 
 import ast
-import json
 import os
 import re
 import shlex
@@ -11,6 +10,7 @@ import yaml
 
 from tests.commands import train_arguments as parsed
 from tests.docs.pages import ROOT
+from tests.tiny import read_json
 
 LAUNCH = ROOT / "examples" / "launch"
 
@@ -73,6 +73,6 @@ def test_dockerfile_and_dev_container():
         check_shell(run)
     assert "cuda)" in text and "cpu)" in text
     container = ROOT / ".devcontainer" / "devcontainer.json"
-    build = json.loads(container.read_text())["build"]
+    build = read_json(container)["build"]
     assert (container.parent / build["dockerfile"]).samefile(ROOT / "Dockerfile")
     assert build["args"] == {"DEVICE": "cpu"}

@@ -1,9 +1,7 @@
 """examples/notebook.ipynb: its cells run in order; here with a tiny model."""
 
-import json
-
 from tests.docs.pages import ROOT
-from tests.tiny import shared, tiny_bert_st
+from tests.tiny import read_json, shared, tiny_bert_st
 
 
 def test_the_cells_run(tmp_path, monkeypatch, capsys):
@@ -13,7 +11,7 @@ def test_the_cells_run(tmp_path, monkeypatch, capsys):
         "vembed.cli.commands.demo.demo_model", lambda: shared(tiny_bert_st)
     )
     path = ROOT / "examples" / "notebook.ipynb"
-    notebook = json.loads(path.read_text(encoding="utf-8"))
+    notebook = read_json(path)
     assert notebook["nbformat"] == 4
     identities = [cell["id"] for cell in notebook["cells"]]
     assert len(set(identities)) == len(identities)

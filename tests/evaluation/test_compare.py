@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import vembed
+from tests.tiny import read_json
 from tests.training.test_run import settings
 from vembed.cli.main import app
 from vembed.evaluation.query_results import path_of, read_queries
@@ -108,7 +109,7 @@ def test_runs_over_other_data_are_not_paired(runs, tmp_path, change):
     other = tmp_path / "other"
     shutil.copytree(runs / "large", other)
     for path in (other / "evaluations").iterdir():
-        content = json.loads(path.read_text())
+        content = read_json(path)
         change(content)
         path.write_text(json.dumps(content))
     page = tmp_path / "page.html"

@@ -9,7 +9,7 @@ from PIL import Image
 from sentence_transformers import SentenceTransformer
 
 from tests.built import described
-from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
+from tests.tiny import read_json, shared, tiny_bert_st, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
@@ -65,7 +65,7 @@ def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
 
 def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
     folder = tiny_qwen3_st(tmp_path, max_seq_length=600)
-    settings = json.loads((folder / "config.json").read_text())
+    settings = read_json(folder / "config.json")
     settings["max_position_embeddings"] = 1024
     (folder / "config.json").write_text(json.dumps(settings))
     long = ["red cat " * 280, "the old house " * 300]

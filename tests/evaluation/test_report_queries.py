@@ -11,8 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import vembed
 from tests.data.pictures import encoded
-from tests.mining.data import read_lines
-from tests.training.test_run import settings
+from tests.training.test_run import metric_lines, settings
 from vembed.data.examples import ImageRef, Item
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import (
@@ -70,7 +69,7 @@ def test_the_report_shows_queries_intervals_and_meanings(run):
 
 
 def test_curves_have_every_step_where_lines_are_rarer(run):
-    lines = read_lines(run / "metrics.jsonl")
+    lines = metric_lines(run)
     assert [line["step"] for line in lines if "loss" in line] == [1, 5, 10, 11]
     drawn = {curve.title: curve for curve in curves(read_run(run))}
     assert len(drawn["Loss"].steps) == 11 and len(drawn["Learning rate"].steps) == 11

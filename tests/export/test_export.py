@@ -16,6 +16,7 @@ from tests.data.files import write_jsonl
 from tests.serve.test_serve import started
 from tests.tiny import (
     change_json,
+    read_json,
     shared,
     texts,
     tiny_bert_st,
@@ -79,7 +80,7 @@ def refused(*words):
 
 
 def check_of(folder):
-    return json.loads((folder / "export.json").read_text())["check"]
+    return read_json(folder / "export.json")["check"]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_a_check_alone_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     output = export(model_folder(), "--check", "--json", tmp_path / "said.json")
     assert "nothing was kept" in output
-    said = json.loads((tmp_path / "said.json").read_text())
+    said = read_json(tmp_path / "said.json")
     assert said["path"] is None and said["check"]["largest_distance"] < 1e-6
     for words in ([], ["--for", "tei", "--check"]):
         assert "give OUTPUT" in refused("export", model_folder(), *words)
@@ -177,7 +178,7 @@ def with_other_pooling(folder):
 
 def without_normalisation(folder):
     path = folder / "modules.json"
-    modules = json.loads(path.read_text())
+    modules = read_json(path)
     path.write_text(json.dumps(modules[:-1]))
 
 
@@ -303,7 +304,7 @@ def test_a_static_student(tmp_path):
     words = ["--format", "static", "--data", data, "--tolerance", "0.7"]
     facts = tmp_path / "facts.json"
     export(model_folder(), out, *words, "--json", facts)
-    facts = json.loads(facts.read_text())
+    facts = read_json(facts)
     assert facts["check"]["rank_correlation"] > 0.35, "0.14 without training"
     assert facts["num_training_texts"] == 60
     student = SentenceTransformer(str(out), device="cpu")

@@ -1,6 +1,5 @@
 """Saving a tiny model as a run does, and encoding with the saved folder in our way and in Sentence Transformers'."""
 
-import json
 from typing import Any
 
 import numpy as np
@@ -63,10 +62,6 @@ def assert_alike(folder, texts, kind="query"):
     encode = model.encode_query if kind == "query" else model.encode_document
     assert_same(ours(folder, texts, kind), encode(texts))
     return model
-
-
-def read_json(path):
-    return json.loads(path.read_text())
 
 
 def load_in_sentence_transformers(folder):

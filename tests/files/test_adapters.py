@@ -18,7 +18,6 @@ from tests.files.saving import (
     encoded,
     load_in_sentence_transformers,
     ours,
-    read_json,
 )
 from tests.files.test_text_models import TEXTS
 from tests.harness import run_ranks
@@ -104,7 +103,7 @@ def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
     alone = save(tuned(make), tmp_path / "alone", merge=False)
     before = ours(alone, TEXTS, "query")
     path = alone / "tokenizer.json"
-    tokenizer = read_json(path)
+    tokenizer = tiny.read_json(path)
     vocabulary = tokenizer["model"]["vocab"]
     first, second = [word for word in vocabulary if word.isalpha()][-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
@@ -114,7 +113,7 @@ def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
     assert_alike(alone, TEXTS)
     assert np.abs(ours(alone, TEXTS, "query") - before).max() > 0.01
     again = save(tuned(alone), tmp_path / "again", merge=True)
-    assert read_json(again / "tokenizer.json")["normalizer"] == normalizer
+    assert tiny.read_json(again / "tokenizer.json")["normalizer"] == normalizer
 
 
 def test_a_padding_token_that_was_added_without_a_row_is_not_used(tmp_path):
@@ -128,7 +127,9 @@ def test_a_padding_token_that_was_added_without_a_row_is_not_used(tmp_path):
     featuriser = Featuriser(described(config_of(alone)))
     texts = ("red", " ".join(TEXTS))
     features = featuriser.features([(Item(text=text), "query") for text in texts])
-    num_rows = read_json(tiny.shared(tiny.tiny_llama) / "config.json")["vocab_size"]
+    num_rows = tiny.read_json(tiny.shared(tiny.tiny_llama) / "config.json")[
+        "vocab_size"
+    ]
     assert int(featuriser.collate(features)["input_ids"].max()) < num_rows
 
 
@@ -140,7 +141,7 @@ def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(merge, tmp_pa
     assert_close(folder, trained)
     assert ("4 bits" in (folder / "README.md").read_text()) != merge
     if merge:
-        assert "quantization_config" not in read_json(folder / "config.json")
+        assert "quantization_config" not in tiny.read_json(folder / "config.json")
         assert_alike(folder, TEXTS)
 
 

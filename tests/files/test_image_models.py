@@ -14,7 +14,6 @@ from tests.files.saving import (
     config_of,
     load_in_sentence_transformers,
     ours,
-    read_json,
     save,
     without_torchvision,
 )
@@ -83,10 +82,10 @@ def test_a_projection_of_clip_is_a_dense_module(pictures, tmp_path):
 
 def test_clip_has_the_module_that_versions_before_5_4_know(tmp_path):
     folder = save(tiny.tiny_clip, tmp_path / "final")
-    first, *_ = read_json(folder / "modules.json")
+    first, *_ = tiny.read_json(folder / "modules.json")
     assert first["type"] == "sentence_transformers.models.CLIPModel"
     assert first["path"] == ""
-    assert "modality_config" in read_json(folder / "sentence_bert_config.json")
+    assert "modality_config" in tiny.read_json(folder / "sentence_bert_config.json")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -131,7 +130,7 @@ def test_limits_of_the_image_area_are_saved(nested, pictures, tmp_path, monkeypa
     without_torchvision(monkeypatch)
     source = tiny.tiny_qwen3_vl(tmp_path / "source")
     name = "preprocessor_config.json"
-    settings = read_json(source / name) | {"max_pixels": 16 * 32 * 32}
+    settings = tiny.read_json(source / name) | {"max_pixels": 16 * 32 * 32}
     if nested:  # as version 5 of Transformers writes it
         (source / name).unlink()
         name = "processor_config.json"
@@ -139,7 +138,7 @@ def test_limits_of_the_image_area_are_saved(nested, pictures, tmp_path, monkeypa
     tiny.write_json(source / name, settings)
     limits = {"min_pixels": 2 * 32 * 32, "max_pixels": 4 * 32 * 32}
     folder = save(source, tmp_path / "final", **limits)
-    saved = read_json(folder / name)
+    saved = tiny.read_json(folder / name)
     saved = saved["image_processor"] if nested else saved
     assert saved["size"] == {"shortest_edge": 2048, "longest_edge": 4096}
     assert "max_pixels" not in saved
@@ -154,7 +153,7 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
     without_torchvision(monkeypatch)
     once = save(tiny.tiny_qwen3_vl, tmp_path / "once")
     path = once / "sentence_bert_config.json"
-    settings = read_json(path)
+    settings = tiny.read_json(path)
     settings["processing_kwargs"]["chat_template"] = {}  # no opened answer
     tiny.write_json(path, settings)
     (once / "vembed.json").unlink()
@@ -223,6 +222,6 @@ def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path):
         is_frozen = "vision_model" in name and tensor.is_floating_point()
         state[name] = tensor.to(torch.bfloat16) if is_frozen else tensor
     folder = save_model(tmp_path / "final", model, state)
-    assert read_json(folder / "config.json")["dtype"] == "float32"
+    assert tiny.read_json(folder / "config.json")["dtype"] == "float32"
     text = load_embedder(folder).backbone.get_parameter("text_projection.weight")
     assert torch.equal(text, state["backbone.text_projection.weight"])

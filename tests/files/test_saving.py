@@ -15,7 +15,6 @@ from tests.files.saving import (
     config_of,
     load_in_sentence_transformers,
     ours,
-    read_json,
     save,
 )
 from vembed.saving import files
@@ -25,7 +24,7 @@ from vembed.saving.files import replaced_folder, save_model
 
 def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(tmp_path):
     folder = save(tiny.tiny_bert, tmp_path / "final", mrl_dims=[8], max_length=30)
-    modules = read_json(folder / "modules.json")
+    modules = tiny.read_json(folder / "modules.json")
     assert [(module["path"], module["type"]) for module in modules] == [
         ("", "sentence_transformers.models.Transformer"),
         ("1_Pooling", "sentence_transformers.models.Pooling"),
@@ -33,9 +32,9 @@ def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(tmp_path):
         ("3_Normalize", "sentence_transformers.models.Normalize"),
     ]
     # Versions before 5.4 hand every key of these files to the module's constructor.
-    text = read_json(folder / "sentence_bert_config.json")
+    text = tiny.read_json(folder / "sentence_bert_config.json")
     assert text == {"max_seq_length": 30, "do_lower_case": False}
-    assert read_json(folder / "1_Pooling" / "config.json") == {
+    assert tiny.read_json(folder / "1_Pooling" / "config.json") == {
         "word_embedding_dimension": 32,
         "pooling_mode_cls_token": False,
         "pooling_mode_max_tokens": False,
@@ -45,7 +44,7 @@ def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(tmp_path):
         "pooling_mode_lasttoken": False,
         "include_prompt": True,
     }
-    dense = read_json(folder / "2_Dense" / "config.json")
+    dense = tiny.read_json(folder / "2_Dense" / "config.json")
     assert set(dense) == {"in_features", "out_features", "bias", "activation_function"}
     endings = {path.suffix for path in folder.rglob("*")}
     assert endings.isdisjoint({".bin", ".pt", ".pth", ".pkl"})
@@ -159,7 +158,7 @@ def test_the_saved_tokenizer_cuts_at_the_models_length_and_pads_nothing(tmp_path
     saved = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert len(saved.encode("red " * 30).ids) == 20
     assert len(saved.encode("red").ids) < 20
-    settings = read_json(folder / "tokenizer_config.json")
+    settings = tiny.read_json(folder / "tokenizer_config.json")
     assert settings["model_max_length"] == 20
     assert "max_length" not in settings
     assert_alike(folder, ["red green blue " * 10])
@@ -167,7 +166,7 @@ def test_the_saved_tokenizer_cuts_at_the_models_length_and_pads_nothing(tmp_path
 
 def test_tokenizer_files_are_those_that_older_versions_know(tmp_path):
     folder = save(tiny.tiny_qwen3_vl, tmp_path / "final")
-    settings = read_json(folder / "tokenizer_config.json")
+    settings = tiny.read_json(folder / "tokenizer_config.json")
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert "<|image_pad|>" in settings["additional_special_tokens"]
     assert not {"extra_special_tokens", "is_local", "local_files_only"} & set(settings)

@@ -1,13 +1,11 @@
 """Small training data and corpora, and a runner for the commands of the data engine."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.data.files import open_examples
-from tests.data.files import write_jsonl as write_lines
+from tests.data.files import open_examples, read_jsonl, write_jsonl
 from tests.harness import run_ranks
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed import Embedder
@@ -22,10 +20,6 @@ MARGIN = 0.012
 
 def model():
     return str(shared(tiny_bert_st))
-
-
-def read_lines(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def documents():
@@ -44,7 +38,7 @@ def corpus_of(actual):
 
 def rows_in(options):
     """The rows of the file that is mined."""
-    return read_lines(Path(options["data_path"]))
+    return read_jsonl(Path(options["data_path"]))
 
 
 def write_data(folder):
@@ -53,8 +47,8 @@ def write_data(folder):
     corpus = corpus_of(documents())
     return {
         "model_name": model(),
-        "data_path": str(write_lines(folder / "train.jsonl", rows)),
-        "corpus_path": str(write_lines(folder / "corpus.jsonl", corpus)),
+        "data_path": str(write_jsonl(folder / "train.jsonl", rows)),
+        "corpus_path": str(write_jsonl(folder / "corpus.jsonl", corpus)),
         "output_path": str(folder / "mined.jsonl"),
         "num_negatives": 4,
         "top_k": 50,
@@ -66,12 +60,12 @@ def small(folder, rows, corpus=None, **changes):
     """Options for some rows, and documents if there are any, without a limit."""
     options = {
         "model_name": model(),
-        "data_path": str(write_lines(folder / "rows.jsonl", rows)),
+        "data_path": str(write_jsonl(folder / "rows.jsonl", rows)),
         "output_path": str(folder / "mined.jsonl"),
         "relative_margin": None,
     }
     if corpus is not None:
-        options["corpus_path"] = str(write_lines(folder / "corpus.jsonl", corpus))
+        options["corpus_path"] = str(write_jsonl(folder / "corpus.jsonl", corpus))
     return {**options, **changes}
 
 
@@ -88,16 +82,15 @@ def run(options, **changes):
     result = mine({**options, **changes}, log=lines.append)
     assert lines
     is_jsonl = result.output_path.suffix == ".jsonl"
-    return read_lines(result.output_path) if is_jsonl else [], result
+    return read_jsonl(result.output_path) if is_jsonl else [], result
 
 
 def on_ranks(command, options, num_ranks, folder, **changes):
     """Run a command on ranks, with a file of their own, and return each rank's result and the rows."""
     output = folder / f"{num_ranks}.jsonl"
     run_options = {**options, "output_path": str(output), **changes}
-    return run_ranks(command, num_ranks, run_options, process_group=True), read_lines(
-        output
-    )
+    results = run_ranks(command, num_ranks, run_options, process_group=True)
+    return results, read_jsonl(output)
 
 
 def score_matrix(queries, actual):

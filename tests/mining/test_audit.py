@@ -1,12 +1,12 @@
 """`vembed audit`: each finding on data that have it, the page, the JSON, and the data that are cleaned."""
 
-import json
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from tests.mining.data import documents, model, pairs_of, read_lines, write_lines
+from tests.mining.data import documents, model, pairs_of, read_jsonl, write_jsonl
+from tests.tiny import read_json
 from vembed import UserError, audit
 from vembed.cli.commands.make_data import DataFlags
 from vembed.cli.commands.make_data import audit as run_audit
@@ -31,8 +31,8 @@ def options(tmp_path):
         {"query": f"{LONG}!", "positive": "anything"},
     ]
     return {
-        "data_path": str(write_lines(tmp_path / "train.jsonl", rows)),
-        "val_data_path": str(write_lines(tmp_path / "val.jsonl", validation)),
+        "data_path": str(write_jsonl(tmp_path / "train.jsonl", rows)),
+        "val_data_path": str(write_jsonl(tmp_path / "val.jsonl", validation)),
         "output_path": str(tmp_path / "audit.html"),
     }
 
@@ -57,7 +57,7 @@ def test_findings_without_a_model(options):
     assert "Of the 2 validation queries, 1 are in the training data" in leakage.text
     assert actual["duplicates"].examples[0]["the same as row"] == "4"
     assert all(finding.fix.startswith("vembed ") for finding in result.findings)
-    report = json.loads(result.output_path.with_suffix(".json").read_text())
+    report = read_json(result.output_path.with_suffix(".json"))
     assert report["num_rows"] == 45
     page = result.output_path.read_text()
     for tag in ("<script", "<link", "<img", "<iframe"):
@@ -74,7 +74,7 @@ def test_cleaned_data_have_none_of_it(options, tmp_path):
         drop=["duplicates", "near_duplicates", "leakage", "contradictions"],
     )
     assert (
-        result.num_cleaned == len(read_lines(cleaned)) == 45 - len({40, 41, 42, 5, 44})
+        result.num_cleaned == len(read_jsonl(cleaned)) == 45 - len({40, 41, 42, 5, 44})
     )
     _, again = run(options, data_path=str(cleaned))
     assert not again
@@ -82,10 +82,10 @@ def test_cleaned_data_have_none_of_it(options, tmp_path):
 
 def test_findings_with_a_model(options, tmp_path):
     actual = documents()
-    rows = read_lines(Path(options["data_path"]))[:40]
+    rows = read_jsonl(Path(options["data_path"]))[:40]
     rows[7]["positive"] = "zzz"
-    write_lines(tmp_path / "train.jsonl", rows)
-    corpus = write_lines(tmp_path / "corpus.jsonl", actual)
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    corpus = write_jsonl(tmp_path / "corpus.jsonl", actual)
     cleaned = tmp_path / "cleaned.jsonl"
     result, kinds = run(
         options,
@@ -103,7 +103,7 @@ def test_findings_with_a_model(options, tmp_path):
     assert source["rows"] == 40
     assert source["found_first"] < source["found_in_10"] <= 1.0
     assert "positive found first" in result.output_path.read_text()
-    assert rows[7] not in read_lines(cleaned)
+    assert rows[7] not in read_jsonl(cleaned)
 
 
 def test_bad_records_and_images(tmp_path):
@@ -112,7 +112,7 @@ def test_bad_records_and_images(tmp_path):
     rows = [{"query": "", "positive": "x"}]
     for name in ("red", "broken"):
         rows.append({"query": f"a {name}", "positive": {"image": f"{name}.png"}})
-    path = write_lines(tmp_path / "rows.jsonl", rows)
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
     page = tmp_path / "audit.html"
     _, actual = run({"data_path": str(path), "output_path": str(page)})
     assert actual["bad_records"].count == 2
@@ -127,8 +127,8 @@ def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):
         for number in range(1500)
     ]
     rows.append({"query": documents()[0], "positive": "another"})
-    data = write_lines(tmp_path / "train.jsonl", rows)
-    val = write_lines(tmp_path / "val.jsonl", [{"query": f"{LONG}!", "positive": "x"}])
+    data = write_jsonl(tmp_path / "train.jsonl", rows)
+    val = write_jsonl(tmp_path / "val.jsonl", [{"query": f"{LONG}!", "positive": "x"}])
     cleaned = tmp_path / "cleaned.jsonl"
     result, actual = run(
         {"data_path": str(data), "val_data_path": str(val)},
@@ -137,7 +137,7 @@ def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):
         drop=["leakage"],
     )
     assert actual["leakage"].count == 1500 and result.num_cleaned == 1
-    assert [row["positive"] for row in read_lines(cleaned)] == ["another"]
+    assert [row["positive"] for row in read_jsonl(cleaned)] == ["another"]
 
 
 def test_the_command(options, tmp_path, capsys):

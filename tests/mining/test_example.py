@@ -2,7 +2,7 @@
 
 import vembed
 from tests.docs.pages import ROOT
-from tests.mining.data import documents, model, pairs_of, write_lines
+from tests.mining.data import documents, model, pairs_of, write_jsonl
 from vembed.mining.options import MineConfig, load_options
 
 FOLDER = ROOT / "examples" / "mine"
@@ -12,8 +12,8 @@ def test_one_command_mines_and_a_second_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo" / "data").mkdir(parents=True)
     rows = pairs_of(documents()[:80])
-    write_lines(tmp_path / "demo" / "data" / "train.jsonl", rows[:64])
-    write_lines(tmp_path / "demo" / "data" / "val.jsonl", rows[64:])
+    write_jsonl(tmp_path / "demo" / "data" / "train.jsonl", rows[:64])
+    write_jsonl(tmp_path / "demo" / "data" / "val.jsonl", rows[64:])
     config = load_options(
         MineConfig,
         FOLDER / "mine.yaml",

@@ -11,9 +11,9 @@ from tests.mining.data import (
     documents,
     model,
     on_ranks,
-    read_lines,
+    read_jsonl,
     training_examples,
-    write_lines,
+    write_jsonl,
 )
 from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
@@ -66,7 +66,7 @@ WANTED = {
 def options(tmp_path):
     Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
     return {
-        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", RECORDS)),
+        "corpus_path": str(write_jsonl(tmp_path / "corpus.jsonl", RECORDS)),
         "output_path": str(tmp_path / "pairs.jsonl"),
     }
 
@@ -74,7 +74,7 @@ def options(tmp_path):
 def run(options, **changes):
     lines = []
     result = generate({**options, **changes}, log=lines.append)
-    return read_lines(result.output_path), result
+    return read_jsonl(result.output_path), result
 
 
 def test_each_document_gets_the_first_kind_that_fits(options, tmp_path):
@@ -122,7 +122,7 @@ def test_an_endpoint_writes_queries(options, serve, tmp_path):
 
     server = serve(decide)
     example = {"query": "my own query", "positive": "my own text"}
-    examples = write_lines(tmp_path / "mine.jsonl", [example])
+    examples = write_jsonl(tmp_path / "mine.jsonl", [example])
     more = {
         "language": "German",
         "personas": ["a student", "a lawyer"],
@@ -170,7 +170,7 @@ def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
 
 
 def test_a_local_model_writes_queries(options, tmp_path):
-    corpus = write_lines(tmp_path / "texts.jsonl", documents()[:10])
+    corpus = write_jsonl(tmp_path / "texts.jsonl", documents()[:10])
     options["corpus_path"] = str(corpus)
     folder = str(tmp_path / "writer")
     # The folder has no head, which would be drawn at each start.
@@ -195,7 +195,7 @@ def titled(texts):
 def test_the_round_trip_keeps_what_is_found(options, tmp_path):
     corpus = titled(documents()[:60])
     corpus[9]["title"] = "zzz"
-    options["corpus_path"] = str(write_lines(tmp_path / "titled.jsonl", corpus))
+    options["corpus_path"] = str(write_jsonl(tmp_path / "titled.jsonl", corpus))
     rows, result = run(options, model_name=model(), round_trip_top_k=5)
     assert 10 < len(rows) < 60
     assert "zzz" not in {row["query"] for row in rows}
@@ -209,7 +209,7 @@ def made(options):
 
 
 def test_the_same_for_any_number_of_ranks(options, tmp_path):
-    corpus = write_lines(tmp_path / "c.jsonl", titled(documents()[:150]))
+    corpus = write_jsonl(tmp_path / "c.jsonl", titled(documents()[:150]))
     options |= {"corpus_path": str(corpus), "model_name": model()}
     (kept,), rows = on_ranks(made, options, 1, tmp_path)
     assert on_ranks(made, options, 2, tmp_path) == ([kept, kept], rows)

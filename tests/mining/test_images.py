@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from tests.mining.data import run, training_examples, write_lines
+from tests.mining.data import run, training_examples, write_jsonl
 from tests.tiny import shared, tiny_clip
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "purple")
@@ -22,7 +22,7 @@ def options(tmp_path):
     ]
     return {
         "model_name": str(shared(tiny_clip)),
-        "data_path": str(write_lines(tmp_path / "captions.jsonl", rows)),
+        "data_path": str(write_jsonl(tmp_path / "captions.jsonl", rows)),
         "output_path": str(tmp_path / "mined.jsonl"),
         "relative_margin": None,
         "num_negatives": 3,
@@ -48,8 +48,8 @@ def test_a_corpus_of_images_and_bare_paths(options, tmp_path):
         corpus.append({"_id": colour, "image": path})
         rows.append({"query": f"a {colour} wall", "positive": path})
     options |= {
-        "data_path": str(write_lines(tmp_path / "bare.jsonl", rows)),
-        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", corpus)),
+        "data_path": str(write_jsonl(tmp_path / "bare.jsonl", rows)),
+        "corpus_path": str(write_jsonl(tmp_path / "corpus.jsonl", corpus)),
         "retrieval_mode": "t2i",
     }
     built, _ = run(options)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mining.data import on_ranks, read_lines, training_examples, write_lines
+from tests.mining.data import on_ranks, read_jsonl, training_examples, write_jsonl
 from tests.mining.test_judges import endpoint, serve  # noqa: F401 - a fixture
 from tests.tiny import tiny_reranker
 from vembed.cli.commands.make_data import DataFlags
@@ -48,7 +48,7 @@ def says(prompt, _):
 @pytest.fixture
 def options(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    data = write_lines(tmp_path / "train.jsonl", ROWS)
+    data = write_jsonl(tmp_path / "train.jsonl", ROWS)
     return {"data_path": str(data), "output_path": str(tmp_path / "judged.jsonl")}
 
 
@@ -60,7 +60,7 @@ def judged_by(server, options, log=print, **changes):
 def test_relevant_negatives_are_left_out_and_every_field_stays(options, serve):  # noqa: F811
     server = serve(says)
     result = judged_by(server, options, scores=True)
-    assert read_lines(result.output_path) == [
+    assert read_jsonl(result.output_path) == [
         {
             "query": "q1",
             "positive": "p1",
@@ -107,7 +107,7 @@ def test_a_judge_that_leaves_no_negative_is_warned_of(options, serve, answer, wa
 def test_relevant_negatives_become_positives_or_stay(options, serve):  # noqa: F811
     server = serve(says)
     judged_by(server, options, false_negatives="relabel")
-    built = read_lines(Path(options["output_path"]))
+    built = read_jsonl(Path(options["output_path"]))
     positives = [row.get("positive") for row in built]
     assert positives == [["p1", GOOD], ["p2", "p3", GOOD], "p4", "p5", "p6"]
     assert "pos" not in built[1]
@@ -115,7 +115,7 @@ def test_relevant_negatives_become_positives_or_stay(options, serve):  # noqa: F
     assert negatives == [["a dog"], ["a fish"], None, None, ["a dog"]]
     server.asked.clear()
     judged_by(server, options, false_negatives="keep")
-    assert read_lines(Path(options["output_path"])) == ROWS
+    assert read_jsonl(Path(options["output_path"])) == ROWS
     assert all("bird" in prompt for prompt, _ in server.asked), "others are known"
 
 
@@ -132,7 +132,7 @@ def test_the_command_and_two_ranks(options, tmp_path, capsys):
     assert "5 rows with 8 negatives, 7 distinct pairs" in out and "would write" in out
     assert not Path(options["output_path"]).exists()
     run_judge([*words, f"judges={json.dumps(judges)}", "--false-negatives", "relabel"])
-    alone = read_lines(Path(options["output_path"]))
+    alone = read_jsonl(Path(options["output_path"]))
     changes = {"judges": judges, "false_negatives": "relabel"}
     outcomes, rows = on_ranks(judged, options, 2, tmp_path, **changes)
     assert outcomes[0] == outcomes[1]
@@ -148,7 +148,7 @@ def test_the_command_and_two_ranks(options, tmp_path, capsys):
     ],
 )
 def test_mistakes_are_one_sentence(options, tmp_path, changes, rows, message):
-    write_lines(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "train.jsonl", rows)
     with pytest.raises(UserError, match=message) as error:
         judge({**options, **changes})
     assert len(str(error.value).splitlines()) == 1

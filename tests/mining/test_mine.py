@@ -23,7 +23,7 @@ from tests.mining.data import (
     small,
     training_examples,
     write_data,
-    write_lines,
+    write_jsonl,
 )
 from tests.tiny import texts
 from vembed import UserError, mine
@@ -189,8 +189,8 @@ def test_rows_of_one_query_take_turns(tmp_path):
 def test_a_beir_folder_is_data_and_corpus(tmp_path):
     actual = documents()[:60]
     corpus = [{**row, "title": "t"} for row in corpus_of(actual)]
-    write_lines(tmp_path / "corpus.jsonl", corpus)
-    write_lines(tmp_path / "queries.jsonl", corpus_of(texts(8, seed=5)))
+    write_jsonl(tmp_path / "corpus.jsonl", corpus)
+    write_jsonl(tmp_path / "queries.jsonl", corpus_of(texts(8, seed=5)))
     (tmp_path / "qrels").mkdir()
     lines = ["query-id\tcorpus-id\tscore"]
     lines += [f"d{number // 2}\td{number}\t1" for number in range(16)]
@@ -235,7 +235,7 @@ def test_bm25_alone_and_fused(options):
 
 def test_documents_that_no_tokenizer_takes_are_named(options):
     corpus = corpus_of([*documents(), "half an emoji \ud83d"])
-    write_lines(Path(options["corpus_path"]), corpus)
+    write_jsonl(Path(options["corpus_path"]), corpus)
     with pytest.raises(UserError, match=r"corpus.jsonl:301: .* a lone surrogate"):
         run(options)
 
@@ -262,7 +262,7 @@ def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(
     assert result.num_encoded == 0
     corpus = corpus_of(documents())
     corpus[99]["text"] += " changed"
-    write_lines(tmp_path / "corpus.jsonl", corpus)
+    write_jsonl(tmp_path / "corpus.jsonl", corpus)
     changed, result = run(options)
     assert result.num_encoded == 1
     for path in tmp_path.rglob("document/*/*.vectors"):
@@ -327,10 +327,10 @@ def test_the_threshold_is_calibrated(tmp_path):
     assert result.calibration.rate <= 0.02
     assert result.limits.relative_margin > 0.0
     single = [{"query": row["query"], "positive": row["positive"][0]} for row in rows]
-    write_lines(tmp_path / "rows.jsonl", single)
+    write_jsonl(tmp_path / "rows.jsonl", single)
     _, result = run(options)
     assert result.limits.max_score is not None
-    write_lines(tmp_path / "rows.jsonl", single[:5])
+    write_jsonl(tmp_path / "rows.jsonl", single[:5])
     with pytest.raises(UserError, match="5 are too few"):
         run(options)
 
@@ -353,7 +353,7 @@ def test_scores_are_read_by_training(options, tmp_path):
     """Negatives of several columns keep their scores in the order in which they are read."""
     before = {"neg": ["first"], "negative_1": "second", "neg_scores": [0.5, 0.5]}
     rows = [row | before for row in rows_in(options)]
-    write_lines(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "train.jsonl", rows)
     built, _ = run(options, scores=True)
     examples = training_examples(tmp_path / "mined.jsonl")
     for example, row in zip(examples, built, strict=True):
@@ -370,7 +370,7 @@ def test_an_index_of_the_same_documents_in_another_order_is_not_used(options, tm
     options = {**options, "model_name": "bm25", "relative_margin": None}
     run(options)
     other_order = corpus_of(documents())[::-1]
-    write_lines(Path(options["corpus_path"]), other_order)
+    write_jsonl(Path(options["corpus_path"]), other_order)
     again, _ = run(options)
     afresh, _ = run(options, output_path=str(tmp_path / "afresh.jsonl"))
     assert again == afresh
@@ -382,7 +382,7 @@ def test_other_queries_with_the_same_positives_are_searched_for_anew(tmp_path):
     rows = pairs_of(documents()[:NUM_ROWS])
     for row in rows:
         row["query"] = row["positive"].partition(" ")[2]
-    write_lines(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "train.jsonl", rows)
     assert_same_rows(run(options)[0], run(options, work_dir=str(tmp_path / "empty"))[0])
 
 
@@ -390,7 +390,7 @@ def test_other_queries_with_the_same_positives_are_searched_for_anew(tmp_path):
 def test_columns_that_parquet_cannot_hold(options, tmp_path, value):
     rows = rows_in(options)
     rows[3]["note"] = value
-    write_lines(tmp_path / "train.jsonl", rows)
+    write_jsonl(tmp_path / "train.jsonl", rows)
     assert run(options)[0][3]["note"] == value
     with pytest.raises(UserError, match=r"Parquet cannot hold .*: write \.jsonl"):
         run(options, output_path=str(tmp_path / "mined.parquet"))

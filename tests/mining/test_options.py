@@ -1,10 +1,9 @@
 """Options of mine, audit, judge and generate: from their own file, from a training config, and from arguments."""
 
-import json
-
 import pytest
 
-from tests.mining.data import corpus_of, write_lines
+from tests.mining.data import corpus_of, write_jsonl
+from tests.tiny import read_json
 from vembed import UserError, audit, generate, judge, mine
 from vembed.cli.commands.make_data import audit as run_audit
 from vembed.mining.options import (
@@ -36,8 +35,8 @@ def training(tmp_path):
     path = tmp_path / "cfg.yaml"
     path.write_text(TRAINING)
     row = {"query": "a question", "positive": "an answer"}
-    write_lines(tmp_path / "train.jsonl", [row] * 3)
-    write_lines(tmp_path / "val.jsonl", [row])
+    write_jsonl(tmp_path / "train.jsonl", [row] * 3)
+    write_jsonl(tmp_path / "val.jsonl", [row])
     return path
 
 
@@ -179,8 +178,8 @@ def test_an_output_that_is_an_input_is_refused(
     monkeypatch.chdir(tmp_path)
     rows = tmp_path / "rows" / "train.jsonl"
     rows.parent.mkdir()
-    write_lines(rows, [{"query": "a", "positive": "b"}] * 3)
-    write_lines(tmp_path / "corpus.jsonl", [{"text": "b"}])
+    write_jsonl(rows, [{"query": "a", "positive": "b"}] * 3)
+    write_jsonl(tmp_path / "corpus.jsonl", [{"text": "b"}])
     (tmp_path / "link.jsonl").symlink_to(rows)
     before = rows.read_bytes()
     with pytest.raises(UserError, match=rf"^{option}: .* is read as {read}: "):
@@ -192,11 +191,11 @@ def test_another_output_is_replaced_also_in_a_beir_folder(tmp_path):
     (tmp_path / "qrels").mkdir()
     (tmp_path / "qrels" / "train.tsv").write_text("d1\td1\t1\n")
     for name in ("queries", "corpus"):
-        write_lines(tmp_path / f"{name}.jsonl", corpus_of(["a text", "one text"]))
+        write_jsonl(tmp_path / f"{name}.jsonl", corpus_of(["a text", "one text"]))
     options = {"model_name": "bm25", "data_path": str(tmp_path)}
     output = tmp_path / "mined.jsonl"
     output.write_text("older\n")
     mine(options | {"output_path": str(output)})
-    assert json.loads(output.read_text())["query_id"] == "d1"
+    assert read_json(output)["query_id"] == "d1"
     with pytest.raises(UserError, match="is read as data_path"):
         mine(options | {"output_path": str(tmp_path / "corpus.jsonl")})

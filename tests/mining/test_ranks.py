@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import rank_outcomes, run_ranks
-from tests.mining.data import assert_same_rows, on_ranks, read_lines, write_data
+from tests.mining.data import assert_same_rows, on_ranks, read_jsonl, write_data
 from vembed.data.row_store import RowStore
 from vembed.mining import candidates
 from vembed.mining.mine import mine
@@ -91,5 +91,5 @@ def test_a_killed_run_goes_on_where_it_was(
         == [(counts, num_missing)] * 2
     )
     assert_same_rows(
-        read_lines(Path(options["output_path"])), read_lines(tmp_path / "whole.jsonl")
+        read_jsonl(Path(options["output_path"])), read_jsonl(tmp_path / "whole.jsonl")
     )

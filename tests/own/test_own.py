@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -288,7 +286,7 @@ def test_a_saved_model_is_exported_without_a_question(place, tmp_path):
     assert done.exit_code == 0, done.output
     assert "check: 200 texts" in done.output and "custom code" not in done.output
     # The graph needs no code of the model's, which is not in the folder.
-    assert "auto_map" not in json.loads((tmp_path / "onnx" / "config.json").read_text())
+    assert "auto_map" not in tiny.read_json(tmp_path / "onnx" / "config.json")
 
 
 # ---- Python --------------------------------------------------------------------------------------------------------

@@ -20,10 +20,10 @@ from transformers import (
 import vembed
 from tests.built import described
 from tests.commands import command
-from tests.data.files import text_records, write_jsonl
-from tests.mining.data import read_lines
+from tests.data.files import read_jsonl, text_records, write_jsonl
 from tests.tiny import (
     change_json,
+    read_json,
     shared,
     texts,
     tiny_bert,
@@ -188,7 +188,7 @@ def test_published_decoders_are_read(layout, tmp_path):
 
 def test_a_decoder_with_a_new_label(tmp_path):
     final = trained(tmp_path, shared(tiny_qwen3), reranker_head="label")
-    names = json.loads((final / "config.json").read_text())["architectures"]
+    names = read_json(final / "config.json")["architectures"]
     assert names == ["Qwen3ForSequenceClassification"]
     assert np.isfinite(scores_of(final)).all()
 
@@ -333,7 +333,7 @@ def test_commands_score_as_the_class_does(strategy, tmp_path):
     pairs = written(tmp_path, rows=3)
     scores = succeeds("score", model, pairs, *options).splitlines()
     asked = []
-    for record in read_lines(pairs):
+    for record in read_jsonl(pairs):
         for document in (record["positive"], *record["negatives"]):
             asked.append((record["query"], document))
     expected = reranker.predict(asked).tolist()
@@ -371,7 +371,7 @@ def test_a_reranker_takes_as_many_tokens_as_asked_for(tmp_path):
     pair = ("red", "green " * 900 + "red")
     assert default.predict([pair]) != longer.predict([pair])
     # More tokens than the model has positions are cut to them.
-    positions = json.loads((model / "config.json").read_text())
+    positions = read_json(model / "config.json")
     longest = vembed.Reranker(model, max_length=100_000).description.max_length
     assert longest == positions["max_position_embeddings"]
 
@@ -382,7 +382,7 @@ def test_a_decoder_teaches_an_embedding_model(tmp_path):
     data = written(tmp_path)
     reranker = vembed.Reranker(teacher)
     records = []
-    for record in read_lines(data):
+    for record in read_jsonl(data):
         documents = [record["positive"], *record["negatives"]]
         scores = reranker.predict([(record["query"], text) for text in documents])
         record["positive_scores"] = float(scores[0])
@@ -423,9 +423,9 @@ def test_data_counts_pairs(tmp_path):
     write_json(tmp_path / "cfg.yaml", config)
     target = tmp_path / "data.json"
     succeeds("data", tmp_path / "cfg.yaml", "--json", target)
-    figures = json.loads(target.read_text())["lengths"]["pairs"]
+    figures = read_json(target)["lengths"]["pairs"]
     pairs = []
-    for record in read_lines(data):
+    for record in read_jsonl(data):
         for document in (record["positive"], record["negatives"][0]):
             pairs.append((Item(record["query"]), Item(document)))
     features = PairFeaturiser(described(TrainConfig(**config))).features(pairs)

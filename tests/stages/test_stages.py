@@ -13,10 +13,11 @@ import yaml
 
 import vembed
 from tests.commands import start
-from tests.data.files import write_jsonl
+from tests.data.files import read_jsonl, write_jsonl
 from tests.guides import STAGE_ONE
 from tests.harness import run_ranks
-from tests.tiny import shared, tiny_bert, tiny_bert_st
+from tests.tiny import read_json, shared, tiny_bert, tiny_bert_st
+from tests.training.test_run import metric_lines
 from tests.weights.variants import pairs
 from vembed.cli.main import run_process
 from vembed.config.loading import chosen_pipeline
@@ -75,7 +76,7 @@ def refused(capsys, *words):
 def states():
     states = {}
     for path in Path("output").glob("*/stage.json"):
-        states[path.parent.name] = json.loads(path.read_text())["state"]
+        states[path.parent.name] = read_json(path)["state"]
     return states
 
 
@@ -83,12 +84,8 @@ def assert_done(*names):
     assert states() == dict.fromkeys(names, "done")
 
 
-def rows_of(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
 def losses(folder):
-    rows = rows_of(f"{folder}/metrics.jsonl")
+    rows = metric_lines(folder)
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
@@ -180,7 +177,7 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     assert_done("broad", "sharp", "mix", "check")
     config = vembed.load_config("output/sharp/config.yaml")
     assert config.model.model_name == "output/broad/final"
-    merged = json.loads(Path("output/mix/final/merge.json").read_text())
+    merged = read_json("output/mix/final/merge.json")
     assert merged["models"] == ["output/broad/final", "output/sharp/final"]
     report = Path("output/stages.md").read_text()
     assert "| check | evaluate | done |" in report and "ndcg@10" in report
@@ -271,7 +268,7 @@ def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(
     guard["max_drop"] = 0.9
     assert run_again() == ["guarded"]
     path = teacher / "config_sentence_transformers.json"
-    settings = json.loads(path.read_text())
+    settings = read_json(path)
     settings["prompts"] = {"query": "find: "}
     path.write_text(json.dumps(settings))
     assert run_again() == ["taught"]
@@ -317,9 +314,9 @@ def test_under_torchrun_all_steps_run_in_the_processes_that_are_there(place):
     config = vembed.load_config("output/sharp/config.yaml")
     assert config.data.data_path == "output/negatives/mined.jsonl"
     for stage, strategy in (("broad", "ddp"), ("sharp", "fsdp")):
-        facts = json.loads(Path(f"output/{stage}/run.json").read_text())
+        facts = read_json(f"output/{stage}/run.json")
         assert (facts["num_processes"], facts["strategy"]) == (2, strategy)
-    scores = json.loads(Path("output/check/stage.json").read_text())["scores"]
+    scores = read_json("output/check/stage.json")["scores"]
     assert f"ndcg@10 {scores['ndcg@10']:.4f}" in Path("output/stages.md").read_text()
 
 
@@ -382,7 +379,7 @@ def test_a_plan_of_one_stage(place, capsys):
     words = ["cfg.yaml", "--stage", "sharp", model, "data_path=train.jsonl"]
     json_words = ["--json", "plan.json", "--gpu", "A100-80GB"]
     assert run_process("plan", [*words, *json_words]) == 0
-    assert json.loads(Path("plan.json").read_text())["fits"]
+    assert read_json("plan.json")["fits"]
     assert re.search(r"rows of each process +8\n", capsys.readouterr().out)
     assert not Path("output").exists()
     assert run_process("plan", [*words, "--memory", "0.001"]) == 1
@@ -438,21 +435,21 @@ def test_stages_are_named_among_retrievers_and_judges(place, capsys):
 
 def test_mining_reads_the_data_of_the_config_with_its_columns(place):
     rows = []
-    for row in rows_of("train.jsonl"):
+    for row in read_jsonl("train.jsonl"):
         rows.append({"frage": row["query"], "antwort": row["positive"]})
     write_jsonl(Path("deutsch.jsonl"), rows)
     stages = [{"name": "negatives", "mine": {"num_negatives": 2}}, SHARP]
     mapping = {"frage": "query", "antwort": "positive"}
     written(stages, data_path="deutsch.jsonl", column_mapping=mapping)
     assert train() == 0
-    mined = rows_of("output/negatives/mined.jsonl")
+    mined = read_jsonl("output/negatives/mined.jsonl")
     assert [row["frage"] for row in mined] == [row["frage"] for row in rows]
     assert_done("negatives", "sharp")
 
 
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
     monkeypatch.setattr("vembed.cli.run_train.run_ranks", None)  # all in this process
-    records = rows_of("train.jsonl")
+    records = read_jsonl("train.jsonl")
     pairs_only = [{key: row[key] for key in ("query", "positive")} for row in records]
     stages = [
         {**BROAD, "data_path": pairs_only},
@@ -470,7 +467,7 @@ def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
     assert result.steps == 2
     assert steps == [1, 2, 1, 2]
     assert_done("broad", "negatives", "sharp")
-    mined = rows_of("output/negatives/mined.jsonl")
+    mined = read_jsonl("output/negatives/mined.jsonl")
     assert len(mined) == len(records)
     for row in mined:
         assert row["negatives"] and row["positive"] not in row["negatives"]

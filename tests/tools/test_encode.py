@@ -14,9 +14,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.commands import command
-from tests.data.files import write_jsonl
+from tests.data.files import read_jsonl, write_jsonl
 from tests.harness import run_ranks
-from tests.mining.data import read_lines
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.cli.commands import encode
@@ -292,7 +291,7 @@ def test_bad_inputs_are_left_out_when_asked(damaged, pictures, folder):
     words = ["encode", CLIP, str(damaged), "out.parquet", "--on-bad-record", "skip"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0 and "1 left out" in done.output
-    (skipped,) = read_lines(folder / "out.skipped.jsonl")
+    (skipped,) = read_jsonl(folder / "out.skipped.jsonl")
     assert skipped["row"] == 3 and "bad.jpg is broken" in skipped["reason"]
     table = pq.read_table("out.parquet")
     vectors = np.array(table.column("embedding").to_pylist(), np.float32)

@@ -8,9 +8,8 @@ import torch
 from PIL import Image
 from transformers import AutoModel, AutoTokenizer
 
-from tests.data.files import write_jsonl
+from tests.data.files import read_jsonl, write_jsonl
 from tests.harness import result_of, run_cases
-from tests.mining.data import read_lines
 from tests.tiny import (
     shared,
     tiny_bert,
@@ -131,7 +130,7 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
     scoring.score(folder, str(records), str(tmp_path / "out.npy"))
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
     scoring.score(folder, str(records), str(tmp_path / "out.jsonl"))
-    lines = read_lines(tmp_path / "out.jsonl")
+    lines = read_jsonl(tmp_path / "out.jsonl")
     roles = [(line["record"], line["role"]) for line in lines[:4]]
     assert roles == [(0, "positive"), (0, "positive"), (0, "negative"), (1, "positive")]
     scores = [line["score"] for line in lines]

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import vembed
-from tests.data.files import write_jsonl
+from tests.data.files import read_jsonl, write_jsonl
 from tests.tiny import WORDS, shared, tiny_bert
 from vembed.errors import RunError
 from vembed.training.hooks.metrics import mean_cosine
@@ -67,8 +67,7 @@ def config_file(folder, **more):
 
 
 def metric_lines(folder):
-    text = (Path(folder) / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return read_jsonl(Path(folder) / "metrics.jsonl")
 
 
 def metrics(folder, key="loss"):

@@ -1,6 +1,5 @@
 """vembed tune: the first trial is the config itself, a stopped search goes on, processes share it, the best is YAML."""
 
-import json
 import signal
 import sys
 import time
@@ -36,7 +35,7 @@ def config(tmp_path_factory):
 
 
 def trials_of(folder):
-    return json.loads((folder / "trials.json").read_text())
+    return tiny.read_json(folder / "trials.json")
 
 
 def test_a_search_that_fails_in_the_middle_goes_on(

@@ -1,7 +1,5 @@
 """`vembed edit` and `vembed.edit`: what tells two sets of texts apart is taken out, on one process and on shards."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,7 @@ from transformers import AlbertConfig, AlbertModel, GPTNeoXConfig, GPTNeoXModel
 
 import vembed
 from tests.harness import run_ranks
-from tests.tiny import shared, tiny_clip, tiny_distilbert, tiny_qwen3_st
+from tests.tiny import read_json, shared, tiny_clip, tiny_distilbert, tiny_qwen3_st
 from tests.weights.bilingual import bilingual_model, bilingual_texts
 from vembed import Embedder, UserError
 from vembed.cli.main import app
@@ -133,7 +131,7 @@ def test_a_language_is_removed_and_texts_find_each_other_across(
     with pytest.raises(SystemExit) as end:
         app(["edit", str(model), *files, "-o", str(out), "--where", "both"])
     assert end.value.code == 0
-    report = json.loads((out / "edit.json").read_text())
+    report = read_json(out / "edit.json")
     before = report["before"]
     after = report["after"]
     assert before["probe"] > 0.95
@@ -206,7 +204,7 @@ def test_a_search_takes_the_best_that_holds(model, files, tmp_path):
     out = tmp_path / "out"
     result = vembed.edit(model, out, *files, trials=6, max_drop=0.01, seed=1)
     assert len(result.trials) == 6
-    trials = json.loads((out / "edit.json").read_text())["trials"]
+    trials = read_json(out / "edit.json")["trials"]
     scores = [trial.scores for trial in result.trials]
     assert [trial["scores"] for trial in trials] == scores
     lowest = result.before["across"] - 0.01

@@ -14,7 +14,14 @@ from sentence_transformers import SentenceTransformer
 
 import vembed
 from tests.harness import run_ranks
-from tests.tiny import change_json, shared, tiny_bert, tiny_bert_st, tiny_qwen3_st
+from tests.tiny import (
+    change_json,
+    read_json,
+    shared,
+    tiny_bert,
+    tiny_bert_st,
+    tiny_qwen3_st,
+)
 from tests.weights.variants import pairs, variant
 from vembed import UserError
 from vembed.cli.commands.export import copy_model
@@ -69,9 +76,9 @@ def test_the_merged_folder_is_a_model(models, tmp_path):
     vembed.merge(models, out, dtype="bfloat16")
     texts = ["red cat", "bird"]
     vectors = vembed.Embedder(out, device="cpu", torch_dtype="float32").encode(texts)
-    settings = json.loads((out / "merge.json").read_text())
+    settings = read_json(out / "merge.json")
     assert settings["method"] == "mean" and len(settings["models"]) == 3
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert read_json(out / "config.json")["dtype"] == "bfloat16"
     assert "Merged by vembed" in (out / "README.md").read_text()
     assert not list(tmp_path.glob(".*"))
     theirs = SentenceTransformer(
@@ -99,7 +106,7 @@ def test_the_command_and_a_sweep(models, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         app([*words, "--sweep", "0,0.5,1", "--data", str(data)])
     assert end.value.code == 0
-    points = json.loads((out / "sweep.json").read_text())["points"]
+    points = read_json(out / "sweep.json")["points"]
     assert [point["at"] for point in points] == [0, 0.5, 1]
     best = max(points, key=lambda point: point["score"])
     score = vembed.evaluate(out, data)["ndcg@10"]
@@ -234,7 +241,7 @@ def test_a_model_saved_by_an_older_transformers_has_position_ids(
 def test_what_does_not_fit_is_one_sentence(models, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(models[0], other)
-    values = json.loads((other / "tokenizer.json").read_text())
+    values = read_json(other / "tokenizer.json")
     words = values["model"]["vocab"]
     first, second = list(words)[10:12]
     words |= {first: words[second], second: words[first]}
