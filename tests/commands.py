@@ -21,7 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
 from tests.harness import LIMIT, forkserver
+from vembed.cli.main import app
 
 PR_SET_PDEATHSIG = 1
 CODE = "-c"
@@ -94,22 +97,32 @@ def start(
     return Started(process)
 
 
-def command(*words, module="vembed", folder=None, env=None, timeout=LIMIT):
-    """Run the command as `start` does, wait for its end, and return its exit code and output."""
+def invoke(*words, code=0):
+    """Run `vembed WORDS` in this process, check its exit code, and return its output."""
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def command(*words, module="vembed", folder=None, env=None, timeout=LIMIT, code=None):
+    """Run the command as `start` does, wait for its end, check its exit code if one is given, and return it with the
+    output."""
     with tempfile.TemporaryDirectory(prefix="vembed-command-") as place:
         out, err = (Path(place, name) for name in ("stdout", "stderr"))
         process = start(
             *words, module=module, stdout=out, stderr=err, folder=folder, env=env
         )
         try:
-            code = process.wait(timeout)
+            process.wait(timeout)
         except BaseException:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
-        return subprocess.CompletedProcess(
-            ["vembed", *words], code, out.read_text(), err.read_text()
+        done = subprocess.CompletedProcess(
+            ["vembed", *words], process.returncode, out.read_text(), err.read_text()
         )
+        assert code in (None, done.returncode), done.stdout + done.stderr
+        return done
 
 
 def _main(module, words, folder, environment, streams, max_file_bytes):

@@ -19,10 +19,8 @@ def run_config(vembed):
 @pytest.mark.promise("A08", "D43")
 def test_train_here_and_on_two_sharded_processes(vembed, run_config):
     vembed("train", run_config, "output_dir=one")
-    sharded = command(
-        "train", run_config, "output_dir=two", "--nproc", "2", "--use-fsdp", "true"
-    )
-    assert sharded.returncode == 0, sharded.stderr
+    words = "output_dir=two --nproc 2 --use-fsdp true"
+    command("train", run_config, *words.split(), code=0)
     assert len(metrics("one")) == 4
     assert metrics("two") == pytest.approx(metrics("one"), rel=1e-5)
     vembed("train one/config.yaml output_dir=three")
@@ -31,7 +29,6 @@ def test_train_here_and_on_two_sharded_processes(vembed, run_config):
 
 def test_a_mistake_in_the_data_on_two_processes_is_one_sentence(vembed, run_config):
     Path("train.jsonl").write_text('{"query": "a", "positive": "b"}\n{"query": ""}\n')
-    done = command("train", run_config, "--nproc", "2")
-    assert done.returncode == 2
+    done = command("train", run_config, "--nproc", "2", code=2)
     assert "error: " in done.stderr and "train.jsonl:2" in done.stderr
     assert "Traceback" not in done.stderr

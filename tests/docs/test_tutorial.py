@@ -8,13 +8,10 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from typer.testing import CliRunner
-
-from tests.commands import start
+from tests.commands import invoke, start
 from tests.docs.pages import ROOT, blocks
 from tests.harness import LIMIT
 from tests.tiny import shared, tiny_bert_st
-from vembed.cli.main import app
 from vembed.parallel.launch import free_port
 
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -83,8 +80,7 @@ def run(arguments):
         return
     if arguments[0] == "vembed":
         extra = ["report_to=none", "max_steps=2"] if arguments[1] == "train" else []
-        done = CliRunner().invoke(app, [*arguments[1:], *extra])
-        assert done.exit_code == 0, done.output
+        done = invoke(*arguments[1:], *extra)
         if arguments[1] == "check-server":
             assert f"{arguments[2]}/v1/embeddings equals output" in done.output
     elif arguments[0] == "cp" or shutil.which(arguments[0]) is not None:

@@ -5,12 +5,11 @@ import shutil
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import vembed
+from tests.commands import invoke
 from tests.tiny import read_json
 from tests.training.test_run import settings
-from vembed.cli.main import app
 from vembed.evaluation.query_results import path_of, read_queries
 
 
@@ -31,16 +30,10 @@ def runs(tmp_path_factory):
     return folder
 
 
-def compare(*words):
-    done = CliRunner().invoke(app, ["compare", *words])
-    return done.exit_code, done.stdout, done.stderr
-
-
 def test_the_json_has_scores_paired_differences_settings_and_queries(runs):
     names = ["small", "large", "stopped"]
-    code, out, err = compare(*(str(runs / name) for name in names), "--json")
-    assert code == 0, err
-    report = json.loads(out)
+    folders = [runs / name for name in names]
+    report = json.loads(invoke("compare", *folders, "--json").stdout)
     assert [run["name"] for run in report["runs"]] == names
     assert [run["is_finished"] for run in report["runs"]] == [True, True, False]
     rates = {"small": 1e-5, "large": 3e-3, "stopped": 3e-3}
@@ -69,17 +62,15 @@ def test_an_option_that_one_run_alone_has_is_a_setting_that_differs(runs, tmp_pa
     shutil.copytree(runs / "small", other)
     with (other / "config.yaml").open("a") as file:
         file.write("column_mapping: {question: query}\n")
-    folders = (str(runs / "small"), str(other))
-    settings = json.loads(compare(*folders, "--json")[1])["settings"]
+    done = invoke("compare", runs / "small", other, "--json")
     mapping = {"small": None, "other": {"question": "query"}}
-    assert settings["column_mapping"] == mapping
+    assert json.loads(done.stdout)["settings"]["column_mapping"] == mapping
 
 
 def test_the_page_shows_all_of_it_in_one_file(runs, tmp_path):
     target = tmp_path / "both.html"
-    folders = [str(runs / name) for name in ("small", "large", "stopped")]
-    code, out, err = compare(*folders, "--output", str(target))
-    assert code == 0, err
+    folders = [runs / name for name in ("small", "large", "stopped")]
+    out = invoke("compare", *folders, "--output", target).stdout
     assert f"wrote {target}" in out and "nDCG@10" in out
     page = target.read_text()
     for text in (
@@ -113,8 +104,8 @@ def test_runs_over_other_data_are_not_paired(runs, tmp_path, change):
         change(content)
         path.write_text(json.dumps(content))
     page = tmp_path / "page.html"
-    words = (str(runs / "small"), str(other), "--json", "--output", str(page))
-    report = json.loads(compare(*words)[1])
+    words = (runs / "small", other, "--json", "--output", page)
+    report = json.loads(invoke("compare", *words).stdout)
     message = report["differences"][0]["not_paired"]
     assert "other was evaluated on other data than small" in message
     assert report["best"] == "small", "scores on other data decide nothing"
@@ -129,8 +120,9 @@ def test_runs_over_other_data_are_not_paired(runs, tmp_path, change):
     ],
 )
 def test_mistakes_are_one_sentence(runs, words, says):
-    code, _, err = compare(*(str(runs / word) for word in words))
-    assert code == 2 and says in err and len(err.splitlines()) == 1
+    folders = [runs / word for word in words]
+    err = invoke("compare", *folders, code=2).stderr
+    assert says in err and len(err.splitlines()) == 1
 
 
 def test_a_card_that_was_lost_is_written_again_as_it_was(runs):
@@ -138,8 +130,7 @@ def test_a_card_that_was_lost_is_written_again_as_it_was(runs):
     before = path.read_text()
     for model in (runs / "large", runs / "large" / "final"):
         path.unlink()
-        done = CliRunner().invoke(app, ["card", str(model)])
-        assert done.exit_code == 0, done.stderr
+        invoke("card", model)
         assert path.read_text() == before
-    done = CliRunner().invoke(app, ["card", str(runs / "stopped")])
-    assert done.exit_code == 2 and "neither the folder of a finished run" in done.stderr
+    done = invoke("card", runs / "stopped", code=2)
+    assert "neither the folder of a finished run" in done.stderr

@@ -9,9 +9,9 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import vembed
+from tests.commands import invoke
 from tests.data.files import write_jsonl
 from tests.serve.test_serve import started
 from tests.tiny import (
@@ -26,7 +26,6 @@ from tests.tiny import (
     tiny_vit,
 )
 from tests.weights.variants import pairs
-from vembed.cli.main import app
 from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
@@ -61,22 +60,14 @@ def siglip_folder():
     return shared(tiny_siglip, layers=1)
 
 
-def run(*words):
-    return CliRunner().invoke(app, [str(word) for word in words])
-
-
 def export(*words):
     """Return the output of an export that ends well."""
-    done = run("export", *words)
-    assert done.exit_code == 0, done.output
-    return done.output
+    return invoke("export", *words).output
 
 
 def refused(*words):
     """Return the message of a command that refuses."""
-    done = run(*words)
-    assert done.exit_code == 2, done.output
-    return done.stderr
+    return invoke(*words, code=2).stderr
 
 
 def check_of(folder):
@@ -439,11 +430,10 @@ def test_check_server_names_what_differs(tmp_path, monkeypatch):
         assert "401" in refused("check-server", server.address, model)
         monkeypatch.setenv("VEMBED_API_KEY", "secret")
         for route in ("", "/v1", "/v1/embeddings"):
-            done = run("check-server", server.address + route, model)
-            assert done.exit_code == 0, done.output
-            done = run("check-server", server.address + route, model_folder())
-            assert done.exit_code == 1
+            words = ("check-server", server.address + route)
+            invoke(*words, model)
+            done = invoke(*words, model_folder(), code=1)
             assert "largest cosine distance" in done.stderr
-        done = run("check-server", server.address, shared(tiny_bert_st))
-        assert done.exit_code == 1 and "24 dimensions for 32" in done.stderr
+        done = invoke("check-server", server.address, shared(tiny_bert_st), code=1)
+        assert "24 dimensions for 32" in done.stderr
     assert "does not answer" in refused("check-server", server.address, model)

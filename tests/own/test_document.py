@@ -289,8 +289,8 @@ def test_the_documents_command_trains(tmp_path):
         module="torch.distributed.run",
         folder=ROOT,
         env={"XDG_CACHE_HOME": str(tmp_path / "cache")},
+        code=0,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
     assert len(LOSS_LINE.findall(done.stdout)) == 9, "one line per step, from rank 0"
     assert re.search(r"^embedding: nDCG@10 0\.\d{4}, and", done.stdout, re.MULTILINE)
     for stage in ("open", "pretrain", "embed"):

@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.commands import invoke
 from tests.own.classes import (
     BAG,
     BOTH,
@@ -15,7 +15,6 @@ from tests.own.classes import (
     PACKED,
 )
 from vembed.cli.check_class import check_model
-from vembed.cli.main import app
 
 
 @pytest.mark.parametrize(
@@ -62,24 +61,17 @@ def test_texts_in_one_row_are_tried_where_the_class_takes_them():
     assert "Mixed takes cu_seqlens, and texts in one row change each other" in broken
 
 
-def run(*words):
-    return CliRunner().invoke(app, words)
-
-
 def test_the_command():
-    done = run("doctor", "--model-class", BAG, "--model-config", "{hidden_dim: 8}")
-    assert done.exit_code == 0 and "FSDP units" in done.output
-    done = run("doctor", "--model-class", f"{FOLDER}/broken.py:Padded")
-    assert done.exit_code == 1 and "FAIL: padding changes the result" in done.output
-    done = run("doctor", "--model-class", BAG, "--model-config", "{size: 8}")
-    assert done.exit_code == 2
+    words = ("doctor", "--model-class", BAG, "--model-config")
+    assert "FSDP units" in invoke(*words, "{hidden_dim: 8}").output
+    done = invoke(*words[:2], f"{FOLDER}/broken.py:Padded", code=1)
+    assert "FAIL: padding changes the result" in done.output
+    invoke(*words, "{size: 8}", code=2)
 
 
 def test_init_makes_a_tokenizer(tmp_path):
     data = tmp_path / "texts.jsonl"
     data.write_text('{"text": "a red cat"}\n{"text": "two dogs"}\n')
     target = tmp_path / "tokenizer"
-    words = ["--data", str(data), "--tokenizer", str(target), "--vocab-size", "300"]
-    done = run("init", *words)
-    assert done.exit_code == 0, done.output
+    invoke("init", "--data", data, "--tokenizer", target, "--vocab-size", 300)
     assert (target / "tokenizer.json").is_file()

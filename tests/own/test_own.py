@@ -7,11 +7,10 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from typer.testing import CliRunner
 
 import vembed
 from tests import tiny
-from tests.commands import command
+from tests.commands import command, invoke
 from tests.data.files import write_jsonl
 from tests.harness import run_ranks
 from tests.losses.reference import reference_loss
@@ -28,7 +27,6 @@ from tests.parity.engine import (
 )
 from tests.tiny_tokenizers import texts, wordpiece_tokenizer
 from tests.training.test_run import log_text, metric_lines
-from vembed.cli.main import app
 from vembed.config.loading import load_config
 from vembed.parallel.session import start_session
 
@@ -102,10 +100,6 @@ def options(place, name, **more):
 
 def saved(place, name):
     return vembed.Embedder(place / name / "final", trust_remote_code=True)
-
-
-def run(*words):
-    return CliRunner().invoke(app, words)
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
@@ -281,9 +275,8 @@ def test_saved_models_load_elsewhere(trained, place, name):
 
 def test_a_saved_model_is_exported_without_a_question(place, tmp_path):
     vembed.train(options(place, "bag-alone", model_class=Bag, max_steps=1))
-    folders = [str(place / "bag-alone" / "final"), str(tmp_path / "onnx")]
-    done = run("export", *folders, "--format", "onnx", "--trust-remote-code")
-    assert done.exit_code == 0, done.output
+    folders = (place / "bag-alone" / "final", tmp_path / "onnx")
+    done = invoke("export", *folders, "--format", "onnx", "--trust-remote-code")
     assert "check: 200 texts" in done.output and "custom code" not in done.output
     # The graph needs no code of the model's, which is not in the folder.
     assert "auto_map" not in tiny.read_json(tmp_path / "onnx" / "config.json")
@@ -369,10 +362,8 @@ def test_adapters_are_merged_and_a_run_is_planned_and_resumed(place):
     assert result.steps == 3
     config = place / "cfg.yaml"
     config.write_text(yaml.safe_dump({**values, "output_dir": str(place / "planned")}))
-    planned = run("plan", str(config))
-    assert planned.exit_code == 0 and "fits" in planned.output, planned.output
-    checked = run("train", str(config), "--dry-run")
-    assert checked.exit_code == 0 and f"model_class: {BAG}" in checked.output
+    assert "fits" in invoke("plan", config).output
+    assert f"model_class: {BAG}" in invoke("train", config, "--dry-run").output
 
 
 def test_stages_evaluate_an_own_class_without_a_flag(place):
@@ -381,6 +372,5 @@ def test_stages_evaluate_an_own_class_without_a_flag(place):
     scoring = {"name": "scores", "evaluate": {"data": config["data_path"]}}
     config["stages"] = [{"name": "first"}, scoring]
     (place / "stages.yaml").write_text(yaml.safe_dump(config))
-    result = command("train", "stages.yaml", folder=place)
-    assert result.returncode == 0, result.stderr
+    command("train", "stages.yaml", folder=place, code=0)
     assert "ndcg@10" in (place / "stages" / "scores" / "scores.json").read_text()

@@ -5,24 +5,23 @@ import shutil
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import vembed
+from tests.commands import invoke
 from tests.publish.hub_server import TOKEN, running_hub
 from tests.training.test_run import settings
-from vembed.cli.main import app
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Use 'content=:DeprecationWarning"
 )  # inside huggingface_hub
 
 
-def push(folder, *words):
-    return CliRunner().invoke(app, ["push", str(folder), *words])
+def push(*words, code=0):
+    return invoke("push", *words, code=code)
 
 
-def refused(done, part, code=2):
-    assert done.exit_code == code and part in done.stderr
+def refused(folder, name, part, code=2):
+    assert part in push(folder, name, code=code).stderr
 
 
 def use(hub, patch):
@@ -84,13 +83,12 @@ def test_neither_the_token_nor_folders_of_the_machine_are_published(trained):
 
 def test_a_push_that_was_cut_goes_on(trained, hub):
     hub.broken_commit = 1
-    refused(push(trained[0], "me/again"), "the same command goes on", code=1)
+    refused(trained[0], "me/again", "the same command goes on", code=1)
     repository = hub.repositories["me/again"]
     assert repository.files == {}
     before = hub.num_uploads
     for _ in range(2):
         done = push(trained[0], "me/again", "--json")
-        assert done.exit_code == 0, done.output
         assert hub.num_uploads == before, "the weights were there"
     result = json.loads(done.stdout)
     assert result["is_private"] and result["url"].endswith("/me/again")
@@ -102,22 +100,21 @@ def test_a_dry_run_needs_no_token_and_sends_nothing(trained, hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     done = push(trained[0], "me/dry", "--dry-run", "--no-report")
-    assert done.exit_code == 0
     for part in ("would push", "(private)", "README.md"):
         assert part in done.output
     assert "report.html" not in done.output
     assert hub.repositories == {}
-    refused(push(trained[0], "me/dry"), "hf auth login")
+    refused(trained[0], "me/dry", "hf auth login")
 
 
 def test_what_is_refused(trained, hub, tmp_path, monkeypatch):
     folder, _ = trained
-    assert push(folder, "me/open", "--public").exit_code == 0
-    refused(push(folder, "me/open"), "is public")
-    refused(push(tmp_path, "me/none"), "no model: give")
-    refused(push(folder, "no name", "--dry-run"), "give user/name")
+    push(folder, "me/open", "--public")
+    refused(folder, "me/open", "is public")
+    refused(tmp_path, "me/none", "no model: give")
+    refused(folder, "no name", "give user/name")
     leaking = shutil.copytree(folder, tmp_path / "leaking")
     (leaking / "final" / "README.md").write_text(TOKEN)
-    refused(push(leaking, "me/leak"), "README.md")
+    refused(leaking, "me/leak", "README.md")
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-    refused(push(folder, "me/other"), "401")
+    refused(folder, "me/other", "401")

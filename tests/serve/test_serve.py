@@ -21,12 +21,11 @@ import numpy as np
 import psutil
 import pytest
 from scipy.special import expit
-from typer.testing import CliRunner
 
 import vembed
+from tests.commands import invoke
 from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
-from vembed.cli.main import app
 from vembed.errors import UserError
 from vembed.inference.serve import Batcher, ServedInput, open_encoder
 from vembed.models.processors import load_tokenizer
@@ -202,9 +201,7 @@ def test_token_ids_are_taken_as_they_are(server):
 
 
 def test_check_server_passes(limited):
-    arguments = ["check-server", limited.address, str(model_folder())]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    invoke("check-server", limited.address, model_folder())
 
 
 def test_many_connections_at_once_are_all_answered(server):

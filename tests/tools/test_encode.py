@@ -11,15 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from typer.testing import CliRunner
 
-from tests.commands import command
+from tests.commands import command, invoke
 from tests.data.files import read_jsonl, write_jsonl
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.cli.commands import encode
-from vembed.cli.main import app
 from vembed.files import replaced_file
 from vembed.inference.encoding import quantized, ranges_of
 
@@ -142,8 +140,7 @@ def test_forms_of_records(folder, record_of):
 def test_two_commands_that_write_one_file(texts, folder):
     with replaced_file(folder / "out.npy") as partial:
         partial.write_text("of the first")
-        done = command("encode", BERT, texts, "out.npy")
-    assert done.returncode == 2
+        done = command("encode", BERT, texts, "out.npy", code=2)
     assert "error: out.npy is being written by another process: wait" in done.stderr
     assert done.stderr.count("\n") == 1
     assert (folder / "out.npy").read_text() == "of the first"
@@ -288,9 +285,8 @@ def test_images_that_cannot_be_read_are_named_together(damaged):
 
 
 def test_bad_inputs_are_left_out_when_asked(damaged, pictures, folder):
-    words = ["encode", CLIP, str(damaged), "out.parquet", "--on-bad-record", "skip"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0 and "1 left out" in done.output
+    words = ("encode", CLIP, damaged, "out.parquet", "--on-bad-record", "skip")
+    assert "1 left out" in invoke(*words).output
     (skipped,) = read_jsonl(folder / "out.skipped.jsonl")
     assert skipped["row"] == 3 and "bad.jpg is broken" in skipped["reason"]
     table = pq.read_table("out.parquet")

@@ -120,8 +120,7 @@ def test_two_exports_into_one_folder(tmp_path):
     target = tmp_path / "copy"
     with replaced_folder(target) as folder:
         (folder / "first.txt").write_text("1")
-        done = command("export", str(shared(tiny_bert)), str(target))
-    assert done.returncode == 2
+        done = command("export", str(shared(tiny_bert)), str(target), code=2)
     assert f"error: {target} is being written by another process" in done.stderr
     assert (target / "first.txt").is_file()
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]

@@ -6,12 +6,10 @@ import time
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from tests import tiny
-from tests.commands import command, start
+from tests.commands import command, invoke, start
 from tests.weights.variants import pairs
-from vembed.cli.main import app
 from vembed.config.loading import load_config, save_config
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, UserError
@@ -131,8 +129,7 @@ def test_a_trial_whose_time_is_up_has_its_score(config, tmp_path):
 
 def test_two_processes_share_the_trials(config, tmp_path):
     flags = "--trials 6 --options learning_rate,temperature --nproc 2 --output"
-    done = command("tune", str(config), *flags.split(), str(tmp_path / "tune"))
-    assert done.returncode == 0, done.stderr
+    command("tune", str(config), *flags.split(), str(tmp_path / "tune"), code=0)
     options = [trial["options"] for trial in trials_of(tmp_path / "tune")]
     for values in options:
         assert values.keys() == {"learning_rate", "temperature"}
@@ -141,14 +138,13 @@ def test_two_processes_share_the_trials(config, tmp_path):
 
 def test_a_dry_run_shows_ranges_and_writes_nothing(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["tune", str(config), "use_lora=true", "--trials", "9", "--dry-run"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
+    words = ["tune", config, "use_lora=true", "--trials", "9", "--dry-run"]
+    done = invoke(*words)
     assert "trials: 9, the first one the config as it is" in done.output
     for name in ("learning_rate", "temperature", "batch_size", "lora_r"):
         assert f"  {name}: " in done.output
     assert "  learning_rate: an eighth to 8 times that of the first" in done.output
-    done = CliRunner().invoke(app, [*words, "learning_rate=0.02"])
+    done = invoke(*words, "learning_rate=0.02")
     assert "  learning_rate: 0.0025 to 0.16, by ratio (first 0.02)" in done.output
     assert list(tmp_path.iterdir()) == []
 

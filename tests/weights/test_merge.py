@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 import vembed
+from tests.commands import invoke
 from tests.harness import run_ranks
 from tests.tiny import (
     change_json,
@@ -25,7 +26,6 @@ from tests.tiny import (
 from tests.weights.variants import pairs, variant
 from vembed import UserError
 from vembed.cli.commands.export import copy_model
-from vembed.cli.main import app
 from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session
 from vembed.weights import merge as merging
@@ -98,14 +98,11 @@ def test_back_to_a_base_with_other_names(models, tmp_path):
     assert_mean(tmp_path / "out", [weights_of(models[0]), tensors])
 
 
-def test_the_command_and_a_sweep(models, tmp_path, capsys):
+def test_the_command_and_a_sweep(models, tmp_path):
     data = pairs(tmp_path / "val.jsonl")
     out = tmp_path / "out"
-    first, second = map(str, models[:2])
-    words = ["merge", first, second, "-o", str(out)]
-    with pytest.raises(SystemExit) as end:
-        app([*words, "--sweep", "0,0.5,1", "--data", str(data)])
-    assert end.value.code == 0
+    words = ("--sweep", "0,0.5,1", "--data", data)
+    printed = invoke("merge", *models[:2], "-o", out, *words).stdout
     points = read_json(out / "sweep.json")["points"]
     assert [point["at"] for point in points] == [0, 0.5, 1]
     best = max(points, key=lambda point: point["score"])
@@ -113,7 +110,6 @@ def test_the_command_and_a_sweep(models, tmp_path, capsys):
     assert score == pytest.approx(best["score"])
     of_first = vembed.evaluate(models[0], data)["ndcg@10"]
     assert points[0]["score"] == pytest.approx(of_first)
-    printed = capsys.readouterr().out
     assert f"score: {score:.4f}" in printed
 
 
