@@ -1,11 +1,9 @@
 """Rows of the table that no room of the house shows by itself: packaging, variables, a run on two processes."""
 
 import re
-import tomllib
 from importlib.metadata import version
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -13,23 +11,24 @@ import vembed
 from benchmarks.strategies import STRATEGIES
 from tests import tiny
 from tests.commands import command
-from tests.data.files import write_jsonl
+from tests.config.conftest import assert_options
 from tests.docs.pages import ROOT, text_of
+from tests.docs.test_links import EXTRAS, PROJECT
 from tests.floors import NEWER_THAN_ITS_FLOOR, constraints, lower_bounds
-from tests.training.test_run import metrics
+from tests.training.test_run import config_file, log_text, metrics
 from vembed.config.loading import load_config
 from vembed.models import precision
 from vembed.parallel.launch import rank_environments
 
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 STEPS = 6
+ONE_STEP = {"max_steps": 1, "save_steps": None}
 
 
 @pytest.mark.promise("A06", "A07")
 def test_extras_and_lower_bounds():
     extras = {
         name: {Requirement(entry).name for entry in value}
-        for name, value in PROJECT["optional-dependencies"].items()
+        for name, value in EXTRAS.items()
     }
     assert extras["fsdp"] == {"bitsandbytes", "torchao"}
     assert {"demo", "gpu", "wandb", "dev", "docs"} <= set(extras)
@@ -46,11 +45,8 @@ def test_extras_and_lower_bounds():
 def test_the_oldest_versions_that_ci_trains_with_are_the_lower_bounds():
     lowest = lower_bounds()
     tried = constraints()
-    assert (
-        lowest.keys()
-        == tried.keys()
-        == {Requirement(dependency).name for dependency in PROJECT["dependencies"]}
-    )
+    names = {Requirement(dependency).name for dependency in PROJECT["dependencies"]}
+    assert lowest.keys() == tried.keys() == names
     for name in lowest.keys() - {NEWER_THAN_ITS_FLOOR}:
         assert Version(lowest[name]) == Version(tried[name]), name
 
@@ -69,30 +65,21 @@ def test_variables_reach_every_process():
 
 @pytest.mark.promise("C17")
 def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines():
-    block = {
-        "distributed": {
-            "strategy": "ddp",
-            "num_nodes": 4,
-            "devices": 8,
-            "sync_batchnorm": True,
-        }
-    }
-    config = load_config({"model_name": "m", "data_path": "d", **block})
-    assert (
-        config.parallel.strategy,
-        config.parallel.num_machines,
-        config.parallel.num_processes,
-        config.parallel.sync_batchnorm,
-    ) == ("ddp", 4, 8, True)
+    block = {"strategy": "ddp", "num_nodes": 4, "devices": 8, "sync_batchnorm": True}
+    config = load_config({"model_name": "m", "data_path": "d", "distributed": block})
+    assert_options(
+        config,
+        strategy="ddp",
+        num_machines=4,
+        num_processes=8,
+        sync_batchnorm=True,
+    )
 
 
 @pytest.mark.promise("A26")
 def test_the_claim_about_speed_is_a_measured_table():
-    section = (
-        text_of(ROOT / "docs" / "benchmarks.md")
-        .split("## DDP against FSDP")[1]
-        .split("\n## ")[0]
-    )
+    page = text_of(ROOT / "docs" / "benchmarks.md")
+    section = page.split("## DDP against FSDP")[1].split("\n## ")[0]
     cells = {
         line.split("|")[1].strip()
         for line in section.splitlines()
@@ -108,30 +95,8 @@ def test_the_claim_about_speed_is_a_measured_table():
 
 
 def write_config(folder, **more):
-    texts = tiny.texts(64, longest=20)
-    rows = [
-        {"query": " ".join(text.split()[:3]), "positive": f"found: {text}"}
-        for text in texts
-    ]
-    (folder / "data").mkdir(parents=True)
-    for name, entry in (("train", rows[:48]), ("val", rows[48:])):
-        write_jsonl(folder / "data" / f"{name}.jsonl", entry)
-    config = {
-        "model_name": str(tiny.shared(tiny.tiny_bert)),
-        "data_path": "data/train.jsonl",
-        "val_data_path": "data/val.jsonl",
-        "output_dir": str(folder / "output"),
-        "max_steps": STEPS,
-        "learning_rate": 2.0e-3,
-        "logging_steps": 1,
-        "save_steps": 2,
-        "micro_batch_tokens": 128,
-        "report_to": "none",
-        **more,
-    }
-    path = folder / "cfg.yaml"
-    path.write_text(yaml.safe_dump(config))
-    return path
+    folder.mkdir()
+    return config_file(folder, **{"save_steps": 2, "micro_batch_tokens": 128} | more)
 
 
 @pytest.mark.promise(
@@ -154,21 +119,21 @@ def write_config(folder, **more):
 )
 def test_one_command_on_two_processes(tmp_path):
     first = tmp_path / "one"
-    vembed.train(write_config(first, global_batch_size=16))
+    vembed.train(write_config(first))
     two = tmp_path / "two"
     config = write_config(two, batch_size=8, profile_steps=[5, 6])
     words = ("train", str(config), "--nproc", "2", "use_fsdp=true")
     command(*words, env={"CUDA_VISIBLE_DEVICES": ""}, code=0)
 
     for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
-        sharded = metrics(two / "output", key)
+        sharded = metrics(two / "run", key)
         assert len(sharded) == STEPS
-        assert sharded == pytest.approx(metrics(first / "output", key), rel=tolerance)
-    assert max(metrics(two / "output", "learning_rate")) == pytest.approx(2.0e-3)
-    memory = metrics(two / "output", "memory")[-1]
+        assert sharded == pytest.approx(metrics(first / "run", key), rel=tolerance)
+    assert max(metrics(two / "run", "learning_rate")) == pytest.approx(2.0e-3)
+    memory = metrics(two / "run", "memory")[-1]
     assert [entry["rank"] for entry in memory] == [0, 1]
 
-    log = (two / "output" / "training_log.txt").read_text()
+    log = log_text(two / "run")
     assert "global batch: 16 examples over 2 processes (8 each)" in log
     total = int(re.search(r"Total: ([\d,]+)", log)[1].replace(",", ""))
     held = [
@@ -178,15 +143,13 @@ def test_one_command_on_two_processes(tmp_path):
     assert all(number == pytest.approx(total / 2, rel=0.1) for number in held)
     for step in range(1, STEPS + 1):
         assert log.count(f"step {step}/{STEPS}  ") == 1
-    assert {path.name for path in (two / "output").glob("checkpoint-*")} == {
+    assert {path.name for path in (two / "run").glob("checkpoint-*")} == {
         "checkpoint-2",
         "checkpoint-4",
         "checkpoint-6",
     }
     for rank in range(2):
-        events = tiny.read_json(two / "output" / f"trace-rank{rank}.json")[
-            "traceEvents"
-        ]
+        events = tiny.read_json(two / "run" / f"trace-rank{rank}.json")["traceEvents"]
         names = {event["name"] for event in events}
         assert {
             "fsdp::all_gather_copy_in",
@@ -195,7 +158,7 @@ def test_one_command_on_two_processes(tmp_path):
         } <= names
     texts = tiny.texts(5, seed=3)
     vectors = [
-        vembed.Embedder(folder / "output" / "final").encode(texts)
+        vembed.Embedder(folder / "run" / "final").encode(texts)
         for folder in (first, two)
     ]
     assert vectors[0] == pytest.approx(vectors[1], abs=1e-4)
@@ -203,22 +166,17 @@ def test_one_command_on_two_processes(tmp_path):
 
 @pytest.mark.promise("C28")
 def test_accumulated_batches_have_only_their_own_negatives(tmp_path):
-    large = vembed.train(
-        write_config(tmp_path / "large", batch_size=16, max_steps=1, save_steps=None)
-    )
-    small = vembed.train(
-        write_config(
-            tmp_path / "small",
-            batch_size=8,
-            gradient_accumulation_steps=2,
-            max_steps=1,
-            save_steps=None,
+    losses = []
+    for batch_size, accumulated in ((16, 1), (8, 2)):
+        config = write_config(
+            tmp_path / str(batch_size),
+            batch_size=batch_size,
+            gradient_accumulation_steps=accumulated,
+            **ONE_STEP,
         )
-    )
-    losses = [metrics(result.output_dir)[0] for result in (large, small)]
-    assert (
-        losses[1] < losses[0] - 0.1
-    )  # eight candidates are fewer to tell apart than sixteen
+        losses += metrics(vembed.train(config).output_dir)
+    # Eight candidates are fewer to tell apart than sixteen.
+    assert losses[1] < losses[0] - 0.1
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -234,14 +192,12 @@ def test_a_run_recomputes_layers_and_drops_out(checkpointing, tmp_path, monkeypa
     losses = []
     for dropout in (0.0, 0.5):
         folder = tmp_path / f"dropout-{dropout}"
-        more = {
-            "gradient_checkpointing": checkpointing,
-            "max_steps": 1,
-            "batch_size": 8,
-            "save_steps": None,
-        }
         config = write_config(
-            folder, **more, model_name=str(tiny.shared(tiny.tiny_bert, dropout=dropout))
+            folder,
+            model_name=str(tiny.shared(tiny.tiny_bert, dropout=dropout)),
+            gradient_checkpointing=checkpointing,
+            batch_size=8,
+            **ONE_STEP,
         )
         losses += metrics(vembed.train(config).output_dir)
     assert bool(calls) == checkpointing

@@ -8,6 +8,7 @@ import torch
 import vembed
 from tests import tiny
 from tests.config.effects import build, given, resolve
+from tests.training.test_run import log_text
 from vembed.cli import machine_checks
 from vembed.cli.commands import doctor
 from vembed.errors import UserError
@@ -39,7 +40,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_by_python_too():
 def test_processes_that_nobody_started_are_said(tmp_path):
     options = {"devices": 4, "num_nodes": 2, "max_steps": 1}
     result = vembed.train(given({**options, "output_dir": str(tmp_path)}))
-    log = (result.output_dir / "training_log.txt").read_text()
+    log = log_text(result.output_dir)
     for option in ("num_processes: 4", "num_machines: 2"):
         assert f"{option} (the config) has no effect: this run has 1" in log
 

@@ -5,7 +5,7 @@ import textwrap
 
 import yaml
 
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, text_of
 
 FILE = ROOT / "docs" / "llms.txt"
 NOTE = """\
@@ -16,7 +16,7 @@ Agents start with [Agents](agents/). In the repository the page `NAME/` is `docs
 
 def llms_text():
     """Return the file's text."""
-    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    site = yaml.safe_load(text_of(ROOT / "mkdocs.yml"))
     sections = {"Start": []}
     for entry in site["nav"]:
         for title, target in entry.items():
@@ -34,7 +34,7 @@ def llms_text():
 
 def link(title, page):
     address = page.removesuffix(".md").removesuffix("index")
-    sentence = first_sentence((ROOT / "docs" / page).read_text(encoding="utf-8"))
+    sentence = first_sentence(text_of(ROOT / "docs" / page))
     return f"- [{title}]({address + '/' if address else './'}): {sentence}"
 
 

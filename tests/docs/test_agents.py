@@ -3,7 +3,7 @@
 import re
 
 from tests.docs.llms import FILE, llms_text
-from tests.docs.pages import ROOT
+from tests.docs.pages import ROOT, text_of
 from vembed.cli.main import COMMANDS, WITHOUT_JSON
 
 
@@ -13,7 +13,7 @@ def headings_and_links(text):
 
 def test_llms_txt_is_current():
     """`python -m tests.docs.llms` writes it. The sentences are those of the day it was written."""
-    text = FILE.read_text(encoding="utf-8")
+    text = text_of(FILE)
     assert headings_and_links(text) == headings_and_links(llms_text())
     pages = re.findall(r"\]\(([\w-]+)/\)", text)
     for path in (ROOT / "docs").glob("*.md"):
@@ -21,7 +21,7 @@ def test_llms_txt_is_current():
 
 
 def test_the_page_for_agents_names_the_commands_with_json():
-    page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+    page = text_of(ROOT / "docs" / "agents.md")
     table = page[page.index("## Commands with --json") : page.index("## Files")]
     names = set(re.findall(r"^\| `(\w[\w-]*)` ", table, re.MULTILINE))
     assert names == COMMANDS.keys() - WITHOUT_JSON

@@ -78,8 +78,8 @@ def copy(tmp_path_factory):
     return folder
 
 
-def run(copy, *arguments, cwd=None):
-    """Exit code and output of a Python command that imports the copy."""
+def run(copy, *arguments, cwd=None, code=0):
+    """Output of a Python command that imports the copy, and ends with this exit code."""
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd or copy,
@@ -89,7 +89,9 @@ def run(copy, *arguments, cwd=None):
         timeout=300,
         check=False,
     )
-    return done.returncode, done.stdout + done.stderr
+    output = done.stdout + done.stderr
+    assert done.returncode == code, output[-3000:]
+    return output
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +110,7 @@ def workplace(copy, tmp_path_factory):
         "tiny_model(Path('electra'))\n"
         f"write(Path('train.ltsv'), {records!r})\n"
     )
-    code, output = run(copy, "-c", make, cwd=folder)
-    assert code == 0, output
+    run(copy, "-c", make, cwd=folder)
     config = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
         "data_path": "train.jsonl",
@@ -134,13 +135,8 @@ def test_the_parts_train_together(copy, workplace, numbers):
     assert len(options) == 6
     arguments = [word for number in numbers for word in options[number]]
     output_dir = workplace / f"run{numbers[0]}"
-    code, output = run(
-        copy,
-        *("-m", "vembed", "train", "cfg.yaml", *arguments),
-        f"output_dir={output_dir}",
-        cwd=workplace,
-    )
-    assert code == 0, output
+    words = ("-m", "vembed", "train", "cfg.yaml", *arguments)
+    run(copy, *words, f"output_dir={output_dir}", cwd=workplace)
     losses = metrics(output_dir)
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
     description = tiny.read_json(output_dir / "final" / "vembed.json")
@@ -150,13 +146,8 @@ def test_the_parts_train_together(copy, workplace, numbers):
 
 
 def test_data_that_the_loss_cannot_use_are_refused(copy, workplace):
-    code, output = run(
-        copy,
-        *("-m", "vembed", "train", "cfg.yaml", "loss=logistic"),
-        *("data_path=pairs.jsonl", "output_dir=refused"),
-        cwd=workplace,
-    )
-    assert code != 0
+    words = "-m vembed train cfg.yaml loss=logistic data_path=pairs.jsonl"
+    output = run(copy, *words.split(), cwd=workplace, code=2)
     assert "pairs.jsonl" in output and "loss: logistic" in output
 
 
@@ -169,18 +160,13 @@ def test_the_parts_pass_the_contract_tests(copy):
             files.append(match[1])
             expected.append(match[2])
     assert files == list(CONTRACTS.values())
-    code, output = run(
-        copy,
-        *("-m", "pytest", "-x", "-p", "no:cacheprovider"),
-        *(*files, "-k", " or ".join(expected)),
-    )
-    assert code == 0, output[-3000:]
+    words = ("-m", "pytest", "-x", "-p", "no:cacheprovider", *files)
+    output = run(copy, *words, "-k", " or ".join(expected))
     assert int(re.findall(r"(\d+) passed", output)[-1]) > 60
 
 
 def test_the_page_of_options_has_the_parts(copy):
-    code, output = run(copy, "-m", "vembed", "schema", "--format", "markdown")
-    assert code == 0, output
+    output = run(copy, "-m", "vembed", "schema", "--format", "markdown")
     for name in (
         "`logistic_temperature`",
         "- `logistic`: each hard negative below the positive",
@@ -208,13 +194,9 @@ def test_what_is_forgotten_is_named(copy):
             (copy / path).unlink()
         else:
             shutil.copy(ROOT / path, copy / path)
-    code, output = run(
-        copy,
-        *("-m", "pytest", "-p", "no:cacheprovider", *CONTRACTS.values()),
-        *("-k", "has_a or in_the_table or one_record"),
-    )
+    words = ("-m", "pytest", "-p", "no:cacheprovider", *CONTRACTS.values())
+    output = run(copy, *words, "-k", "has_a or in_the_table or one_record", code=1)
     for path, text in complete.items():
         (copy / path).write_text(text)
-    assert code == 1, output[-3000:]
     for message in FORGOTTEN.values():
         assert message in output, output[-3000:]

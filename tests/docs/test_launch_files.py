@@ -41,15 +41,11 @@ def test_hugging_face_jobs():
     script = LAUNCH / "hf_jobs.sh"
     words = ["me/data", "cfg.yaml", "me/model", "epochs=2"]
     environment = os.environ | {"DRY_RUN": "1", "IMAGE": "me/vembed"}
-    done = subprocess.run(
-        ["bash", str(script), *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+    output = subprocess.check_output(
+        ["bash", script, *words], env=environment, text=True
     )
-    assert done.stdout.startswith("hf jobs run ") and "me/vembed bash -c" in done.stdout
-    assert done.stdout.split()[-4:] == words
+    assert output.startswith("hf jobs run ") and "me/vembed bash -c" in output
+    assert output.split()[-4:] == words
     text = script.read_text()
     assert "output_dir=run" in train_arguments(text).overrides
     assert "--private" in text and not re.search(r"hf_\w{10}", text)

@@ -6,6 +6,7 @@ import tomllib
 import pytest
 import yaml
 
+from tests.docs.cli_page import cli_page
 from tests.docs.pages import PAGES, ROOT, anchors, links, spans, text_of
 from vembed.cli.commands.config import options_page
 from vembed.config.options import BLOCKS, target_of
@@ -26,10 +27,16 @@ OTHER_KEYS = {
 """Keys in spans such as `compute_device: gpu` that are no options of a training."""
 for kind in (MineConfig, AuditConfig, GenerateConfig, EpochMining):
     OTHER_KEYS.update(kind.model_fields)
+PROJECT = tomllib.loads(text_of(ROOT / "pyproject.toml"))["project"]
+EXTRAS = PROJECT["optional-dependencies"]
 FSDP_NAMES = ("fsdp_config", "fsdp_empty_cache", "fsdp_print_memory_usage")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.fixture(params=PAGES, ids=lambda page: page.stem)
+def page(request):
+    return request.param
+
+
 @pytest.mark.promise("A25", "D46", "E39")
 def test_links_resolve(page):
     for link in links(page):
@@ -52,14 +59,12 @@ PATHS = re.compile(
 )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_paths_of_the_checkout_exist(page):
     for span in spans(page):
         for path in PATHS.findall(span):
             assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_names_of_options_exist(page):
     for span in spans(page):
         match = re.fullmatch(r"([a-z][a-z_0-9]+): [^:{]*", span)
@@ -71,7 +76,6 @@ def test_names_of_options_exist(page):
             assert known, f"{page.name}: {span}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_plain_text_without_places_of_a_machine(page):
     text = text_of(page)
     assert text.isascii(), [letter for letter in text if not letter.isascii()][:5]
@@ -84,8 +88,10 @@ def test_every_page_is_in_the_navigation():
         assert page.name in navigation, page.name
 
 
-def test_options_page_is_that_of_the_schema():
-    assert text_of(ROOT / "docs" / "options.md") == options_page()
+def test_generated_pages_are_current():
+    """CONTRIBUTING.md has the commands that write them."""
+    for name, page in (("options", options_page()), ("cli", cli_page())):
+        assert text_of(ROOT / "docs" / f"{name}.md") == page, name
 
 
 def test_the_table_of_columns_has_every_name():
@@ -95,22 +101,9 @@ def test_the_table_of_columns_has_every_name():
 
 
 def test_the_page_of_the_installation_has_every_extra():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    named = set(re.findall(r'"\.\[(\w+)\]"', (ROOT / "docs" / "index.md").read_text()))
-    assert named == set(extras) - {"docs"}
-
-
-NAMED_EXTRAS = re.compile(r'(?:vembed|"\.|\.whl)\[([\w,]+)\]')
-
-
-def test_extras_that_pages_and_messages_name_exist():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = set()
-    for path in (*PAGES, *(ROOT / "vembed").rglob("*.py")):
-        for names in NAMED_EXTRAS.findall(path.read_text(encoding="utf-8")):
-            extras.update(names.split(","))
-    assert {"demo", "mine", "fsdp"} <= extras <= set(project["optional-dependencies"])
+    page = text_of(ROOT / "docs" / "index.md")
+    named = set(re.findall(r'"\.\[(\w+)\]"', page))
+    assert named == set(EXTRAS) - {"docs"}
 
 
 INSTALLS = re.compile(r"pip install [^`\n]*?((?:-e )?\"[^\"]*\[([\w,]+)\]\")")
@@ -119,25 +112,26 @@ NAMED_EXTRAS = re.compile(r"vembed\[([\w,]+)\]")
 
 def test_installing_is_said_in_one_way():
     """From a checkout on every page, from a wheel in one place; and extras that pages and messages name exist."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     forms = set()
     extras = set()
     for page in PAGES:
-        for form, names in INSTALLS.findall(page.read_text(encoding="utf-8")):
+        text = text_of(page)
+        for form, names in INSTALLS.findall(text):
             forms.add(form.replace(names, "EXTRA"))
             extras |= {*names.split(",")}
+        for names in NAMED_EXTRAS.findall(text):
+            extras |= {*names.split(",")}
     assert forms == {'-e ".[EXTRA]"', '"vembed-0.1.0-py3-none-any.whl[EXTRA]"'}
-    optional = project["optional-dependencies"]
     packages = set()
-    for extra in sorted(set(optional) - {"dev", "docs"}):
-        packages.update(name.partition(">")[0] for name in optional[extra])
+    for extra in sorted(set(EXTRAS) - {"dev", "docs"}):
+        packages.update(name.partition(">")[0] for name in EXTRAS[extra])
     for path in (ROOT / "vembed").rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
+        text = text_of(path)
         for names in NAMED_EXTRAS.findall(text):
             extras |= {*names.split(",")}
         for words in re.findall(r"pip install ([\w .-]+)", text):
             assert packages.isdisjoint(words.split()), (path, words)
-    assert {"demo", "mine", "fsdp"} <= extras <= set(optional)
+    assert {"demo", "mine", "fsdp"} <= extras <= set(EXTRAS)
     # Messages name the extra of a tracker by the tracker's name.
     named = {tracker.name for tracker in TRACKERS.values() if tracker.package}
-    assert named - {"tensorboard"} <= set(optional)
+    assert named - {"tensorboard"} <= set(EXTRAS)

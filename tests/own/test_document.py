@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.commands import command
 from tests.docs.pages import ROOT
 from tests.harness import run_ranks
+from tests.training.test_run import log_text, metrics
 
 PACKAGE = ROOT / "examples" / "own_model"
 LOSS_LINE = re.compile(r"^Loss: \d+\.\d{4}$", re.MULTILINE)
@@ -262,14 +263,7 @@ def test_the_gradient_of_the_mapper():
 @pytest.mark.parametrize("target", ["train-free-fsdp", "train-baseline-fsdp"])
 def test_make_targets_start_two_processes_on_a_cpu(target):
     words = ["make", "--no-print-directory", "-n", "-o", ".venv/.dev", target]
-    done = subprocess.run(
-        words,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    words = done.stdout.split()
+    words = subprocess.check_output(words, cwd=ROOT, text=True).split()
     assert any(word.endswith("/torchrun") for word in words) and "--use-fsdp" in words
     assert not torch.cuda.is_available() and "--nproc_per_node=2" in words
     assert ("--baseline" in words) == ("baseline" in target)
@@ -298,8 +292,8 @@ def test_the_documents_command_trains(tmp_path):
         assert re.search(f"^{stage}: {losses}", done.stdout, re.MULTILINE), done.stdout
     # torch's warning of a result that FSDP cannot follow
     assert "returned a view tensor" not in done.stderr
-    log = (tmp_path / "pretrain" / "training_log.txt").read_text()
-    assert "FSDP2: 5 units (5 DecoderBlock) and the rest of the model" in log
-    metrics = (tmp_path / "pretrain" / "metrics.jsonl").read_text()
-    assert '"loss/next_token"' in metrics and '"loss/kl"' in metrics
+    said = "FSDP2: 5 units (5 DecoderBlock) and the rest of the model"
+    assert said in log_text(tmp_path / "pretrain")
+    for term in ("next_token", "kl"):
+        assert metrics(tmp_path / "pretrain", f"loss/{term}")
     assert (tmp_path / "embed" / "final" / "modules.json").is_file()

@@ -36,7 +36,7 @@ from tests.tiny import (
     tiny_xlmr,
     write_json,
 )
-from tests.training.test_run import metrics
+from tests.training.test_run import log_text, metrics
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT, PairFeaturiser
@@ -255,7 +255,7 @@ def test_a_run_file_is_the_first_stage(tmp_path):
 )
 def test_a_new_layer_of_the_score_has_a_higher_learning_rate(make, is_new, tmp_path):
     final = trained(tmp_path, shared(make), learning_rate="auto", max_steps=1)
-    log = (final.parent / "training_log.txt").read_text()
+    log = log_text(final.parent)
     assert ("head_learning_rate" in log) == is_new
 
 
