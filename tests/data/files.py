@@ -121,6 +121,18 @@ def read_jsonl(path):
     return [json.loads(line) for line in lines]
 
 
+def write_beir(folder, corpus, queries, relevant):
+    """Write a BEIR folder: texts by their names, and the names of each query's relevant documents."""
+    (folder / "qrels").mkdir(parents=True)
+    for part, entries in (("corpus", corpus), ("queries", queries)):
+        rows = [{"_id": name, "text": text} for name, text in entries.items()]
+        write_jsonl(folder / f"{part}.jsonl", rows)
+    with (folder / "qrels" / "test.tsv").open("w") as file:
+        for query, documents in relevant.items():
+            for document in documents:
+                file.write(f"{query}\t{document}\t1\n")
+
+
 def text_records(count, num_negatives=0):
     """Records of different texts: a query, a positive, and so many hard negatives."""
     width = 2 + num_negatives

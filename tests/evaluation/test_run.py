@@ -9,7 +9,7 @@ from datasets import Dataset
 from scipy import stats
 from sentence_transformers import SentenceTransformer
 
-from tests.data.files import write_jsonl
+from tests.data.files import write_beir, write_jsonl
 from tests.evaluation.test_retrieval import plain_metrics
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from tests.tiny_tokenizers import WORDS
@@ -57,18 +57,6 @@ def test_scores_are_those_of_the_vectors_of_sentence_transformers(make, tmp_path
     assert {key.partition("/")[2] or key for key in scores} == {
         f"{metric}@{k}" for metric in ("ndcg", "mrr", "recall", "map") for k in (3, 10)
     }
-
-
-def write_beir(folder, corpus, queries, relevant):
-    """A BEIR folder: texts by their names, and names of the relevant documents of each query."""
-    (folder / "qrels").mkdir()
-    for part, texts in (("corpus", corpus), ("queries", queries)):
-        rows = [{"_id": name, "text": text} for name, text in texts.items()]
-        write_jsonl(folder / f"{part}.jsonl", rows)
-    with (folder / "qrels" / "test.tsv").open("w") as file:
-        for query, documents in relevant.items():
-            for document in documents:
-                file.write(f"{query}\t{document}\t1\n")
 
 
 def test_documents_are_searched_chunk_by_chunk_and_never_held_together(

@@ -127,11 +127,12 @@ def judged(options):
 def test_the_command_and_two_ranks(options, tmp_path, capsys):
     judges = [{"model": str(tiny_reranker(tmp_path / "reranker"))}]
     words = [f"{name}={value}" for name, value in options.items()]
-    run_judge([*words, f"judges={json.dumps(judges)}"], DataFlags(is_dry_run=True))
+    words.append(f"judges={json.dumps(judges)}")
+    run_judge(words, DataFlags(is_dry_run=True))
     out = capsys.readouterr().out
     assert "5 rows with 8 negatives, 7 distinct pairs" in out and "would write" in out
     assert not Path(options["output_path"]).exists()
-    run_judge([*words, f"judges={json.dumps(judges)}", "--false-negatives", "relabel"])
+    run_judge([*words, "--false-negatives", "relabel"])
     alone = read_jsonl(Path(options["output_path"]))
     changes = {"judges": judges, "false_negatives": "relabel"}
     outcomes, rows = on_ranks(judged, options, 2, tmp_path, **changes)

@@ -9,15 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+from scipy.special import expit
 
 from tests.mining.data import documents, on_ranks, run, write_data
-from tests.tiny import shared, tiny_qwen3, tiny_reranker
-from vembed.data.features import ANSWER_END, ANSWER_PROMPT
+from tests.rerank.test_rerank import answer_scores, classifier_scores
+from tests.tiny import shared, tiny_qwen3_reranker, tiny_reranker
 from vembed.errors import RunError, UserError
 from vembed.mining.judges import answer_of, load_judge
 from vembed.mining.mine import mine
@@ -223,12 +219,8 @@ CPU = torch.device("cpu")
 def test_a_cross_encoder_scores_each_pair(tmp_path):
     folder = tiny_reranker(tmp_path)
     actual = dict(load_judge(Judge(model=str(folder)), OPTIONS, CPU)(PAIRS))
-    model = AutoModelForSequenceClassification.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for number, (query, document) in enumerate(PAIRS):
-        with torch.inference_mode():
-            alone = model(**tokenizer(query, document, return_tensors="pt")).logits
-        assert actual[number] == pytest.approx(float(torch.sigmoid(alone)), abs=1e-5)
+    expected = dict(enumerate(expit(classifier_scores(folder, PAIRS))))
+    assert actual == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_reranker_truncates_a_query_that_is_too_long_and_reads_no_pickled_weights(
@@ -250,24 +242,12 @@ def test_a_reranker_truncates_a_query_that_is_too_long_and_reads_no_pickled_weig
         ({"instruction": "Do they mean the same"}, "Do they mean the same"),
     ],
 )
-def test_a_decoder_answers_yes_or_no(tmp_path, options, instruction):
-    tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
-    tokenizer.add_tokens(["yes", "no"])
-    model = AutoModelForCausalLM.from_pretrained(shared(tiny_qwen3)).eval()
-    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    judge = Judge(model=str(tmp_path), max_length=400, **options)
+def test_a_decoder_answers_yes_or_no(options, instruction):
+    folder = shared(tiny_qwen3_reranker)
+    judge = Judge(model=str(folder), max_length=400, **options)
     actual = dict(load_judge(judge, OPTIONS, CPU)(PAIRS[:4]))
-    answers = tokenizer.convert_tokens_to_ids(["no", "yes"])
-    for number, (query, document) in enumerate(PAIRS[:4]):
-        body = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-        prompt = ANSWER_PROMPT + body + ANSWER_END
-        ids = tokenizer.encode(prompt, add_special_tokens=False)
-        with torch.inference_mode():
-            logits = model(torch.tensor([ids])).logits[0, -1, answers]
-        yes = float(torch.softmax(logits, 0)[1])
-        assert actual[number] == pytest.approx(yes, abs=1e-5)
+    expected = expit(answer_scores(folder, PAIRS[:4], instruction))
+    assert actual == pytest.approx(dict(enumerate(expected)), abs=1e-5)
 
 
 @pytest.mark.parametrize(

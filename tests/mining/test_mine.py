@@ -93,8 +93,7 @@ def test_first_ones_are_skipped_and_low_ones_left_out(options):
 def test_few_negatives_are_warned_of(tmp_path):
     options = small(tmp_path, pairs_of(documents()[:3]), num_negatives=4)
     lines = []
-    result = mine(options, log=lines.append)
-    assert result.num_short == 3
+    assert mine(options, log=lines.append).num_short == 3
     (warning,) = [line for line in lines if line.startswith("warning: ")]
     assert "3 of 3 rows got fewer than 4 negatives" in warning
     assert "corpus_path" in warning and "top_k" in warning

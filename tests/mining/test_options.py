@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.mining.data import corpus_of, write_jsonl
+from tests.data.files import write_beir, write_jsonl
 from tests.tiny import read_json
 from vembed import UserError, audit, generate, judge, mine
 from vembed.cli.commands.make_data import audit as run_audit
@@ -89,16 +89,13 @@ def test_options_of_the_command_win_over_those_of_training(training):
 
 
 def test_a_model_on_the_command_line_wins_over_retrievers_of_the_file(tmp_path):
+    """Both in one place are refused."""
     path = tmp_path / "mine.yaml"
-    path.write_text("data_path: a.jsonl\noutput_path: x.jsonl\nretrievers: [bm25]\n")
+    lines = "data_path: a.jsonl\noutput_path: x.jsonl\nretrievers: [bm25]\n"
+    path.write_text(lines)
     config = load_options(MineConfig, path, ["model_name=a/model"])
     assert (config.model_name, list(config.retrievers)) == ("a/model", [])
-
-
-def test_two_models_in_one_place_are_refused(tmp_path):
-    path = tmp_path / "mine.yaml"
-    lines = "data_path: a.jsonl\noutput_path: x.jsonl\nmodel_name: m\nretrievers: [m]"
-    path.write_text(lines)
+    path.write_text(f"{lines}model_name: m\n")
     with pytest.raises(UserError, match=r"mine\.yaml: .*model_name or retrievers"):
         load_options(MineConfig, path)
 
@@ -188,10 +185,8 @@ def test_an_output_that_is_an_input_is_refused(
 
 
 def test_another_output_is_replaced_also_in_a_beir_folder(tmp_path):
-    (tmp_path / "qrels").mkdir()
-    (tmp_path / "qrels" / "train.tsv").write_text("d1\td1\t1\n")
-    for name in ("queries", "corpus"):
-        write_jsonl(tmp_path / f"{name}.jsonl", corpus_of(["a text", "one text"]))
+    texts = {"d0": "a text", "d1": "one text"}
+    write_beir(tmp_path, texts, texts, {"d1": ["d1"]})
     options = {"model_name": "bm25", "data_path": str(tmp_path)}
     output = tmp_path / "mined.jsonl"
     output.write_text("older\n")

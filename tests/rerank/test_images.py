@@ -84,17 +84,6 @@ def plain_scores(model_folder, listed):
     return scores
 
 
-def test_texts_and_images_are_scored_as_published(tmp_path):
-    model = published(tmp_path / "published")
-    listed = documents(tmp_path)
-    expected = plain_scores(model, listed)
-    reranker = vembed.Reranker(model)
-    scores = reranker.predict([(QUERY, document) for document in listed])
-    assert scores == pytest.approx(expected, abs=1e-5)
-    best = max(range(3), key=lambda number: expected[number])
-    assert reranker.rank(QUERY, listed)[0]["index"] == best
-
-
 def test_lists_with_images_are_sorted_by_the_command(tmp_path):
     model = published(tmp_path / "published")
     expected = plain_scores(model, documents(tmp_path))

@@ -20,7 +20,7 @@ from transformers import (
 import vembed
 from tests.built import described
 from tests.commands import command, invoke
-from tests.data.files import read_jsonl, text_records, write_jsonl
+from tests.data.files import read_jsonl, text_records, write_beir, write_jsonl
 from tests.tiny import (
     change_json,
     read_json,
@@ -67,11 +67,11 @@ def written(folder, rows=24):
     return path
 
 
-def trained(folder, model, **options):
-    """Train for a few steps, on texts unless `data_path` names other data; return the model's folder."""
+def run_config(folder, model, **options):
+    """A run of a few steps, on texts unless `data_path` names other data."""
     if "data_path" not in options:
         options["data_path"] = str(written(folder))
-    config = {
+    return {
         "model_name": str(model),
         "task": "rerank",
         "output_dir": str(folder / "out"),
@@ -83,7 +83,11 @@ def trained(folder, model, **options):
         "report_to": [],
         **options,
     }
-    return vembed.train(config).model_dir
+
+
+def trained(folder, model, **options):
+    """Train such a run; return the model's folder."""
+    return vembed.train(run_config(folder, model, **options)).model_dir
 
 
 def evaluations(final):
@@ -111,14 +115,16 @@ def test_a_trained_encoder_loads_in_cross_encoder(make, tmp_path):
     assert scores[0] != scores[1]
 
 
-def answer_scores(folder, document_prompt=""):
-    """Return the scores of PAIRS as Qwen3-Reranker's page computes them in Transformers."""
+def answer_scores(
+    folder, pairs=PAIRS, instruction=RERANK_INSTRUCTION, document_prompt=""
+):
+    """Return the scores of pairs as Qwen3-Reranker's page computes them in Transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
     scores = []
-    for query, document in PAIRS:
-        question = f"<Instruct>: {RERANK_INSTRUCTION}\n<Query>: {query}"
+    for query, document in pairs:
+        question = f"<Instruct>: {instruction}\n<Query>: {query}"
         question += f"\n<Document>: {document_prompt}{document}"
         ids = []
         for part in (ANSWER_PROMPT, question, ANSWER_END):
@@ -140,11 +146,11 @@ def test_a_trained_decoder_loads_as_it_was_published(tmp_path):
     assert logits == pytest.approx(expected, abs=1e-4)
 
 
-def classifier_scores(folder):
-    """Return the logits of PAIRS in Transformers, as FlagEmbedding's page computes them."""
+def classifier_scores(folder, pairs=PAIRS):
+    """Return the logits of pairs in Transformers, as FlagEmbedding's page computes them."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    inputs = tokenizer(PAIRS, padding=True, return_tensors="pt")
+    inputs = tokenizer(pairs, padding=True, return_tensors="pt")
     with torch.no_grad():
         return model(**inputs).logits[:, 0].tolist()
 
@@ -213,25 +219,22 @@ def test_it_is_evaluated_on_the_first_stage(tmp_path, capfd):
 def test_a_run_file_is_the_first_stage(tmp_path):
     """Of ids and of texts: the relevant document is the second of each query's."""
     beir = tmp_path / "beir"
-    (beir / "qrels").mkdir(parents=True)
     records = text_records(8)
-    corpus = []
-    questions = []
+    corpus = {}
+    queries = {}
+    relevant = {}
     rankings = []
-    qrels = "query-id\tcorpus-id\tscore\n"
     run = "other Q0 d0 1 1.0 bm25\n"
     for row, record in enumerate(records):
         wrong = (row + 1) % 8
-        corpus.append({"_id": f"d{row}", "text": record["positive"]})
-        questions.append({"_id": f"q{row}", "text": record["query"]})
-        qrels += f"q{row}\td{row}\t1\n"
+        corpus[f"d{row}"] = record["positive"]
+        queries[f"q{row}"] = record["query"]
+        relevant[f"q{row}"] = [f"d{row}"]
         # By score, not by place in the file.
         run += f"q{row} Q0 d{row} 2 0.5 bm25\nq{row} Q0 d{wrong} 1 0.9 bm25\n"
         ranking = [records[wrong]["positive"], record["positive"]]
         rankings.append({"query": record["query"], "documents": ranking})
-    write_jsonl(beir / "corpus.jsonl", corpus)
-    write_jsonl(beir / "queries.jsonl", questions)
-    (beir / "qrels" / "dev.tsv").write_text(qrels)
+    write_beir(beir, corpus, queries, relevant)
     (tmp_path / "run.trec").write_text(run)
     (tmp_path / "bad.trec").write_text("q0 Q0 d9 1 1.0 bm25\n")
     write_jsonl(tmp_path / "run.jsonl", rankings)
@@ -411,22 +414,14 @@ def test_a_decoder_teaches_an_embedding_model(tmp_path):
 
 
 def test_data_counts_pairs(tmp_path):
-    data = written(tmp_path)
-    config = {
-        "model_name": str(shared(tiny_qwen3_reranker)),
-        "task": "rerank",
-        "data_path": str(data),
-        "output_dir": str(tmp_path / "out"),
-        "loss": "bce",
-        "max_length": 512,
-        "max_negatives": 1,
-    }
+    options = {"max_length": 512, "max_negatives": 1}
+    config = run_config(tmp_path, shared(tiny_qwen3_reranker), **options)
     write_json(tmp_path / "cfg.yaml", config)
     target = tmp_path / "data.json"
     succeeds("data", tmp_path / "cfg.yaml", "--json", target)
     figures = read_json(target)["lengths"]["pairs"]
     pairs = []
-    for record in read_jsonl(data):
+    for record in read_jsonl(config["data_path"]):
         for document in (record["positive"], record["negatives"][0]):
             pairs.append((Item(record["query"]), Item(document)))
     features = PairFeaturiser(described(TrainConfig(**config))).features(pairs)
