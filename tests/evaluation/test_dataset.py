@@ -35,6 +35,11 @@ def opened(path, on_bad_record="stop", **options):
     return open_eval_data(data, str(path), **options)
 
 
+def refuses(message, path, **options):
+    with pytest.raises(UserError, match=message):
+        opened(path, **options)
+
+
 def found(data):
     """Query text -> {document text: grade}."""
     return {
@@ -204,8 +209,7 @@ def test_a_bad_record_of_parquet_is_named_by_its_row(tmp_path):
     (folder / "corpus.jsonl").unlink()
     rows = [{"_id": "d1", "title": "", "text": text} for text in ("x", "y")]
     write_table(folder / "corpus.parquet", rows)
-    with pytest.raises(UserError, match=r"corpus\.parquet:2: _id d1 occurs twice"):
-        opened(folder)
+    refuses(r"corpus\.parquet:2: _id d1 occurs twice", folder)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +233,7 @@ def test_grades_under_another_name_are_not_taken_for_one(tmp_path):
     (folder / "qrels" / "test.tsv").unlink()
     row = {"query-id": "q1", "corpus-id": "d1", "label": 0}
     write_lines(folder / "qrels" / "test.jsonl", [row])
-    with pytest.raises(UserError, match=r"test\.jsonl:1: no score, and label is not"):
-        opened(folder)
+    refuses(r"test\.jsonl:1: no score, and label is not", folder)
 
 
 def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
@@ -273,8 +276,7 @@ def test_choice_of_qrels(tmp_path):
     assert found(opened(folder)) == of_dev, "in training dev comes first"
     assert found(opened(folder, splits=("test",))) == of_test
     assert found(opened(folder / "qrels" / "test.tsv")) == of_test
-    with pytest.raises(UserError, match=r"holds dev, test, and none of train"):
-        opened(folder, splits=("train",))
+    refuses(r"holds dev, test, and none of train", folder, splits=("train",))
     (folder / "qrels" / "dev.tsv").rename(folder / "qrels" / "extra.tsv")
     (folder / "qrels" / "test.tsv").unlink()
     assert found(opened(folder)) == of_dev, "the only one needs no name"
@@ -289,11 +291,9 @@ def test_pairs_have_no_splits(tmp_path):
 def test_missing_files_are_named(tmp_path):
     folder = beir(tmp_path, ["q1\td1\t1"])
     (folder / "queries.jsonl").unlink()
-    with pytest.raises(UserError, match=r"neither queries\.jsonl nor queries\.parq"):
-        opened(folder)
+    refuses(r"neither queries\.jsonl nor queries\.parq", folder)
     (folder / "qrels" / "test.tsv").unlink()
-    with pytest.raises(UserError, match="qrels holds no qrels"):
-        opened(folder)
+    refuses("qrels holds no qrels", folder)
 
 
 BAD_CORPUS = [
@@ -336,12 +336,10 @@ def test_bad_records_are_named_with_file_and_line_or_left_out(tmp_path):
 
 
 def test_nothing_relevant_is_an_error(tmp_path):
-    with pytest.raises(UserError, match="no query with a relevant document"):
-        opened(beir(tmp_path, ["q1\td1\t0"]))
+    refuses("no query with a relevant document", beir(tmp_path, ["q1\td1\t0"]))
 
 
 def test_text_that_is_no_utf8(tmp_path):
     folder = beir(tmp_path, [])
     (folder / "qrels" / "test.tsv").write_bytes(b"q1\td\xff\t1\n")
-    with pytest.raises(UserError, match=r"test\.tsv is damaged.* not UTF-8"):
-        opened(folder)
+    refuses(r"test\.tsv is damaged.* not UTF-8", folder)

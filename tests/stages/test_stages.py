@@ -1,6 +1,5 @@
 """`stages:` from the command: the steps in order, each once, resumed in the middle, with steps between."""
 
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ from tests.commands import start
 from tests.data.files import read_jsonl, write_jsonl
 from tests.guides import STAGE_ONE
 from tests.harness import run_ranks
-from tests.tiny import read_json, shared, tiny_bert, tiny_bert_st
+from tests.tiny import change_json, read_json, shared, tiny_bert, tiny_bert_st
 from tests.training.test_run import metric_lines
 from tests.weights.variants import pairs
 from vembed.cli.main import run_process
@@ -24,6 +23,7 @@ from vembed.config.loading import chosen_pipeline
 from vembed.errors import UserError
 
 COMMON = {
+    "model_name": str(shared(tiny_bert_st)),
     "data_path": "train.jsonl",
     "batch_size": 4,
     "max_steps": 2,
@@ -54,23 +54,20 @@ def place(tmp_path, monkeypatch):
 
 
 def written(stages, **options):
-    config = {
-        "model_name": str(shared(tiny_bert_st)),
-        **COMMON,
-        **options,
-        "stages": stages,
-    }
+    config = {**COMMON, **options, "stages": stages}
     Path("cfg.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
 
 
-def train(*words):
-    return run_process("train", ["cfg.yaml", *words])
+@pytest.fixture
+def train(place, capsys):
+    """Runs `vembed train cfg.yaml WORDS` in this process; returns what it prints and what it says."""
 
+    def run(*words, code=0, config="cfg.yaml"):
+        capsys.readouterr()
+        assert run_process("train", [config, *words]) == code
+        return capsys.readouterr()
 
-def refused(capsys, *words):
-    """What the command says when it ends with exit code 2."""
-    assert train(*words) == 2
-    return capsys.readouterr().err
+    return run
 
 
 def states():
@@ -128,35 +125,29 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("step", "message"), MISTAKES)
 def test_a_mistake_in_the_last_step_ends_the_command_before_the_first_one(
-    place, capsys, step, message
+    train, step, message
 ):
     written([BROAD, {"name": "last", **step}])
-    output = refused(capsys)
+    output = train(code=2).err
     assert message in output and output.count("error:") == 1
     assert not Path("output").exists()
 
 
 def test_steps_before_any_training_take_the_model_of_the_config(
-    place, capsys, monkeypatch
+    place, train, monkeypatch
 ):
     """From another folder: their paths are also found beside the config."""
     model = str(shared(tiny_bert_st))
-    check = {
-        **EVALUATE,
-        "ks": [10],
-        "require": {"nDCG@10": 0.0},
-    }
+    check = {**EVALUATE, "ks": [10], "require": {"nDCG@10": 0.0}}
     retrieved = {"data_path": "train.jsonl", "retrievers": [model]}
     base = {"name": "base", "evaluate": check}
     written([base, NEGATIVES, {"name": "both", "mine": retrieved}])
     (place / "elsewhere").mkdir()
     monkeypatch.chdir(place / "elsewhere")
-    words = ["../cfg.yaml", "--dry-run"]
-    assert run_process("train", words) == 0
-    assert f"would run: vembed eval {model} ../val.jsonl" in capsys.readouterr().out
-    assert run_process("train", [*words, "model_name=other"]) == 0
-    assert "would run: vembed eval other ../val.jsonl" in capsys.readouterr().out
-    assert run_process("train", words[:1]) == 0
+    for words, name in (((), model), (("model_name=other",), "other")):
+        printed = train("--dry-run", *words, config="../cfg.yaml").out
+        assert f"would run: vembed eval {name} ../val.jsonl" in printed
+    train(config="../cfg.yaml")
     assert_done("base", "negatives", "both")
 
 
@@ -164,16 +155,12 @@ def test_steps_before_any_training_take_the_model_of_the_config(
 
 
 @pytest.mark.promise("C20")
-def test_stages_run_once_in_order_and_again_where_something_changed(place, capsys):
-    sharp = {
-        "name": "sharp",
-        "learning_rate": 1e-3,
-        "mixed_precision": "no",
-    }
+def test_stages_run_once_in_order_and_again_where_something_changed(place, train):
+    sharp = {**SHARP, "learning_rate": 1e-3, "mixed_precision": "no"}
     merge = {"models": ["broad", "sharp"], "method": "slerp"}
     stages = [BROAD, sharp, {"name": "mix", "merge": merge}, CHECK]
     written(stages)
-    assert train() == 0
+    train()
     assert_done("broad", "sharp", "mix", "check")
     config = vembed.load_config("output/sharp/config.yaml")
     assert config.model.model_name == "output/broad/final"
@@ -183,38 +170,31 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     assert "| check | evaluate | done |" in report and "ndcg@10" in report
     weights = Path("output/broad/final/model.safetensors")
     written_at = weights.stat().st_mtime_ns
-    capsys.readouterr()
-    assert train() == 0
-    assert capsys.readouterr().err.count("done already") == 4
+    assert train().err.count("done already") == 4
     assert weights.stat().st_mtime_ns == written_at
-    assert train("--until", "sharp", "overwrite=yes") == 0
-    assert "done already" not in capsys.readouterr().err
+    assert "done already" not in train("--until", "sharp", "overwrite=yes").err
     written_at = weights.stat().st_mtime_ns
     sharp["learning_rate"] = 2e-3
     written(stages)
-    assert train() == 0
-    assert capsys.readouterr().err.count("done already") == 1
+    assert train().err.count("done already") == 1
     assert Path("output/sharp.old-1/final").is_dir()
     assert weights.stat().st_mtime_ns == written_at
     pairs(place / "train.jsonl", 20)  # other data: everything anew
-    assert train("--until", "broad") == 0
+    assert "done already" not in train("--until", "broad").err
     assert Path("output/broad.old-1").is_dir()
-    assert "done already" not in capsys.readouterr().err
 
 
-def test_a_stage_runs_again_where_what_it_left_is_damaged(place, capsys):
+def test_a_stage_runs_again_where_what_it_left_is_damaged(train):
     soup = {"models": ["broad", str(shared(tiny_bert_st))]}
     written([BROAD, NEGATIVES, {"name": "soup", "merge": soup}])
-    assert train() == 0
+    train()
     weights = Path("output/broad/final/model.safetensors")
     mined = Path("output/negatives/mined.jsonl")
     merged = Path("output/soup/final/model.safetensors")
     whole = {path: path.read_bytes() for path in (weights, mined, merged)}
 
     def repairs(*stages_that_run):
-        capsys.readouterr()
-        assert train() == 0
-        log = capsys.readouterr().err
+        log = train().err
         assert log.count("done already") == 3 - len(stages_that_run)
         for stage in stages_that_run:
             assert f"stage {stage}: output/{stage}" in log
@@ -224,7 +204,7 @@ def test_a_stage_runs_again_where_what_it_left_is_damaged(place, capsys):
     flipped[-5] ^= 1
     weights.write_bytes(flipped)
     # The user may have changed it on purpose.
-    assert "delete output/broad/final" in refused(capsys)
+    assert "delete output/broad/final" in train(code=2).err
     shutil.rmtree("output/broad/final")
     mined.write_bytes(whole[mined][: len(whole[mined]) // 2])
     repairs("broad", "negatives")
@@ -233,63 +213,45 @@ def test_a_stage_runs_again_where_what_it_left_is_damaged(place, capsys):
     repairs()
 
 
-def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(
-    place, capsys
-):
+def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(place, train):
     teacher = place / "teacher"
     shutil.copytree(shared(tiny_bert_st), teacher)
     guard = {"path": "val.jsonl", "max_drop": 1.0}
-    patient = {
-        "name": "patient",
-        "patience": 9,
-        "load_best_model_at_end": False,
-    }
-    guarded = {
-        "name": "guarded",
-        "from": "patient",
-        "guards": [guard],
-    }
-    taught = {
-        "name": "taught",
-        "from": "patient",
-        "loss": "relational",
-    }
+    patient = {"name": "patient", "patience": 9, "load_best_model_at_end": False}
+    guarded = {"name": "guarded", "from": "patient", "guards": [guard]}
+    taught = {"name": "taught", "from": "patient", "loss": "relational"}
     taught["teacher"] = str(teacher)
 
     def run_again():
         """Return the stages that run again."""
         stages = [patient, guarded, taught]
         written(stages, val_data_path="val.jsonl", eval_steps=1)
-        assert train() == 0
-        said = capsys.readouterr().err
-        return re.findall(r"stage (\w+): what it depends on", said)
+        return re.findall(r"stage (\w+): what it depends on", train().err)
 
     assert run_again() == run_again() == []
     guard["max_drop"] = 0.9
     assert run_again() == ["guarded"]
     path = teacher / "config_sentence_transformers.json"
-    settings = read_json(path)
-    settings["prompts"] = {"query": "find: "}
-    path.write_text(json.dumps(settings))
+    change_json(path, prompts={"query": "find: "})
     assert run_again() == ["taught"]
     patient["patience"] = 8
     assert run_again() == ["patient", "guarded", "taught"]
 
 
 def test_other_names_of_options_say_where_stages_are_and_what_they_start_from(
-    place, capsys
+    place, train
 ):
     other = place / "other"
     shutil.copytree(shared(tiny_bert_st), other)
     last = {"name": "c", "model": str(other)}
     stages = [{"name": "a"}, {"name": "b"}, {"evaluate": EVALUATE}, last]
     written(stages, output="there")
-    assert train() == 0
+    train()
     base = str(shared(tiny_bert_st))
     assert starts("there", "abc") == [base, "there/a/final", str(other)]
     assert Path("there/evaluate-3/scores.json").is_file()
     assert not Path("output").exists()
-    assert train("output=moved", f"model={other}", "--until", "b") == 0
+    train("output=moved", f"model={other}", "--until", "b")
     assert starts("moved", "ab") == [str(other), "moved/a/final"]
 
 
@@ -320,25 +282,19 @@ def test_under_torchrun_all_steps_run_in_the_processes_that_are_there(place):
     assert f"ndcg@10 {scores['ndcg@10']:.4f}" in Path("output/stages.md").read_text()
 
 
-def test_a_run_that_falls_short_stops_there_and_says_so(place, capsys):
+def test_a_run_that_falls_short_stops_there_and_says_so(train):
     scored = {**EVALUATE, "require": {"nDCG@10": "> 1.0"}}
     written([BROAD, {"name": "check", "evaluate": scored}, SHARP])
-    assert train() == 1
-    messages = capsys.readouterr().err
+    messages = train(code=1).err
     assert "stage check: nDCG@10 is" in messages and "> 1 is required" in messages
     assert states() == {"broad": "done", "check": "started"}
     assert "broad" in Path("output/stages.md").read_text()
 
 
-def test_parts_of_the_list_and_a_dry_run(place, capsys):
-    merge = {
-        "models": ["broad"],
-        "base": "b",
-        "interpolate": 0.5,
-    }
+def test_parts_of_the_list_and_a_dry_run(train):
+    merge = {"models": ["broad"], "base": "b", "interpolate": 0.5}
     written([BROAD, {"merge": merge}, SHARP])
-    assert train("--dry-run") == 0
-    messages = capsys.readouterr().out
+    messages = train("--dry-run").out
     assert (
         messages.index("==== broad (train)")
         < messages.index("would run: vembed merge")
@@ -346,24 +302,23 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
     )
     assert "model_name: output/merge-2/final" in messages
     assert not Path("output").exists()
-    assert train("--stage", "broad", "output_dir=one") == 0
+    train("--stage", "broad", "output_dir=one")
     assert Path("one/broad/final").is_dir()
-    capsys.readouterr()
-    assert train("--from", "broad", "--until", "broad", "output_dir=two") == 0
-    assert "stages: broad done, 1 of 3; report: " in capsys.readouterr().err
+    said = train("--from", "broad", "--until", "broad", "output_dir=two").err
+    assert "stages: broad done, 1 of 3; report: " in said
     assert Path("two/broad/final").is_dir()
     for words, message in (
         ("--from sharp --until broad", "stands after --until"),
         ("--until nowhere", "has the stages broad, merge-2, sharp"),
         ("--stage nowhere", "--stage NAME: broad, sharp"),
     ):
-        assert message in refused(capsys, *words.split())
+        assert message in train(*words.split(), code=2).err
 
 
-def test_a_step_whose_earlier_one_has_not_run_names_it(place, capsys):
+def test_a_step_whose_earlier_one_has_not_run_names_it(train):
     written([BROAD, NEGATIVES, CHECK])
     for name in ("negatives", "check"):
-        error = refused(capsys, "--from", name)
+        error = train("--from", name, code=2).err
         assert f"stage {name}" in error
         assert "output/broad/final" in error
         assert "--from broad" in error
@@ -386,7 +341,7 @@ def test_a_plan_of_one_stage(place, capsys):
     assert ": does not fit" in capsys.readouterr().out
 
 
-def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypatch):
+def test_a_step_between_on_several_processes_gets_its_own_words(train, monkeypatch):
     started = []
 
     def note(command, _):
@@ -397,19 +352,15 @@ def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypat
     check = {**EVALUATE, "nproc": 2}
     written([BROAD, {"name": "check", "evaluate": check}])
     monkeypatch.setattr("sys.argv", ["vembed", "train", "cfg.yaml"])
-    assert train() == 1
+    train(code=1)
     words = "output/broad/final val.jsonl --json output/check/scores.json --nproc 2"
     assert started[0][2:] == ["vembed", "eval", *words.split()]
 
 
-def test_stages_are_named_among_retrievers_and_judges(place, capsys):
+def test_stages_are_named_among_retrievers_and_judges(train):
     retrievers = ["bm25", {"model": "broad", "weight": 2.0}, "soup"]
     judges = [{"model": "broad"}, {"model": "soup", "base_url": "http://127.0.0.1:1"}]
-    merge = {
-        "models": ["broad"],
-        "base": "broad",
-        "interpolate": 0.5,
-    }
+    merge = {"models": ["broad"], "base": "broad", "interpolate": 0.5}
     stages = [
         BROAD,
         {"name": "soup", "merge": merge},
@@ -417,8 +368,7 @@ def test_stages_are_named_among_retrievers_and_judges(place, capsys):
         {"name": "again", "mine": {"model_name": "broad"}},
     ]
     written(stages)
-    assert train("--dry-run") == 0
-    commands = capsys.readouterr().out
+    commands = train("--dry-run").out
     assert "--base output/broad/final" in commands
     words = commands.partition("vembed mine ")[2].partition(" output_path")[0]
     assert (
@@ -428,12 +378,12 @@ def test_stages_are_named_among_retrievers_and_judges(place, capsys):
     assert "model_name=output/broad/final" in commands
     retrievers[2] = "soop"
     written(stages)
-    error = refused(capsys)
+    error = train(code=2).err
     assert "stage negatives: retrievers: soop" in error
     assert "did you mean 'soup'" in error
 
 
-def test_mining_reads_the_data_of_the_config_with_its_columns(place):
+def test_mining_reads_the_data_of_the_config_with_its_columns(train):
     rows = []
     for row in read_jsonl("train.jsonl"):
         rows.append({"frage": row["query"], "antwort": row["positive"]})
@@ -441,7 +391,7 @@ def test_mining_reads_the_data_of_the_config_with_its_columns(place):
     stages = [{"name": "negatives", "mine": {"num_negatives": 2}}, SHARP]
     mapping = {"frage": "query", "antwort": "positive"}
     written(stages, data_path="deutsch.jsonl", column_mapping=mapping)
-    assert train() == 0
+    train()
     mined = read_jsonl("output/negatives/mined.jsonl")
     assert [row["frage"] for row in mined] == [row["frage"] for row in rows]
     assert_done("negatives", "sharp")
@@ -456,11 +406,7 @@ def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
         NEGATIVES,
         {**SHARP, "max_negatives": 2},
     ]
-    config = {
-        "model_name": str(shared(tiny_bert_st)),
-        **COMMON,
-        "stages": stages,
-    }
+    config = {**COMMON, "stages": stages}
     steps = []
     result = vembed.train(config, on_step=lambda info: steps.append(info.step))
     assert result.model_dir == Path("output/sharp/final")
@@ -513,11 +459,9 @@ def guide(output):
 
 
 @pytest.mark.promise("C01", "C20")
-def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(
-    place, capsys
-):
+def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(train):
     guide("whole")
-    assert run_process("train", ["whole.yaml", "devices=1"]) == 0
+    train("devices=1", config="whole.yaml")
     started = start(*guide("cut"), "devices=2")
     metrics = Path("cut/stage2/metrics.jsonl")
     deadline = time.monotonic() + 80
@@ -526,9 +470,8 @@ def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(
         time.sleep(0.02)
     started.send_signal(signal.SIGTERM)
     assert started.wait(60) in (0, 143)
-    capsys.readouterr()
-    assert run_process("train", ["cut.yaml", "devices=1"]) == 0
-    assert "stage stage1: done already" in capsys.readouterr().err
+    said = train("devices=1", config="cut.yaml").err
+    assert "stage stage1: done already" in said
     for stage in ("stage1", "stage2"):
         actual = losses(f"cut/{stage}")
         assert list(actual) == [1, 2, 3, 4, 5, 6]

@@ -55,6 +55,11 @@ def vectors_of(source, target="out.npy", model=BERT, **options):
     return np.array(pq.read_table(target).column("embedding").to_pylist(), np.float32)
 
 
+def refuses(message, source, *words, **options):
+    with pytest.raises(UserError, match=message):
+        vectors_of(source, *words, **options)
+
+
 def expected(kind="document", make=tiny_bert_st, **options):
     return Embedder(shared(make), device="cpu").encode(TEXTS, kind=kind, **options)
 
@@ -90,12 +95,10 @@ def test_a_training_config_stands_for_the_model_of_its_run(texts, folder, stages
     run = folder / "runs" / "one"
     if stages:
         run /= "b"
-    with pytest.raises(UserError, match=f"cfg.yaml has not been trained.*{run.name}"):
-        vectors_of(texts, model="cfg.yaml")
+    refuses(f"cfg.yaml has not been trained.*{run.name}", texts, model="cfg.yaml")
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("")
-    with pytest.raises(UserError, match="is a run that has not finished"):
-        vectors_of(texts, model="cfg.yaml")
+    refuses("is a run that has not finished", texts, model="cfg.yaml")
     shutil.copytree(BERT, run / "final")
     vectors = vectors_of(texts, model="cfg.yaml")
     assert_close(vectors)
@@ -153,8 +156,7 @@ def test_standard_input(monkeypatch):
     monkeypatch.setattr(sys, "stdin", stream(TEXTS))
     assert_close(vectors_of("-"))
     monkeypatch.setattr(sys, "stdin", stream(['{"text": "red"}']))
-    with pytest.raises(UserError, match="standard input is text"):
-        vectors_of("-")
+    refuses("standard input is text", "-")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
@@ -170,8 +172,7 @@ def test_rows_of_a_table(folder, name):
     assert_close(vectors)
     assert ids_in("out.parquet") == ids
     line = 1 if name == "a.parquet" else 2
-    with pytest.raises(UserError, match=rf"{name}:{line}: .*it has id"):
-        vectors_of(name)
+    refuses(rf"{name}:{line}: .*it has id", name)
 
 
 def test_an_empty_file_gives_no_rows_and_a_warning(folder, capsys):
@@ -198,8 +199,7 @@ def test_an_empty_file_gives_no_rows_and_a_warning(folder, capsys):
 def test_a_bad_line_is_named_and_an_old_file_stays(folder, name, content, message):
     (folder / name).write_bytes(content)
     np.save("out.npy", np.zeros(3))
-    with pytest.raises(UserError, match=message):
-        vectors_of(name)
+    refuses(message, name)
     assert np.load("out.npy").shape == (3,)
     names = {path.name for path in folder.iterdir()} - {".cache"}
     assert names == {name, "out.npy"}
@@ -215,8 +215,7 @@ def test_packed_files_and_saved_data_sets(texts, folder):
     ids = ids_in("out.parquet")
     assert ids == [record["id"] for record in records]
     datasets.DatasetDict(train=frame, test=frame).save_to_disk("both")
-    with pytest.raises(UserError, match="both holds several data sets"):
-        vectors_of("both")
+    refuses("both holds several data sets", "both")
 
 
 @pytest.mark.parametrize(
@@ -234,8 +233,7 @@ def test_mistakes_are_found_before_the_model_is_loaded(
     texts, folder, source, target, options, message
 ):
     (folder / "table.csv").write_text("Nr;Frage;id\n1;eins;a\n2;zwei;b\n")
-    with pytest.raises(UserError, match=message):
-        vectors_of(source, target, "no model", **options)
+    refuses(message, source, target, "no model", **options)
 
 
 @pytest.fixture
@@ -264,24 +262,25 @@ def test_a_folder_of_images(pictures, folder):
     vectors = Embedder(CLIP, device="cpu").encode(images)
     assert_close(vectors_of(pictures, "out.parquet", CLIP), vectors)
     assert ids_in("out.parquet") == names
-    with pytest.raises(UserError, match="give NAME"):
-        vectors_of(pictures, "out.npy", CLIP)
+    refuses("give NAME", pictures, "out.npy", CLIP)
     (folder / "empty").mkdir()
-    with pytest.raises(UserError, match="empty is a folder without images"):
-        vectors_of("empty")
-    with pytest.raises(UserError, match="image"):
-        vectors_of(pictures, "text.parquet")
+    refuses("empty is a folder without images", "empty")
+    refuses("image", pictures, "text.parquet")
 
 
 def test_images_that_cannot_be_read_are_named_together(damaged):
     (damaged / "worse.png").write_bytes(b"nothing")
     both = r"--on-bad-record skip:\n  .*bad\.jpg is broken.*\n  .*worse\.png is not an image"
-    with pytest.raises(UserError, match=both):
-        vectors_of(damaged, model="no model")
+    refuses(both, damaged, model="no model")
     for path in damaged.rglob("[a-c].*"):
         path.unlink()
-    with pytest.raises(UserError, match=r"none of the 2 inputs .*bad\.jpg is broken"):
-        vectors_of(damaged, "out.parquet", CLIP, on_bad_record="skip")
+    refuses(
+        r"none of the 2 inputs .*bad\.jpg is broken",
+        damaged,
+        "out.parquet",
+        CLIP,
+        on_bad_record="skip",
+    )
 
 
 def test_bad_inputs_are_left_out_when_asked(damaged, pictures, folder):
@@ -327,8 +326,7 @@ def test_kept_columns(folder):
     assert table.column_names == [*rows[0], "embedding"]
     assert table.schema.field("year").type == pa.int64()
     assert table.drop(["embedding"]).to_pylist() == rows
-    with pytest.raises(UserError, match="give NAME"):
-        vectors_of("corpus.jsonl", column="body", keep="id,year")
+    refuses("give NAME", "corpus.jsonl", column="body", keep="id,year")
 
 
 def test_vectors_in_fewer_bits(texts, monkeypatch):
@@ -360,5 +358,4 @@ def test_ranges_are_saved_and_taken_again(texts, folder):
     np.testing.assert_array_equal(again, levels)
     np.save("other.npy", ranges[:, :4])
     for name in ("other.npy", "first.npy", "none.npy"):
-        with pytest.raises(UserError, match=name):
-            vectors_of("one.txt", precision="int8", ranges=name)
+        refuses(name, "one.txt", precision="int8", ranges=name)
