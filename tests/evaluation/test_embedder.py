@@ -1,7 +1,6 @@
 """Embedder: the numbers of Sentence Transformers, and every form of input."""
 
 import io
-import json
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from PIL import Image
 from sentence_transformers import SentenceTransformer
 
 from tests.built import described
-from tests.tiny import read_json, shared, tiny_bert_st, tiny_qwen3_st
+from tests.tiny import change_json, shared, tiny_bert_st, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
@@ -23,27 +22,30 @@ def folder(request):
     return shared(request.param)
 
 
+@pytest.fixture(scope="module")
+def model(folder):
+    return Embedder(folder, device="cpu")
+
+
 def assert_close(vectors, expected):
     np.testing.assert_allclose(vectors, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["query", "document"])
-def test_same_numbers_as_sentence_transformers(folder, kind):
+def test_same_numbers_as_sentence_transformers(folder, model, kind):
     theirs = SentenceTransformer(str(folder), device="cpu")
     encode = theirs.encode_query if kind == "query" else theirs.encode_document
-    ours = Embedder(folder, device="cpu")
-    assert_close(ours.encode(TEXTS, kind=kind), encode(TEXTS))
-    assert_close(ours.encode(TEXTS, kind=kind, batch_size=1), encode(TEXTS))
-    assert_close(ours.encode(TEXTS[0], kind=kind), encode(TEXTS[0]))
+    assert_close(model.encode(TEXTS, kind=kind), encode(TEXTS))
+    assert_close(model.encode(TEXTS, kind=kind, batch_size=1), encode(TEXTS))
+    assert_close(model.encode(TEXTS[0], kind=kind), encode(TEXTS[0]))
 
 
-def test_same_numbers_when_cut(folder):
+def test_same_numbers_when_cut(folder, model):
     theirs = SentenceTransformer(str(folder), device="cpu", truncate_dim=8)
     expected = theirs.encode(TEXTS)
     unit = theirs.encode(TEXTS, normalize_embeddings=True)
-    ours = Embedder(folder, device="cpu")
-    assert_close(ours.encode(TEXTS, truncate_dim=8), expected)
-    assert_close(ours.encode(TEXTS, truncate_dim=8, normalize=True), unit)
+    assert_close(model.encode(TEXTS, truncate_dim=8), expected)
+    assert_close(model.encode(TEXTS, truncate_dim=8, normalize=True), unit)
     cut = Embedder(folder, device="cpu", truncate_dim=8)
     assert_close(cut.encode(TEXTS), expected)
 
@@ -65,9 +67,7 @@ def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
 
 def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
     folder = tiny_qwen3_st(tmp_path, max_seq_length=600)
-    settings = read_json(folder / "config.json")
-    settings["max_position_embeddings"] = 1024
-    (folder / "config.json").write_text(json.dumps(settings))
+    change_json(folder / "config.json", max_position_embeddings=1024)
     long = ["red cat " * 280, "the old house " * 300]
     model = Embedder(folder, device="cpu")
     assert model.description.max_length == 600
@@ -77,8 +77,7 @@ def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
     assert described(config).max_length == 512
 
 
-def test_forms_of_input(folder):
-    model = Embedder(folder, device="cpu")
+def test_forms_of_input(model):
     expected = model.encode(["red cat"])
     for entry in ([{"text": "red cat"}], [Item(text="red cat")], ("red cat",)):
         assert (model.encode(entry) == expected).all()
@@ -110,15 +109,13 @@ def test_what_is_no_input_is_named(value, message):
         to_item(value)
 
 
-def test_an_input_that_is_none_is_named_by_its_place(folder):
-    model = Embedder(folder, device="cpu")
+def test_an_input_that_is_none_is_named_by_its_place(model):
     for encode in (model.encode, model.hidden_states):
         with pytest.raises(UserError, match=r"inputs\[2\]: .* of type NoneType"):
             encode(["a", "b", None])
 
 
-def test_wrong_settings_are_named(folder):
-    model = Embedder(folder, device="cpu")
+def test_wrong_settings_are_named(folder, model):
     for options, message in (
         ({"kind": "passage"}, "kind is 'passage'"),
         ({"truncate_dim": 4096}, "truncate_dim is 4096"),

@@ -6,13 +6,12 @@ import pytest
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st
 from tests.tiny_tokenizers import WORDS
-from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.inference import encoding
 from vembed.inference.encoding import encode_items
 from vembed.models.building import load_embedder
-from vembed.parallel.session import start_session
+from vembed.parallel.session import start_command_session
 
 
 def items(number):
@@ -87,9 +86,7 @@ def test_every_module_is_in_its_mode_afterwards_and_no_graph_is_kept():
 
 def _on_a_rank(folder, numbers, chunk):
     encoding.INPUTS_PER_CHUNK = chunk
-    with start_session(
-        TrainConfig(model_name="m", data_path="d", strategy="ddp")
-    ) as session:
+    with start_command_session() as session:
         model = load_embedder(folder)
         featuriser = Featuriser(model.description)
         micro_batches = []
@@ -97,9 +94,14 @@ def _on_a_rank(folder, numbers, chunk):
         actual = []
         for number in numbers:
             micro_batches.clear()
-            arguments = (model, featuriser, items(number), "document")
-            options = {"budget_tokens": 24, "session": session}
-            embeddings = encode_items(*arguments, **options)
+            embeddings = encode_items(
+                model,
+                featuriser,
+                items(number),
+                "document",
+                budget_tokens=24,
+                session=session,
+            )
             actual.append((embeddings, len(micro_batches)))
         return actual
 
@@ -114,9 +116,11 @@ def test_ranks_encode_uneven_shares_in_step_and_in_order(
     by_rank = run_ranks(_on_a_rank, num_ranks, *arguments)
     for place, number in enumerate(numbers):
         expected = encode_items(model, featuriser, items(number), "document")
-        for embeddings, _ in (entry[place] for entry in by_rank):
+        num_forwards = set()
+        for entry in by_rank:
+            embeddings, count = entry[place]
             np.testing.assert_allclose(embeddings, expected, atol=1e-6)
-        num_forwards = {entry[place][1] for entry in by_rank}
+            num_forwards.add(count)
         assert len(num_forwards) == 1, (
             "every forward of a sharded model is a collective"
         )

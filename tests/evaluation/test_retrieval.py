@@ -6,13 +6,12 @@ import numpy as np
 import pytest
 
 from tests.harness import run_ranks
-from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.evaluation import scores
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.scores import retrieval_metrics, score_rankings
 from vembed.parallel import collectives
-from vembed.parallel.session import start_session
+from vembed.parallel.session import start_command_session
 
 
 def data_of(num_queries, num_documents, relevance):
@@ -89,26 +88,24 @@ def test_dot_product_keeps_lengths(normalize):
     assert scores["recall@1"] == normalize
 
 
+def metrics_of_cases(session=None):
+    """Of many queries, and of one."""
+    queries, documents, data = random_case()
+    few = data_of(1, 90, [{5: 1}])
+    return (
+        retrieval_metrics(queries, documents, data, [1, 10], [4], session=session),
+        retrieval_metrics(queries[:1], documents, few, [10], session=session),
+    )
+
+
 def _metrics_on_a_rank():
-    with start_session(
-        TrainConfig(model_name="m", data_path="d", strategy="ddp")
-    ) as session:
-        queries, documents, data = random_case()
-        few = data_of(1, 90, [{5: 1}])
-        return (
-            retrieval_metrics(queries, documents, data, [1, 10], [4], session=session),
-            retrieval_metrics(queries[:1], documents, few, [10], session=session),
-        )
+    with start_command_session() as session:
+        return metrics_of_cases(session)
 
 
 @pytest.mark.promise("B17")
 def test_queries_divided_among_ranks_give_the_same_last_digit():
-    queries, documents, data = random_case()
-    few = data_of(1, 90, [{5: 1}])
-    expected = (
-        retrieval_metrics(queries, documents, data, [1, 10], [4]),
-        retrieval_metrics(queries[:1], documents, few, [10]),
-    )
+    expected = metrics_of_cases()
     assert run_ranks(_metrics_on_a_rank, 2) == [expected, expected]
 
 
@@ -126,9 +123,7 @@ def _stops_while_it_scores():
         if at is not None and collectives.max_ints([int(micro_batches[0] == at)])[0]:
             raise Stop
 
-    with start_session(
-        TrainConfig(model_name="m", data_path="d", strategy="ddp")
-    ) as session:
+    with start_command_session() as session:
         queries, documents, data = random_case(num_queries=1)  # none for rank 1
         options = {"session": session, "check_interrupt": between}
         retrieval_metrics(queries, documents, data, [10], [4], **options)

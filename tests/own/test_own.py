@@ -36,13 +36,7 @@ CASES = [
     Case("cached", {"mrl_dims": [16, 4]}),
     Case("kept-graphs", cache=False),
     Case("alone", {"loss": "none"}),
-    Case(
-        "lora",
-        {
-            "use_lora": True,
-            "lora_r": 2,
-        },
-    ),
+    Case("lora", {"use_lora": True, "lora_r": 2}),
 ]
 
 
@@ -61,11 +55,7 @@ def place(tmp_path_factory):
     wordpiece_tokenizer().save_pretrained(folder / "tokenizer")
     words = texts(64, seed=1)
     draw = np.random.default_rng(0)
-    rows = {
-        "pairs": [],
-        "images": [],
-        "both": [],
-    }
+    rows = {"pairs": [], "images": [], "both": []}
     for row in range(32):
         text, other = words[2 * row : 2 * row + 2]
         images = []
@@ -167,11 +157,7 @@ def placed_results(place):
     }
 
 
-RANKS = {
-    "single": 1,
-    "ddp": 3,
-    "fsdp": 2,
-}
+RANKS = {"single": 1, "ddp": 3, "fsdp": 2}
 
 
 @pytest.mark.parametrize("strategy", RANKS)
@@ -196,11 +182,7 @@ def test_gradients_with_auxiliary_losses_are_those_of_the_formula(
 def train_all(place):
     """Models in shards with Gradient Cache, one after the other; two of them under FSDP1."""
     bag = {"model_class": BAG, "auxiliary_losses": WEIGHTS}
-    free = {
-        "model_class": FREE,
-        "model_config": FREE_SIZES,
-        "mrl_dims": [16, 8],
-    }
+    free = {"model_class": FREE, "model_config": FREE_SIZES, "mrl_dims": [16, 8]}
     images = str(place / "images.jsonl")
     runs = {
         "bag": bag,
@@ -289,15 +271,9 @@ def test_a_module_starts_from_its_weights(place):
     """One that was given in Python: with a step of no size, the saved model has its weights."""
     torch.manual_seed(3)
     module = Bag(hidden_dim=8)
-    sizes = {"hidden_dim": 8}
-    values = options(place, "module", model_class=module, model_config=sizes)
-    vembed.train(
-        {
-            **values,
-            "learning_rate": 1e-30,
-            "weight_decay": 0.0,
-        }
-    )
+    more = {"model_config": {"hidden_dim": 8}, "learning_rate": 1e-30}
+    more["weight_decay"] = 0.0
+    vembed.train(options(place, "module", model_class=module, **more))
     text = tiny.texts(1, seed=4)[0]
     ids = wordpiece_tokenizer()(text, return_tensors="pt")
     with torch.no_grad():
@@ -342,26 +318,13 @@ def test_a_class_without_a_file_is_refused(place):
 
 def test_adapters_are_merged_and_a_run_is_planned_and_resumed(place):
     """The other ways into a run: adapters on a module without layers, `plan`, a checkpoint, `eval`."""
-    values = options(
-        place,
-        "adapted",
-        model_class=BAG,
-        use_lora=True,
-        lora_r=2,
-    )
-    values["save_steps"] = 1
+    more = {"model_class": BAG, "use_lora": True, "lora_r": 2, "save_steps": 1}
+    values = options(place, "adapted", **more)
     vembed.train(values)
     assert (place / "adapted" / "final" / "adapter").is_dir()
-    result = vembed.train(
-        {
-            **values,
-            "max_steps": 3,
-            "resume": "force",
-        }
-    )
-    assert result.steps == 3
+    assert vembed.train(values | {"max_steps": 3, "resume": "force"}).steps == 3
     config = place / "cfg.yaml"
-    config.write_text(yaml.safe_dump({**values, "output_dir": str(place / "planned")}))
+    config.write_text(yaml.safe_dump(options(place, "planned", **more)))
     assert "fits" in invoke("plan", config).output
     assert f"model_class: {BAG}" in invoke("train", config, "--dry-run").output
 

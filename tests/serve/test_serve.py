@@ -26,6 +26,7 @@ import vembed
 from tests.commands import invoke
 from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
+from vembed.data.examples import Item
 from vembed.errors import UserError
 from vembed.inference.serve import Batcher, ServedInput, open_encoder
 from vembed.models.processors import load_tokenizer
@@ -137,6 +138,10 @@ def assert_alive(server):
     assert status == 200 and len(answer) == 2
 
 
+def assert_refused(answer, words, status=400):
+    assert answer[0] == status and words in answer[1]["error"]["message"]
+
+
 def assert_close(served, expected):
     """Threads of a server may split a product in another way."""
     np.testing.assert_allclose(
@@ -186,12 +191,16 @@ def test_the_vectors_are_those_of_the_model(server):
     assert_close(answer, model.encode(TEXTS, "query"))
 
 
+def token_ids(model, *texts):
+    """The ids that a model reads of texts."""
+    inputs = [(Item(text=text), "document") for text in texts]
+    features = model.featuriser.features(inputs)
+    return [row.token_ids.tolist() for row in features]
+
+
 def test_token_ids_are_taken_as_they_are(server):
     model = vembed.Embedder(model_folder())
-    features = model.featuriser.features(
-        [(vembed.data.examples.Item(text=text), "document") for text in TEXTS]
-    )
-    ids = [row.token_ids.tolist() for row in features]
+    ids = token_ids(model, *TEXTS)
     expected = model.encode(TEXTS, prompt="")
     _, answer = server.send("/v1/embeddings", {"input": ids})
     assert_close([row["embedding"] for row in answer["data"]], expected)
@@ -242,8 +251,7 @@ def test_what_is_known_about_the_server(server):
 def test_a_key_is_needed(server, route):
     values = {"inputs": "a"} if route == "/embed" else None
     for key in ("", "another", "a secret with more", "\xe4"):
-        status, answer = server.send(route, values, key=key)
-        assert status == 401 and "Authorization" in answer["error"]["message"]
+        assert_refused(server.send(route, values, key=key), "Authorization", 401)
     assert server.send("/health", key="")[0] == 200
 
 
@@ -310,14 +318,7 @@ def test_cohere_reranks(reranking, route):
     ],
 )
 def test_what_clients_of_a_reranker_get_wrong(reranking, route, values, words):
-    status, answer = reranking.send(route, values)
-    assert status == 400 and words in answer["error"]["message"]
-
-
-@pytest.mark.parametrize("route", ["/rerank", "/v2/rerank"])
-def test_an_embedding_model_reranks_nothing(server, route):
-    status, answer = server.send(route, {"query": QUERY, "texts": DOCUMENTS})
-    assert status == 400 and "/embed" in answer["error"]["message"]
+    assert_refused(reranking.send(route, values), words)
 
 
 # ---- mistakes of clients -------------------------------------------------------------------------------------------
@@ -338,24 +339,24 @@ def test_an_embedding_model_reranks_nothing(server, route):
         ("/embed", {"inputs": ["a", "b" * 1_000_001]}, 413, "inputs[1]"),
         ("/nowhere", {}, 404, "/nowhere"),
         ("/health", {}, 405, "POST /health"),
+        ("/rerank", {"query": QUERY, "texts": DOCUMENTS}, 400, "/embed"),
+        ("/v2/rerank", {"query": QUERY, "texts": DOCUMENTS}, 400, "/embed"),
     ],
 )
 def test_what_clients_get_wrong(server, route, values, status, words):
-    answer = server.send(route, values)
-    assert answer[0] == status and words in answer[1]["error"]["message"]
+    assert_refused(server.send(route, values), words, status)
     assert_alive(server)
 
 
 @pytest.mark.parametrize("body", [b"[" * 5_000_000, b"\xff", b'{"inputs": '])
 def test_a_body_that_is_no_json(server, body):
-    status, answer = server.send("/embed", body=body)
-    assert status == 400 and "body" in answer["error"]["message"]
+    assert_refused(server.send("/embed", body=body), "body")
     assert_alive(server)
 
 
 def test_a_body_that_is_too_large(limited):
-    status, answer = limited.send("/embed", body=b" " * 1_000_001)
-    assert status == 413 and "1,000,000" in answer["error"]["message"]
+    answer = limited.send("/embed", body=b" " * 1_000_001)
+    assert_refused(answer, "1,000,000", 413)
     head = b"POST /embed HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     assert b" 413 " in limited.exchange(head + chunk * 20)
@@ -512,8 +513,7 @@ def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(c
         time.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
         for answer in (running, waiting):
-            status, content = answer.result(60)
-            assert status == 503 and "1 s" in content["error"]["message"]
+            assert_refused(answer.result(60), "1 s", 503)
         assert server.process.wait(60) == 0
     assert "Traceback" not in capfd.readouterr().err
 
@@ -553,8 +553,6 @@ def test_what_cannot_be_served():
 )
 def test_a_cut_word_has_the_tokens_of_the_whole(text):
     model = vembed.Embedder(model_folder())
-    item = vembed.data.examples.Item(text=text)
-    (features,) = model.featuriser.features([(item, "document")])
     tokenizer = load_tokenizer(model.description)
     whole = tokenizer(text, truncation=True, max_length=model.description.max_length)
-    assert features.token_ids.tolist() == whole["input_ids"]
+    assert token_ids(model, text) == [whole["input_ids"]]

@@ -60,11 +60,10 @@ def twin(a, b):
 
 
 def test_a_function_is_cut_out_as_it_is_written_less_its_docstring(tmp_path):
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package" / "module.py").write_text(SOURCE)
-    (tmp_path / "package" / "test_module.py").write_text(SOURCE)
-    (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "other.py").write_text(SOURCE)
+    for name in ("package/module.py", "package/test_module.py", "test/other.py"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(SOURCE)
     (tmp_path / "broken.py").write_text("def (:\n")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     (actual,) = standard_library_pairs(tmp_path)

@@ -50,9 +50,13 @@ def texts(folder):
 def vectors_of(source, target="out.npy", model=BERT, **options):
     """Encode a file and read what was written."""
     encode.encode(model, str(source), target, **options)
-    if target.endswith(".npy"):
-        return np.load(target)
-    return np.array(pq.read_table(target).column("embedding").to_pylist(), np.float32)
+    return vectors_in(target)
+
+
+def vectors_in(path):
+    if path.endswith(".npy"):
+        return np.load(path)
+    return np.array(pq.read_table(path).column("embedding").to_pylist(), np.float32)
 
 
 def refuses(message, source, *words, **options):
@@ -288,8 +292,7 @@ def test_bad_inputs_are_left_out_when_asked(damaged, pictures, folder):
     assert "1 left out" in invoke(*words).output
     (skipped,) = read_jsonl(folder / "out.skipped.jsonl")
     assert skipped["row"] == 3 and "bad.jpg is broken" in skipped["reason"]
-    table = pq.read_table("out.parquet")
-    vectors = np.array(table.column("embedding").to_pylist(), np.float32)
+    vectors = vectors_in("out.parquet")
     others = vectors_of(pictures, "out.parquet", CLIP, on_bad_record="skip")
     np.testing.assert_array_equal(vectors, others)
     assert not (folder / "out.skipped.jsonl").exists(), "nothing was left out"
@@ -310,8 +313,7 @@ def test_two_processes_write_the_same_file(texts, damaged, pictures, folder):
         arguments = (str(source), target, model, chunk_rows)
         ends = run_ranks(_encode_on_a_rank, 2, *arguments)
         assert ends == [outcome, outcome]
-        vectors = pq.read_table(target).column("embedding").to_pylist()
-        assert_close(vectors, vectors_of(whole, "one.parquet", model))
+        assert_close(vectors_in(target), vectors_of(whole, "one.parquet", model))
 
 
 def test_kept_columns(folder):

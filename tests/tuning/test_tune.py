@@ -29,18 +29,26 @@ def config(tmp_path_factory):
         "epochs": 1,
     }
     (folder / "cfg.yaml").write_text(yaml.safe_dump(settings))
-    return folder / "cfg.yaml"
+    return str(folder / "cfg.yaml")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of the search."""
+    return tmp_path / "tune"
+
+
+def refuses(message, *search, error=UserError):
+    with pytest.raises(error, match=message):
+        run_tune(Search(*search))
 
 
 def trials_of(folder):
     return tiny.read_json(folder / "trials.json")
 
 
-def test_a_search_that_fails_in_the_middle_goes_on(
-    config, tmp_path, monkeypatch, capsys
-):
-    folder = tmp_path / "tune"
-    search = Search(str(config), (), folder, 5)
+def test_a_search_that_fails_in_the_middle_goes_on(config, folder, monkeypatch, capsys):
+    search = Search(config, (), folder, 5)
     original = searching._run
 
     def killed(search, number, *arguments):
@@ -65,38 +73,37 @@ def test_a_search_that_fails_in_the_middle_goes_on(
         rate = top["options"]["learning_rate"]
         assert best.optimizer.learning_rate == pytest.approx(rate, rel=0.01)
     # The search's folders are its own.
-    assert best.run.output_dir == str(config.parent / "run")
+    assert best.run.output_dir == load_config(config).run.output_dir
     run_tune(search)  # nothing is left to do
     assert trials_of(folder) == trials
-    with pytest.raises(UserError, match="choose another --output"):
-        run_tune(Search(str(config), ("seed=3",), folder, 5))
+    refuses("choose another --output", config, ("seed=3",), folder, 5)
 
 
-def test_a_search_that_goes_on_tries_nothing_twice(config, tmp_path, monkeypatch):
-    folder = tmp_path / "tune"
+def test_a_search_that_goes_on_tries_nothing_twice(
+    config, folder, tmp_path, monkeypatch
+):
     overrides = ("learning_rate=1e-4",)
     save_config(load_config(config, overrides), tmp_path / "config.yaml")
     monkeypatch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
     for trials in (2, 3, 4):  # each start draws its first guesses at random
-        run_tune(Search(str(config), overrides, folder, trials, ("learning_rate",)))
+        run_tune(Search(config, overrides, folder, trials, ("learning_rate",)))
     tried = {trial["options"]["learning_rate"] for trial in trials_of(folder)}
     assert len(tried) == 4
 
 
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_an_interrupted_search_says_how_it_goes_on(
-    config, tmp_path, monkeypatch, nproc
+    config, folder, tmp_path, monkeypatch, nproc
 ):
-    folder = tmp_path / "tune"
     errors = tmp_path / "stderr"
     words = ("epochs=1000", "learning_rate=1e-4")
     save_config(load_config(config, words), tmp_path / "config.yaml")
     # The learning rate is that of the first trial, and is searched as well.
     with monkeypatch.context() as patch:  # trial 0
         patch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
-        run_tune(Search(str(config), words, folder, 1))
+        run_tune(Search(config, words, folder, 1))
     flags = ["--trials", "3", "--output", str(folder), "--nproc", nproc]
-    search = start("tune", str(config), *words, *flags, stderr=errors)
+    search = start("tune", config, *words, *flags, stderr=errors)
 
     def is_training(trial):
         metrics = folder / f"trial-{trial}" / "metrics.jsonl"
@@ -114,23 +121,20 @@ def test_an_interrupted_search_says_how_it_goes_on(
     assert not list(folder.glob("trial-*/checkpoint-*")), "nothing would read them"
 
 
-def test_a_trial_whose_time_is_up_has_its_score(config, tmp_path):
+def test_a_trial_whose_time_is_up_has_its_score(config, folder, tmp_path):
     """The limit is on each training, not on the search."""
-
-    def search(folder, eval_steps):
-        words = ("epochs=1000", "max_train_minutes=0.03", f"eval_steps={eval_steps}")
-        run_tune(Search(str(config), words, folder, 2, ("temperature",)))
-
-    search(tmp_path / "tune", 5)
-    assert len(trials_of(tmp_path / "tune")) == 2
-    with pytest.raises(RunError, match="the time was up before the first evaluation"):
-        search(tmp_path / "other", 100_000)
+    words = ("epochs=1000", "max_train_minutes=0.03", "eval_steps=5")
+    run_tune(Search(config, words, folder, 2, ("temperature",)))
+    assert len(trials_of(folder)) == 2
+    rare = (*words[:2], "eval_steps=100000")
+    message = "the time was up before the first evaluation"
+    refuses(message, config, rare, tmp_path / "other", 2, error=RunError)
 
 
-def test_two_processes_share_the_trials(config, tmp_path):
+def test_two_processes_share_the_trials(config, folder):
     flags = "--trials 6 --options learning_rate,temperature --nproc 2 --output"
-    command("tune", str(config), *flags.split(), str(tmp_path / "tune"), code=0)
-    options = [trial["options"] for trial in trials_of(tmp_path / "tune")]
+    command("tune", config, *flags.split(), str(folder), code=0)
+    options = [trial["options"] for trial in trials_of(folder)]
     for values in options:
         assert values.keys() == {"learning_rate", "temperature"}
     assert len({values["learning_rate"] for values in options}) == len(options) == 6
@@ -158,22 +162,18 @@ def test_a_dry_run_shows_ranges_and_writes_nothing(config, tmp_path, monkeypatch
     ],
 )
 def test_mistakes_are_said_before_the_first_trial(
-    config, tmp_path, overrides, options, sentence
+    config, folder, overrides, options, sentence
 ):
-    folder = tmp_path / "tune"
-    with pytest.raises(UserError, match=sentence):
-        run_tune(Search(str(config), overrides, folder, 3, options))
+    refuses(sentence, config, overrides, folder, 3, options)
     assert not folder.exists()
 
 
 def test_a_file_in_place_of_the_folder_and_a_missing_optuna_are_named(
     config, monkeypatch
 ):
-    with pytest.raises(UserError, match=r"--output .* is a file"):
-        run_tune(Search(str(config), (), config, 3))
+    refuses(r"--output .* is a file", config, (), config, 3)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(UserError, match=r"pip install 'vembed\[search\]'"):
-        run_tune(Search(str(config), (), config, 3))
+    refuses(r"pip install 'vembed\[search\]'", config, (), config, 3)
 
 
 def ranges_with(**options):

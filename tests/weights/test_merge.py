@@ -26,8 +26,7 @@ from tests.tiny import (
 from tests.weights.variants import pairs, variant
 from vembed import UserError
 from vembed.cli.commands.export import copy_model
-from vembed.config.schema import TrainConfig
-from vembed.parallel.session import start_session
+from vembed.parallel.session import start_command_session
 from vembed.weights import merge as merging
 from vembed.weights.merge import merge
 
@@ -88,8 +87,7 @@ def test_the_merged_folder_is_a_model(models, tmp_path):
 
 
 def test_back_to_a_base_with_other_names(models, tmp_path):
-    base = tmp_path / "base"
-    shutil.copytree(shared(tiny_bert), base)
+    base = tiny_bert(tmp_path / "base")
     tensors = load_file(base / "model.safetensors")
     renamed = {f"bert.{name}": tensor for name, tensor in tensors.items()}
     renamed["cls.predictions.bias"] = np.zeros(3, np.float32)
@@ -127,8 +125,7 @@ def test_a_soup_is_never_below_its_best_member(tmp_path):
 
 
 def _soup_on_a_rank(members, data, output):
-    config = TrainConfig(model_name=members[0], data_path="unused", strategy="ddp")
-    with start_session(config) as session:
+    with start_command_session() as session:
         return merge(members, output, "soup", data=data, session=session).score
 
 
@@ -234,6 +231,11 @@ def test_a_model_saved_by_an_older_transformers_has_position_ids(
 # ---- mistakes --------------------------------------------------------------------------------------------------
 
 
+def refuses(message, models, output, **options):
+    with pytest.raises(UserError, match=message):
+        vembed.merge(models, output, **options)
+
+
 def test_what_does_not_fit_is_one_sentence(models, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(models[0], other)
@@ -250,10 +252,9 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
         "has the shape": tiny_bert(tmp_path / "wide", hidden=16),
     }
     for message, folder in cases.items():
-        with pytest.raises(UserError, match=message):
-            vembed.merge([folder, models[0]], tmp_path / "out")
-    with pytest.raises(UserError, match=r"has .*layer\.2\..* does not"):
-        vembed.merge([models[0], tmp_path / "deep"], tmp_path / "out")
+        refuses(message, [folder, models[0]], tmp_path / "out")
+    deep = [models[0], tmp_path / "deep"]
+    refuses(r"has .*layer\.2\..* does not", deep, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
 
@@ -272,17 +273,14 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
     ],
 )
 def test_mistakes(models, tmp_path, options, message):
-    with pytest.raises(UserError, match=message):
-        vembed.merge(models, tmp_path / "out", **options)
+    refuses(message, models, tmp_path / "out", **options)
 
 
 def test_too_few_checkpoints_and_a_folder_that_exists(runs, models, tmp_path):
-    with pytest.raises(UserError, match="has 4 checkpoints, and the last 5"):
-        vembed.merge(runs[0], tmp_path / "out", last=5)
-    with pytest.raises(UserError, match="exists already"):
-        vembed.merge(models, tmp_path)
-    with pytest.raises(UserError, match="nothing to merge"):
-        vembed.merge(models[0], tmp_path / "out")
+    out = tmp_path / "out"
+    refuses("has 4 checkpoints, and the last 5", runs[0], out, last=5)
+    refuses("exists already", models, tmp_path)
+    refuses("nothing to merge", models[0], out)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------
