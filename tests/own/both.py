@@ -1,7 +1,7 @@
 """A user's module of two inputs: words for texts, patches for images, and a layer that both pass."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class Both(nn.Module):
@@ -9,11 +9,11 @@ class Both(nn.Module):
 
     def __init__(
         self,
-        vocab_size: int = 400,
-        width: int = 16,
-        image_size: int = 16,
-        patch: int = 4,
-    ) -> None:
+        vocab_size=400,
+        width=16,
+        image_size=16,
+        patch=4,
+    ):
         super().__init__()
         self.image_size = image_size
         self.words = nn.Embedding(vocab_size, width)
@@ -22,10 +22,10 @@ class Both(nn.Module):
 
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-    ) -> Tensor:
+        input_ids=None,
+        attention_mask=None,
+        pixel_values=None,
+    ):
         """Return [n, tokens or patches, width]."""
         if input_ids is not None:
             hidden = self.words(input_ids)

@@ -1,13 +1,13 @@
 """A user's image encoder: two convolutions. It gives a map of features, as convolutional networks do."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class Block(nn.Module):
     """A convolution that halves the image, a norm over the channels, and an activation."""
 
-    def __init__(self, before: int, after: int) -> None:
+    def __init__(self, before, after):
         super().__init__()
         self.convolution = nn.Conv2d(
             before,
@@ -18,7 +18,7 @@ class Block(nn.Module):
         )
         self.norm = nn.GroupNorm(1, after)
 
-    def forward(self, image: Tensor) -> Tensor:
+    def forward(self, image):
         """Map [n, before, height, width] to [n, after, height / 2, width / 2]."""
         return torch.relu(self.norm(self.convolution(image)))
 
@@ -28,12 +28,12 @@ class Convolutions(nn.Module):
 
     _no_split_modules = ("Block",)
 
-    def __init__(self, width: int = 8, image_size: int = 16) -> None:
+    def __init__(self, width=8, image_size=16):
         super().__init__()
         self.image_size = image_size
         self.blocks = nn.ModuleList([Block(3, width), Block(width, width)])
 
-    def forward(self, pixel_values: Tensor) -> Tensor:
+    def forward(self, pixel_values):
         """Return the map."""
         hidden = pixel_values
         for block in self.blocks:

@@ -1,23 +1,23 @@
 """A bag of words that takes texts in one row, without padding; and one that mixes them up."""
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 class PackedBag(nn.Module):
     """The mean of word vectors through a linear layer, for padded texts and for texts one behind the other."""
 
-    def __init__(self, vocab_size: int = 400, hidden_dim: int = 16) -> None:
+    def __init__(self, vocab_size=400, hidden_dim=16):
         super().__init__()
         self.words = nn.Embedding(vocab_size, hidden_dim)
         self.out = nn.Linear(hidden_dim, hidden_dim)
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, dict]:
+        input_ids,
+        attention_mask=None,
+        cu_seqlens=None,
+    ):
         """Return one vector for each text, and the mean square of the words."""
         words = self.words(input_ids)
         if cu_seqlens is None:
@@ -44,10 +44,10 @@ class Mixed(PackedBag):
 
     def forward(
         self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+        input_ids,
+        attention_mask=None,
+        cu_seqlens=None,
+    ):
         """Return the same vector for all."""
         if cu_seqlens is None:
             return super().forward(input_ids, attention_mask)[0]

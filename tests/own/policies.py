@@ -3,6 +3,6 @@
 from torch import nn
 
 
-def linear(module: nn.Module) -> bool:
+def linear(module):
     """Make every linear layer a unit."""
     return isinstance(module, nn.Linear)
