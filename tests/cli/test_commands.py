@@ -124,13 +124,13 @@ def test_dry_runs_of_the_documents(vembed, cfg, words, expected):
 
 @pytest.mark.parametrize(
     ("words", "option"),
-    [
-        ("--fsdp-config single_node", "'single_node' is neither a file nor a preset"),
-        ("global_batch_size=10 --nproc 3", "global_batch_size: 10"),
-        ("strategy=single --nproc 2", "strategy: single is one process, but 2"),
-        ("--stage stage1", "no training_stages block"),
-        ("use_fsdp=true fsdp_state_dict_type=local_state_dict", "SHARDED_STATE_DICT"),
-    ],
+    {
+        "--fsdp-config single_node": "'single_node' is neither a file nor a preset",
+        "global_batch_size=10 --nproc 3": "global_batch_size: 10",
+        "strategy=single --nproc 2": "strategy: single is one process, but 2",
+        "--stage stage1": "no training_stages block",
+        "use_fsdp=true fsdp_state_dict_type=local_state_dict": "SHARDED_STATE_DICT",
+    }.items(),
 )
 @pytest.mark.promise("C18", "E12", "E26")
 def test_what_cannot_be_started_is_said_first(refused, cfg, words, option):
@@ -248,12 +248,12 @@ def test_schema_is_json_for_editors(vembed):
 
 @pytest.mark.parametrize(
     ("words", "option"),
-    [
-        ("eval m d --dims a,b", "--dims"),
-        ("encode m i o.npy --kind x", "--kind"),
-        ("encode m i o.npy --layers 1 --pooling x", "--pooling"),
-        ("mine x.yaml --nproc two", "--nproc"),
-    ],
+    {
+        "eval m d --dims a,b": "--dims",
+        "encode m i o.npy --kind x": "--kind",
+        "encode m i o.npy --layers 1 --pooling x": "--pooling",
+        "mine x.yaml --nproc two": "--nproc",
+    }.items(),
 )
 def test_wrong_values_name_their_option(refused, words, option):
     refused(words, option)

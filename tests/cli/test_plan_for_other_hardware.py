@@ -60,12 +60,12 @@ def test_data_without_an_estimate(vembed, plan, data_path):
 
 @pytest.mark.parametrize(
     ("words", "parts"),
-    [
-        ("--gpu A100", ["--gpu A100", "A100-40GB, A100-80GB"]),
-        ("--gpu GTX", ["--gpu GTX", "A100-80GB"]),
-        ("--memory much", ["--memory 'much'", "as 80"]),
-        ("--gpu 2xL4 --nproc 4", ["4 processes (num_processes)", "2 GPU(s)"]),
-    ],
+    {
+        "--gpu A100": ["--gpu A100", "A100-40GB, A100-80GB"],
+        "--gpu GTX": ["--gpu GTX", "A100-80GB"],
+        "--memory much": ["--memory 'much'", "as 80"],
+        "--gpu 2xL4 --nproc 4": ["4 processes (num_processes)", "2 GPU(s)"],
+    }.items(),
 )
 def test_mistakes(refused, plan, words, parts):
     refused(f"plan {plan} {words}", *parts)

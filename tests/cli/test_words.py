@@ -9,22 +9,23 @@ from vembed.errors import UserError
 
 @pytest.mark.parametrize(
     ("words", "overrides"),
-    [
-        ("--use-fsdp true --batch-size 8", ["use_fsdp=true", "batch_size=8"]),
-        (
-            "--use_fsdp=false --fsdp-sharding-strategy SHARD_GRAD_OP",
-            ["use_fsdp=false", "fsdp_sharding_strategy=SHARD_GRAD_OP"],
-        ),
-        ("--use-fsdp --debug", ["use_fsdp=true", "debug=true"]),
-        ("--set epochs=2 --set=lr=1e-5", ["epochs=2", "lr=1e-5"]),
-        ("--resume output/checkpoint-5", ["resume=output/checkpoint-5"]),
-        (
-            "--use-gradient-cache auto --mrl-projection epochs=1",
-            ["use_gradient_cache=auto", "mrl_projection=true", "epochs=1"],
-        ),
-        ("--query-prompt=--x", ["query_prompt=--x"]),
-        ("--fsdp.cpu-offload true", ["fsdp.cpu_offload=true"]),
-    ],
+    {
+        "--use-fsdp true --batch-size 8": ["use_fsdp=true", "batch_size=8"],
+        "--use_fsdp=false --fsdp-sharding-strategy SHARD_GRAD_OP": [
+            "use_fsdp=false",
+            "fsdp_sharding_strategy=SHARD_GRAD_OP",
+        ],
+        "--use-fsdp --debug": ["use_fsdp=true", "debug=true"],
+        "--set epochs=2 --set=lr=1e-5": ["epochs=2", "lr=1e-5"],
+        "--resume output/checkpoint-5": ["resume=output/checkpoint-5"],
+        "--use-gradient-cache auto --mrl-projection epochs=1": [
+            "use_gradient_cache=auto",
+            "mrl_projection=true",
+            "epochs=1",
+        ],
+        "--query-prompt=--x": ["query_prompt=--x"],
+        "--fsdp.cpu-offload true": ["fsdp.cpu_offload=true"],
+    }.items(),
 )
 @pytest.mark.promise("A17", "A18", "B19", "B25")
 def test_flags_become_options(words, overrides):
@@ -59,12 +60,12 @@ def test_the_words_for_other_processes_mean_the_same():
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
-    [
-        ("", "which config\\? Give its file"),
-        ("a.yaml b.yaml", "unexpected 'b.yaml' beside the config 'a.yaml'"),
-        ("a.yaml --batch-size --debug", "--batch-size needs a value"),
-        ("a.yaml --set epochs", "--set 'epochs': it sets an option"),
-    ],
+    {
+        "": "which config\\? Give its file",
+        "a.yaml b.yaml": "unexpected 'b.yaml' beside the config 'a.yaml'",
+        "a.yaml --batch-size --debug": "--batch-size needs a value",
+        "a.yaml --set epochs": "--set 'epochs': it sets an option",
+    }.items(),
 )
 def test_mistakes_are_one_sentence(words, sentence):
     with pytest.raises(UserError, match=sentence):

@@ -133,12 +133,12 @@ def test_no_size_is_a_million(fsdp, count):
 
 @pytest.mark.parametrize(
     ("text", "classes"),
-    [
-        ("null", None),
-        ("BertLayer", ("BertLayer",)),
-        ("[A, b.C]", ("A", "b.C")),
-        ("A,B", ("A", "B")),
-    ],
+    {
+        "null": None,
+        "BertLayer": ("BertLayer",),
+        "[A, b.C]": ("A", "b.C"),
+        "A,B": ("A", "B"),
+    }.items(),
 )
 @pytest.mark.promise("B08")
 def test_layer_classes(fsdp, text, classes):
@@ -157,14 +157,14 @@ def test_mixed_precision_of_fsdp(resolved):
 
 @pytest.mark.parametrize(
     ("line", "strategy"),
-    [
-        ("distributed: {strategy: auto, fsdp: {enabled: true}}", "fsdp"),
-        ("strategy: fsdp", "fsdp"),
-        ("strategy: ddp", "ddp"),
-        ("strategy: auto", "auto"),
-        ("accelerate_config: single_node_fsdp", "fsdp"),
-        ("accelerate_config: accelerate_ddp", "ddp"),
-    ],
+    {
+        "distributed: {strategy: auto, fsdp: {enabled: true}}": "fsdp",
+        "strategy: fsdp": "fsdp",
+        "strategy: ddp": "ddp",
+        "strategy: auto": "auto",
+        "accelerate_config: single_node_fsdp": "fsdp",
+        "accelerate_config: accelerate_ddp": "ddp",
+    }.items(),
 )
 @pytest.mark.promise("C02")
 def test_strategies(resolved, line, strategy):
@@ -200,28 +200,13 @@ def test_the_launchers_values_hold_and_are_said(resolved, refused):
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [
-        (
-            "fsdp_config: {fsdp_limit_all_gather: true}",
-            "unknown option 'fsdp_limit_all_gather'",
-        ),
-        (
-            "fsdp_config:\n  min_num_parms: 3",
-            "line 3: unknown option 'min_num_parms' in fsdp_config",
-        ),
-        (
-            "num_proceses: 3",
-            "line 2: unknown key 'num_proceses', did you mean 'num_processes'",
-        ),
-        (
-            "num_machines: 2\nnum_processes: 3",
-            "must be a multiple of num_machines: 2",
-        ),
-        (
-            "fsdp_config: {fsdp_sharding_strategy: SHARD}",
-            "fsdp_sharding_strategy must be",
-        ),
-    ],
+    {
+        "fsdp_config: {fsdp_limit_all_gather: true}": "unknown option 'fsdp_limit_all_gather'",
+        "fsdp_config:\n  min_num_parms: 3": "line 3: unknown option 'min_num_parms' in fsdp_config",
+        "num_proceses: 3": "line 2: unknown key 'num_proceses', did you mean 'num_processes'",
+        "num_machines: 2\nnum_processes: 3": "must be a multiple of num_machines: 2",
+        "fsdp_config: {fsdp_sharding_strategy: SHARD}": "fsdp_sharding_strategy must be",
+    }.items(),
 )
 def test_mistakes_in_the_accelerate_file(accelerate_file, text, words):
     with pytest.raises(UserError) as caught:

@@ -158,12 +158,12 @@ def test_the_timeout_comes_from_the_config_or_from_the_environment(resolved, ref
 
 @pytest.mark.parametrize(
     ("text", "strategy"),
-    [
-        ("", "auto"),
-        ("use_fsdp: false\n", "ddp"),
-        ("strategy: fsdp\n", "fsdp"),
-        ("temperature: 0.05\n", "auto"),
-    ],
+    {
+        "": "auto",
+        "use_fsdp: false\n": "ddp",
+        "strategy: fsdp\n": "fsdp",
+        "temperature: 0.05\n": "auto",
+    }.items(),
 )
 def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(
     resolved, text, strategy

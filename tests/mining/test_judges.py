@@ -252,12 +252,12 @@ def test_a_decoder_answers_yes_or_no(options, instruction):
 
 @pytest.mark.parametrize(
     "text, answer",
-    [
-        ("Yes", 1.0),
-        ("**No**, because yes would be wrong", 0.0),
-        ("Not relevant", 0.0),
-        ("maybe", None),
-    ],
+    {
+        "Yes": 1.0,
+        "**No**, because yes would be wrong": 0.0,
+        "Not relevant": 0.0,
+        "maybe": None,
+    }.items(),
 )
 def test_answers(text, answer):
     assert answer_of(text) == answer
