@@ -48,12 +48,6 @@ def accelerate_file(write_config):
     return run
 
 
-@pytest.mark.promise("B03")
-def test_off_by_default(resolved):
-    run = resolved()
-    assert run.config.parallel.strategy == run.strategy.value == "auto"
-
-
 @pytest.mark.promise("B04", "B05", "B06", "B07", "D06", "D07", "D08")
 def test_use_fsdp_reads_the_packaged_file(fsdp):
     settings, notes = fsdp("use_fsdp: true\n")

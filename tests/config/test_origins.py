@@ -165,6 +165,7 @@ def test_the_timeout_comes_from_the_config_or_from_the_environment(resolved, ref
         "temperature: 0.05\n": "auto",
     }.items(),
 )
+@pytest.mark.promise("B03")
 def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(
     resolved, text, strategy
 ):

@@ -3,8 +3,6 @@
 import pytest
 
 from tests.config.conftest import assert_options
-from vembed.config.loading import resolve_run
-from vembed.errors import UserError
 
 CONFIG = """\
 model_name: m
@@ -19,20 +17,14 @@ distributed_examples:
 """
 
 
-@pytest.fixture
-def path(tmp_path):
-    (tmp_path / "cfg.yaml").write_text(CONFIG)
-    return tmp_path / "cfg.yaml"
-
-
-def test_examples_alone_change_nothing(path):
-    config = resolve_run(path, env={}).config
+def test_examples_alone_change_nothing(resolved):
+    config = resolved(CONFIG, needed="").config
     assert_options(config, strategy="auto", num_processes="auto", num_machines=1)
 
 
 @pytest.mark.promise("C18")
-def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(path):
-    run = resolve_run(path, ["fsdp_config=my_cluster", "devices=3"], env={})
+def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(resolved):
+    run = resolved(CONFIG, "fsdp_config=my_cluster", "devices=3", needed="")
     assert_options(
         run.config,
         strategy="fsdp",
@@ -40,17 +32,14 @@ def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(path):
         num_machines=2,
         fsdp_sharding_strategy="SHARD_GRAD_OP",
     )
-    assert run.origins["num_machines"] == f"{path}:6"
-    path.write_text(CONFIG + "accelerate_config: small\n")
-    assert resolve_run(path, env={}).config.parallel.strategy == "ddp"
-    run = resolve_run(path, ["accelerate_config=single_node_fsdp"], env={})
+    assert run.origins["num_machines"] == "cfg.yaml:6"
+    text = CONFIG + "accelerate_config: small\n"
+    assert resolved(text, needed="").config.parallel.strategy == "ddp"
+    run = resolved(text, "accelerate_config=single_node_fsdp", needed="")
     assert run.config.parallel.num_processes == 8
 
 
 @pytest.mark.promise("C18")
-def test_an_unknown_name_lists_all(path):
-    with pytest.raises(
-        UserError,
-        match=r"'nope' is neither a file nor a preset .accelerate_ddp",
-    ):
-        resolve_run(path, ["fsdp_config=nope"], env={})
+def test_an_unknown_name_lists_all(refused):
+    message = refused(CONFIG, "fsdp_config=nope", needed="")
+    assert "'nope' is neither a file nor a preset (accelerate_ddp" in message

@@ -69,11 +69,6 @@ def test_what_the_presets_promise(name, machines, offloads):
     assert options.get("fsdp_forward_prefetch", False) is (name == "large_scale")
 
 
-def test_a_preset_for_hybrid_sharding():
-    options = read_accelerate_file("accelerate_hsdp").options
-    assert options["fsdp_sharding_strategy"] == "HYBRID_SHARD"
-
-
 @pytest.mark.promise("D30")
 def test_our_list_of_top_level_keys_is_accelerates():
     assert set(ClusterConfig.__dataclass_fields__) == TOP_KEYS
@@ -92,8 +87,8 @@ def test_accelerate_launch_counts_processes_by_itself(name, tmp_path):
         module="accelerate.commands.launch",
         folder=tmp_path,
         env={"ACCELERATE_LOG_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""},
+        code=0,
     )
-    assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert lines == [f"rank {rank} of {len(lines)}" for rank in range(len(lines))]
     # Without a GPU: one process per core.

@@ -13,7 +13,8 @@ import pytest
 import vembed
 from tests.commands import invoke
 from tests.data.files import write_jsonl
-from tests.serve.test_serve import started
+from tests.serve import test_serve
+from tests.serve.test_serve import QUERY_PROMPT, started
 from tests.tiny import (
     change_json,
     read_json,
@@ -42,18 +43,10 @@ from vembed.export.formats import SafetensorsFormat
 from vembed.export.onnx_format import OnnxFormat
 from vembed.inference.serve import ServedInput, open_encoder
 
-QUERY_PROMPT = "red green: "
-
 
 def model_folder():
     """One layer, as in the model of images: tracing takes seconds for each."""
-    return shared(_model)
-
-
-def _model(folder):
-    return tiny_bert_st(
-        folder, layers=1, prompts={"query": QUERY_PROMPT, "document": ""}, dense_dim=24
-    )
+    return test_serve.model_folder(layers=1)
 
 
 def siglip_folder():

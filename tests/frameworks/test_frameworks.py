@@ -4,23 +4,17 @@ import numpy as np
 import pytest
 
 import vembed
-from tests.tiny import tiny_bert_st
+from tests.serve.test_serve import QUERY_PROMPT, TEXTS, model_folder
 from vembed.cli.commands.export import copy_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-TEXTS = ["red", "a small bird in the garden"]
-PROMPT = "red green: "
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A model's folder, and its vectors of the texts as queries and as documents."""
-    place = tmp_path_factory.mktemp("frameworks")
-    tiny_bert_st(
-        place / "model", prompts={"query": PROMPT, "document": ""}, dense_dim=24
-    )
-    folder = copy_model(str(place / "model"), place / "saved")
+    target = tmp_path_factory.mktemp("frameworks") / "saved"
+    folder = copy_model(str(model_folder()), target)
     model = vembed.Embedder(folder)
     return str(folder), model.encode(TEXTS, "query"), model.encode(TEXTS, "document")
 
@@ -52,7 +46,7 @@ def test_llama_index(saved):
     actual = module(name, "llama-index-embeddings-huggingface")
     folder, queries, documents = saved
     embedding = actual.HuggingFaceEmbedding(
-        model_name=folder, device="cpu", query_instruction=PROMPT
+        model_name=folder, device="cpu", query_instruction=QUERY_PROMPT
     )
     close(embedding.get_text_embedding_batch(TEXTS), documents)
     close(embedding.get_query_embedding(TEXTS[0]), queries[0])
@@ -64,7 +58,7 @@ def test_haystack(saved):
     haystack = module("haystack", "haystack-ai")
     folder, queries, documents = saved
     options = {"model": folder, "progress_bar": False}
-    text = embedders.SentenceTransformersTextEmbedder(prefix=PROMPT, **options)
+    text = embedders.SentenceTransformersTextEmbedder(prefix=QUERY_PROMPT, **options)
     text.warm_up()
     close(text.run(TEXTS[0])["embedding"], queries[0])
     many = embedders.SentenceTransformersDocumentEmbedder(**options)

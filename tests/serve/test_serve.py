@@ -23,7 +23,6 @@ import pytest
 from scipy.special import expit
 
 import vembed
-from tests.commands import invoke
 from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
 from vembed.data.examples import Item
@@ -43,14 +42,17 @@ SMALL_LIMITS = {
 }
 
 
-def _model(folder):
-    return tiny_bert_st(
-        folder, prompts={"query": "red green: ", "document": ""}, dense_dim=24
-    )
+QUERY_PROMPT = "red green: "
 
 
-def model_folder():
-    return shared(_model)
+def _model(folder, layers=2):
+    prompts = {"query": QUERY_PROMPT, "document": ""}
+    return tiny_bert_st(folder, layers=layers, prompts=prompts, dense_dim=24)
+
+
+def model_folder(**options):
+    """A model with a prompt for queries and a Dense module."""
+    return shared(_model, **options)
 
 
 class Server:
@@ -207,10 +209,6 @@ def test_token_ids_are_taken_as_they_are(server):
     assert answer["usage"]["total_tokens"] == sum(map(len, ids))
     _, answer = server.send("/v1/embeddings", {"input": ids[0]})
     assert_close(answer["data"][0]["embedding"], expected[0])
-
-
-def test_check_server_passes(limited):
-    invoke("check-server", limited.address, model_folder())
 
 
 def test_many_connections_at_once_are_all_answered(server):
