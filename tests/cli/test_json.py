@@ -8,7 +8,6 @@ import pytest
 from tests.cli.conftest import write_config
 from tests.data.files import write_jsonl
 from tests.tiny import read_json, shared, texts, tiny_bert_st
-from vembed.cli.support import with_json_target
 
 
 @pytest.fixture
@@ -18,23 +17,12 @@ def folder(vembed):
     return str(shared(tiny_bert_st))
 
 
-@pytest.mark.parametrize(
-    ("words", "value"),
-    [
-        (["run", "--json", "--nproc", "2"], ["run", "--json=-", "--nproc", "2"]),
-        (["run", "--json", "out.json"], ["run", "--json", "out.json"]),
-    ],
-)
-def test_a_file_may_follow(words, value):
-    assert with_json_target(words) == value
-
-
 @pytest.fixture
 def read(vembed):
     """The JSON of a command; what people read is on standard error."""
 
     def run(text, *words, code=0):
-        return json.loads(vembed(text, *words, "--json", code=code).out)
+        return json.loads(vembed(text, "--json", *words, code=code).out)
 
     return run
 
@@ -45,7 +33,7 @@ def test_versions_config_and_plan(read, folder):
     assert config["options"]["epochs"] == 2
     assert config["options"]["batch_size"] == 8
     assert config["origins"]
-    plan = read("plan cfg.yaml --memory 80")
+    plan = read("plan cfg.yaml", "--memory", "80")
     assert plan["fits"] is True
     assert 0 < plan["needed_bytes"] == sum(plan["memory_bytes"].values())
     plan = read("plan cfg.yaml --memory 0.0001", code=1)

@@ -16,7 +16,6 @@ from tests.data.files import pair, write_jsonl
 from tests.data.pictures import write
 from tests.parallel.steps import listen
 from vembed.config.loading import resolve_run
-from vembed.data.examples import Item
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.interrupts import Interrupts
@@ -85,23 +84,6 @@ class Built:
     lines: list[str]
     is_deterministic: bool
 
-    def parameters(self):
-        return dict(self.trainer.components.model.named_parameters())
-
-    def group(self, of):
-        """The optimizer's group of the first trained parameter whose name has `of` in it."""
-        for name, parameter in self.parameters().items():
-            if of in name and parameter.requires_grad:
-                for group in self.trainer.components.optimizer.param_groups:
-                    if any(parameter is member for member in group["params"]):
-                        return group
-        raise AssertionError(f"no group has {of}")
-
-    def tokens(self, text, kind):
-        featuriser = self.trainer.components.featuriser
-        (features,) = featuriser.features([(Item(text=text), kind)])
-        return list(map(int, features.token_ids))
-
 
 def build(options):
     """The trainer of a YAML file with these options, in one process."""
@@ -154,10 +136,6 @@ def adapter(value):
 def adapter_dropout(value):
     layer = adapter(value).lora_dropout["default"]
     return getattr(layer, "p", 0.0)
-
-
-def first_ids(value):
-    return [int(index) for index in value.trainer.data.batch_schedule.batch(0, 0)]
 
 
 GROUPS = {

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.torch import load_file
 
 from tests.config.effects import (
     GROUPS,
@@ -16,7 +15,6 @@ from tests.config.effects import (
     adapter_dropout,
     built,
     finished,
-    first_ids,
     given,
 )
 from tests.tiny import read_json
@@ -38,6 +36,10 @@ def see(entry, observed):
 
 def backbone(entry):
     return entry.trainer.components.embedding_model.backbone
+
+
+def optimizer_options(entry):
+    return entry.trainer.components.optimizer.param_groups[0]
 
 
 BUILT = {
@@ -70,8 +72,8 @@ BUILT = {
     ),
     "document_prompt": (
         "many",
-        lambda entry: len(entry.tokens("blue", "document")) - 2,
-        3,
+        "components.embedder.description.document_prompt",
+        "green blue ",
     ),
     "lora_r": (
         "other_adapters",
@@ -90,12 +92,6 @@ BUILT = {
         "many",
         lambda entry: entry.trainer.data.batch_schedule.keys is not None,
         True,
-    ),
-    "homogeneous_batches": (
-        "other",
-        lambda entry: len({index // 48 for index in first_ids(entry)}),
-        1,
-        "two",
     ),
     "sampling": (
         "tempered",
@@ -123,10 +119,10 @@ BUILT = {
     "patience": ("patient", "intervals.patience", 2),
     "adam_betas": (
         "many",
-        lambda entry: entry.group("query.weight")["betas"],
+        lambda entry: optimizer_options(entry)["betas"],
         (0.5, 0.6),
     ),
-    "adam_epsilon": ("many", lambda entry: entry.group("query.weight")["eps"], 0.7),
+    "adam_epsilon": ("many", lambda entry: optimizer_options(entry)["eps"], 0.7),
     "warmup_steps": ("many", "schedule.warmup_steps", 3),
     "lr_scheduler_type": ("many", "schedule.kind", "cosine"),
     "max_grad_norm": ("many", "update.max_grad_norm", 0.75),
@@ -161,12 +157,6 @@ WRITTEN = {
         "mrr@3",
         "base",
     ),
-    "torch_dtype": (
-        "many",
-        lambda run: str(_weight(run).dtype),
-        "torch.bfloat16",
-        "base",
-    ),
     "logging_steps": (
         "many",
         lambda run: [line["step"] for line in metric_lines(run) if "loss" in line],
@@ -181,11 +171,6 @@ WRITTEN = {
         "base",
     ),
 }
-
-
-def _weight(run):
-    weights = load_file(run / "final" / "model.safetensors")
-    return next(tensor for name, tensor in weights.items() if "query.weight" in name)
 
 
 @pytest.mark.parametrize("option", WRITTEN)
@@ -276,6 +261,7 @@ strategy accelerate_config fsdp_version fsdp_sharding_strategy fsdp_offload_para
 gradient_checkpointing num_processes num_machines overwrite
 
 column_mapping retrieval_mode image_root allow_image_urls on_bad_record max_negatives max_train_examples val_split
+homogeneous_batches
 
 max_length query_prompt min_pixels max_pixels image_model_name save_merged
 
@@ -287,7 +273,7 @@ fsdp_reduce_dtype mixed_precision dist_timeout_minutes sync_batchnorm
 data_path val_data_path output_dir batch_size global_batch_size max_steps learning_rate scale_learning_rate
 eval_steps save_steps ema guards mine async_save wandb_project wandb_tags fsdp_state_dict_type console log_file
 debug cache_frozen_features optim weight_decay head_learning_rate on_nonfinite freeze load_best_model_at_end
-profile_steps save_total_limit resume max_train_minutes
+profile_steps save_total_limit resume max_train_minutes torch_dtype
 
 model_class model_arguments from_scratch fsdp_auto_wrap_policy fsdp_min_num_params
 fsdp_transformer_layer_cls_to_wrap

@@ -64,21 +64,6 @@ def test_words_that_yaml_11_takes_for_something_else(read):
     )
 
 
-def test_unknown_key_is_named_with_nearest_file_and_line(refused):
-    message = refused("epochs: 3\n\n# a comment\n\nlearning_rat: 1e-5\n")
-    assert "cfg.yaml, line 7" in message
-    assert "'learning_rat'" in message
-    assert "did you mean 'learning_rate'" in message
-
-
-def test_unknown_key_of_toml_and_json(refused):
-    toml = 'model_name = "m"\ndata_path = "d"\n\n[fsdp]\nenabled = true\nmin_num_param = 5\n'
-    message = refused(toml, name="cfg.toml", needed="")
-    assert message.startswith("cfg.toml: ") and "'min_num_param'" in message
-    text = '{\n  "model_name": "m",\n  "data_path": "d",\n  "batch_sise": 3\n}\n'
-    assert "cfg.json, line 4" in refused(text, name="cfg.json", needed="")
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -121,32 +106,38 @@ def test_all_problems_at_once_the_first_in_the_first_line(refused):
     assert "command line" in fourth
 
 
-def test_missing_options(refused):
-    message = refused("epochs: 1\n", needed="")
-    assert "model_name is missing" in message and "data_path is missing" in message
-
-
 TWICE = '{"seed": 1,\n"epochs": 1,\n"seed": 2%s}'
+IN_TOML = 'model_name = "m"\n\n[fsdp]\nenabled = true\nmin_num_param = 5\n'
+IN_JSON = '{\n  "model_name": "m",\n  "data_path": "d",\n  "batch_sise": 3\n}\n'
 
 
 @pytest.mark.parametrize(
     ("text", "name", "said"),
     [
-        ("seed: 1\nseed: 2\n", "a.yaml", "line 2: 'seed' is already given in line 1"),
-        (TWICE % "", "a.json", "line 3: 'seed' is already given in line 1"),
+        ("epochs: 1\n", "a.yaml", ["model_name is missing", "data_path is missing"]),
+        (
+            "epochs: 3\n\n# a comment\n\nlearning_rat: 1e-5\n",
+            "a.yaml",
+            ["line 5", "'learning_rat'", "did you mean 'learning_rate'"],
+        ),
+        (IN_TOML, "a.toml", ["'min_num_param'"]),
+        (IN_JSON, "a.json", ["line 4"]),
+        ("seed: 1\nseed: 2\n", "a.yaml", ["line 2: 'seed' is already given in line 1"]),
+        (TWICE % "", "a.json", ["line 3: 'seed' is already given in line 1"]),
         # Which of three the second one is, the reader does not know.
         (
             TWICE % ', "training": {"seed": 3}',
             "a.json",
-            "'seed' is already given in line",
+            ["'seed' is already given in line"],
         ),
-        ("seed = 1\nseed = 2\n", "a.toml", "not valid TOML"),
+        ("seed = 1\nseed = 2\n", "a.toml", ["not valid TOML"]),
     ],
 )
-def test_key_given_twice(refused, text, name, said):
+def test_wrong_keys(refused, text, name, said):
     message = refused(text, name=name, needed="")
     assert message.startswith(name)
-    assert said in message
+    for part in said:
+        assert part in message
 
 
 def test_one_option_under_two_names(read, refused):

@@ -22,7 +22,6 @@ from vembed.cli.run_train import run_train
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.loading import (
     chosen_pipeline,
-    load_config,
     resolve_run,
 )
 from vembed.errors import UserError
@@ -250,4 +249,3 @@ def test_the_names_of_the_python_page_are_public():
     assert set(vembed.__all__) - {"__version__"} <= set(
         re.findall(r"`vembed\.(\w+)", page)
     )
-    assert load_config({"model_name": "m", "data_path": "d"}).model.model_name == "m"
