@@ -14,7 +14,7 @@ from torch.distributed.run import get_args_parser
 import vembed
 from tests import tiny
 from tests.commands import train_arguments
-from tests.data.files import write_jsonl
+from tests.data.files import pair, write_jsonl
 from tests.docs.pages import ROOT, blocks, commands
 from vembed.cli.arguments import NO_FLAGS
 from vembed.cli.main import DATA_COMMANDS, app, load_command
@@ -57,10 +57,7 @@ def folder(tmp_path_factory):
     (workdir / "demo").mkdir()
     (workdir / "demo" / "data").symlink_to(workdir / "data")
     texts = tiny.texts(24)
-    rows = [
-        {"query": text, "positive": f"found {text}", "negatives": ["none"]}
-        for text in texts
-    ]
+    rows = [pair(text, f"found {text}", negatives=["none"]) for text in texts]
     for name, part in (("train", rows[:16]), ("val", rows[16:])):
         write_jsonl(workdir / "data" / f"{name}.jsonl", part)
     config = {

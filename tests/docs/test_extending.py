@@ -100,7 +100,7 @@ def workplace(copy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     records = []
     for text in tiny.texts(16):
-        records.append({"query": text, "positive": f"found {text}", "neg_1": "none"})
+        records.append(pair(text, f"found {text}", neg_1="none"))
     write_jsonl(folder / "train.jsonl", records)
     write_jsonl(folder / "pairs.jsonl", [pair()] * 8)
     make = (

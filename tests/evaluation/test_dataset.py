@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.files import pair
 from vembed.config.schema import DataSection
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.errors import UserError
@@ -62,8 +63,8 @@ def test_every_positive_is_the_corpus_and_negatives_are_not(tmp_path):
     path = write_lines(
         tmp_path / "val.jsonl",
         [
-            {"query": "a", "positive": "A", "negatives": ["B", "only a negative"]},
-            {"query": "b", "positive": ["B", "BB"]},
+            pair("a", "A", negatives=["B", "only a negative"]),
+            pair("b", ["B", "BB"]),
         ],
     )
     data = opened(path)
@@ -283,7 +284,7 @@ def test_choice_of_qrels(tmp_path):
 
 
 def test_pairs_have_no_splits(tmp_path):
-    path = write_lines(tmp_path / "pairs.jsonl", [{"query": "a", "positive": "b"}])
+    path = write_lines(tmp_path / "pairs.jsonl", [pair("a", "b")])
     with pytest.raises(UserError, match="it has no qrels of a split dev"):
         evaluate("no model", path, split="dev")
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from scipy import stats
 from sentence_transformers import SentenceTransformer
 
-from tests.data.files import write_beir, write_jsonl
+from tests.data.files import pair, write_beir, write_jsonl
 from tests.evaluation.test_retrieval import plain_metrics
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from tests.tiny_tokenizers import WORDS
@@ -25,8 +25,7 @@ def sentence(seed, length=5):
 
 def write_pairs(path, number=30):
     records = [
-        {"query": sentence(i), "positive": [sentence(100 + i), sentence(500 + i)]}
-        for i in range(number)
+        pair(sentence(i), [sentence(100 + i), sentence(500 + i)]) for i in range(number)
     ]
     write_jsonl(path, records)
     return records

@@ -12,7 +12,7 @@ import pytest
 
 import vembed
 from tests.commands import invoke
-from tests.data.files import write_jsonl
+from tests.data.files import pair, write_jsonl
 from tests.serve import test_serve
 from tests.serve.test_serve import QUERY_PROMPT, started
 from tests.tiny import (
@@ -280,7 +280,7 @@ def test_a_static_student(tmp_path):
 
     rows = []
     for text, other in zip(texts(160), texts(160, seed=5), strict=True):
-        rows.append({"query": text, "positive": f"found {text} {other}"})
+        rows.append(pair(text, f"found {text} {other}"))
     data = tmp_path / "val.jsonl"
     write_jsonl(data, rows)
     out = tmp_path / "student"

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.files import open_examples, read_jsonl, write_jsonl
+from tests.data.files import open_examples, pair, read_jsonl, write_jsonl
 from tests.harness import run_ranks
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed import Embedder
@@ -28,7 +28,7 @@ def documents():
 
 def pairs_of(actual):
     """Rows of a query, which is a document without its last word, and that document."""
-    return [{"query": text.rpartition(" ")[0], "positive": text} for text in actual]
+    return [pair(text.rpartition(" ")[0], text) for text in actual]
 
 
 def corpus_of(actual):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.mining.data import documents, model, pairs_of, read_jsonl, write_jsonl
+from tests.mining.data import documents, model, pair, pairs_of, read_jsonl, write_jsonl
 from tests.tiny import read_json
 from vembed import UserError, audit
 from vembed.cli.commands.make_data import DataFlags
@@ -20,15 +20,15 @@ def options(tmp_path):
     rows = pairs_of(actual[:40])
     more = f"{LONG} and more of it"
     rows += [
-        {"query": rows[3]["query"].upper(), "positive": actual[3]},
-        {"query": LONG, "positive": more, "negatives": [actual[60]]},
-        {"query": f"Now {LONG}", "positive": more},
-        {"query": actual[50], "positive": actual[60]},
-        {"query": actual[50], "positive": actual[61], "negatives": [actual[60]]},
+        pair(rows[3]["query"].upper(), actual[3]),
+        pair(LONG, more, negatives=[actual[60]]),
+        pair(f"Now {LONG}", more),
+        pair(actual[50], actual[60]),
+        pair(actual[50], actual[61], negatives=[actual[60]]),
     ]
     validation = [
-        {"query": rows[5]["query"], "positive": "anything"},
-        {"query": f"{LONG}!", "positive": "anything"},
+        pair(rows[5]["query"], "anything"),
+        pair(f"{LONG}!", "anything"),
     ]
     return {
         "data_path": str(write_jsonl(tmp_path / "train.jsonl", rows)),
@@ -109,9 +109,9 @@ def test_findings_with_a_model(options, tmp_path):
 def test_bad_records_and_images(tmp_path):
     Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
     (tmp_path / "broken.png").write_bytes(b"no image")
-    rows = [{"query": "", "positive": "x"}]
+    rows = [pair("", "x")]
     for name in ("red", "broken"):
-        rows.append({"query": f"a {name}", "positive": {"image": f"{name}.png"}})
+        rows.append(pair(f"a {name}", {"image": f"{name}.png"}))
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     page = tmp_path / "audit.html"
     _, actual = run({"data_path": str(path), "output_path": str(page)})
@@ -122,13 +122,10 @@ def test_bad_records_and_images(tmp_path):
 
 def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):
     """1,500 rows: a bucket of so many near texts was once compared with its first 50 alone."""
-    rows = [
-        {"query": f"{LONG} as number {number}", "positive": f"p{number}"}
-        for number in range(1500)
-    ]
-    rows.append({"query": documents()[0], "positive": "another"})
+    rows = [pair(f"{LONG} as number {number}", f"p{number}") for number in range(1500)]
+    rows.append(pair(documents()[0], "another"))
     data = write_jsonl(tmp_path / "train.jsonl", rows)
-    val = write_jsonl(tmp_path / "val.jsonl", [{"query": f"{LONG}!", "positive": "x"}])
+    val = write_jsonl(tmp_path / "val.jsonl", [pair(f"{LONG}!", "x")])
     cleaned = tmp_path / "cleaned.jsonl"
     result, actual = run(
         {"data_path": str(data), "val_data_path": str(val)},

@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from tests.mining.data import run, training_examples, write_jsonl
+from tests.mining.data import pair, run, training_examples, write_jsonl
 from tests.tiny import shared, tiny_clip
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "purple")
@@ -17,7 +17,7 @@ def options(tmp_path):
             tmp_path / "images" / f"{colour}.png"
         )
     rows = [
-        {"query": f"a {colour} wall", "positive": {"image": f"images/{colour}.png"}}
+        pair(f"a {colour} wall", {"image": f"images/{colour}.png"})
         for colour in COLOURS
     ]
     return {
@@ -46,7 +46,7 @@ def test_a_corpus_of_images_and_bare_paths(options, tmp_path):
     for colour in COLOURS:
         path = f"images/{colour}.png"
         corpus.append({"_id": colour, "image": path})
-        rows.append({"query": f"a {colour} wall", "positive": path})
+        rows.append(pair(f"a {colour} wall", path))
     options |= {
         "data_path": str(write_jsonl(tmp_path / "bare.jsonl", rows)),
         "corpus_path": str(write_jsonl(tmp_path / "corpus.jsonl", corpus)),

@@ -15,6 +15,7 @@ from tests.mining.data import (
     corpus_of,
     documents,
     model,
+    pair,
     pairs_of,
     read_lines,
     rows_in,
@@ -118,9 +119,9 @@ def test_known_positives_are_never_negatives(tmp_path):
     query = actual[0]
     marked = {"positive_ids": ["d3", "d4"], "query_id": "q"}
     rows = [
-        {"query": query, "positive": actual[1]},
-        {"query": f"  {query.upper()} ", "positive": actual[2].upper()},
-        {"query": query, "positive": "something else", **marked},
+        pair(query, actual[1]),
+        pair(f"  {query.upper()} ", actual[2].upper()),
+        pair(query, "something else", **marked),
     ]
     qrels = tmp_path / "qrels.tsv"
     qrels.write_text("query-id\tcorpus-id\tscore\nq\td5\t1\nq\td6\t0\n")
@@ -140,7 +141,7 @@ def test_near_duplicates_of_a_positive_are_no_negatives(tmp_path):
     far = (
         "a slow way to read a file of letters into a string with a loop over all lines"
     )
-    rows = [{"query": "sort a list", "positive": positive}]
+    rows = [pair("sort a list", positive)]
     options = small(tmp_path, rows, [positive, near, far])
     rows, result = run(options)
     assert rows[0]["negatives"] == [far]
@@ -177,7 +178,7 @@ def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
 
 def test_rows_of_one_query_take_turns(tmp_path):
     actual = documents()
-    rows = [{"query": "the cat", "positive": actual[number]} for number in range(3)]
+    rows = [pair("the cat", actual[number]) for number in range(3)]
     options = small(tmp_path, rows, actual, num_negatives=2)
     same, _ = run(options)
     assert len({tuple(row["negatives"]) for row in same}) == 1
@@ -243,7 +244,7 @@ def test_vowel_signs_are_part_of_the_words_of_bm25_and_of_near_duplicates(tmp_pa
     positive = "दिन में पानी मिला फिर काम किया और सब लोग घर गए"
     other = "दान में पानी मिला फिर काम किया और सब लोग घर गए"
     unlike = "दानी मेला पुन फूर कोम कूया ओर सूब लूग घूर गूए"  # the consonants of the positive
-    rows = [{"query": "दिन में मेला", "positive": positive}]
+    rows = [pair("दिन में मेला", positive)]
     corpus = [{"text": text} for text in (positive, other, unlike, "दा न")]
     options = small(tmp_path, rows, corpus, model_name="bm25", near_duplicate=0.8)
     rows, _ = run(options)
@@ -314,10 +315,7 @@ def test_short_vectors(options):
 
 def test_the_threshold_is_calibrated(tmp_path):
     """Queries with two positives of nearly equal score: without a threshold the hidden one would be mined."""
-    rows = [
-        {"query": text, "positive": [f"{text} red", f"{text} blue"]}
-        for text in documents()[:60]
-    ]
+    rows = [pair(text, [f"{text} red", f"{text} blue"]) for text in documents()[:60]]
     options = small(
         tmp_path, rows, num_negatives=4, threshold="auto", max_false_negative_rate=0.02
     )
@@ -325,7 +323,7 @@ def test_the_threshold_is_calibrated(tmp_path):
     assert result.calibration.rate_without > 0.1
     assert result.calibration.rate <= 0.02
     assert result.limits.relative_margin > 0.0
-    single = [{"query": row["query"], "positive": row["positive"][0]} for row in rows]
+    single = [pair(row["query"], row["positive"][0]) for row in rows]
     write_jsonl(tmp_path / "rows.jsonl", single)
     _, result = run(options)
     assert result.limits.max_score is not None

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.data.files import write_beir, write_jsonl
+from tests.mining.data import pair
 from tests.tiny import read_json
 from vembed import UserError, audit, generate, judge, mine
 from vembed.cli.commands.make_data import audit as run_audit
@@ -34,7 +35,7 @@ mine: {num_negatives: 3, every_epochs: 2}
 def training(tmp_path):
     path = tmp_path / "cfg.yaml"
     path.write_text(TRAINING)
-    row = {"query": "a question", "positive": "an answer"}
+    row = pair("a question", "an answer")
     write_jsonl(tmp_path / "train.jsonl", [row] * 3)
     write_jsonl(tmp_path / "val.jsonl", [row])
     return path
@@ -175,7 +176,7 @@ def test_an_output_that_is_an_input_is_refused(
     monkeypatch.chdir(tmp_path)
     rows = tmp_path / "rows" / "train.jsonl"
     rows.parent.mkdir()
-    write_jsonl(rows, [{"query": "a", "positive": "b"}] * 3)
+    write_jsonl(rows, [pair("a", "b")] * 3)
     write_jsonl(tmp_path / "corpus.jsonl", [{"text": "b"}])
     (tmp_path / "link.jsonl").symlink_to(rows)
     before = rows.read_bytes()

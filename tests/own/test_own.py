@@ -11,7 +11,7 @@ from PIL import Image
 import vembed
 from tests import tiny
 from tests.commands import command, invoke
-from tests.data.files import write_jsonl
+from tests.data.files import pair, write_jsonl
 from tests.harness import run_ranks
 from tests.losses.reference import reference_loss
 from tests.own.bag import Bag
@@ -63,9 +63,9 @@ def place(tmp_path_factory):
             images.append({"image": f"{row}{side}.png"})
             pixels = draw.integers(0, 255, (18, 18, 3), np.uint8)
             Image.fromarray(pixels).save(folder / f"{row}{side}.png")
-        rows["pairs"].append({"query": text, "positive": other})
-        rows["images"].append({"query": images[0], "positive": images[1]})
-        rows["both"].append({"query": text, "positive": images[0]})
+        rows["pairs"].append(pair(text, other))
+        rows["images"].append(pair(images[0], images[1]))
+        rows["both"].append(pair(text, images[0]))
     for name, records in rows.items():
         write_jsonl(folder / f"{name}.jsonl", records)
     return folder

@@ -10,7 +10,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 import vembed
-from tests.data.files import write_jsonl
+from tests.data.files import pair, write_jsonl
 from tests.rerank.test_rerank import succeeds, trained
 from tests.tiny import shared, tiny_qwen3_vl
 from vembed.data.features import ANSWER_PROMPT, IMAGE_ANSWER_END
@@ -109,7 +109,7 @@ def test_it_is_trained_on_images_and_saved(tmp_path):
     paths = images(tmp_path, 12)
     records = []
     for number, path in enumerate(paths):
-        record = {"query": f"picture {number}", "positive": {"image": str(path)}}
+        record = pair(f"picture {number}", {"image": str(path)})
         record["negatives"] = [{"image": str(paths[number - 1])}]
         records.append(record)
     data = tmp_path / "train.jsonl"
@@ -127,9 +127,9 @@ def test_two_processes_score_texts_and_images(tmp_path):
     (picture,) = images(tmp_path, 1)
     # One process has the only image: with shards, the other runs a made one.
     records = [
-        {"query": QUERY, "positive": "a red cat sleeps"},
-        {"query": QUERY, "positive": {"image": str(picture)}},
-        {"query": "blue", "positive": "a dog"},
+        pair(QUERY, "a red cat sleeps"),
+        pair(QUERY, {"image": str(picture)}),
+        pair("blue", "a dog"),
     ]
     pairs = tmp_path / "pairs.jsonl"
     write_jsonl(pairs, records)

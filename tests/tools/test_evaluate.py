@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.data.files import write_jsonl
+from tests.data.files import pair, write_jsonl
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_reranker, tiny_reranker
 from vembed import Embedder, Reranker, UserError, evaluate
 from vembed.cli.commands.scores import eval as evaluate_command
@@ -13,7 +13,7 @@ WORDS = ("red", "green", "cat", "dog", "house")
 
 @pytest.fixture
 def pairs(tmp_path):
-    records = [{"query": word, "positive": f"a {word} thing"} for word in WORDS]
+    records = [pair(word, f"a {word} thing") for word in WORDS]
     return write_jsonl(tmp_path / "val.jsonl", records)
 
 
@@ -68,8 +68,8 @@ def test_what_a_reranker_does_not_have_is_refused(pairs, printed, options):
 
 def test_a_reranker_sorts_what_the_first_stage_finds(tmp_path, printed):
     records = [
-        {"query": "red", "positive": "red house"},
-        {"query": "green", "positive": "red dog"},
+        pair("red", "red house"),
+        pair("green", "red dog"),
     ]
     data = write_jsonl(tmp_path / "val.jsonl", records)
     model = str(shared(tiny_reranker))

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import AutoModel, AutoTokenizer
 
-from tests.data.files import read_jsonl, write_jsonl
+from tests.data.files import pair, read_jsonl, write_jsonl
 from tests.harness import result_of, run_cases
 from tests.tiny import (
     shared,
@@ -49,8 +49,7 @@ def texts(tmp_path):
 @pytest.fixture
 def records(tmp_path):
     rows = [
-        {"query": text, "positive": [f"{text} here", "bird"], "negatives": ["train"]}
-        for text in TEXTS[:3]
+        pair(text, [f"{text} here", "bird"], negatives=["train"]) for text in TEXTS[:3]
     ]
     return write_jsonl(tmp_path / "pairs.jsonl", rows)
 
@@ -220,7 +219,7 @@ def test_paths_of_images_are_read_as_in_the_run_of_the_model(tmp_path, capsys):
         name = f"{number}.png"
         pixels = draw.integers(0, 255, (32, 32, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / name)
-        lines.append({"query": name, "positive": name})
+        lines.append(pair(name, name))
     data = write_jsonl(tmp_path / "pairs.jsonl", lines)
     for model, options in (
         (run / "final", {}),

@@ -5,7 +5,7 @@ import shutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.data.files import write_jsonl
+from tests.data.files import pair, write_jsonl
 from tests.tiny import shared, texts, tiny_bert_st
 
 
@@ -23,6 +23,6 @@ def variant(folder, seed, *, by=0.05):
 
 def pairs(path, count=12):
     """Queries that share words with what they should find."""
-    rows = [{"query": text, "positive": f"{text} found"} for text in texts(count)]
+    rows = [pair(text, f"{text} found") for text in texts(count)]
     write_jsonl(path, rows)
     return path
