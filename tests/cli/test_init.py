@@ -10,7 +10,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-from PIL import Image
 
 from tests.data.files import numbered, pair, write_jsonl
 from tests.data.pictures import write
@@ -160,7 +159,7 @@ def test_a_file_is_not_written_over(refused):
     ],
 )
 def test_columns_are_known_by_their_names(start, content, loss, mapping):
-    Image.new("RGB", (4, 4)).save("b.png")
+    write(Path("b.png"), "PNG")
     Path("a.csv").write_text(content)
     config = start("a.csv", "--val-data", "a.csv", model=None)
     assert config.objective.loss == loss
@@ -225,7 +224,7 @@ def test_a_model_that_is_a_file_is_refused_in_a_dry_run(refused, start, faq):
 
 
 def test_a_local_model_says_its_family_and_what_fits_it(start):
-    Image.new("RGB", (4, 4)).save("b.png")
+    write(Path("b.png"), "PNG")
     write_rows("train.jsonl", [{"photo": "b.png", "words": "a cat on a mat"}])
     config = start("train.jsonl", model=str(shared(tiny_clip)))
     assert config.data.column_mapping == {"photo": "positive_image", "words": "query"}

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
+from tests.data.pictures import write
 from tests.mining.data import documents, model, pair, pairs_of, read_jsonl, write_jsonl
 from tests.tiny import read_json
 from vembed import UserError, audit
@@ -107,7 +107,7 @@ def test_findings_with_a_model(options, tmp_path):
 
 
 def test_bad_records_and_images(tmp_path):
-    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    write(tmp_path / "red.png", "PNG")
     (tmp_path / "broken.png").write_bytes(b"no image")
     rows = [pair("", "x")]
     for name in ("red", "broken"):

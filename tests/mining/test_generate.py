@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.data.pictures import write
 from tests.mining.data import (
     documents,
     model,
@@ -64,7 +64,7 @@ WANTED = {
 
 @pytest.fixture
 def options(tmp_path):
-    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    write(tmp_path / "red.png", "PNG")
     return {
         "corpus_path": str(write_jsonl(tmp_path / "corpus.jsonl", RECORDS)),
         "output_path": str(tmp_path / "pairs.jsonl"),

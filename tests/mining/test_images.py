@@ -1,8 +1,8 @@
 """Mining for captions of images: the same command, with image paths that training finds."""
 
 import pytest
-from PIL import Image
 
+from tests.data.pictures import write
 from tests.mining.data import pair, run, training_examples, write_jsonl
 from tests.tiny import shared, tiny_clip
 
@@ -11,15 +11,11 @@ COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "purple
 
 @pytest.fixture
 def options(tmp_path):
-    (tmp_path / "images").mkdir()
+    rows = []
     for number, colour in enumerate(COLOURS):
-        Image.new("RGB", (40, 30 + number), colour).save(
-            tmp_path / "images" / f"{colour}.png"
-        )
-    rows = [
-        pair(f"a {colour} wall", {"image": f"images/{colour}.png"})
-        for colour in COLOURS
-    ]
+        path = f"images/{colour}.png"
+        write(tmp_path / path, "PNG", seed=number)
+        rows.append(pair(f"a {colour} wall", {"image": path}))
     return {
         "model_name": str(shared(tiny_clip)),
         "data_path": str(write_jsonl(tmp_path / "captions.jsonl", rows)),

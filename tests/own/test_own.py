@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
 
 import vembed
 from tests import tiny
 from tests.commands import command, invoke
 from tests.data.files import pair, write_jsonl
+from tests.data.pictures import write
 from tests.harness import run_ranks
 from tests.losses.reference import reference_loss
 from tests.own.bag import Bag
@@ -54,15 +54,13 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     wordpiece_tokenizer().save_pretrained(folder / "tokenizer")
     words = texts(64, seed=1)
-    draw = np.random.default_rng(0)
     rows = {"pairs": [], "images": [], "both": []}
     for row in range(32):
         text, other = words[2 * row : 2 * row + 2]
         images = []
-        for side in "ab":
+        for number, side in enumerate("ab", start=2 * row):
             images.append({"image": f"{row}{side}.png"})
-            pixels = draw.integers(0, 255, (18, 18, 3), np.uint8)
-            Image.fromarray(pixels).save(folder / f"{row}{side}.png")
+            write(folder / f"{row}{side}.png", "PNG", seed=number)
         rows["pairs"].append(pair(text, other))
         rows["images"].append(pair(images[0], images[1]))
         rows["both"].append(pair(text, images[0]))

@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from PIL import Image
 
 from tests.commands import command, invoke
 from tests.data.files import read_jsonl, write_jsonl
+from tests.data.pictures import write
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
@@ -243,10 +243,8 @@ def test_mistakes_are_found_before_the_model_is_loaded(
 @pytest.fixture
 def pictures(folder):
     """A folder of three images, one of them in a subfolder, and a file of another kind."""
-    (folder / "pictures" / "more").mkdir(parents=True)
     for number, name in enumerate(("b.png", "a.JPG", "more/c.png")):
-        image = Image.new("RGB", (40, 30), (80 * number, 120, 200))
-        image.save(folder / "pictures" / name)
+        write(folder / "pictures" / name, seed=number)
     (folder / "pictures" / "notes.txt").write_text("no image")
     return folder / "pictures"
 

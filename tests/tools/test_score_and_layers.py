@@ -5,10 +5,10 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoModel, AutoTokenizer
 
 from tests.data.files import pair, read_jsonl, write_jsonl
+from tests.data.pictures import write
 from tests.harness import result_of, run_cases
 from tests.tiny import (
     shared,
@@ -213,12 +213,10 @@ def test_paths_of_images_are_read_as_in_the_run_of_the_model(tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(shared(tiny_vit), run / "final")
     (run / "config.yaml").write_text("retrieval_mode: i2i\n")
-    draw = np.random.default_rng(5)
     lines = []
     for number in range(4):
         name = f"{number}.png"
-        pixels = draw.integers(0, 255, (32, 32, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / name)
+        write(tmp_path / name, "PNG", seed=number)
         lines.append(pair(name, name))
     data = write_jsonl(tmp_path / "pairs.jsonl", lines)
     for model, options in (
