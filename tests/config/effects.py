@@ -201,8 +201,6 @@ RUNS = {
         "eval_metric": "mrr@3",
         "save_steps": 2,
         "async_save": True,
-        "torch_dtype": "bfloat16",
-        "logging_steps": 2,
         "learning_rate": 1e-12,
         "load_best_model_at_end": True,
     },

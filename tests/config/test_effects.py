@@ -60,16 +60,6 @@ BUILT = {
         "components.embedding_model.backbone.config._attn_implementation",
         "eager",
     ),
-    "padding_free": (
-        "many",
-        lambda entry: entry.trainer.components.embedding_model.packs_texts(),
-        False,
-    ),
-    "pooling": (
-        "many",
-        "components.embedding_model.description.pooling",
-        "max",
-    ),
     "document_prompt": (
         "many",
         "components.embedder.description.document_prompt",
@@ -157,12 +147,6 @@ WRITTEN = {
         "mrr@3",
         "base",
     ),
-    "logging_steps": (
-        "many",
-        lambda run: [line["step"] for line in metric_lines(run) if "loss" in line],
-        [1, 2, 4],
-        "base",
-    ),
     "report_to": ("many", lambda run: (run / "tensorboard").is_dir(), True, "adapters"),
     "run_name": (
         "many",
@@ -219,14 +203,14 @@ def test_a_yaml_file_a_dict_and_the_command_line_mean_the_same(group, tmp_path):
 
 
 IN_A_FILE = {
-    "fsdp_version": (1, "1"),
-    "fsdp_sharding_strategy": ("SHARD_GRAD_OP", "SHARD_GRAD_OP"),
-    "fsdp_offload_params": (True, "true"),
-    "fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP", "SIZE_BASED_WRAP"),
-    "fsdp_min_num_params": (77, "77"),
-    "fsdp_forward_prefetch": (True, "true"),
-    "fsdp_state_dict_type": ("FULL_STATE_DICT", "FULL_STATE_DICT"),
-    "gradient_checkpointing": (True, "true"),
+    "fsdp_version": 1,
+    "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+    "fsdp_offload_params": True,
+    "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+    "fsdp_min_num_params": 77,
+    "fsdp_forward_prefetch": True,
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "gradient_checkpointing": True,
 }
 
 
@@ -234,13 +218,12 @@ def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_mea
     tmp_path,
 ):
     base = {"model_name": "m", "data_path": "d"}
-    values = {name: value for name, (value, _) in IN_A_FILE.items()}
     path = tmp_path / "own.yaml"
     file = {"distributed_type": "FSDP", "mixed_precision": "fp16"}
-    path.write_text(yaml.safe_dump({**file, "fsdp_config": values}))
-    env = {name.upper(): text for name, (_, text) in IN_A_FILE.items()}
+    path.write_text(yaml.safe_dump({**file, "fsdp_config": IN_A_FILE}))
+    env = {name.upper(): one_line_yaml(value) for name, value in IN_A_FILE.items()}
     env |= {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "fp16"}
-    options = {**base, **values, "strategy": "fsdp", "mixed_precision": "fp16"}
+    options = {**base, **IN_A_FILE, "strategy": "fsdp", "mixed_precision": "fp16"}
     runs = [
         resolve_run(options, env={}),
         resolve_run({**base, "accelerate_config": str(path)}, env={}),
@@ -263,10 +246,10 @@ gradient_checkpointing num_processes num_machines overwrite
 column_mapping retrieval_mode image_root allow_image_urls on_bad_record max_negatives max_train_examples val_split
 homogeneous_batches
 
-max_length query_prompt min_pixels max_pixels image_model_name save_merged
+max_length query_prompt min_pixels max_pixels image_model_name save_merged logging_steps
 
 model_name use_lora lora_variant lora_target_modules bidirectional_attention quantize_weights trust_remote_code
-torch_compile tokenizer_name auxiliary_losses mrl_dims mrl_projection
+torch_compile tokenizer_name auxiliary_losses mrl_dims mrl_projection padding_free pooling
 
 fsdp_reduce_dtype mixed_precision dist_timeout_minutes sync_batchnorm
 
@@ -283,7 +266,7 @@ push_to_hub task reranker_head first_stage rerank_top_k in_batch_negatives
 loss losses mrl_weights similarity quantize_embeddings teachers
 """
 """Options whose effect other tests show, a paragraph for each place: test_agreement.py and tests/cli; tests/data;
-tests/features and tests/files; tests/models; tests/parallel; tests/training; tests/own; tests/publish and tests/rerank;
+tests/features, tests/files and tests/evaluation; tests/models; tests/parallel; tests/training; tests/own; tests/publish and tests/rerank;
 tests/losses."""
 
 

@@ -238,7 +238,6 @@ def test_override_that_is_none(refused, override, said):
 
 
 def test_value_of_the_command_line_wins(read):
-    assert read("batch_size: 8\n", "batch_size=4").batch.batch_size == 4
     config = read("batch_size: 8\n", "global_batch_size=64")
     assert config.batch.global_batch_size == 64
 
