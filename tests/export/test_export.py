@@ -26,6 +26,7 @@ from tests.tiny import (
     tiny_siglip2,
     tiny_vit,
 )
+from tests.training.test_run import settings
 from tests.weights.variants import pairs
 from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
@@ -302,18 +303,8 @@ def test_a_static_student(tmp_path):
     np.testing.assert_allclose(both, mean / np.linalg.norm(mean), atol=1e-5)
     np.testing.assert_allclose(vembed.Embedder(out).encode(inputs), vectors, atol=1e-6)
 
-    trained = vembed.train(
-        {
-            "model_name": str(out),
-            "data_path": str(data),
-            "output_dir": str(tmp_path / "run"),
-            "max_steps": 2,
-            "batch_size": 8,
-            "report_to": [],
-            "loss": "relational",
-            "teacher": str(model_folder()),
-        }
-    )
+    options = {"loss": "relational", "teacher": str(model_folder()), "max_steps": 2}
+    trained = vembed.train(settings(tmp_path, model_name=str(out), **options))
     again = SentenceTransformer(str(trained.model_dir), device="cpu").encode(inputs)
     mine = vembed.Embedder(trained.model_dir).encode(inputs)
     np.testing.assert_allclose(mine, again, atol=1e-6)

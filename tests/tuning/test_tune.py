@@ -5,11 +5,10 @@ import sys
 import time
 
 import pytest
-import yaml
 
-from tests import tiny
 from tests.commands import command, invoke, start
-from tests.weights.variants import pairs
+from tests.tiny import read_json
+from tests.training.test_run import config_file
 from vembed.config.loading import load_config, save_config
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, UserError
@@ -20,16 +19,8 @@ from vembed.pipelines.option_search import Search, ranges, run_tune
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tune")
-    settings = {
-        "model_name": str(tiny.shared(tiny.tiny_bert)),
-        "data_path": str(pairs(folder / "train.jsonl", 160)),
-        "val_data_path": str(pairs(folder / "val.jsonl")),
-        "output_dir": str(folder / "run"),
-        "batch_size": 8,
-        "epochs": 1,
-    }
-    (folder / "cfg.yaml").write_text(yaml.safe_dump(settings))
-    return str(folder / "cfg.yaml")
+    options = {"batch_size": 8, "epochs": 1, "max_steps": None}
+    return str(config_file(folder, **options, learning_rate="auto"))
 
 
 @pytest.fixture
@@ -44,7 +35,7 @@ def refuses(message, *search, error=UserError):
 
 
 def trials_of(folder):
-    return tiny.read_json(folder / "trials.json")
+    return read_json(folder / "trials.json")
 
 
 def test_a_search_that_fails_in_the_middle_goes_on(config, folder, monkeypatch, capsys):
