@@ -68,11 +68,7 @@ def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines():
     block = {"strategy": "ddp", "num_nodes": 4, "devices": 8, "sync_batchnorm": True}
     config = load_config({"model_name": "m", "data_path": "d", "distributed": block})
     assert_options(
-        config,
-        strategy="ddp",
-        num_machines=4,
-        num_processes=8,
-        sync_batchnorm=True,
+        config, strategy="ddp", num_machines=4, num_processes=8, sync_batchnorm=True
     )
 
 

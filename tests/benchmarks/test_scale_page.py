@@ -4,14 +4,7 @@ from pathlib import Path
 
 from benchmarks.ranks import measure
 from benchmarks.scale import write_data
-from benchmarks.traffic import (
-    BEGIN,
-    END,
-    MODELS,
-    all_gather,
-    of_parameters,
-    tables,
-)
+from benchmarks.traffic import BEGIN, END, MODELS, all_gather, of_parameters, tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 

@@ -16,7 +16,6 @@ def run_config(vembed):
     return "cfg.yaml"
 
 
-@pytest.mark.promise("A08", "D43")
 def test_the_written_config_repeats_the_run(vembed, run_config):
     vembed("train", run_config, "output_dir=one")
     assert len(metrics("one")) == 4

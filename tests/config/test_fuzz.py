@@ -111,10 +111,7 @@ def test_yaml_in_pieces(tmp_path, pieces):
 @fuzz
 @given(
     CONFIGS,
-    st.lists(
-        st.tuples(NAMES | WORDS, WORDS | st.floats().map(repr)),
-        max_size=3,
-    ),
+    st.lists(st.tuples(NAMES | WORDS, WORDS | st.floats().map(repr)), max_size=3),
 )
 def test_values(tmp_path, values, overrides):
     values = NEEDED | values

@@ -36,13 +36,7 @@ def test_three_formats_say_the_same(write_config):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
-    {
-        "2e-5": 2e-5,
-        "'2e-5'": 2e-5,
-        ".5": 0.5,
-        "1_0": 10.0,
-    }.items(),
+    ("text", "value"), {"2e-5": 2e-5, "'2e-5'": 2e-5, ".5": 0.5, "1_0": 10.0}.items()
 )
 def test_numbers_as_people_write_them(read, text, value):
     in_a_file = read(f"learning_rate: {text}\n")

@@ -75,11 +75,7 @@ class OnTwoRanks:
 @pytest.mark.parametrize(
     ("options", "proposed", "not_proposed"),
     [
-        (
-            {"strategy": "ddp"},
-            ["gradient_checkpointing", "use_lora", "use_fsdp"],
-            [],
-        ),
+        ({"strategy": "ddp"}, ["gradient_checkpointing", "use_lora", "use_fsdp"], []),
         (
             {"strategy": "fsdp"},
             ["use_lora", "fsdp_offload_params"],

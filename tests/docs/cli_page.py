@@ -69,11 +69,7 @@ def plain_command(name, command):
             default = default_text(parameter.default)
             options.append(f"- `{', '.join(parameter.opts)}`{default}: {text}")
     more = " [OPTIONS]" if options else ""
-    return [
-        *usage(f"vembed {name} {' '.join(arguments)}{more}"),
-        *details,
-        *options,
-    ]
+    return [*usage(f"vembed {name} {' '.join(arguments)}{more}"), *details, *options]
 
 
 def default_text(value):

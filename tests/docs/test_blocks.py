@@ -20,10 +20,7 @@ from vembed.cli.arguments import NO_FLAGS
 from vembed.cli.main import DATA_COMMANDS, app, load_command
 from vembed.cli.run_train import run_train
 from vembed.config.accelerate_file import read_accelerate_file
-from vembed.config.loading import (
-    chosen_pipeline,
-    resolve_run,
-)
+from vembed.config.loading import chosen_pipeline, resolve_run
 from vembed.errors import UserError
 from vembed.mining.options import GenerateConfig, JudgeConfig, MineConfig, load_options
 from vembed.parallel.devices import read_hardware
@@ -229,9 +226,7 @@ PARTS = "extending.md"
 
 
 @pytest.mark.parametrize(
-    "block",
-    [block for block in blocks("python") if block.page.name != PARTS],
-    ids=str,
+    "block", [block for block in blocks("python") if block.page.name != PARTS], ids=str
 )
 @pytest.mark.promise("C21", "E40")
 def test_python_runs_as_printed(block, folder, monkeypatch):

@@ -114,10 +114,7 @@ def test_runs_over_other_data_are_not_paired(runs, tmp_path, change):
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [
-        (("small",), "needs two or more"),
-        (("small", "nowhere"), "has no config.yaml"),
-    ],
+    [(("small",), "needs two or more"), (("small", "nowhere"), "has no config.yaml")],
 )
 def test_mistakes_are_one_sentence(runs, words, says):
     folders = [runs / word for word in words]

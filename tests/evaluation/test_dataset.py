@@ -62,10 +62,7 @@ def example(query, *positives, scores=None):
 def test_every_positive_is_the_corpus_and_negatives_are_not(tmp_path):
     path = write_lines(
         tmp_path / "val.jsonl",
-        [
-            pair("a", "A", negatives=["B", "only a negative"]),
-            pair("b", ["B", "BB"]),
-        ],
+        [pair("a", "A", negatives=["B", "only a negative"]), pair("b", ["B", "BB"])],
     )
     data = opened(path)
     assert isinstance(data, RetrievalData)

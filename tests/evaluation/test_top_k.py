@@ -5,12 +5,7 @@ import pytest
 import torch
 
 from vembed.evaluation import top_k
-from vembed.evaluation.top_k import (
-    Pairs,
-    TopK,
-    documents_of,
-    scores_of,
-)
+from vembed.evaluation.top_k import Pairs, TopK, documents_of, scores_of
 
 
 def found_in_chunks(queries, documents, k, excluded, size, order=None):

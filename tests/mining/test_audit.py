@@ -26,10 +26,7 @@ def options(tmp_path):
         pair(actual[50], actual[60]),
         pair(actual[50], actual[61], negatives=[actual[60]]),
     ]
-    validation = [
-        pair(rows[5]["query"], "anything"),
-        pair(f"{LONG}!", "anything"),
-    ]
+    validation = [pair(rows[5]["query"], "anything"), pair(f"{LONG}!", "anything")]
     return {
         "data_path": str(write_jsonl(tmp_path / "train.jsonl", rows)),
         "val_data_path": str(write_jsonl(tmp_path / "val.jsonl", validation)),

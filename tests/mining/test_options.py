@@ -66,12 +66,7 @@ def training(tmp_path):
         ),
     ],
 )
-def test_a_training_config_serves(
-    training,
-    kind,
-    arguments,
-    expected,
-):
+def test_a_training_config_serves(training, kind, arguments, expected):
     config = load_options(kind, training, arguments)
     assert {name: getattr(config, name) for name in expected} == expected
     paths = {"data_path": "train.jsonl", "val_data_path": "val.jsonl"}

@@ -9,13 +9,7 @@ class Block(nn.Module):
 
     def __init__(self, before, after):
         super().__init__()
-        self.convolution = nn.Conv2d(
-            before,
-            after,
-            kernel_size=3,
-            stride=2,
-            padding=1,
-        )
+        self.convolution = nn.Conv2d(before, after, kernel_size=3, stride=2, padding=1)
         self.norm = nn.GroupNorm(1, after)
 
     def forward(self, image):

@@ -12,12 +12,7 @@ class PackedBag(nn.Module):
         self.words = nn.Embedding(vocab_size, hidden_dim)
         self.out = nn.Linear(hidden_dim, hidden_dim)
 
-    def forward(
-        self,
-        input_ids,
-        attention_mask=None,
-        cu_seqlens=None,
-    ):
+    def forward(self, input_ids, attention_mask=None, cu_seqlens=None):
         """Return one vector for each text, and the mean square of the words."""
         words = self.words(input_ids)
         if cu_seqlens is None:
@@ -42,12 +37,7 @@ class PackedBag(nn.Module):
 class Mixed(PackedBag):
     """Takes texts in one row, and sees all of them at once."""
 
-    def forward(
-        self,
-        input_ids,
-        attention_mask=None,
-        cu_seqlens=None,
-    ):
+    def forward(self, input_ids, attention_mask=None, cu_seqlens=None):
         """Return the same vector for all."""
         if cu_seqlens is None:
             return super().forward(input_ids, attention_mask)[0]

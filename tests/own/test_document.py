@@ -174,21 +174,13 @@ def run_script():
         "dataloader": [batch] * 3,
     }
     script = SCRIPT
-    sizes = {
-        "50000": "50",
-        "=1024": "=32",
-        "=24": "=2",
-        "=16": "=2",
-    }
+    sizes = {"50000": "50", "=1024": "=32", "=24": "=2", "=16": "=2"}
     for size, smaller in sizes.items():
         assert script.count(size) == 1
         script = script.replace(size, smaller)
     printed = io.StringIO()
     cpu = torch.device("cpu")
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(printed),
-    ):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(dist, "init_process_group", lambda backend: start("gloo"))
         patch.setattr(torch.cuda, "set_device", lambda _: None)
         patch.setattr(torch.cuda, "current_device", lambda: cpu)

@@ -5,15 +5,7 @@ import re
 import pytest
 
 from tests.commands import invoke
-from tests.own.classes import (
-    BAG,
-    BOTH,
-    CONVOLUTIONS,
-    FOLDER,
-    FREE,
-    FREE_SIZES,
-    PACKED,
-)
+from tests.own.classes import BAG, BOTH, CONVOLUTIONS, FOLDER, FREE, FREE_SIZES, PACKED
 from vembed.cli.check_class import check_model
 
 

@@ -40,11 +40,7 @@ def model(free):
 
 def fsdp_of(config):
     """The settings of a sharded run."""
-    run = {
-        "model_name": "m",
-        "data_path": "d",
-        "strategy": "fsdp",
-    }
+    run = {"model_name": "m", "data_path": "d", "strategy": "fsdp"}
     return resolve_run({**run, **as_options(config)}, env={}).fsdp
 
 
@@ -111,13 +107,7 @@ def test_from_scratch_draws_weights_by_the_seed():
     folder = str(tiny.shared(tiny.tiny_bert))
 
     def weights(**options):
-        config = load_config(
-            {
-                "model_name": folder,
-                "data_path": "d",
-                **options,
-            }
-        )
+        config = load_config({"model_name": folder, "data_path": "d", **options})
         weight = "backbone.encoder.layer.0.output.dense.weight"
         return model_of(config).state_dict()[weight]
 

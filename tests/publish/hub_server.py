@@ -104,11 +104,7 @@ class Handler(BaseHTTPRequestHandler):
             else:
                 mode = "regular"
                 checksum = hashlib.sha1(b"blob %d\0" % len(content) + content)
-            row = {
-                "path": path,
-                "uploadMode": mode,
-                "shouldIgnore": False,
-            }
+            row = {"path": path, "uploadMode": mode, "shouldIgnore": False}
             if path in repository.files:
                 row["oid"] = checksum.hexdigest()
             rows.append(row)
@@ -136,13 +132,7 @@ class Handler(BaseHTTPRequestHandler):
                 repository.files[value["path"]] = base64.b64decode(value["content"])
         repository.commits.append(header["value"]["summary"])
         address = f"{self.hub.url}/me/name/commit/1"
-        self.answer(
-            {
-                "success": True,
-                "commitOid": "1" * 40,
-                "commitUrl": address,
-            }
-        )
+        self.answer({"success": True, "commitOid": "1" * 40, "commitUrl": address})
 
     def is_allowed(self):
         token = (self.headers["Authorization"] or "").removeprefix("Bearer ")

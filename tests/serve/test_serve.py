@@ -171,11 +171,7 @@ def test_the_vectors_are_those_of_the_model(server):
     assert_close(served, model.encode(TEXTS, prompt=""))
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] > 8
 
-    values = {
-        "input": TEXTS[0],
-        "input_type": "query",
-        "encoding_format": "base64",
-    }
+    values = {"input": TEXTS[0], "input_type": "query", "encoding_format": "base64"}
     _, answer = server.send("/v1/embeddings", values)
     vector = np.frombuffer(base64.b64decode(answer["data"][0]["embedding"]), "<f4")
     assert_close(vector, model.encode(TEXTS[0], "query"))
@@ -184,11 +180,7 @@ def test_the_vectors_are_those_of_the_model(server):
     short = answer["data"][0]["embedding"]
     assert len(short) == 8 and np.linalg.norm(short) == pytest.approx(1)
 
-    values = {
-        "inputs": TEXTS,
-        "prompt_name": "query",
-        "normalize": True,
-    }
+    values = {"inputs": TEXTS, "prompt_name": "query", "normalize": True}
     _, answer = server.send("/embed", values)
     assert_close(answer, model.encode(TEXTS, "query"))
 
@@ -284,12 +276,7 @@ def test_tei_reranks(reranking):
 @pytest.mark.parametrize("route", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_cohere_reranks(reranking, route):
     logits = reranker_logits()
-    values = {
-        "model": "tiny",
-        "query": QUERY,
-        "documents": DOCUMENTS,
-        "top_n": 2,
-    }
+    values = {"model": "tiny", "query": QUERY, "documents": DOCUMENTS, "top_n": 2}
     status, answer = reranking.send(route, values | {"return_documents": True})
     assert status == 200 and answer["usage"]["total_tokens"] > 9
     best = np.argsort(-logits)[:2].tolist()

@@ -67,10 +67,7 @@ def test_what_a_reranker_does_not_have_is_refused(pairs, printed, options):
 
 
 def test_a_reranker_sorts_what_the_first_stage_finds(tmp_path, printed):
-    records = [
-        pair("red", "red house"),
-        pair("green", "red dog"),
-    ]
+    records = [pair("red", "red house"), pair("green", "red dog")]
     data = write_jsonl(tmp_path / "val.jsonl", records)
     model = str(shared(tiny_reranker))
     scores, text = printed(model, str(data))

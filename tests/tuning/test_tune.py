@@ -168,11 +168,7 @@ def test_a_file_in_place_of_the_folder_and_a_missing_optuna_are_named(
 
 
 def ranges_with(**options):
-    base = {
-        "model_name": "m",
-        "data_path": "d",
-        "learning_rate": 1e-4,
-    }
+    base = {"model_name": "m", "data_path": "d", "learning_rate": 1e-4}
     return {entry.option: entry for entry in ranges(TrainConfig(**base, **options))}
 
 
