@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.mining.data import run, write_data
+from tests.mining.data import assert_same_rows, on_ranks, run, write_data
+from tests.mining.test_ranks import mined
 from vembed.evaluation.top_k import Pairs
 from vembed.mining.candidates import CLAIM_MARGIN, CONSIDERED, NEAREST, ClaimFinder
 from vembed.mining.inputs import open_command_session
@@ -112,3 +113,10 @@ def test_a_limit_that_is_given_leaves_claims_out(limit):
     base = {"model_name": "m", "data_path": "d", "output_path": "o.jsonl"}
     assert MineConfig(**base).takes_claimed
     assert not MineConfig(**base, **{limit: None}).takes_claimed
+
+
+def test_two_ranks_find_the_claims_of_one(options, tmp_path):
+    alone, rows_alone = on_ranks(mined, options, 1, tmp_path)
+    both, rows_of_both = on_ranks(mined, options, 2, tmp_path)
+    assert both[0] == alone[0]
+    assert_same_rows(rows_of_both, rows_alone)

@@ -48,8 +48,6 @@ def killed_in_the_search(options):
 @pytest.fixture
 def options(tmp_path):
     base = write_data(tmp_path)
-    # Without a limit of one's own, candidates that are claimed come first.
-    del base["relative_margin"]
     model_name = base.pop("model_name")
     return {
         **base,
