@@ -62,7 +62,7 @@ BUILT = {
     ),
     "document_prompt": (
         "many",
-        "components.embedder.description.document_prompt",
+        "components.embedding_model.description.document_prompt",
         "green blue ",
     ),
     "lora_r": (

@@ -3,6 +3,7 @@
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -162,9 +163,9 @@ def test_mistakes_are_said_before_the_first_trial(
 def test_a_file_in_place_of_the_folder_and_a_missing_optuna_are_named(
     config, monkeypatch
 ):
-    refuses(r"--output .* is a file", config, (), config, 3)
+    refuses(r"--output .* is a file", config, (), Path(config), 3)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    refuses(r"pip install 'vembed\[search\]'", config, (), config, 3)
+    refuses(r"pip install 'vembed\[search\]'", config, (), Path(config), 3)
 
 
 def ranges_with(**options):
