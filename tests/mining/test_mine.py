@@ -17,7 +17,7 @@ from tests.mining.data import (
     model,
     pair,
     pairs_of,
-    read_lines,
+    read_jsonl,
     rows_in,
     run,
     score_matrix,
@@ -295,7 +295,7 @@ def test_the_precision_of_the_vectors_is_said(
     mine({**options, "torch_dtype": asked, "scores": True}, log=lines.append)
     (line,) = [line for line in lines if "vectors are computed in" in line]
     assert f"computed in {named}" in line and "stored as float32" in line
-    rows = read_lines(Path(options["output_path"]))
+    rows = read_jsonl(Path(options["output_path"]))
     actual = np.concatenate([row["positive_scores"] for row in rows])
     error = np.abs(actual - expected_scores).max()
     assert error < (2e-2 if is_half else 1e-5)
