@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 import vembed
 from tests import tiny
-from tests.files.saving import read_json
 from vembed.errors import UserError
 
 
@@ -29,7 +28,7 @@ def changed_module(number, **changes):
     """Set keys of an entry of modules.json."""
 
     def alter(folder):
-        modules = read_json(folder / MODULES)
+        modules = tiny.read_json(folder / MODULES)
         modules[number] |= changes
         tiny.write_json(folder / MODULES, modules)
 
@@ -41,7 +40,7 @@ def without(name):
 
 
 def normalize_first(folder):
-    modules = read_json(folder / MODULES)
+    modules = tiny.read_json(folder / MODULES)
     modules.insert(2, modules.pop())
     tiny.write_json(folder / MODULES, modules)
 
