@@ -307,7 +307,7 @@ def test_a_class_without_a_file_is_refused(place):
         ({"model_class": Local}, "top of a Python file"),
         ({"tokenizer_name": None}, "reads texts and needs a tokenizer"),
         ({"tokenizer_name": "./nowhere"}, "tokenizer_name: .*nowhere"),
-        ({"model_class": BAG.replace("Bag", "Tensor")}, "is not a class of torch"),
+        ({"model_class": "torch:Tensor"}, "is not a class of torch"),
     ):
         refused = {**options(place, "refused", model_class=Bag), **changes}
         with pytest.raises(vembed.UserError, match=message):
