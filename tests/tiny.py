@@ -208,14 +208,17 @@ def tiny_bert(directory, *, layers=2, hidden=32, dropout=0.0):
     return _save_text_model(directory, tokenizer, transformers.BertModel, **config)
 
 
-def tiny_qwen3_reranker(directory):
-    """A Qwen3 whose tokenizer has `yes` and `no`, as Qwen3-Reranker is published."""
-    base = shared(tiny_qwen3)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+def tiny_answering(directory, model_class, **config):
+    """A decoder whose tokenizer has `yes` and `no`."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(shared(tiny_qwen3))
     tokenizer.add_tokens(["yes", "no"])
-    config = QWEN3 | {"max_position_embeddings": 1024}
-    model_class = transformers.Qwen3ForCausalLM
+    config = {**QWEN3, "max_position_embeddings": 1024, **config}
     return _save_text_model(directory, tokenizer, model_class, **config)
+
+
+def tiny_qwen3_reranker(directory):
+    """As Qwen3-Reranker is published."""
+    return tiny_answering(directory, transformers.Qwen3ForCausalLM)
 
 
 def tiny_reranker(directory, *, hidden=16, dropout=0.0):

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch.nn import functional
+from transformers import MistralForCausalLM
+from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.built import described, model_of
@@ -21,7 +23,7 @@ from tests.parity.engine import (
     steps_on_ranks,
     worst_error,
 )
-from tests.tiny import shared, tiny_qwen3_reranker
+from tests.tiny import shared, tiny_answering, tiny_qwen3_reranker
 from vembed.data import features
 from vembed.models.attention import SHARED_PREFIX
 from vembed.parallel.step_memory import Budget
@@ -44,7 +46,7 @@ class AnswerCase(Case):
 
 @contextmanager
 def exact_norms():
-    """Qwen3's norms round float64 to float32. Here they do not."""
+    """The norms of Qwen3 and Mistral round float64 to float32. Here they do not."""
 
     def forward(norm, states):
         shape = tuple(norm.weight.shape)
@@ -52,6 +54,7 @@ def exact_norms():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Qwen3RMSNorm, "forward", forward)
+        patch.setattr(MistralRMSNorm, "forward", forward)
         yield
 
 
@@ -123,6 +126,19 @@ def test_scores_are_those_of_each_question_alone(padding_free, checkpointing):
     assert texts is not None
     assert texts.decoded(together[SHARED_PREFIX].numpy()).startswith(template[:100])
     assert_equal_scores_and_gradients(model, together, alone)
+
+
+class SlidingCase(AnswerCase):
+    """A decoder whose window is shorter than the questions."""
+
+    def folder(self):
+        """The model that is trained."""
+        return shared(tiny_answering, MistralForCausalLM, sliding_window=64)
+
+
+def test_no_padding_stands_in_a_sliding_window():
+    case = SlidingCase("answer", {"task": "rerank", "padding_free": False})
+    assert_equal_scores_and_gradients(*question_batches(case))
 
 
 def test_nothing_is_shared_where_the_template_sees_the_texts():

@@ -447,14 +447,16 @@ def run_packed(
 
 
 def with_shared_prefix(inputs: Inputs) -> Inputs:
-    """Put the shared prefix back before each text. Padding on the left stays between the two: it is masked, and no
-    position counts it."""
+    """Put the shared prefix back before each text. Padding on the left stays on the left."""
     inputs = dict(inputs)
     prefix = inputs.pop(SHARED_PREFIX).expand(len(inputs["input_ids"]), -1)
     inputs["input_ids"] = torch.cat([prefix, inputs["input_ids"]], dim=1)
     if "attention_mask" in inputs:
         mask = torch.cat([torch.ones_like(prefix), inputs["attention_mask"]], dim=1)
-        inputs["attention_mask"] = mask
+        # Not between the two: sliding windows and convolutions count padding too.
+        order = mask.argsort(dim=1, stable=True)
+        inputs["input_ids"] = inputs["input_ids"].gather(1, order)
+        inputs["attention_mask"] = mask.gather(1, order)
     return inputs
 
 
