@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from typing_extensions import override
-
 from vembed.declarations import check_parts, text_of_values
 from vembed.errors import UserError
 
@@ -80,8 +78,8 @@ class AdamW(OptimizerKind):
     state_bytes = 8.0
     trains_half = True
 
-    @override
     def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
+        """See OptimizerKind."""
         import torch
 
         from vembed.training.rounded_adamw import RoundedAdamW
@@ -109,8 +107,8 @@ class AdamW8Bit(OptimizerKind):
     state_bytes = 2.1
     is_paged: ClassVar[bool] = False
 
-    @override
     def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
+        """See OptimizerKind."""
         if inputs.is_flat:
             raise UserError(
                 f"optim: {self.name} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
@@ -165,8 +163,8 @@ class Adafactor(OptimizerKind):
     summary = "Keeps row and column means in place of a second moment of each weight."
     state_bytes = 0.1
 
-    @override
     def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
+        """See OptimizerKind."""
         import torch
 
         if inputs.is_sharded or inputs.is_flat:
@@ -186,8 +184,8 @@ class Sgd(OptimizerKind):
     state_bytes = 0.0
     takes_adam_rates = False
 
-    @override
     def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
+        """See OptimizerKind."""
         import torch
 
         # Without momentum torch's coupled weight decay is decoupled: p - lr (g + d p) = (1 - lr d) p - lr g.

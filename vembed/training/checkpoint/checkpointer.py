@@ -59,7 +59,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from typing_extensions import override
 
 from vembed.config.schema import ModelSection, RunSection, option_fields
 from vembed.errors import RunError, UserError
@@ -565,7 +564,6 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         self.state = state
         self.on_commit = on_commit
 
-    @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Divide the pieces of each process among files of FILE_BYTES. Runs on the coordinator."""
         plans = super().prepare_global_plan(plans)
@@ -580,7 +578,6 @@ class CheckpointWriter(HuggingFaceStorageWriter):
             plan.storage_data["fqn_to_index_mapping"] = file_numbers
         return plans
 
-    @override
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
@@ -596,9 +593,9 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         done.set_result(with_checksums)
         return done
 
-    @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write state and manifest, then rename. Runs on the coordinator after all have written."""
+        del metadata
         write_durably(self.partial / STATE, json.dumps(self.state, indent=1).encode())
         checksums: dict[str, str] = {}
         for of_rank in results:
@@ -610,7 +607,6 @@ class CheckpointWriter(HuggingFaceStorageWriter):
 class CheckpointPlanner(DefaultSavePlanner):
     """Torch's planner, with pieces that safetensors takes."""
 
-    @override
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """Return a copy of a piece in host memory. Tensors that share memory or are not contiguous are refused."""
         piece: Any = super().resolve_data(write_item)

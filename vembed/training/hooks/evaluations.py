@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from typing_extensions import override
 
 from vembed.config.schema import Guard
 from vembed.errors import RunError, UserError
@@ -48,8 +47,8 @@ class Patience(Hook):
     _count: int = 0
     """Evaluations since the best score."""
 
-    @override
     def on_evaluation(self, evaluation: Evaluation) -> str | None:
+        """See Hook."""
         score = evaluation.scores[evaluation.metric]
         if evaluation.step == 0:
             return None
@@ -66,12 +65,12 @@ class Patience(Hook):
             f"{self._best:.4f}"
         )
 
-    @override
     def state(self) -> dict[str, Any]:
+        """See Hook."""
         return {"best": self._best, "best_step": self._best_step, "count": self._count}
 
-    @override
     def load_state(self, state: dict[str, Any]) -> None:
+        """See Hook."""
         self._best = state["best"]
         self._best_step = state["best_step"]
         self._count = state["count"]
@@ -103,12 +102,12 @@ class TaskScores(Hook):
     The run's own validation data choose the checkpoint.
     """
 
-    @override
     def on_build(self, run: Trainer) -> None:
+        """See Hook."""
         self._run = run
 
-    @override
     def on_evaluation(self, evaluation: Evaluation) -> None:
+        """See Hook."""
         scores = main_scores(self._run, self._run.data.by_task.items())
         for key, score in scores.items():
             log.info(f"task {key.replace('/', ': ')}: {score:.4f}")
@@ -124,8 +123,8 @@ class Guards(Hook):
 
     name = "guards"
 
-    @override
     def on_build(self, run: Trainer) -> None:
+        """See Hook."""
         self._run = run
         self._before: dict[str, float] = {}
         self._guards: list[Guard] = run.config.evaluation.listed_guards()
@@ -137,13 +136,13 @@ class Guards(Hook):
                 f"guard {guard.label}: {data.summary()}; may fall by {guard.max_drop:g}"
             )
 
-    @override
     def on_start(self, run: Trainer) -> None:
+        """See Hook."""
         if not self._before:
             self._before = main_scores(run, self._data.items())
 
-    @override
     def on_evaluation(self, evaluation: Evaluation) -> str | None:
+        """See Hook."""
         scores = self._before
         if evaluation.step > 0:
             scores = main_scores(self._run, self._data.items())
@@ -179,12 +178,12 @@ class Guards(Hook):
             state.guarded_scores = state.best_scores
         return None
 
-    @override
     def state(self) -> dict[str, Any]:
+        """See Hook."""
         return {"before": self._before}
 
-    @override
     def load_state(self, state: dict[str, Any]) -> None:
+        """See Hook."""
         keys = {f"{label}/{data.metric}" for label, data in self._data.items()}
         if set(state["before"]) == keys:
             self._before = dict(state["before"])
@@ -193,8 +192,8 @@ class Guards(Hook):
                 "guards have changed: they are measured against the current weights"
             )
 
-    @override
     def on_finish(self, run: Trainer) -> None:
+        """See Hook."""
         if run.state.guard_drop is not None and run.state.guarded_step is None:
             raise RunError(
                 f"{run.state.guard_drop}; no checkpoint held before: lower learning_rate, evaluate and save more often "
@@ -208,14 +207,14 @@ class QueryRecord(Hook):
     It keeps the evaluations before training, of the best step and of the newest one. Other steps' files are removed.
     """
 
-    @override
     def on_start(self, run: Trainer) -> None:
+        """See Hook."""
         self._data = run.data.evaluation if run.session.is_main else None
         self._output = run.output
         self._state = run.state
 
-    @override
     def on_evaluation(self, evaluation: Evaluation) -> None:
+        """See Hook."""
         data = self._data
         if not isinstance(data, RetrievalData) or evaluation.queries is None:
             return
@@ -246,8 +245,8 @@ class WeightAverage(Hook):
     _trained: dict[str, Tensor] = field(default_factory=dict)
     _averages: dict[str, Tensor] = field(default_factory=dict)
 
-    @override
     def on_build(self, run: Trainer) -> None:
+        """See Hook."""
         model = run.components.model
         if FullyShardedDataParallel.fsdp_modules(model):
             raise UserError(
@@ -261,8 +260,8 @@ class WeightAverage(Hook):
                 # float32, since small changes of a 16-bit average would be rounded away.
                 self._averages[key] = weight.detach().clone().float()
 
-    @override
     def on_step(self, report: StepReport) -> None:
+        """See Hook."""
         if not report.outcome.applied:
             return
         self.num_updates += 1
@@ -277,21 +276,21 @@ class WeightAverage(Hook):
                     local_tensor(self._trained[name]).to(local.dtype), 1 - decay
                 )
 
-    @override
     def state(self) -> dict[str, Any]:
+        """See Hook."""
         return {"num_updates": self.num_updates}
 
-    @override
     def load_state(self, state: dict[str, Any]) -> None:
+        """See Hook."""
         self.num_updates = int(state["num_updates"])
 
-    @override
     def tensors(self) -> Mapping[str, Tensor]:
+        """See Hook."""
         return self._averages
 
-    @override
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
+        """See Hook."""
         reshard(self._model)  # what is still gathered would keep the trained weights
         trained = {}
         with torch.no_grad():

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from typing_extensions import override
 
 from vembed.config.terms import loss_terms, source_group_names
 from vembed.errors import RunError
@@ -57,8 +56,8 @@ class StepMetrics(Hook):
     """Name in the log -> this rank's shares of the losses."""
     _steps: list[list[float]] = field(default_factory=list)
 
-    @override
     def on_start(self, run: Trainer) -> None:
+        """See Hook."""
         self._device = run.session.device
         self._timer = run.training_step.timer
         self._tasks: list[str] = []
@@ -67,12 +66,13 @@ class StepMetrics(Hook):
         if run.config.data.homogeneous_batches and len(names) > 1:
             self._tasks = source_group_names(run.config.data, names)
 
-    @override
     def before_step(self, step: int) -> None:
+        """See Hook."""
+        del step
         self._start = time.perf_counter()
 
-    @override
     def on_step(self, report: StepReport) -> None:
+        """See Hook."""
         for rank_batch, result in report.batches:
             self._counts.update(
                 examples=len(rank_batch.where),
@@ -102,9 +102,9 @@ class StepMetrics(Hook):
         self._counts["steps"] += 1
         self._seconds += time.perf_counter() - self._start
 
-    @override
     def metrics(self, report: StepReport) -> dict[str, Any]:
         """Return the metrics of all ranks since the last call. Collective; the same on every rank."""
+        del report
         seconds_spent = self._timer.take()
         of_rank = {
             **self._counts,
@@ -160,12 +160,12 @@ class StepMetrics(Hook):
         self._steps = []
         return values
 
-    @override
     def state(self) -> dict[str, Any]:
+        """See Hook."""
         return {"steps": self._steps} if self._steps else {}
 
-    @override
     def load_state(self, state: dict[str, Any]) -> None:
+        """See Hook."""
         self._steps = [list(step) for step in state["steps"]]
 
 
@@ -202,7 +202,6 @@ class MetricsLog(Hook):
     trackers: list[Tracker] = field(default_factory=list)
     file: LineFile | None = None
 
-    @override
     def on_start(self, run: Trainer) -> None:
         """Open the file and start the trackers."""
         if not run.session.is_main:
@@ -223,13 +222,11 @@ class MetricsLog(Hook):
             self.trackers.append(tracker)
         self.file = LineFile(run.output / METRICS_FILE)
 
-    @override
     def on_log(self, values: Mapping[str, Any]) -> None:
         """Write one logged step to metrics.jsonl and its numbers to the trackers."""
         numbers = {f"train/{key}": value for key, value in _numbers(values).items()}
         self._write(values, numbers, int(values["step"]))
 
-    @override
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Write one evaluation."""
         numbers = {}
@@ -242,7 +239,6 @@ class MetricsLog(Hook):
         }
         self._write(line, numbers, evaluation.step)
 
-    @override
     def state(self) -> dict[str, Any]:
         """Flush the file to the disk: a checkpoint must not be newer than its lines. Return the file's length."""
         if self.file is None:
@@ -250,12 +246,11 @@ class MetricsLog(Hook):
         self.file.sync()
         return {"bytes": self.file.path.stat().st_size}
 
-    @override
     def on_finish(self, run: Trainer) -> None:
         """Close the file: the report reads it."""
+        del run
         self._close_file()
 
-    @override
     def close(self) -> None:
         """Close the file and end the trackers."""
         self._close_file()
@@ -358,21 +353,22 @@ class ProgressBar(Hook):
         is_shown = console.is_terminal and not console.quiet
         self.progress = ProgressReport("training", active=is_shown, console=console)
 
-    @override
     def on_start(self, run: Trainer) -> None:
+        """See Hook."""
         self.total_steps = run.data.total_steps
         self.progress.start()
 
-    @override
     def on_step(self, report: StepReport) -> None:
+        """See Hook."""
         self.progress(report.step, self.total_steps)
 
-    @override
     def on_finish(self, run: Trainer) -> None:
+        """See Hook."""
+        del run
         self.close()  # what follows is not training
 
-    @override
     def close(self) -> None:
+        """See Hook."""
         self.progress.stop()
 
 
@@ -387,31 +383,30 @@ class Profile(Hook):
         self.last = last
         self.profiler: torch.profiler.profile | None = None
 
-    @override
     def on_start(self, run: Trainer) -> None:
+        """See Hook."""
         self.path = run.output / f"trace-rank{run.session.rank}.json"
         if self.first > run.data.total_steps:
             log.warning(
                 f"profile_steps: step {self.first} is after the run's last step, {run.data.total_steps}"
             )
 
-    @override
     def before_step(self, step: int) -> None:
         """Start recording before the first chosen step, or before the first one left in a resumed run."""
         if self.profiler is None and self.first <= step <= self.last:
             self.profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
             self.profiler.start()
 
-    @override
     def on_step(self, report: StepReport) -> None:
+        """See Hook."""
         if report.step == self.last:
             self.close()
 
-    @override
     def on_finish(self, run: Trainer) -> None:
+        """See Hook."""
+        del run
         self.close()  # a run may end before the last chosen step
 
-    @override
     def close(self) -> None:
         """Stop recording and write the steps that there are."""
         profiler = self.profiler
@@ -439,14 +434,13 @@ class Watch(Hook):
 
     _warned: set[str] = field(default_factory=set)
 
-    @override
     def on_start(self, run: Trainer) -> None:
+        """See Hook."""
         self._run = run
         terms = loss_terms(run.config.objective, run.config.model.model_name)
         self._trains_embeddings = any(not term.loss.is_of_model for term in terms)
         self._is_cross_entropy = all(term.loss.is_cross_entropy for term in terms)
 
-    @override
     def on_step(self, report: StepReport) -> None:
         """Stop the run at a non-finite step, or log it. The same on every rank."""
         step = report.step
@@ -505,7 +499,6 @@ class Watch(Hook):
                 f"{self._checkpoint_note()}"
             )
 
-    @override
     def metrics(self, report: StepReport) -> dict[str, float]:
         """Return the mean cosine between this rank's inputs, and log warnings."""
         step = report.step

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from vembed.config.schema import EpochMining
 from vembed.data.examples import Example, Item, Kind
@@ -54,8 +53,8 @@ class EpochMiner(Hook):
         self._epoch: int | None = None
         self._metrics: dict[str, float] = {}
 
-    @override
     def on_build(self, run: Trainer) -> None:
+        """See Hook."""
         examples = run.data.examples
         if any(labels is not None for labels in examples.labels):
             raise UserError(
@@ -75,14 +74,14 @@ class EpochMiner(Hook):
         for line in self._miner.notes:
             log.info(f"mine: {line}")
 
-    @override
     def on_start(self, run: Trainer) -> None:
+        """See Hook."""
         # The stream has begun with the examples as they are in the data; a resumed run has its negatives already.
         run.stream.store = MinedExamples(self._miner, self._numbers)
         run.restart_stream()
 
-    @override
     def on_epoch(self, epoch: int) -> None:
+        """See Hook."""
         is_due = (
             epoch % self._options.every_epochs == 0 if epoch else self._options.at_start
         )
@@ -109,27 +108,27 @@ class EpochMiner(Hook):
             f"{self._options.num_negatives}); took {duration(seconds)}{note}"
         )
 
-    @override
     def metrics(self, report: StepReport) -> Mapping[str, Any]:
+        """See Hook."""
         del report
         metrics = self._metrics
         self._metrics = {}  # each mining is logged once
         return metrics
 
-    @override
     def state(self) -> dict[str, Any]:
+        """See Hook."""
         return {"epoch": self._epoch, "documents": self._miner.fingerprint}
 
-    @override
     def load_state(self, state: dict[str, Any]) -> None:
+        """See Hook."""
         if state["documents"] != self._miner.fingerprint:
             raise UserError(
                 "mine: the documents that are mined have changed: restore them, or start anew in another output_dir"
             )
         self._epoch = state["epoch"]
 
-    @override
     def tensors(self) -> Mapping[str, Tensor]:
+        """See Hook."""
         return {"negatives": self._numbers}
 
     def _encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:

@@ -6,8 +6,6 @@ import json
 import warnings
 from typing import Any
 
-from typing_extensions import override
-
 from vembed.training.trackers.base import TrackedRun, Tracker
 
 
@@ -16,12 +14,12 @@ class AccelerateTracker(Tracker):
 
     tracker: Any
 
-    @override
     def log(self, values: dict[str, float], step: int) -> None:
+        """See Tracker."""
         self.tracker.log(values, step=step)
 
-    @override
     def finish(self) -> None:
+        """See Tracker."""
         self.tracker.finish()
 
 
@@ -33,7 +31,6 @@ class TensorBoard(AccelerateTracker):
     spellings = "tb"
     package = "tensorboard"
 
-    @override
     def start(self, run: TrackedRun) -> None:
         """Open an event file, with the options for the page HPARAMS."""
         from accelerate.tracking import TensorBoardTracker
@@ -67,8 +64,8 @@ class Wandb(AccelerateTracker):
     package = "wandb"
     options = frozenset({"wandb_project", "wandb_tags"})
 
-    @override
     def start(self, run: TrackedRun) -> None:
+        """See Tracker."""
         from accelerate.tracking import WandBTracker
 
         self.tracker = WandBTracker(
@@ -85,8 +82,8 @@ class Trackio(AccelerateTracker):
     package = "trackio"
     options = frozenset({"wandb_project"})
 
-    @override
     def start(self, run: TrackedRun) -> None:
+        """See Tracker."""
         from accelerate.tracking import TrackioTracker
 
         self.tracker = TrackioTracker(
@@ -103,8 +100,8 @@ class Mlflow(AccelerateTracker):
     package = "mlflow"
     options = frozenset({"wandb_project"})
 
-    @override
     def start(self, run: TrackedRun) -> None:
+        """See Tracker."""
         from accelerate.tracking import MLflowTracker
 
         self.tracker = MLflowTracker(run.project, run_name=run.display_name)
