@@ -13,8 +13,9 @@ from vembed.config.loading import load_config
 from vembed.config.options import all_options
 from vembed.config.schema import option_fields
 from vembed.declarations import check_parts
+from vembed.training import optimizer_kinds
 from vembed.training.optimizer import build_optimizer
-from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.optimizer_kinds import OPTIMIZERS, OptimizerKind
 from vembed.training.trackers.accelerate_trackers import TensorBoard
 from vembed.training.trackers.base import TrackedRun, Tracker
 from vembed.training.trackers.table import TRACKERS
@@ -31,7 +32,9 @@ IN_THE_FOLDER = [
 """Trackers that need no service."""
 
 
-@pytest.mark.parametrize(("option", "kind"), DECLARED)
+@pytest.mark.parametrize(
+    ("option", "kind"), DECLARED, ids=lambda value: getattr(value, "name", value)
+)
 def test_a_declaration_is_complete_and_accepted(option, kind):
     assert kind.summary.endswith(".")
     unknown = kind.options - set(option_fields())
@@ -57,6 +60,13 @@ def test_every_tracker_is_in_the_table():
     named = unlisted_classes(vembed.training.trackers, Tracker, listed)
     missing = [name for name in named if hasattr(pydoc.locate(name), "name")]
     assert not missing, f"list these in vembed/training/trackers/table.py: {missing}"
+
+
+def test_every_optimizer_is_in_the_list():
+    for kind in vars(optimizer_kinds).values():
+        if isinstance(kind, type) and issubclass(kind, OptimizerKind):
+            name = getattr(kind, "name", None)
+            assert name is None or name in OPTIMIZERS, f"list {kind.__name__}"
 
 
 @pytest.mark.parametrize("first_step", [0, 2])
