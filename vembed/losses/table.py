@@ -32,7 +32,13 @@ from vembed.losses.scored import (
     RankNet,
     ScoreMSE,
 )
-from vembed.losses.vectors import Anchor, Embedding, NoLoss, Relational, SpreadOut
+from vembed.losses.vectors import (
+    Anchor,
+    Embedding,
+    NoLoss,
+    Relational,
+    SpreadOut,
+)
 
 _CLASSES: tuple[type[LossDeclaration], ...] = (
     InfoNCE,

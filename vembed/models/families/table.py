@@ -8,7 +8,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 from vembed.declarations import check_parts, text_of_values
-from vembed.models.families.family import CHAT_LENGTH, Family, Modality, Starter, Tower
+from vembed.models.families.family import (
+    CHAT_LENGTH,
+    Family,
+    Modality,
+    Starter,
+    Tower,
+)
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 
 _RECORDS = (
