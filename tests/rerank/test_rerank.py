@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -378,6 +379,17 @@ def test_a_reranker_takes_as_many_tokens_as_asked_for(tmp_path):
     positions = read_json(model / "config.json")
     longest = vembed.Reranker(model, max_length=100_000).description.max_length
     assert longest == positions["max_position_embeddings"]
+
+
+def test_a_question_that_leaves_no_room_for_texts_is_refused():
+    model = shared(tiny_qwen3_reranker)
+    description = vembed.Reranker(model).description
+    empty = replace(description, max_length=1000)
+    (row,) = PairFeaturiser(empty).features([(Item(""), Item(""))])
+    with pytest.raises(UserError, match=rf"max_length: {row.length} .* {row.length} "):
+        vembed.Reranker(model, max_length=row.length)
+    longer = vembed.Reranker(model, max_length=row.length + 4)
+    assert longer.predict([("red", "")]) != longer.predict([("big", "")])
 
 
 def test_a_decoder_teaches_an_embedding_model(tmp_path):

@@ -323,14 +323,28 @@ class PairFeaturiser(BaseFeaturiser):
         if self.chat is not None:
             self._placeholder = image_placeholder(description)
         self._template_length = 0
-        # With bidirectional attention the states of the template depend on the text behind it.
-        is_shared = self.chat is None and not description.bidirectional_attention
-        if description.scores == "answer" and is_shared:
-            instruction, query_mark, _, _ = answer_form(description)
-            begin, instructed = self._texts.tokenize(
-                [ANSWER_PROMPT, instruction + query_mark]
-            )
-            self._template_length = len(begin) + len(instructed)
+        if description.scores == "answer":
+            instruction, query_mark, document_mark, end_text = answer_form(description)
+            texts = [
+                ANSWER_PROMPT,
+                instruction + query_mark,
+                document_mark + description.document_prompt,
+                end_text,
+            ]
+            parts = self._texts.tokenize(texts)
+            begin, instructed, _, end = parts
+            self._question_begin = begin
+            self._question_end = end
+            num_needed = sum(map(len, parts))
+            if description.max_length <= num_needed:
+                raise UserError(
+                    f"max_length: {description.max_length} leaves no room for texts, because the template, the "
+                    f"instruction and the prompt of a question take {num_needed} tokens. Raise it, or shorten "
+                    "query_prompt and document_prompt"
+                )
+            # With bidirectional attention the states of the template depend on the text behind it.
+            if self.chat is None and not description.bidirectional_attention:
+                self._template_length = len(begin) + len(instructed)
         self.role = role or description.name
         self._lock = Lock()  # a fast tokenizer keeps the truncation as a state
 
@@ -408,9 +422,10 @@ class PairFeaturiser(BaseFeaturiser):
         images: Sequence[tuple[ImageRef, ...]],
     ) -> list[list[int]]:
         """Return the token ids of the questions whose answer is yes or no. What is too long is cut at its end."""
-        instruction, query_mark, document_mark, end_text = answer_form(self.description)
-        begin, end = self._texts.tokenize([ANSWER_PROMPT, end_text])
-        room = max(self.description.max_length - len(begin) - len(end), 1)
+        instruction, query_mark, document_mark, _ = answer_form(self.description)
+        begin = self._question_begin
+        end = self._question_end
+        room = self.description.max_length - len(begin) - len(end)
         bodies = [
             instruction + query_mark + query + document_mark + document
             for query, document in zip(queries, documents, strict=True)
