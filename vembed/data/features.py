@@ -246,6 +246,7 @@ class Featuriser(BaseFeaturiser):
         """Return the features of items of one modality."""
         rows: Sequence[np.ndarray | None] = [None] * len(items)
         prompts = [prompt for _, prompt, _ in items]
+        limits = [limit for _, _, limit in items]
         fixed = None
         if modality == "image":
             assert self.pixels is not None
@@ -254,13 +255,11 @@ class Featuriser(BaseFeaturiser):
             assert self.chat is not None
             plain_texts = [item.text for item in items.values()]
             images = [item.images for item in items.values()]
-            # An image has no part to cut.
-            rows = self.chat.encode_with_images(prompts, plain_texts, images)
+            rows = self.chat.encode_with_images(prompts, plain_texts, images, limits)
         else:
             assert self.texts is not None
             fixed = self.texts.fixed_length
             texts = [item.text or "" for item in items.values()]
-            limits = [limit for _, _, limit in items]
             rows = self.texts.encode(prompts, texts, limits)
         computed = {}
         for (address, item), row in zip(items.items(), rows, strict=True):
@@ -620,6 +619,9 @@ class TextProcessing:
     def _render(self, prompt: str, text: str) -> str:
         return prompt + text
 
+    def _longest(self, limit: int | None) -> int:
+        return min(limit or self._max_length, self._max_length)
+
     def _cut(
         self,
         rendered: str,
@@ -632,7 +634,7 @@ class TextProcessing:
         if self._template_bos and rendered.startswith(self._template_bos):
             before = []  # the template has already added them
             after = []
-        longest = min(limit or self._max_length, self._max_length)
+        longest = self._longest(limit)
         room = longest - len(before) - len(after)
         if room < 1:
             raise UserError(
@@ -685,10 +687,7 @@ class ChatProcessing(TextProcessing):
         rows = super().encode(prompts, texts, limits)
         for prompt, row, limit in zip(prompts, rows, limits, strict=True):
             self._refuse_placeholders(row.tolist(), 0)
-            if len(row) >= min(limit or self._max_length, self._max_length):
-                tail = self._tail(prompt)
-                keep = min(len(tail), len(row))
-                row[len(row) - keep :] = tail[len(tail) - keep :]
+            self._restore_tail(row, prompt, limit)
         return rows
 
     def encode_with_images(
@@ -696,17 +695,33 @@ class ChatProcessing(TextProcessing):
         prompts: Sequence[str],
         texts: Sequence[str | None],
         images: Sequence[tuple[ImageRef, ...]],
+        limits: Sequence[int | None],
     ) -> list[np.ndarray]:
-        """Return the int32 token ids of conversations with images. Only the headers of the images are read."""
+        """Return the int32 token ids of conversations with images. Only the headers of the images are read. `limits`: see
+        `encode`."""
         rendered = list(map(self._render, prompts, texts, map(len, images)))
         rows = []
-        encoded = self.tokenize(rendered)
-        for text, ids, item_images in zip(rendered, encoded, images, strict=True):
+        for number, ids in enumerate(self.tokenize(rendered)):
+            item_images = images[number]
+            limit = limits[number]
             whole = self.with_image_tokens(ids, item_images)
-            row = self._cut(text, whole, None)
-            self.check_images(row, whole, len(item_images))
-            rows.append(np.asarray(row, dtype=np.int32))
+            row = np.asarray(self._cut(rendered[number], whole, limit), dtype=np.int32)
+            self._restore_tail(row, prompts[number], limit)
+            self.check_images(row.tolist(), whole, len(item_images), limit)
+            rows.append(row)
         return rows
+
+    def _restore_tail(
+        self,
+        row: np.ndarray,
+        prompt: str,
+        limit: int | None,
+    ) -> None:
+        """End a truncated row as the template does."""
+        if len(row) >= self._longest(limit):
+            tail = self._tail(prompt)
+            keep = min(len(tail), len(row))
+            row[len(row) - keep :] = tail[len(tail) - keep :]
 
     def collate(
         self, rows: Sequence[np.ndarray], images: Sequence[ImageRef]
@@ -756,13 +771,14 @@ class ChatProcessing(TextProcessing):
         row: list[int],
         whole: list[int],
         num_images: int,
+        limit: int | None = None,
     ) -> None:
         """Raise UserError if the row, cut from `whole`, has lost tokens of an image."""
         num_tokens = whole.count(self.image_token_id)
         if row.count(self.image_token_id) != num_tokens:
             raise UserError(
                 f"an item with {num_images} image(s) of {num_tokens:,d} tokens does not fit into max_length "
-                f"{self._max_length:,d}: raise max_length or lower max_pixels"
+                f"{self._longest(limit):,d}: raise max_length or lower max_pixels"
             )
 
     def _refuse_placeholders(self, ids: list[int], num_images: int) -> None:
