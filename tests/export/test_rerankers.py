@@ -7,9 +7,11 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3ForSequenceClassificati
 
 import vembed
 from tests.export.test_export import check_of, export, refused
-from tests.rerank.test_rerank import PAIRS, tiny_xlmr_reranker
-from tests.tiny import shared, tiny_qwen3, tiny_qwen3_reranker, tiny_reranker
+from tests.rerank.test_rerank import tiny_xlmr_reranker
+from tests.tiny import shared, texts, tiny_qwen3, tiny_qwen3_reranker, tiny_reranker
 from vembed.inference.serve import ServedInput, open_encoder
+
+PAIRS = list(zip(texts(40, seed=1), texts(40, seed=2), strict=True))
 
 
 def qwen_reranker(folder):

@@ -184,11 +184,12 @@ def convert(
     del model.graph.value_info[:]
     is_large = model.ByteSize() > MAX_FILE_BYTES
     if precision == "int8":
-        # Weights of matrix products. Activations are quantised as they are computed.
+        # Weights of matrix products. Activations are quantised as they are computed. Unsigned: products with signed weights
+        # overflow their 16-bit sums on processors without VNNI.
         quantize_dynamic(
             model,
             target,
-            weight_type=QuantType.QInt8,
+            weight_type=QuantType.QUInt8,
             per_channel=True,
             op_types_to_quantize=int8_operators,
             use_external_data_format=is_large,
