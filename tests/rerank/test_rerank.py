@@ -15,6 +15,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    Gemma2ForCausalLM,
+    GraniteForCausalLM,
+    PhiForCausalLM,
+    Qwen3MoeForCausalLM,
     XLMRobertaForSequenceClassification,
 )
 
@@ -27,6 +31,7 @@ from tests.tiny import (
     read_json,
     shared,
     texts,
+    tiny_answering,
     tiny_bert,
     tiny_distilbert,
     tiny_modernbert,
@@ -379,6 +384,26 @@ def test_a_reranker_takes_as_many_tokens_as_asked_for(tmp_path):
     positions = read_json(model / "config.json")
     longest = vembed.Reranker(model, max_length=100_000).description.max_length
     assert longest == positions["max_position_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("model_class", "options"),
+    [
+        (GraniteForCausalLM, {"logits_scaling": 4.0}),
+        (Gemma2ForCausalLM, {"final_logit_softcapping": 30.0}),
+        (PhiForCausalLM, {}),
+    ],
+)
+def test_a_head_that_changes_its_logits_is_refused(model_class, options):
+    """Logits that are scaled, capped, or have a bias."""
+    model = shared(tiny_answering, model_class, **options)
+    with pytest.raises(UserError, match=rf"reranker_head: .*{model_class.__name__}"):
+        vembed.Reranker(model)
+
+
+def test_a_mixture_of_experts_answers(tmp_path):
+    model = tiny_answering(tmp_path, Qwen3MoeForCausalLM, moe_intermediate_size=16)
+    assert scores_of(model) == pytest.approx(answer_scores(model), abs=1e-5)
 
 
 def test_a_question_that_leaves_no_room_for_texts_is_refused():

@@ -155,9 +155,13 @@ class GivenStates(nn.Module):
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """Return them."""
         pooled = None if self.pooler is None else self.pooler(self.states)
-        return BaseModelOutputWithPoolingAndCrossAttentions(
+        output = BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=self.states, pooler_output=pooled
         )
+        # Handed on by mixtures of experts and by vision-language models.
+        output.router_logits = None
+        output.rope_deltas = None
+        return output
 
 
 class WholeHead(nn.Module):
@@ -312,7 +316,10 @@ def build_score_head(
     if description.scores == "answer":
         if whole.config.tie_word_embeddings:
             whole.get_input_embeddings().requires_grad_(False)
-        return AnswerHead(whole, *answer_tokens(tokenizer, description.name))
+        no, yes = answer_tokens(tokenizer, description.name)
+        answer_head = AnswerHead(whole, no, yes)
+        refuse_changed_logits(whole, description)
+        return answer_head
     head = ScoreHead(whole, description, tokenizer)
     log.info(
         "score: of %s, whose head is %s",
@@ -320,6 +327,26 @@ def build_score_head(
         "new" if head.is_new else "that of its files",
     )
     return head
+
+
+def refuse_changed_logits(whole: Any, description: ModelDescription) -> None:
+    """Raise UserError if a model's logits are not the product of its states with the head's weight alone: scaled, capped,
+    or with a bias. `whole`: a model of which nothing is needed any more."""
+    layer = whole.get_output_embeddings()
+    with torch.random.fork_rng(devices=[]):
+        two_rows = nn.Linear(layer.in_features, 2, bias=False)
+        # Large enough to be capped.
+        states = 100 * torch.randn(1, 1, layer.in_features)
+    whole.set_output_embeddings(two_rows)
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    with torch.no_grad():
+        logits = WholeHead(whole, description).logits(states, ids)
+        product = two_rows(states)
+    if layer.bias is not None or not torch.allclose(logits, product, rtol=1e-3):
+        raise UserError(
+            f"reranker_head: answer takes the product of states and weight as logits, and {type(whole).__name__} of "
+            f"{description.name} scales it, caps it or adds a bias. Set reranker_head: label, or take another model"
+        )
 
 
 def answer_tokens(tokenizer: Any, name: str) -> tuple[int, int]:
