@@ -4,8 +4,6 @@ The processes are forked from a server that has imported torch, Transformers, Ac
 in a tenth of a second instead of ten. The server has run nothing but imports, so a rank is as good as a fresh process.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.forkserver
 import os

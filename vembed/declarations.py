@@ -3,8 +3,6 @@
 One check for all of them. A declaration that is missing, wrong or misspelt is a TypeError when vembed is imported.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar

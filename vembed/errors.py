@@ -2,8 +2,6 @@
 cards write them.
 """
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

@@ -5,8 +5,6 @@ no end, and a file of many gigabytes does not fit into memory: each is a UserErr
 are contents that cannot be parsed.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib

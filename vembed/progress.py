@@ -1,7 +1,5 @@
 """Progress of an encoding: a bar with rate and remaining time on a terminal, occasional plain lines elsewhere."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Self

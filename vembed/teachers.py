@@ -4,8 +4,6 @@ A VectorTeacher gives one vector per input, a PairTeacher scores pairs of a quer
 disk where they are known, by content, and computed where not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

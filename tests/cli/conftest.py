@@ -1,7 +1,5 @@
 """The command, in this process where that is the same, and as a process of its own where it is not."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import sys

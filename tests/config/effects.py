@@ -1,7 +1,5 @@
 """The effect of each option: on a trainer that was built with it, on a loss, in the files of a run."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass
 from functools import cache

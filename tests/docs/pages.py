@@ -1,7 +1,5 @@
 """What the documentation says: its pages, blocks of code, commands, spans of code and links."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The recipes in examples/: each trains as it is written with a tiny model in place of the real one, and dry-runs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`vembed export --format`: the graph holds everything, the check refuses what differs, other runtimes are named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from typing import ClassVar

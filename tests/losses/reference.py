@@ -4,8 +4,6 @@ The reference of a loss is the function of its name in this file, or the functio
 tests/losses/test_NAME.py. It returns the share of `batch.rank_rows` in L at one Matryoshka size. tests/parity uses it too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

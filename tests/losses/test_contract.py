@@ -3,8 +3,6 @@
 The cases follow from the declarations. A new loss is tested here as soon as it is in `table.py`.
 """
 
-from __future__ import annotations
-
 import pydoc
 from dataclasses import replace
 from types import UnionType

@@ -1,7 +1,5 @@
 """Mixtures of negatives, and teachers that a loss cannot follow."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

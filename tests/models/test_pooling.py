@@ -1,7 +1,5 @@
 """The contract of every pooling in POOLINGS: as its reference, packed as padded, saved as loaded; and a trained one."""
 
-from __future__ import annotations
-
 import pydoc
 
 import numpy as np

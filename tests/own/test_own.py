@@ -1,7 +1,5 @@
 """Modules of the user's own: exact gradients with auxiliary losses, training in shards, files that load elsewhere."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

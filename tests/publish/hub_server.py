@@ -1,7 +1,5 @@
 """A stand-in for the Hub's API: repositories in memory, behind the requests that huggingface_hub makes."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

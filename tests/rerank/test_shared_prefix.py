@@ -1,7 +1,5 @@
 """What the questions of a decoder begin with is computed once for all of a micro-batch: same scores, same gradients."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass
 

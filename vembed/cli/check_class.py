@@ -1,7 +1,5 @@
 """`vembed doctor --model-class`: the rules that a module of the user's must keep, and a sentence for each it breaks."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path

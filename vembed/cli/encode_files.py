@@ -1,8 +1,6 @@
 """What `vembed encode` reads, lines of a file, records of any source or images of a folder, and what it writes, files of
 vectors that grow chunk by chunk and have their name only when they are whole: .npy and Parquet."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

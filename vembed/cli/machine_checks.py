@@ -1,7 +1,5 @@
 """Checks of `vembed doctor` that need torch: devices, the self-test on several processes, the checklist of a config."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The `vembed` command line. Only the module of the command that is run is imported."""
 
-from __future__ import annotations
-
 import inspect
 import io
 import re

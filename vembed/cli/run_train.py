@@ -1,8 +1,6 @@
 """run_train(): resolve the config, choose the number of processes, then train here, start them, or report (dry
 run)."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

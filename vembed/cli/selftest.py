@@ -1,7 +1,5 @@
 """Self-test of `vembed doctor`, run by each process: a small model through every part of a sharded run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Accelerate config files and presets, and the environment variables that `accelerate launch` sets."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -4,8 +4,6 @@ ResolvedRun: those that follow from the config alone. Then what `auto` means whe
 learning rate, epochs and intervals. None needs a device. The same config, model and data give the same decisions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

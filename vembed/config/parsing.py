@@ -1,7 +1,5 @@
 """Parsers of YAML, TOML and JSON into a tree, with line numbers but for TOML. Loading is safe and limited in size."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import tomllib

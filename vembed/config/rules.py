@@ -4,8 +4,6 @@ A rule yields one sentence: what is wrong, the values, what to do. The places of
 that it names are added to it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Terms of a run's loss, its tasks, and the teachers that it needs. Imports no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -1,7 +1,5 @@
 """Types of option values: numbers with limits, and the base class of config models."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field

@@ -4,8 +4,6 @@ A child is started by its command, not by multiprocessing: it needs neither the 
 the user's script.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -4,8 +4,6 @@ Texts and conversations with images become token ids, identical to those of `Sen
 model. Only caches change after construction, so all classes are thread-safe.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Training data from Python objects: lists of dicts, tables and data sets, stored where the readers find them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Language of texts, by their most frequent words and letters: for the model that `init` chooses, and the model card."""
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections import Counter

@@ -1,7 +1,5 @@
 """audit(): what is in training data, as a page, as JSON, and on request as cleaned data."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """generate(): from documents alone to pairs of a query and the document that it should find."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """A byte-level BPE tokenizer, trained on the texts of the data: `vembed init --tokenizer`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """BM25: words that a query and a document have in common, weighted by how rare they are, by the package bm25s."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from typing import Any

@@ -1,7 +1,5 @@
 """OnnxFormat and OpenvinoFormat: the texts of a model as one graph, and its images as another, from inputs to embeddings."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from abc import ABC, abstractmethod

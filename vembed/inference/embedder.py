@@ -1,7 +1,5 @@
 """Embedder: a saved model for inference in Python. Texts, images or both in, one array out."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reranker: a model that reads a query and a document together and gives a score, ready for use."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

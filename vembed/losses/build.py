@@ -1,7 +1,5 @@
 """The loss of a run as a module: one term, a weighted sum of several, one for each source."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -29,8 +29,6 @@ With hard_negatives_scope: own a hard negative is a candidate for the rows of it
 they are negative pairs, scored one by one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A new loss needs its class in a file of this folder, its entry in the list below
 function `reference` in tests/losses/test_NAME.py that computes it plainly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import get_args
 

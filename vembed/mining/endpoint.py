@@ -1,7 +1,5 @@
 """Requests to an OpenAI-compatible endpoint: retried where that helps, several at once, and never silently lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """Judges: models that read a query and a document together, and a cascade of them whose judgements are cached."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

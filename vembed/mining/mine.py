@@ -1,7 +1,5 @@
 """mine(): hard negatives for a file of training data. ExampleMiner: the same between epochs, by the trained model."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import time

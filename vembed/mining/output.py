@@ -1,7 +1,5 @@
 """Rows with their negatives, and the files of training data in which they are written."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Low-rank adapters: target layers, injection, merging into the weights, saving and loading."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Mapping

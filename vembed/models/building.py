@@ -1,8 +1,6 @@
 """Building a model: backbone (config, dtype, attention, weights), adapters, pooling and head, and which of its parameters
 are trained."""
 
-from __future__ import annotations
-
 import logging
 import math
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ Tower and projection are separate steps, so that the pooled output of a frozen t
 trained.
 """
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import logging

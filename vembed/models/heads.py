@@ -8,8 +8,6 @@ A reranker is an embedding model of pairs whose embedding has one dimension, the
 sharding and saving are those of embedding models.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from copy import deepcopy

@@ -1,8 +1,6 @@
 """Precision and memory: dtypes of weights, recomputation, compilation, arithmetic in bfloat16 with float32 weights,
 4-bit weights, and training through int8 rounding."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Tokenizer, image processor and chat template of a model: loading, set-up and saving."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ The models of Transformers compute them in every forward pass from values that t
 by image. On a GPU each of these reads waits until the device has caught up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib.util import find_spec
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Devices of a process: choice, precision and settings, and their memory in use. GPUs by name, for plans."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import logging

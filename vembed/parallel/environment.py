@@ -1,7 +1,5 @@
 """What a process knows before it meets the others: the launcher's variables, the network and the cores of this machine."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -1,7 +1,5 @@
 """Launcher of the processes of one machine: forwards signals, and ends all processes when one of them fails."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -5,8 +5,6 @@ Rank 0 keeps a store. Each rank writes its record there: its machine, and what m
 of rank 0. The first that finds a difference writes one sentence, with which all of them end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Operations on a model under any strategy (single, DDP, FSDP1, FSDP2): dtypes, counts, gradients, full weights, batch norms."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Session: process group, device, precision, strategy and Accelerator of a process, from start to cleanup."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Sharding of a model by torch's FSDP1 and FSDP2, on GPUs and CPUs alike: units, and weights distributed from rank 0."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections import Counter

@@ -4,8 +4,6 @@ The study is a journal in the search's folder, to which each trial is added as i
 goes on with the trials that are missing, and several processes share it, one trial each at a time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Prediction of the memory of a run's processes and of its hours, from the shapes of its model, without weights."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

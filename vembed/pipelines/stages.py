@@ -1,7 +1,5 @@
 """Stages: the steps of a config in order, each in a folder of its own; what is done stays done."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import operator

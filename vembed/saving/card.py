@@ -1,7 +1,5 @@
 """The model card (README.md) of a saved model: description, usage, training data, settings and scores."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from contextlib import suppress

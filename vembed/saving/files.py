@@ -1,7 +1,5 @@
 """Saving of models: a folder in the Sentence Transformers layout, written atomically."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import shutil

@@ -1,8 +1,6 @@
 """Publication of a model: its files, the report of its run, and the repository on the Hub that they are pushed to. The
 token comes from the environment or the login alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

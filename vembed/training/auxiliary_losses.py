@@ -5,8 +5,6 @@ of the global batch must therefore be known before the first backward pass: the 
 collective adds up, and `backward` divides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

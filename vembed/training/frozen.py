@@ -5,8 +5,6 @@ tower precedes a trained language model: `InputSource` keeps its hidden states b
 that images pass it once per step.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

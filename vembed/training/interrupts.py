@@ -1,7 +1,5 @@
 """Interrupts: signals and the time limit. They end a run between two steps, on all ranks at the same step."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

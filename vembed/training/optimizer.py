@@ -4,8 +4,6 @@ the weights (gradient norm, clipping, float16 scale), which is the same on every
 The kinds are in `optimizer_kinds.py`. The learning rate is a pure function of the step, so a resumed run needs no state for it.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from dataclasses import dataclass

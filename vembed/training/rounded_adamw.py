@@ -1,7 +1,5 @@
 """RoundedAdamW: AdamW for weights that are kept in bfloat16 alone, with stochastic rounding."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from typing import Any

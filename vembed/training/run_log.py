@@ -1,7 +1,5 @@
 """Logging of a run: the console, training_log.txt and their failures. Only rank 0 logs, unless debug is on."""
 
-from __future__ import annotations
-
 import errno
 import io
 import logging

@@ -1,7 +1,5 @@
 """Rules between the options of a merge, which are known before a model is opened; no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal, get_args

@@ -1,8 +1,6 @@
 """Models to be merged: checkpoints and adapters made whole, tensors read and written piece by piece, and whether models are
 of one architecture and one tokenizer."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """`vembed config`, `schema` and `version`: the resolved config, all options, and what is installed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Annotated, Any, Literal

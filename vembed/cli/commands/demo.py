@@ -1,8 +1,6 @@
 """`vembed demo`: a training run without network access. all-MiniLM learns to find the functions of Python's standard
 library by their docstrings."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

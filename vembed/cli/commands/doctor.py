@@ -1,7 +1,5 @@
 """`vembed doctor`: hardware and software of this machine, a self-test of sharded training, and checks of a config."""
 
-from __future__ import annotations
-
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`vembed export` and `push`: a trained model in a new folder or in another format, and on the Hub."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from pathlib import Path

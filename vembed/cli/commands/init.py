@@ -1,7 +1,5 @@
 """`vembed init`: a commented starter config for a data file, by its columns and sizes, and a model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle

@@ -1,7 +1,5 @@
 """`vembed mine`, `judge`, `audit` and `generate`: training data from a config of their own."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 from collections.abc import Callable, Sequence

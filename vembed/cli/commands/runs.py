@@ -1,7 +1,5 @@
 """`vembed data`, `report`, `compare` and `card`: what a run reads, and what has become of it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`vembed merge` and `edit`: models in, one model out; and a model without what tells two sets of texts apart."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal
 
 from typer import Argument, Option

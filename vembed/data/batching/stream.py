@@ -3,8 +3,6 @@
 Python runs one thread at a time, so a thread that prepares batches keeps the one that launches kernels waiting.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import select

@@ -1,7 +1,5 @@
 """CSV and TSV files."""
 
-from __future__ import annotations
-
 import csv
 import logging
 import re

@@ -1,7 +1,5 @@
 """JSON Lines: one object on each line. A file that is one JSON array of objects is read too."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from functools import cached_property

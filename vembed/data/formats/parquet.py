@@ -1,7 +1,5 @@
 """Parquet files. Parquet has no fast access to single rows, so the rows are copied into an Arrow file."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """Data sets of the library `datasets`: folders that it saved, and names on the Hub. Images stay encoded."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

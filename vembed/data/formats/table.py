@@ -4,8 +4,6 @@ A new format needs its class in a file of this folder and its entry in the list 
 before they are read.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -1,7 +1,5 @@
 """Images: resolution of references in records, a check before training, and decoding."""
 
-from __future__ import annotations
-
 import functools
 import http.client
 import io

@@ -7,8 +7,6 @@ kept and moved, and scale and mean are applied to whole micro-batches where the 
 it reproduces the processor bit by bit on test images.
 """
 
-from __future__ import annotations
-
 import io
 import threading
 from collections import OrderedDict

@@ -1,8 +1,6 @@
 """render_page(): an HTML page or Markdown from a template. All pages are made here, and every value is escaped. Images
 become thumbnails, small JPEG files as data addresses, so that a page stays one file."""
 
-from __future__ import annotations
-
 import base64
 import io
 from pathlib import Path

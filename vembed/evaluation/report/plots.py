@@ -1,7 +1,5 @@
 """Plots of runs: SVG for a page, in its CSS variables so that plots follow light and dark mode."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 """RunRecord: a run as read from its folder (config.yaml, metrics.jsonl, run.json), without any presentation. RunSummary:
 facts about a finished run that its other files lack."""
 
-from __future__ import annotations
-
 import json
 import platform
 import re

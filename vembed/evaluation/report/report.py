@@ -1,7 +1,5 @@
 """write_report(output_dir): report.html and report.md from a run's folder."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Backbones of Transformers, known from their config: model class, layers, sizes, pooling of images and dtype."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,6 @@ Other modules read the record (`description.family_traits`) and compare no names
 This module imports no torch, because the config reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

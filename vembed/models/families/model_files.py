@@ -5,8 +5,6 @@ From the bottom up: JSON and safetensors headers, the schemas of the small files
 and the folders that one model is read from.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass, field, replace

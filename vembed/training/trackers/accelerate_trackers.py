@@ -1,7 +1,5 @@
 """TensorBoard and the services that Accelerate has a tracker for."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from typing import Any

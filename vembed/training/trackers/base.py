@@ -4,8 +4,6 @@ The accepted values of `report_to`, the notes on options without effect, the che
 contract tests follow from the class variables. The config reads these classes: import the service inside methods.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

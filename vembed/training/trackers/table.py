@@ -4,8 +4,6 @@ A new tracker needs its class in a file of this folder and its entry in the list
 because the config reads it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
