@@ -65,6 +65,15 @@ def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
     np.testing.assert_allclose(score, products[0, 1:], rtol=1e-5)
 
 
+def test_a_model_that_normalises_scores_its_dot_product_by_unit_vectors(tmp_path):
+    model = Embedder(tiny_bert_st(tmp_path, similarity="dot"), device="cpu")
+    inputs = ["red cat", "the old house"]
+    vectors = model.encode(inputs)
+    np.testing.assert_allclose(
+        model.score([tuple(inputs)]), vectors[:1] @ vectors[1], rtol=1e-5
+    )
+
+
 def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
     folder = tiny_qwen3_st(tmp_path, max_seq_length=600)
     change_json(folder / "config.json", max_position_embeddings=1024)

@@ -106,6 +106,12 @@ def test_sentence_transformers_files_decide_unless_the_user_does(tmp_path):
     assert "the model's files say dot" in description.reasons["similarity"]
 
 
+def test_a_model_trained_by_dot_product_is_not_saved_as_one_of_unit_vectors(tmp_path):
+    description = of_folder(tiny.tiny_bert_st(tmp_path), similarity="dot")
+    assert not description.normalize
+    assert "similarity: dot" in description.reasons["normalize"]
+
+
 @pytest.mark.parametrize(
     ("make", "options", "named"),
     [

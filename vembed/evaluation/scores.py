@@ -200,7 +200,7 @@ def evaluate_model(
                 f"dimension {dim} is asked for, and this model's embeddings have 1 to {full} dimensions"
             )
     sizes = sorted(set(dims), reverse=True)
-    normalize = description.similarity == "cosine"
+    normalize = description.compares_unit_vectors
     options: dict[str, Any] = {
         "budget_tokens": None if micro_batch_tokens == "auto" else micro_batch_tokens,
         "session": session,
@@ -464,7 +464,7 @@ def _first_stage(
         embedder.model,
         embedder.featuriser,
         session=session,
-        normalize=embedder.description.similarity == "cosine",
+        normalize=embedder.description.compares_unit_vectors,
     )
     queries = encode(data.queries, "query")
     documents = encode(data.documents, "document")

@@ -261,7 +261,7 @@ def _write_and_check(
         scored = bounded(data)
         job.log("encoding the texts of the check with the model")
         model_ND = encode_all(embedder.encode, texts)
-    normalize = description.similarity == "cosine"
+    normalize = description.compares_unit_vectors
     ndcg_model = None
     if scored is not None:
         ndcg_model = ndcg(embedder.encode, scored, normalize=normalize)

@@ -200,7 +200,7 @@ class Embedder:
     ) -> np.ndarray:
         """Return [n] float32 similarities of given (query, document) pairs, in their order, as the model was trained:
         cosine or dot product. Equal inputs are encoded once."""
-        normalize = self.description.similarity == "cosine"
+        normalize = self.description.compares_unit_vectors
         queries = [query for query, _ in pairs]
         documents = [document for _, document in pairs]
         options: dict[str, Any] = {"batch_size": batch_size, "normalize": normalize}

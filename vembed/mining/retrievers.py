@@ -131,7 +131,7 @@ def _load_vembed(
             items,
             kind,
             budget_tokens=budget,
-            normalize=description.similarity == "cosine",
+            normalize=description.compares_unit_vectors,
             truncate_dim=embedder.truncate_dim,
         )
 

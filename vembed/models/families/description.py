@@ -189,6 +189,11 @@ class ModelDescription:
         ]
         return "\n  ".join(lines)
 
+    @property
+    def compares_unit_vectors(self) -> bool:
+        """True: the similarity of two inputs is that of their vectors of length 1."""
+        return self.normalize or self.similarity == "cosine"
+
     def with_(self, **changes: Any) -> ModelDescription:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
@@ -347,11 +352,15 @@ def describe(
         )
     elif of_files not in (None, similarity):
         reasons["similarity"] = f"although the model's files say {of_files}"
-    normalize = similarity == "cosine"
-    if saved:
-        normalize = saved["normalize"]
-    elif files.normalize is not None:
-        normalize = files.normalize
+    normalize = saved.get("normalize", files.normalize)
+    if normalize is None:
+        normalize = similarity == "cosine"
+    elif similarity == "dot" and not for_inference and normalize:
+        # The loss sees vectors of any length, so the saved model must give them.
+        normalize = False
+        reasons["normalize"] = (
+            "similarity: dot trains lengths, which the model's files remove"
+        )
 
     # ---- texts
     tokenizer_path = tokenizer_folder(files.backbone, files.adapter)
