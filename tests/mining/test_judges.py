@@ -209,6 +209,23 @@ def test_the_second_judge_sees_what_the_first_is_unsure_of(options, serve, tmp_p
     assert not server.asked
 
 
+def test_a_judge_that_is_sure_is_not_overruled_by_the_limits_of_the_last(
+    options, serve, tmp_path
+):
+    reranker = str(tiny_reranker(tmp_path / "reranker"))
+    server = serve(says_cat)
+    # Every score is at least `high` and below the middle of the last judge.
+    _, result = run(
+        options,
+        judges=[
+            {"model": reranker, "unsure": [0.0, 0.0]},
+            endpoint(server, unsure=[1.0, 1.0]),
+        ],
+    )
+    assert not server.asked
+    assert result.counts["judged_relevant"] > 0
+
+
 PAIRS = [("the cat", text) for text in documents()[:20]]
 
 

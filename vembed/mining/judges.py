@@ -202,21 +202,18 @@ class Cascade:
             CachedJudge(judge, config, session.device) for judge in config.judges
         ]
         self._session = session
-        self.decided_at = 1.0
-        if config.judges:
-            self.decided_at = sum(config.judges[-1].unsure) / 2
-        """Probability from which on a pair is relevant."""
 
     def judge(
         self,
         num_pairs: int,
         pair_of: Callable[[int], TextPair],
-    ) -> np.ndarray:
-        """[num_pairs] how likely each pair is relevant; UNDECIDED where no judge gave an answer. Collective."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """[num_pairs] how likely each pair is relevant; UNDECIDED where no judge gave an answer. [num_pairs] whether it
+        counts as relevant. Collective."""
         session = self._session
         # Dealt in turn: neighbouring pairs are of one query, and of similar length.
         numbers = range(session.rank, num_pairs, session.world_size)
-        judgements = np.full(len(numbers), UNDECIDED, np.float32)
+        judgements = np.zeros((len(numbers), 2), np.float32)
         with ProgressReport("judging", active=session.is_main) as progress:
             for begin in range(0, len(numbers), PAIRS_PER_WRITE):
                 pairs = [
@@ -226,15 +223,16 @@ class Cascade:
                 end = begin + len(pairs)
                 judgements[begin:end] = self._decide(pairs)
                 progress(end, len(numbers))
-        return from_all_ranks(judgements, num_pairs, session)
+        judgements = from_all_ranks(judgements, num_pairs, session)
+        return judgements[:, 0], judgements[:, 1] > 0
 
     def summary(self) -> list[str]:
         """One line for each judge. Collective."""
         return [judge.summary() for judge in self._judges]
 
-    def _decide(self, pairs: Sequence[TextPair]) -> list[float]:
-        """Return the probability that each pair is relevant, by the first judge that is sure; 0 or 1 after the last."""
-        judgements = [UNDECIDED] * len(pairs)
+    def _decide(self, pairs: Sequence[TextPair]) -> list[tuple[float, bool]]:
+        """Return the probability that each pair is relevant, and whether it is, by the first judge that is sure."""
+        judgements = [(UNDECIDED, False)] * len(pairs)
         open_pairs = list(range(len(pairs)))
         for judge in self._judges:
             answers = judge.answers([pairs[pair] for pair in open_pairs])
@@ -243,7 +241,7 @@ class Cascade:
             unsure = []
             for pair, answer in zip(open_pairs, answers, strict=True):
                 if answer is not None:
-                    judgements[pair] = answer
+                    judgements[pair] = (answer, answer >= (low + high) / 2)
                 # The last judge decides even where it is unsure. Without any answer a pair stays undecided.
                 if answer is None or (not is_last and low <= answer < high):
                     unsure.append(pair)
@@ -284,8 +282,9 @@ class CandidateJudge(Cascade):
             return text_of(query), text_of(document)
 
         judged = chosen.judgements.copy()
-        judged[queries, columns] = self.judge(len(queries), pair_of)
-        relevant = is_candidate & (judged >= self.decided_at)
+        relevant = np.zeros_like(is_candidate)
+        answers = self.judge(len(queries), pair_of)
+        judged[queries, columns], relevant[queries, columns] = answers
         undecided = is_candidate & (judged == UNDECIDED)
         self.counts["judged_relevant"] += int(relevant.sum())
         self.counts["undecided"] += int(undecided.sum())
@@ -401,10 +400,11 @@ def judge(
         data = RowNegatives(config)
         log_line(data.summary())
         cascade = Cascade(config, running)
-        judgements = cascade.judge(len(data.pairs), data.texts)[data.pair_of]
+        answers, relevant = cascade.judge(len(data.pairs), data.texts)
+        judgements = answers[data.pair_of]
+        is_relevant = relevant[data.pair_of]
         for line in cascade.summary():
             log_line(line)
-        is_relevant = judgements >= cascade.decided_at
         is_undecided = judgements == UNDECIDED
         stays = ~(is_relevant | is_undecided)
         if config.false_negatives == "keep":
