@@ -1,5 +1,7 @@
 """Describing a model: what is decided from its files, by the user, or by its family, and what is refused and why."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel
@@ -104,6 +106,23 @@ def test_sentence_transformers_files_decide_unless_the_user_does(tmp_path):
     for name, value in options.items():
         assert getattr(description, name) == value
     assert "the model's files say dot" in description.reasons["similarity"]
+
+
+def test_longrope_texts_stay_within_the_original_positions(tmp_path):
+    folder = tiny.tiny_qwen3(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    factors = [1.0] * (config["head_dim"] // 2)
+    config["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": factors,
+        "long_factor": factors,
+        "original_max_position_embeddings": 8,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    assert of_folder(folder).max_length == 8
+    with pytest.raises(UserError, match="max_length: 9 does not fit the 8 positions"):
+        of_folder(folder, max_length=9)
 
 
 def test_a_model_trained_by_dot_product_is_not_saved_as_one_of_unit_vectors(tmp_path):

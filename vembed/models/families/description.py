@@ -700,6 +700,10 @@ def _max_length(
     option = reading.options.max_length
     text = reading.config.get_text_config()
     positions = text.to_dict().get("max_position_embeddings")
+    rope = text.to_dict().get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        # A longer text would change the rotations of all texts in its micro-batch.
+        positions = rope["original_max_position_embeddings"]
     if positions and reading.config.model_type in POSITIONS_AFTER_PADDING:
         positions -= int(text.pad_token_id) + 1
     longest = family.longest_by_default
