@@ -150,7 +150,7 @@ class EmbeddingModel(nn.Module):
         `stop_after`: "pooled" returns the pooled output [n, width] of the tower. Passed as the inputs {"pooled": ...} of a
         later call, it replaces the inputs of the tower, which does not run again. "images", for the modality multimodal
         alone, returns the output of the image tower, which can replace the pixels. `with_auxiliary`: return also, for
-        each slice, the model's auxiliary losses by name, each [2, n] or [2, 1]: sums and counts.
+        each slice, the model's auxiliary losses by name, each [2, n] or [2]: sums and counts.
         """
         device_type = next(self.parameters()).device.type
         # Inside the forward, so that the step, the evaluation and the use all get it.
@@ -572,7 +572,7 @@ def pool(
 
 
 def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tensor]:
-    """Return each auxiliary loss as [2, n] or [2, 1], sums and counts, in at least float32. `count`: inputs of the pass.
+    """Return each auxiliary loss as [2, n] or [2], sums and counts, in at least float32. `count`: inputs of the pass.
 
     Sums and counts, and not means: a mean over the global batch is then exact, however it is cut into micro-batches.
     """
@@ -582,7 +582,7 @@ def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tenso
         if isinstance(value, Tensor | float | int):
             pair = (value * count, count)
         sums = at_least_float32(torch.as_tensor(pair[0]))
-        if sums.ndim > 1 or sums.numel() not in (1, count) or len(pair) != 2:
+        if sums.shape not in ((), (1,), (count,)) or len(pair) != 2:
             raise TypeError(
                 f"the auxiliary loss {name} must be a scalar, or a pair (sums, counts) of numbers or of one number for "
                 f"each of {count} inputs"
@@ -590,7 +590,7 @@ def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tenso
         counts = torch.as_tensor(pair[1], device=sums.device).detach()
         counts = counts.to(sums.dtype).expand_as(sums)
         # A new tensor: FSDP wants no view as a result.
-        losses[name] = torch.stack([sums.reshape(-1), counts.reshape(-1)])
+        losses[name] = torch.stack([sums, counts])
     return losses
 
 

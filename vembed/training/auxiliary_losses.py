@@ -18,7 +18,7 @@ from vembed.losses.table import LOSSES
 from vembed.parallel import collectives
 
 SliceLosses = Sequence[Mapping[str, Tensor]]
-"""Auxiliary losses of each slice of a micro-batch: name -> [2, n] or [2, 1], sums and counts."""
+"""Auxiliary losses of each slice of a micro-batch: name -> [2, n] or [2], sums and counts."""
 
 
 class AuxiliaryBatch:
@@ -50,7 +50,7 @@ class AuxiliaryBatch:
                 total = self.of_rank.setdefault(name, zero)
                 if inputs:
                     weights = self._occurrences(values, inputs)
-                    total += (values.detach() * weights).sum(dim=1)
+                    total += (values.detach() * weights).reshape(2, -1).sum(dim=1)
 
     def sum_over_ranks(self) -> None:
         """Set the sums and counts of the global batch. Collective if the model has auxiliary losses."""
@@ -111,8 +111,8 @@ class AuxiliaryBatch:
         return self.weights.get(name, 1.0) / count if count else 0.0
 
     def _occurrences(self, values: Tensor, inputs: Sequence[int]) -> Tensor:
-        """Return the occurrences of each input; 1 for [2, 1] sums over a slice, whose inputs cannot be told apart."""
-        if values.shape[1] != len(inputs):
-            return values.new_ones(values.shape[1])
+        """Return the occurrences of each input; 1 for sums over a slice, whose inputs cannot be told apart."""
+        if values.shape[1:] != (len(inputs),):
+            return values.new_ones(())
         index = index_tensor(inputs, self.occurrences.device)
         return self.occurrences[index].to(values.dtype)
