@@ -151,6 +151,18 @@ def test_max_train_examples_and_negatives_are_for_training(tmp_path):
     assert open_path([path, small], max_train_examples=24).sizes == (20, 4)
 
 
+def test_scores_that_a_loss_cannot_follow_are_refused(tmp_path):
+    rows = [{"query": "a", "positive": "b", "score": 1}]
+    rows.append({"query": "c", "positive": "d", "score": 3})
+    said = refused_rows(tmp_path, rows, loss="bce")
+    assert "rows.jsonl:2: score is 3, and loss: bce takes scores from 0 to 1" in said
+    assert len(open_rows(tmp_path, rows, loss="ranknet")) == 2
+    # A batch of both would give the first record the label 1.
+    rows[1] = {"query": "c", "positive": "d"}
+    said = refused_rows(tmp_path, rows, loss="bce")
+    assert "loss: bce" in said and "1 of 2 records" in said
+
+
 @pytest.mark.parametrize("options", [{"role": "validation"}, {"loss": "cosent"}])
 def test_what_the_loss_needs_is_checked_in_training_alone(tmp_path, options):
     rows = [{"sentence1": "a", "sentence2": "b", "score": 0.5}] * 3

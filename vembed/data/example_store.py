@@ -57,6 +57,7 @@ from vembed.data.records import (
 )
 from vembed.errors import UserError, joined, listed
 from vembed.files import cache_folder, short_hash, stamp, written_aside
+from vembed.losses.declaration import LABEL_SCORES
 from vembed.losses.table import LOSSES
 from vembed.parallel.environment import num_cores
 from vembed.progress import ProgressReport
@@ -409,6 +410,8 @@ def open_examples(
             "record, and no record has one, so that the loss would be 0 at every step: `vembed mine` adds some; kl "
             "with distill_candidates: batch, embedding and relational need none"
         )
+    if is_training:
+        _refuse_partly_scored(sources, is_split=data.homogeneous_batches is True)
     if is_training and len(entries) > 1:
         # The run's column mapping serves all sources: one of them has each of its names.
         missing = []
@@ -442,6 +445,25 @@ def open_examples(
     return ExampleStore(sources, short_hash(options, identities))
 
 
+def _refuse_partly_scored(sources: Sequence[Records], *, is_split: bool) -> None:
+    """Raise UserError where a loss reads scores if there are any, and some records of a batch may have them and others not:
+    a record's label would depend on the others. `is_split`: each batch is of one source."""
+    groups: dict[str, Counter[str]] = {}
+    for source in sources:
+        for term in source.terms:
+            is_optional = term.loss.follows == "scores_or_teacher"
+            if is_optional and term.teacher in (None, LABEL_SCORES):
+                name = f"loss: {term.loss.name}"
+                group = f"{source.name}: {name}" if is_split else name
+                groups[group] = groups.get(group, Counter()) + source.index.counts
+    for group, counts in groups.items():
+        if 0 < counts["scored"] < counts["records"]:
+            raise UserError(
+                f"{group} reads the scores of all records or of none, and {counts['scored']:,d} of {counts['records']:,d} "
+                "records have one: give each record its scores, or leave them all out"
+            )
+
+
 def _requirements(
     data: DataSection,
     objective: ObjectiveSection,
@@ -453,14 +475,18 @@ def _requirements(
     source_limit = entry.max_negatives
     if source_limit is None:
         source_limit = data.max_negatives
-    needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
+    score_ranges = []
+    for term in terms:
+        limits = term.loss.score_range(objective.similarity)
+        if limits is not None and term.teacher in (None, LABEL_SCORES):
+            score_ranges.append((term.loss.name, *limits))
     # Records that get further negatives need none of their own.
     is_mined = data.mine is not None and data.mine.at_start
     return {
         "texts_alone": all(LOSSES[loss].records == "texts" for loss in losses),
         "losses": losses,
         "max_negatives": source_limit,
-        "bounded_scores": needs_cosines and objective.similarity == "cosine",
+        "score_ranges": score_ranges,
         "gets_negatives": is_mined or data.in_batch_negatives > 0,
         "keeps_keys": data.no_duplicates,
     }

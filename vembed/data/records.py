@@ -46,8 +46,8 @@ class RecordFormat:
     max_negatives: int | None = None
     numbers_in_text: bool = False
     """Numbers may be text, and a cell without text is empty (CSV)."""
-    bounded_scores: bool = False
-    """Scores that no cosine can have are refused."""
+    score_ranges: Sequence[tuple[str, float, float]] = ()
+    """A loss, and the smallest and the largest score that it can follow. Others are refused."""
     gets_negatives: bool = False
     """Records without a negative get some before they are used (mining)."""
     keeps_keys: bool = False
@@ -329,12 +329,13 @@ class RecordFormat:
                     f"no negative, which loss: {loss} needs in every record: add negatives, take the source out, or use "
                     "loss: infonce, which takes the others of the batch"
                 )
-        for score in scores or ():
-            if self.bounded_scores and abs(score) > 1:
-                raise BadRecord(
-                    f"{layout.score} is {score:g}, and loss: cosine compares it with a cosine, which is in [-1, 1]: "
-                    "scale the scores (ratings from 0 to 5 by 1/5), or use loss: cosent"
-                )
+        for loss, smallest, largest in self.score_ranges:
+            for score in scores or ():
+                if not smallest <= score <= largest:
+                    raise BadRecord(
+                        f"{layout.score} is {score:g}, and loss: {loss} takes scores from {smallest:g} to {largest:g}: scale "
+                        "them (ratings from 0 to 5 by 1/5), or use a loss that reads their order: cosent, ranknet"
+                    )
 
 
 def image_ref(

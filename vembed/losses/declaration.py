@@ -72,8 +72,6 @@ class LossDeclaration(Immutable):
     """Temperature where none is given, if it is not the default of the option."""
     takes_model_temperature: ClassVar[bool] = False
     """Where none is given, it takes the temperature with which the model was trained."""
-    needs_cosine_scores: ClassVar[bool] = False
-    """With `similarity: cosine` the scores of the data must lie in [-1, 1]."""
     ranks_pairs: ClassVar[bool] = False
     """It compares the pairs of a batch with each other by their scores."""
     reads_lists: ClassVar[bool] = False
@@ -97,6 +95,11 @@ class LossDeclaration(Immutable):
     def needs_vectors(self) -> bool:
         """Return whether it needs vectors of its teacher rather than scores of pairs."""
         return self.follows in ("vectors", "start_model")
+
+    def score_range(self, similarity: str) -> tuple[float, float] | None:
+        """Return the smallest and the largest score of the data that it can follow. None: any score."""
+        del similarity
+        return None
 
     def learns_temperature(self) -> bool:
         """Return whether the temperature is a learned parameter."""

@@ -140,7 +140,10 @@ class Cosine(LossDeclaration):
     summary = "the scores themselves, within [-1, 1]"
     records = "scores"
     negatives = "unread"
-    needs_cosine_scores = True
+
+    def score_range(self, similarity: str) -> tuple[float, float] | None:
+        """See LossDeclaration."""
+        return (-1.0, 1.0) if similarity == "cosine" else None
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
@@ -471,6 +474,8 @@ class BCE(ListedLoss):
     """The binary cross-entropy of each document, over all M documents of the global batch.
 
     L = 1/M * sum_e sum_{c in C_e} log(1 + exp(s_c)) - y_c s_c
+
+    A label y outside [0, 1] would draw its score to infinity.
     """
 
     name = "bce"
@@ -478,6 +483,11 @@ class BCE(ListedLoss):
     records = "pairs"
     negatives = "optional"
     follows = "scores_or_teacher"
+
+    def score_range(self, similarity: str) -> tuple[float, float] | None:
+        """See LossDeclaration."""
+        del similarity
+        return 0.0, 1.0
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
