@@ -55,6 +55,13 @@ SECONDS_TO_START = 5.0
 """Time in which the processes that decode start, if they are needed."""
 
 
+def forget(pixels: Pixels) -> None:
+    """Empty the cache of decoded images."""
+    with pixels._lock:
+        pixels._kept.clear()
+        pixels._num_bytes = 0
+
+
 class Nothing(nn.Module):
     """A model that returns one parameter for every image."""
 
@@ -183,11 +190,11 @@ def in_steps(
             cold = speed()
             until = time.perf_counter() + SECONDS_TO_START
             while len(decoders.pids) < cores and time.perf_counter() < until:
-                pixels.forget()
+                forget(pixels)
                 speed()
             passes = []
             for _ in range(PASSES):
-                pixels.forget()
+                forget(pixels)
                 passes.append(speed())
             return Speeds(cold, median(passes), len(decoders.pids))
         finally:

@@ -1,7 +1,5 @@
 """Arguments of the commands that take a config: its file, its options as words, and the flags beside them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -64,7 +62,7 @@ class LaunchFlags(MachineFlags):
         ),
     ] = None
 
-    def with_words(self, words: Sequence[str] | None) -> TrainArguments:
+    def with_words(self, words: Sequence[str] | None) -> "TrainArguments":
         """Return the arguments of a command with these flags. Raise UserError for words that are no config or option."""
         config, overrides = parse_words(words or (), is_switch)
         return TrainArguments(**vars(self), config=config, overrides=tuple(overrides))

@@ -1,7 +1,5 @@
 """Options: their metadata, names and spellings, and the sources of their values, each as a layer of checked values."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -98,7 +96,7 @@ class Layer:
         keys: Mapping[str, Node],
         prefix: str = "",
         block: str | None = None,
-    ) -> Layer:
+    ) -> "Layer":
         """Add the keys of a file with their values. Return the layer.
 
         `prefix`, `block`: those of the block that contains the keys, see `take`.

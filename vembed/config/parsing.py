@@ -153,9 +153,9 @@ def _tree(
             f"{where}: the tag {tag} is not allowed in a config; write a plain value."
         )
     if isinstance(source, yaml.SequenceNode):
-        entries = []
-        for entry in source.value:
-            entries.append(_tree(entry, name, numbers, depth + 1).plain())
+        entries = [
+            _tree(entry, name, numbers, depth + 1).plain() for entry in source.value
+        ]
         return Node(entries, line)
     if isinstance(source, yaml.ScalarNode):
         text = str(source.value)

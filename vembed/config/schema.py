@@ -673,10 +673,10 @@ class EvaluationSection(Section):
 
     def listed_guards(self) -> list[Guard]:
         """Return an entry for each of `guards`."""
-        guards = []
-        for guard in self.guards or []:
-            guards.append(Guard(path=guard) if isinstance(guard, str) else guard)
-        return guards
+        return [
+            Guard(path=guard) if isinstance(guard, str) else guard
+            for guard in self.guards or []
+        ]
 
 
 class LoggingSection(Section):

@@ -143,10 +143,9 @@ def source_terms(
     **facts: Any,
 ) -> list[list[ResolvedTerm]]:
     """Return the terms of the loss of each source. `facts`: further arguments of `loss_terms`."""
-    terms = []
-    for source in data.sources():
-        terms.append(loss_terms(objective, start_model, source, **facts))
-    return terms
+    return [
+        loss_terms(objective, start_model, source, **facts) for source in data.sources()
+    ]
 
 
 def run_terms(
@@ -230,10 +229,10 @@ def loss_names(terms: Sequence[ResolvedTerm]) -> tuple[str, ...]:
 
 def listed_teachers(objective: ObjectiveSection) -> list[Teacher]:
     """Return the entries of `teachers`."""
-    teachers = []
-    for entry in objective.teachers or []:
-        teachers.append(Teacher(model=entry) if isinstance(entry, str) else entry)
-    return teachers
+    return [
+        Teacher(model=entry) if isinstance(entry, str) else entry
+        for entry in objective.teachers or []
+    ]
 
 
 def needed_teachers(

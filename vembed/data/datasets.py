@@ -5,8 +5,6 @@ and nearly equal queries, and equal and nearly equal documents, connect. Where m
 by answers that many queries share, groups are those of queries alone.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from array import array
@@ -196,7 +194,7 @@ def run_length(config: TrainConfig, store: ExampleStore, world_size: int) -> Run
     )
 
 
-def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:
+def held_by_task(data: DataSection, parts: "HeldOut") -> dict[str, EvalData]:
     """Return the examples held out of each task, where batches are of one task and there are several."""
     names = source_group_names(data, parts.train.names)
     if not data.homogeneous_batches or len(set(names)) < 2:

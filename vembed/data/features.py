@@ -63,9 +63,10 @@ class Features:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process gets the arrays as bytes: it would read many small arrays as slowly as it makes them."""
-        contents = []
-        for array in (self.token_ids, self.segments):
-            contents.append(None if array is None else array.tobytes())
+        contents = [
+            None if array is None else array.tobytes()
+            for array in (self.token_ids, self.segments)
+        ]
         return received_features, (
             self.modality,
             self.length,
@@ -80,9 +81,10 @@ class Features:
 def received_features(*values: Any) -> Features:
     """Return features that another process has sent."""
     *columns, token_ids, segments = values
-    arrays = []
-    for content in (token_ids, segments):
-        arrays.append(None if content is None else np.frombuffer(content, np.int32))
+    arrays = [
+        None if content is None else np.frombuffer(content, np.int32)
+        for content in (token_ids, segments)
+    ]
     return Features(*columns, *arrays)
 
 

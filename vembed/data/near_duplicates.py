@@ -4,8 +4,6 @@ Contents are equal if they have one normal form. Texts are near-duplicates if mo
 of one are in the other: `NearIndex` finds all of them, without comparing each text with each other one.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math
@@ -176,7 +174,7 @@ class NearIndex:
     def _compare(
         self,
         text: int,
-        postings: _Postings,
+        postings: "_Postings",
         values: np.ndarray,
         is_wanted: Callable[[int], bool],
     ) -> Iterator[int]:

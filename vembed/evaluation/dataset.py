@@ -1,7 +1,5 @@
 """EvalData: evaluation data read from pairs or a BEIR-style folder. Items are identified by content."""
 
-from __future__ import annotations
-
 import logging
 import re
 from array import array
@@ -80,7 +78,7 @@ class RetrievalData:
         """All items that an evaluation encodes."""
         return self.queries, self.documents
 
-    def read_as(self, settings: ReadAs) -> RetrievalData:
+    def read_as(self, settings: ReadAs) -> "RetrievalData":
         """Return the data with the prompts and the length of a source on their items."""
         queries = tuple(map(settings.query, self.queries))
         documents: Sequence[Item]
@@ -117,7 +115,7 @@ class ScoredPairs:
         """All items that an evaluation encodes."""
         return self.first, self.second
 
-    def read_as(self, settings: ReadAs) -> ScoredPairs:
+    def read_as(self, settings: ReadAs) -> "ScoredPairs":
         """Return the data with the prompts and the length of a source on their items."""
         first = tuple(map(settings.query, self.first))
         second = tuple(map(settings.document, self.second))

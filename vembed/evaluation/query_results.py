@@ -82,9 +82,10 @@ def item_content(item: Item, name: str) -> dict[str, Any]:
     text = " ".join((item.text or "").split())
     if len(text) > MAX_TEXT_CHARACTERS:
         text = text[: MAX_TEXT_CHARACTERS - 3] + "..."
-    images = []
-    for image in item.images:
-        images.append(f"image of {name}" if image.path is None else image.path)
+    images = [
+        f"image of {name}" if image.path is None else image.path
+        for image in item.images
+    ]
     return {"text": text, "images": images}
 
 

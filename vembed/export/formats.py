@@ -1,8 +1,6 @@
 """ExportFormat: the interface of an export format, what it is given and what reads its files; safetensors, GGUF and static
 models. ONNX and OpenVINO are in onnx_format."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import subprocess
@@ -67,7 +65,7 @@ class ExportReader(Protocol):
 
     runtime: str
     """Name and version of the runtime."""
-    texts: FolderTexts
+    texts: "FolderTexts"
     """Its prompts and tokenizer."""
 
     def encode(self, texts: list[str], kind: Kind) -> np.ndarray:

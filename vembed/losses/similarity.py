@@ -365,10 +365,7 @@ def length_of(entries: slice) -> int:
 
 def chunks(num: int, size: int) -> list[slice]:
     """Return the range 0 .. num - 1 as slices of at most `size`."""
-    slices = []
-    for start in range(0, num, size):
-        slices.append(slice(start, min(start + size, num)))
-    return slices
+    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
 
 
 def _running_sums(parts: Iterable[Tensor]) -> Tensor:

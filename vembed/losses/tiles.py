@@ -33,8 +33,6 @@ Shapes: K Matryoshka dims, n rows of a block, t columns of a tile, P negative pa
 dL/dx for any x. An excluded candidate does not count: its logit is EXCLUDED.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -461,7 +459,7 @@ class Tiling:
     columns: int
 
     @classmethod
-    def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> Tiling:
+    def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> "Tiling":
         """Return rows and columns: blocks of about 192 MiB of scores on a CPU and 1 GiB elsewhere, tiles of 32 and 128 MiB.
 
         `scores_per_row` counts all columns and dims.

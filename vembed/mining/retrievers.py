@@ -1,7 +1,5 @@
 """Retrievers: BM25 by the package bm25s, models of vembed or Sentence Transformers, the fusion of rankings, and vectors on disk."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
@@ -244,7 +242,7 @@ class DenseRetriever:
         self,
         name: str,
         keys: np.ndarray,
-    ) -> VectorStore:
+    ) -> "VectorStore":
         return VectorStore(
             self.folder / name,
             self.identity,
@@ -297,7 +295,7 @@ class DenseRetriever:
         queries = self.queries.take(np.arange(first, last))
         return self.documents.pair_scores(queries, pairs)
 
-    def sums_of(self, pairs: Pairs) -> VectorStore:
+    def sums_of(self, pairs: Pairs) -> "VectorStore":
         """Return the sums of the vectors of query and document of each pair, without normalising."""
         queries = self.known.exact[pairs.queries]
         documents = self.corpus.exact[pairs.documents]

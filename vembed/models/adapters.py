@@ -305,10 +305,11 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
         raise UserError(
             f"the adapter of {folder} does not fit {type(backbone).__name__}: {error_sentence(error)}"
         ) from error
-    layers = {}
-    for name, module in backbone.named_modules():
-        if isinstance(module, LoraLayer):
-            layers[name] = module
+    layers = {
+        name: module
+        for name, module in backbone.named_modules()
+        if isinstance(module, LoraLayer)
+    }
     unused = sorted(result.unexpected_keys)
     if unused or not layers:
         raise UserError(

@@ -4,8 +4,6 @@ The collectives inside FSDP are not included. Small tensors are sent over the CP
 group has one, so that they do not wait for the GPU's queue.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections import Counter
@@ -244,7 +242,7 @@ class GradientSync:
                     bucket.finish([next(flags) > 0 for _ in bucket.parameters])
         return sums[: len(numbers)]
 
-    def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
+    def _on_gradient(self, bucket: "_Bucket", _: Tensor) -> None:
         if self._next is None:
             return
         bucket.num_missing -= 1

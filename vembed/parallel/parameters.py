@@ -251,10 +251,11 @@ def gradient_norm(
 
 def clip_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients in place by a factor, which is equal on all ranks."""
-    gradients = []
-    for parameter in parameters:
-        if parameter.grad is not None:
-            gradients.append(local_tensor(parameter.grad))
+    gradients = [
+        local_tensor(parameter.grad)
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
     if gradients:
         torch._foreach_mul_(gradients, factor)  # on GPUs one kernel for many tensors
 

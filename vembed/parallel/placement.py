@@ -1,7 +1,5 @@
 """Placement: every decision of a run that needs its processes and devices, each made once, with its reason."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -152,7 +150,7 @@ class Placement(Layout):
         )
         return can_copy and not self.compilation.value
 
-    def for_work(self, operations: float) -> Placement:
+    def for_work(self, operations: float) -> "Placement":
         """Return the placement with `compilation` decided for a run of so many floating-point operations.
 
         Compiling takes about a minute, which a short run would not win back.

@@ -52,8 +52,6 @@ memory to the loss. If no graph was kept, a smaller budget cannot help the loss.
 others, which wait for it in a collective, are ended with it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -605,7 +603,7 @@ class TrainingStep:
 
     # ---- parts of the stages -------------------------------------------------
 
-    def _fields(self, batch: BatchState) -> dict[str, FieldPart]:
+    def _fields(self, batch: BatchState) -> dict[str, "FieldPart"]:
         """Return this rank's part of the fields of LossBatch that describe inputs, rows and hard negatives, by name.
 
         A further field is one more line here and one more in LossBatch.

@@ -13,8 +13,6 @@ A run that ends early (a hook asks for it) is evaluated and writes final/. A run
 writes a checkpoint and raises `Stopped`; `resume` goes on.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
@@ -231,7 +229,7 @@ class LoopState:
         self.best_scores = self.scores
 
     @classmethod
-    def restored(cls, saved: dict[str, Any]) -> LoopState:
+    def restored(cls, saved: dict[str, Any]) -> "LoopState":
         """Return the state that a checkpoint holds."""
         return cls(**{**saved, "scale": GradientScale(**saved["scale"])})
 

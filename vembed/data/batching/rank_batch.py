@@ -5,8 +5,6 @@ Micro-batches divide the inputs by length, within a token budget. The feeder col
 ahead on other cores.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -59,10 +57,10 @@ class RankBatch:
     """[H] the query and the document of each hard negative."""
     source_index: int
     """Index of the source that the first example of the global batch comes from."""
-    splits: dict[int, LockstepSplit] = field(default_factory=dict, repr=False)
+    splits: dict[int, "LockstepSplit"] = field(default_factory=dict, repr=False)
     """Micro-batches of the features by their token budget, as far as they were asked for."""
 
-    def split(self, budget: int) -> LockstepSplit:
+    def split(self, budget: int) -> "LockstepSplit":
         """Return the micro-batches of the features. Cached: the thread that prepares the batch asks before the step."""
         if budget not in self.splits:
             lengths = [feature.length for feature in self.features]

@@ -4,8 +4,6 @@ With `no_duplicates` the examples of an epoch are arranged into batches in which
 labelled examples hold no class twice, and come with a positive of the same class for each example.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import threading
@@ -75,7 +73,7 @@ class ContentKeys:
     starts: np.ndarray
 
     @classmethod
-    def counted(cls, values: np.ndarray, counts: np.ndarray) -> ContentKeys:
+    def counted(cls, values: np.ndarray, counts: np.ndarray) -> "ContentKeys":
         """Return the keys of examples, of which example i has the next counts[i]."""
         return cls(values, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 

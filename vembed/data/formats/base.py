@@ -1,7 +1,5 @@
 """Format: the base class of all file formats, with its two kinds: text with a record on each line, and tables."""
 
-from __future__ import annotations
-
 import io
 import os
 import weakref
@@ -57,7 +55,7 @@ class Format(ABC):
         """The columns that are read; None: all. Formats without columns on disk read all."""
 
     @classmethod
-    def open(cls, path: Path) -> Format:
+    def open(cls, path: Path) -> "Format":
         """Return the reader of a file."""
         return cls(path)
 

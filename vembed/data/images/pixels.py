@@ -149,12 +149,6 @@ class Pixels:
             begun = self.decoders.start(chosen)
             self._decoding.update(zip(chosen, begun, strict=True))
 
-    def forget(self) -> None:
-        """Empty the cache."""
-        with self._lock:
-            self._kept.clear()
-            self._num_bytes = 0
-
     @cached_property
     def num_patches(self) -> int:
         """Positions that an image tower computes for one image of any size."""

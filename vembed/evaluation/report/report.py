@@ -359,9 +359,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     for name, value in record.changed_settings().items():
         changed[name] = masked_option(name, value)
     changed_yaml = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
-    figures = []
-    for curve in curves(record):
-        figures.append((curve, plot_curves([(ACCENT, curve)])))
+    figures = [(curve, plot_curves([(ACCENT, curve)])) for curve in curves(record)]
     scores_plot = None
     if len(record.evaluations) > 2:  # more than a before and an after
         kept_step = record.final.step if record.final else None
@@ -574,9 +572,10 @@ def as_json(runs: SeveralRuns) -> dict[str, Any]:
 
 def run_json(name: str, record: RunRecord) -> dict[str, Any]:
     """Return the result of one run as JSON values."""
-    evaluations = []
-    for evaluation in record.evaluations:
-        evaluations.append({"step": evaluation.step, "scores": evaluation.scores})
+    evaluations = [
+        {"step": evaluation.step, "scores": evaluation.scores}
+        for evaluation in record.evaluations
+    ]
     return {
         "name": name,
         "folder": str(record.folder),

@@ -3,8 +3,6 @@
 `describe` decides them in one reading of the model's folder.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from dataclasses import asdict, dataclass, field, replace
@@ -155,7 +153,7 @@ class ModelDescription:
     @classmethod
     def from_dict(
         cls, values: dict[str, Any], folder: str | Path = "."
-    ) -> ModelDescription:
+    ) -> "ModelDescription":
         """Return the description that `to_dict` saved in `folder`."""
         path = Path(folder, DESCRIPTION_FILE)
         try:
@@ -194,7 +192,7 @@ class ModelDescription:
         """True: the similarity of two inputs is that of their vectors of length 1."""
         return self.normalize or self.similarity == "cosine"
 
-    def with_(self, **changes: Any) -> ModelDescription:
+    def with_(self, **changes: Any) -> "ModelDescription":
         """Return a copy with some fields changed."""
         return replace(self, **changes)
 
