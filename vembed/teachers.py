@@ -176,14 +176,17 @@ class CachedTeacher(ABC):
             of_model(str(folder)),
             kind,
             arithmetic,
-            teacher.query_prompt,
-            teacher.document_prompt,
-            teacher.max_length,
+            *self.input_settings(),
         ]
         if kind == "yes_no":
             settings += [teacher.instruction, ANSWER_PROMPT, ANSWER_END]
         identity = short_hash(*settings)
         self.store = RowStore(cache / "teachers", identity, "teacher", ".answers")
+
+    def input_settings(self) -> list[Any]:
+        """Return the prompts and the maximum length, which change its answers."""
+        teacher = self.teacher
+        return [teacher.query_prompt, teacher.document_prompt, teacher.max_length]
 
     @abstractmethod
     def compute(self, questions: Sequence[Any]) -> np.ndarray:
@@ -250,17 +253,26 @@ class VectorTeacher(CachedTeacher):
         *args: Any,
         **options: Any,
     ) -> None:
-        super().__init__(teacher, *args, **options)
         self.description = describe(
             ModelSection(
                 model_name=teacher.model,
-                trust_remote_code=self.trust_remote_code,
+                trust_remote_code=options["trust_remote_code"],
                 max_length=teacher.max_length,
                 query_prompt=teacher.query_prompt,
                 document_prompt=teacher.document_prompt,
             )
         )
         self.dim = self.description.embedding_dim
+        super().__init__(teacher, *args, **options)
+
+    def input_settings(self) -> list[Any]:
+        """Return those of the description, which may decide the prompts by the name of the folder."""
+        described = self.description
+        return [
+            described.query_prompt,
+            described.document_prompt,
+            described.max_length,
+        ]
 
     def compute(self, questions: Sequence[tuple[Item, Kind]]) -> np.ndarray:
         """Return vectors [n, dim] of length 1 of this rank's inputs, each in its role. Collective."""

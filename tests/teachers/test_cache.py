@@ -1,6 +1,7 @@
 """Answers of teachers on disk: a second run computes nothing, damage is named and mended, two runs share a folder."""
 
 import logging
+import shutil
 from dataclasses import dataclass
 
 import numpy as np
@@ -140,6 +141,18 @@ def test_the_answers_change_with_the_model_and_its_settings(tmp_path, config):
     run(1, config, tmp_path)
     changed = config_of(max_length=4)
     assert run(1, changed, tmp_path) == [{"bert": 90, "reranker": 0}]
+
+
+def test_the_answers_change_with_the_prompts_that_the_folders_name_decides(tmp_path):
+    first = tmp_path / "nomic-embed-text-v1"
+    second = tmp_path / "e5-small"
+    shutil.copytree(shared(tiny_bert), first)
+    shutil.copytree(first, second)
+    added = []
+    for folder in (first, second):
+        config = config_of(model=str(folder))
+        added.append(prepare(config, tmp_path / "cache", rows())["bert"])
+    assert added == [90, 90]
 
 
 def vectors_of(config, cache, items):
