@@ -801,13 +801,14 @@ def yaml_word(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     if isinstance(value, list | Mapping | BaseModel):
-        text = json.dumps(value, ensure_ascii=False, default=_given_fields)
+        # Of an entry, the options that are given.
+        text = json.dumps(
+            value,
+            ensure_ascii=False,
+            default=lambda entry: entry.model_dump(exclude_unset=True),
+        )
         return printable(text, LONGEST_VALUE)
     return quoted(value)
-
-
-def _given_fields(entry: BaseModel) -> dict[str, Any]:
-    return entry.model_dump(exclude_unset=True)
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -448,14 +448,14 @@ def open_examples(
 def _refuse_partly_scored(sources: Sequence[Records], *, is_split: bool) -> None:
     """Raise UserError where a loss reads scores if there are any, and some records of a batch may have them and others not:
     a record's label would depend on the others. `is_split`: each batch is of one source."""
-    groups: dict[str, Counter[str]] = {}
+    groups = defaultdict[str, Counter[str]](Counter)
     for source in sources:
         for term in source.terms:
             is_optional = term.loss.follows == "scores_or_teacher"
             if is_optional and term.teacher in (None, LABEL_SCORES):
                 name = f"loss: {term.loss.name}"
                 group = f"{source.name}: {name}" if is_split else name
-                groups[group] = groups.get(group, Counter()) + source.index.counts
+                groups[group].update(source.index.counts)
     for group, counts in groups.items():
         if 0 < counts["scored"] < counts["records"]:
             raise UserError(

@@ -26,9 +26,9 @@ def build_bm25_index(texts: Iterable[str | None]) -> Any:
     vocabulary: dict[str, int] = {}
     tokens = []
     for text in texts:
-        text_tokens = []
-        for word in words(text or ""):
-            text_tokens.append(vocabulary.setdefault(word, len(vocabulary)))
+        text_tokens = [
+            vocabulary.setdefault(word, len(vocabulary)) for word in words(text or "")
+        ]
         tokens.append(text_tokens)
     if not vocabulary:
         raise UserError(

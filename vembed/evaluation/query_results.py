@@ -191,14 +191,14 @@ def compare_results(
     num_texts = min(len(before["queries"]), len(after["queries"]))
     # Numbers of queries, the largest losses first.
     order = np.argsort(change[:num_texts], kind="stable").tolist()
-    better = []
-    for number in order[::-1][:NUM_CHANGED_QUERIES]:
-        if change[number] > 0:
-            better.append(changed(number))
-    worse = []
-    for number in order[:NUM_CHANGED_QUERIES]:
-        if change[number] < 0:
-            worse.append(changed(number))
+    better = [
+        changed(number)
+        for number in order[::-1][:NUM_CHANGED_QUERIES]
+        if change[number] > 0
+    ]
+    worse = [
+        changed(number) for number in order[:NUM_CHANGED_QUERIES] if change[number] < 0
+    ]
     return Comparison(
         intervals,
         better,

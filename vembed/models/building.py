@@ -463,10 +463,11 @@ def _load(
         # A base model's folder may lack a language-model head, which is then new.
         has_prefix = backbone.base_model is not backbone
         prefix = f"{backbone.base_model_prefix}." if has_prefix else ""
-        missing = []
-        for name in sorted(info["missing_keys"]):
-            if name.startswith(prefix) and not is_never_used(name):
-                missing.append(name)
+        missing = [
+            name
+            for name in sorted(info["missing_keys"])
+            if name.startswith(prefix) and not is_never_used(name)
+        ]
         if missing:
             raise UserError(
                 f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "

@@ -117,11 +117,11 @@ def _require_earlier(step: PipelineStep, chosen: Collection[PipelineStep]) -> No
 
 def results_of(pipeline: Pipeline) -> list[dict[str, Any]]:
     """Return the result of each training that has finished, in order, as JSON values."""
-    results = []
-    for step in pipeline.steps:
-        if step.kind == "train" and step.result.is_dir():
-            results.append({"stage": step.name, **result_of(step.folder)})
-    return results
+    return [
+        {"stage": step.name, **result_of(step.folder)}
+        for step in pipeline.steps
+        if step.kind == "train" and step.result.is_dir()
+    ]
 
 
 class _Stage:
@@ -290,10 +290,12 @@ class _Stage:
         """Return the checksums of what the steps after this one read."""
         if not self.step.has_model:
             return checksums_of(self.folder, [self.folder / RESULTS[self.step.kind]])
-        paths = []
-        for path in self.step.result.rglob("*"):
-            if path.is_file() and path.name != "README.md":  # users edit the card
-                paths.append(path)
+        # users edit the card
+        paths = [
+            path
+            for path in self.step.result.rglob("*")
+            if path.is_file() and path.name != "README.md"
+        ]
         return checksums_of(self.folder, paths)
 
     def command(self) -> tuple[str, list[str]]:

@@ -530,10 +530,11 @@ def read_sentence_transformers(folder: Path) -> ModelFiles:
     backbone = inner if (inner / "config.json").is_file() else folder
     path = folder / "config_sentence_transformers.json"
     of_model: ModelSettings = read_settings(path, ModelSettings, is_optional=True)
-    prompts = {}
-    for name, text in (of_model.prompts or {}).items():
-        if text is not None:
-            prompts[name] = text
+    prompts = {
+        name: text
+        for name, text in (of_model.prompts or {}).items()
+        if text is not None
+    }
     if of_model.default_prompt_name not in prompts:
         of_model.default_prompt_name = None
     max_length = None
