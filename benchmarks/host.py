@@ -8,6 +8,7 @@ import statistics
 import tempfile
 import threading
 import time
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -37,7 +38,7 @@ STEPS = 30
 NUM_BATCHES = 8
 SECONDS = 3.0
 """Time for which calls are counted."""
-MODEL_STAGES = ("encode", "backward")
+MODEL_STAGES = {"encode": TrainingStep, "backward": TrainingStep}
 HOST_STAGES = {
     "split": TrainingStep,
     "gather": TrainingStep,
@@ -48,7 +49,9 @@ HOST_STAGES = {
 
 
 @contextmanager
-def timed_stages(seconds: dict[str, list[float]]) -> Iterator[None]:
+def timed_stages(
+    seconds: dict[str, list[float]], stages: dict[str, type]
+) -> Iterator[None]:
     """Note the processor time of each call of a stage, which a busy machine does not change much."""
 
     def timed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,10 +63,8 @@ def timed_stages(seconds: dict[str, list[float]]) -> Iterator[None]:
 
         return call
 
-    owners: dict[str, type] = dict.fromkeys(MODEL_STAGES, TrainingStep)
-    owners |= HOST_STAGES
     with ExitStack() as stack:
-        for name, owner in owners.items():
+        for name, owner in stages.items():
             method = timed(name, vars(owner)[name])
             stack.enter_context(mock.patch.object(owner, name, method))
         yield
@@ -117,7 +118,11 @@ def operation_seconds(folder: Path) -> float:
     events = profiler.events() or []
     stages = [event for event in events if event.name in MODEL_STAGES]
     thread = stages[0].thread
-    microseconds = 0.0
+    # A step lasts from one `encode` to the next.
+    starts = sorted(
+        event.time_range.start for event in stages if event.name == "encode"
+    )
+    microseconds = [0.0] * len(starts)
     for event in events:
         # The time of an operation itself: that of the operations which it calls is theirs.
         is_operation = event.name.startswith("aten::") and event.thread == thread
@@ -125,25 +130,32 @@ def operation_seconds(folder: Path) -> float:
         in_model = any(
             stage.time_range.start <= start <= stage.time_range.end for stage in stages
         )
-        if is_operation and not in_model:
-            microseconds += event.self_cpu_time_total
-    return microseconds / 1e6 / (STEPS - 1 - first)
+        step = bisect(starts, start) - 1
+        if is_operation and not in_model and step >= 0:
+            microseconds[step] += event.self_cpu_time_total
+    # The last one ends with the profiler.
+    return statistics.median(microseconds[:-1]) / 1e6
 
 
 def host_seconds(folder: Path) -> dict[str, float]:
     """Return the median seconds of the stages of a step that are not the model's, and of the whole rest of a step."""
-    seconds: dict[str, list[float]] = defaultdict(list)
-    ends: list[float] = []
-    with timed_stages(seconds):
-        train(folder, lambda _: ends.append(time.thread_time()))
     # The first steps warm up, and the last one is logged.
+    first = STEPS // 3
+    in_model: dict[str, list[float]] = defaultdict(list)
+    ends: list[float] = []
+    with timed_stages(in_model, MODEL_STAGES):
+        train(folder, lambda _: ends.append(time.thread_time()))
     others = []
-    for step in range(STEPS // 3, STEPS - 1):
-        in_model = sum(seconds[name][step] for name in MODEL_STAGES)
-        others.append(ends[step] - ends[step - 1] - in_model)
+    for step in range(first, STEPS - 1):
+        model_seconds = sum(in_model[name][step] for name in MODEL_STAGES)
+        others.append(ends[step] - ends[step - 1] - model_seconds)
     medians = {"together": statistics.median(others)}
+    # In another run: reading the clock takes time too, which would count as that of the step.
+    seconds: dict[str, list[float]] = defaultdict(list)
+    with timed_stages(seconds, HOST_STAGES):
+        train(folder, lambda _: None)
     for name in HOST_STAGES:
-        medians[name] = statistics.median(seconds[name][STEPS // 3 : -1])
+        medians[name] = statistics.median(seconds[name][first:-1])
     return medians
 
 

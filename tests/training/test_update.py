@@ -58,7 +58,8 @@ def report_of(step, outcome, *finite):
     report.batches = []
     for line, is_finite in enumerate(finite, start=1):
         batch = SimpleNamespace(where=[f"train.jsonl:{line}"])
-        result = SimpleNamespace(is_finite=torch.tensor(is_finite))
+        total = torch.tensor(1.0 if is_finite else torch.nan)
+        result = SimpleNamespace(embeddings_sum=total)
         report.batches.append((batch, result))
     return report
 

@@ -124,7 +124,7 @@ class LossBatch:
     """[R] index of each row's positive."""
     example: Tensor
     """[R] position in the global batch of the example that each row comes from. An example with several positives has
-    several rows."""
+    several rows, which are adjacent."""
     negative: Tensor
     """[H] index of each hard negative occurrence. May be empty."""
     negative_example: Tensor
@@ -155,7 +155,7 @@ class LossBatch:
 
     def on_host(self) -> LossBatch:
         """Return the batch with its integers on the host, where they are known."""
-        if self.host_indices is None:
+        if self.host_indices is None or self.query.device.type == "cpu":
             return self
         return replace(self, **self.host_indices, host_indices=None)  # type: ignore[arg-type]
 
@@ -188,20 +188,17 @@ class LossBatch:
         """Return keys by the content [U] of each embedding: [R, S] of each row's query and its example's positives, and
         [H, 1 or 2] of what each hard negative is made of. Unused slots of rows are -1."""
         positive = content[self.positive]
-        _, example, size = torch.unique(
+        _, example, size = torch.unique_consecutive(
             self.example, return_inverse=True, return_counts=True
         )
         # `example` [R]: index of each row's example. `size` [examples]: its number of positives. Scatter the positives
-        # into [examples, width]. The slot of a positive is its place in the sorted order minus that of the first
-        # positive of its example.
-        order = torch.argsort(example, stable=True)
-        ordered_example = example[order]
+        # into [examples, width]. The slot of a positive is its row minus the first row of its example.
         first = size.cumsum(0) - size
-        place = torch.arange(len(order), device=order.device)
-        slot = place - first[ordered_example]
+        row = torch.arange(len(example), device=example.device)
+        slot = row - first[example]
         width = int(size.max()) if len(size) else 0
         positives = positive.new_full((len(size), width), NO_KEY_ROW)
-        positives[ordered_example, slot] = positive[order]
+        positives[example, slot] = positive
         query = content[self.query]
         row_positives = positives[example]
         row_keys = torch.cat((query[:, None], row_positives), dim=1)

@@ -58,7 +58,7 @@ class TermModule(LossModule):
         """Return the similarity at all dims, for embeddings [U, D]."""
         similarity = self.run_similarity
         if not similarity.dims:
-            return replace(similarity, dims=(embeddings.shape[1],))
+            return Similarity(similarity.cosine, (embeddings.shape[1],))
         return similarity
 
     def scores(self, batch: LossBatch, pairs: ListedPairs) -> Tensor:

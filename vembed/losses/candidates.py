@@ -60,10 +60,10 @@ class ExclusionMask:
 
     def tiles(self, rows: slice, tile_width: int) -> Iterator[Tensor]:
         """Yield a bool mask [n, t] of some rows for each tile of `tile_width` columns: true is excluded."""
-        row_slots = self.row_keys[rows].T[:, :, None]
+        row_slots = self.row_keys[rows, :, None].unbind(1)
         for tile_keys in torch.split(self.column_keys, tile_width):
             # One [n, t] comparison for each pair of slots. A single broadcast would need [n, t, S, S'].
-            slots = itertools.product(row_slots, tile_keys.T)
+            slots = itertools.product(row_slots, tile_keys.unbind(1))
             row_key, column_key = next(slots)
             mask = row_key == column_key
             for row_key, column_key in slots:

@@ -98,8 +98,9 @@ class VectorTable:
         dtype = arithmetic_dtype(embeddings)
         self.x = embeddings.new_empty(num_entries, self.dims[-1], dtype=dtype)
         self.prefix_scales: Tensor | None = None
-        """[K - 1, N] a_k of the smaller dims, for the cosine. That of the largest dim is part of `x`."""
-        if similarity.cosine:
+        """[K - 1, N] a_k of the smaller dims, for the cosine. That of the largest dim is part of `x`. None without
+        smaller dims."""
+        if self.is_cosine and num_smaller:
             self.prefix_scales = self.x.new_empty(num_smaller, num_entries)
         for entries in chunks(num_entries, VECTORS_AT_ONCE):
             x, inverse_norms = self._table_vectors(entries)  # [n, d], [K, n]
@@ -120,8 +121,7 @@ class VectorTable:
         # [K, n] the squares of the coordinates that each dim adds, and their sums over the smaller dims.
         added = [x[:, part].square().sum(1) for part in self.parts]
         squares = _running_sums(added)
-        zeros = torch.zeros_like(squares)
-        inverse_norms = torch.where(squares > 0, squares.rsqrt(), zeros)
+        inverse_norms = torch.where(squares > 0, squares.rsqrt(), 0.0)
         if self.is_cosine:
             x *= inverse_norms[-1][:, None]
         return x, inverse_norms
@@ -147,16 +147,17 @@ class VectorTable:
         d_scores: Tensor,
     ) -> None:
         """Accumulate the gradient for dL/d(scores) [K, P], where `pair_scores` returned `scores`."""
-        d_products = d_scores.clone()
+        d_products = d_scores
         if self.prefix_scales is not None:
             left_scales = self.prefix_scales[:, left]
+            d_products = d_scores.clone()
             d_products[:-1] *= left_scales * self.prefix_scales[:, right]
             norm_grad = (d_scores * scores)[:-1]
             _add(self.norm_grad, 1, left, norm_grad)
             _add(self.norm_grad, 1, right, norm_grad)
-        # A coordinate is part of every dim that is large enough: a suffix sum over dims, [K, P].
-        d_parts = _running_sums(d_products.flip(0)).flip(0)
-        for part, d_part in zip(self.parts, d_parts, strict=True):
+        # A coordinate is part of every dim that is large enough: sums [P] from the largest dim to the smallest.
+        d_parts = accumulate(reversed(d_products.unbind()))
+        for part, d_part in zip(reversed(self.parts), d_parts, strict=True):
             # d(x_l . x_r) / d x_l = x_r, and the other way round.
             factor = d_part[:, None]
             d_left = self.x[right, part] * factor
@@ -241,9 +242,8 @@ class VectorTable:
     def add_row_gradient(self, rows: RowVectors, logit_scale: Tensor) -> Tensor:
         """Add the gradient of the rows to the table's, and return dL/d(logit_scale)."""
         # logits = logit_scale * (x . column): dx * x summed is dL/d(logit_scale), and dx * logit_scale is dL/dx.
-        x = self.x[rows.entries]
-        d_logit_scale = (rows.dx * x).sum()
-        self.dx[rows.entries] += rows.dx.mul_(logit_scale)
+        d_logit_scale = (rows.dx * self.x[rows.entries]).sum()
+        _add(self.dx, 0, rows.entries, rows.dx.mul_(logit_scale))
         return d_logit_scale
 
     def gradient(self, into: Tensor | None = None) -> Tensor:
@@ -257,9 +257,10 @@ class VectorTable:
             into = torch.zeros_like(self.embeddings, dtype=self.dx.dtype)
         for entries in chunks(self.index.numel(), VECTORS_AT_ONCE):
             dx = self.dx[entries]
-            if self.prefix_scales is not None:
+            if self.is_cosine:
                 x, inverse_norms = self._table_vectors(entries)
                 for k, dim in enumerate(self.dims[:-1]):
+                    assert self.prefix_scales is not None
                     # Through the prefix scale a: dL/da = norm_grad / a, times -a^3 * x[:k].
                     scale = self.prefix_scales[k, entries]
                     factor = scale * scale * self.norm_grad[k, entries]

@@ -697,7 +697,7 @@ class _ScorePass:
         losses = []
         weights = self.scoring.similarity.weights
         # One row loss for each dim and direction. Each starts with the positives' logits [n].
-        for scores, weight in zip(positive_scores, weights, strict=True):
+        for scores, weight in zip(positive_scores.unbind(), weights, strict=True):
             by_direction = []
             for factor in self.scoring.direction_weights:
                 logits = scores * self.logit_scale

@@ -36,12 +36,12 @@ _reduce_scatter = (
 
 def world_size() -> int:
     """Return the number of processes; 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
     """Return the rank of this process; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def log_from(rank: int, line: str) -> None:

@@ -261,6 +261,7 @@ class Update:
             self._model_parameters += [
                 weight for weight in group["params"] if weight not in of_loss
             ]
+        self._parameters = [*self._model_parameters, *self._loss_parameters]
         self._fsdp1_group = fsdp1_group(self.model)
         self.uses_scale = self.session.mixed_precision == "fp16"
         # Unless a checkpoint has restored a later value.
@@ -270,7 +271,6 @@ class Update:
 
     def apply(self, loss: float) -> Outcome:
         """Take one optimizer step with the current gradients, then clear them. Collective. `loss`: of all ranks."""
-        parameters = [*self._model_parameters, *self._loss_parameters]
         norm_tensor = gradient_norm(
             self._model_parameters, self._fsdp1_group, self._loss_parameters
         )
@@ -285,11 +285,12 @@ class Update:
                 # 1e-6 as in torch.nn.utils.clip_grad_norm_.
                 factor *= self.max_grad_norm / (norm + 1e-6)
             if factor != 1.0:
-                clip_gradients(parameters, factor)
+                clip_gradients(self._parameters, factor)
             self.optimizer.step()
             self.loss.project_parameters()
         # Also after a skipped step: its gradients must not be added to those of the next.
-        self.optimizer.zero_grad(set_to_none=True)
+        for parameter in self._parameters:
+            parameter.grad = None
         # A gradient that overflows with the lowest scale is an error of the run, not of float16.
         is_overflow = (
             self.uses_scale

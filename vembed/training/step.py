@@ -58,6 +58,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -200,8 +201,8 @@ class BatchResult:
     num_kept_graphs: int
     embeddings: Tensor
     """[n, D] this rank's embeddings, for diagnostics."""
-    is_finite: Tensor
-    """Bool: whether all of them are finite. On the device, so that nothing waits for it."""
+    embeddings_sum: Tensor
+    """Their sum, not finite if one of them is not. On the device, so that nothing waits for it."""
     auxiliary: Mapping[str, float] = field(default_factory=dict)
     """The auxiliary losses of the global batch, without their weights."""
     terms: Mapping[str, Tensor] = field(default_factory=dict)
@@ -346,7 +347,7 @@ class TrainingStep:
             num_forwards=2 * len(batch.micro_batches) - batch.num_kept_graphs,
             num_kept_graphs=batch.num_kept_graphs,
             embeddings=batch.embeddings,
-            is_finite=torch.isfinite(batch.embeddings).all(),
+            embeddings_sum=batch.embeddings.sum(dtype=torch.float32),
             auxiliary=auxiliary,
             terms=self.loss.term_shares,
         )
@@ -521,7 +522,7 @@ class TrainingStep:
         ):
             loss_share = self.loss(loss_batch)
             # The loss runs in float32. Its gradient carries the float16 scale into the backward of each micro-batch.
-            (loss_share * scaled_weight).backward()
+            loss_share.backward(loss_share.new_full((), scaled_weight))
         if loss_share is None:
             # Out of memory: the ranks wait for this one in the collectives that follow.
             loss_share = embeddings.new_zeros(())
@@ -723,23 +724,22 @@ def gather_fields(parts: Mapping[str, FieldPart]) -> dict[str, Tensor]:
     """
     # All fields share one int64 collective. Floating-point ones are sent as their bits, without conversion.
     flat = [part.values.view(np.int64) for part in parts.values()]
-    # [ranks, fields] how many numbers each rank has of each field.
+    # How many numbers each rank has of each field: a tuple for each rank, with an entry for each field.
     counts = [part.counts for part in parts.values()]
-    sizes = np.array(counts).T
-    per_rank = sizes.sum(axis=1).tolist()
+    sizes = list(zip(*counts, strict=True))
+    per_rank = [sum(rank_sizes) for rank_sizes in sizes]
     # [this rank's numbers], field by field. Where there is a process group for CPU tensors the host gathers them: the
     # results on a GPU would be there only after a wait.
     rank_numbers = torch.from_numpy(np.concatenate(flat))
     rank_numbers = rank_numbers.to(collectives.number_device())
-    gathered = collectives.all_gather_rows(rank_numbers, per_rank).cpu().numpy()
-    # [numbers of all ranks], rank by rank, and field by field within a rank. `field_of` is the index of each number's
-    # field: with two ranks and two fields of 2 and 1 numbers each, 0 0 1 0 0 1.
-    indices = np.tile(np.arange(len(parts)), len(sizes))
-    field_of = np.repeat(indices, sizes.ravel())
+    # [numbers of all ranks], rank by rank, and field by field within a rank.
+    gathered = collectives.all_gather_rows(rank_numbers, per_rank).cpu()
+    pieces = torch.split(gathered, list(chain.from_iterable(sizes)))
     fields = {}
     for index, (name, part) in enumerate(parts.items()):
-        values = gathered[field_of == index].view(part.values.dtype)
-        fields[name] = torch.from_numpy(values)
+        # One piece of each rank.
+        values = torch.cat(pieces[index :: len(parts)]).numpy()
+        fields[name] = torch.from_numpy(values.view(part.values.dtype))
     return fields
 
 

@@ -362,10 +362,11 @@ class Feeder:
         """Return the tokens and patches of a micro-batch, including padding that the model computes."""
         total = 0
         for modality, indices in micro_batch:
-            lengths = [features[index].length for index in indices]
-            is_packed = modality == "text" and self.packs_texts
-            padded = len(indices) * max(lengths, default=0)
-            total += sum(lengths) if is_packed else padded
+            if modality == "text" and self.packs_texts:
+                total += sum([features[index].length for index in indices])
+            elif indices:
+                # The longest input comes first.
+                total += len(indices) * features[indices[0]].length
         return total
 
     def _collate(

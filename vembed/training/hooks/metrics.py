@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -467,7 +468,7 @@ class Watch(Hook):
         has_broken_weights = step > 1 and not bool(finite_rows.any())
         examples = []
         for rank_batch, result in report.batches:
-            if not bool(result.is_finite):
+            if not math.isfinite(float(result.embeddings_sum)):
                 examples += rank_batch.where
         ranks = []
         named = collectives.gather_objects(examples[:MAX_NAMED_EXAMPLES])
