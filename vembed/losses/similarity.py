@@ -121,7 +121,8 @@ class VectorTable:
         # [K, n] the squares of the coordinates that each dim adds, and their sums over the smaller dims.
         added = [x[:, part].square().sum(1) for part in self.parts]
         squares = _running_sums(added)
-        inverse_norms = torch.where(squares > 0, squares.rsqrt(), 0.0)
+        zeros = torch.zeros_like(squares)
+        inverse_norms = torch.where(squares > 0, squares.rsqrt(), zeros)
         if self.is_cosine:
             x *= inverse_norms[-1][:, None]
         return x, inverse_norms
