@@ -53,9 +53,10 @@ def folder(tmp_path_factory):
     (workdir / "data").mkdir()
     (workdir / "demo").mkdir()
     (workdir / "demo" / "data").symlink_to(workdir / "data")
-    texts = tiny.texts(24)
+    texts = tiny.texts(48)
     rows = [pair(text, f"found {text}", negatives=["none"]) for text in texts]
-    for name, part in (("train", rows[:16]), ("val", rows[16:])):
+    # As many as the processes of the largest command: fewer fill no batch.
+    for name, part in (("train", rows[:40]), ("val", rows[40:])):
         write_jsonl(workdir / "data" / f"{name}.jsonl", part)
     config = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),

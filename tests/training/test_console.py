@@ -67,7 +67,7 @@ def test_decisions_that_the_data_and_the_machine_force_are_said(train):
     assert "of 96 examples (epochs: 2)" in output
     batch = "of 96 examples, since the data do not fill a global batch of 1,000"
     assert f"warning: batches: 1 per epoch {batch}\n" in output
-    log = Path("output/training_log.txt").read_text()
+    log = Path("run/training_log.txt").read_text()
     assert "global batch: 96 examples over 1 process (96 each); 2 steps" in log
     assert "1,000" not in log.replace(batch, "")
     assert "an MRL projection from 32 to max(mrl_dims)" in output

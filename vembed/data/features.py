@@ -687,7 +687,11 @@ class ChatProcessing(TextProcessing):
         rows = super().encode(prompts, texts, limits)
         for prompt, row, limit in zip(prompts, rows, limits, strict=True):
             self._refuse_placeholders(row.tolist(), 0)
-            self._restore_tail(row, prompt, limit)
+            # Sentence Transformers restores the template's end for texts alone, not beside images.
+            if len(row) >= self._longest(limit):
+                tail = self._tail(prompt)
+                keep = min(len(tail), len(row))
+                row[len(row) - keep :] = tail[len(tail) - keep :]
         return rows
 
     def encode_with_images(
@@ -706,22 +710,9 @@ class ChatProcessing(TextProcessing):
             limit = limits[number]
             whole = self.with_image_tokens(ids, item_images)
             row = np.asarray(self._cut(rendered[number], whole, limit), dtype=np.int32)
-            self._restore_tail(row, prompts[number], limit)
             self.check_images(row.tolist(), whole, len(item_images), limit)
             rows.append(row)
         return rows
-
-    def _restore_tail(
-        self,
-        row: np.ndarray,
-        prompt: str,
-        limit: int | None,
-    ) -> None:
-        """End a truncated row as the template does."""
-        if len(row) >= self._longest(limit):
-            tail = self._tail(prompt)
-            keep = min(len(tail), len(row))
-            row[len(row) - keep :] = tail[len(tail) - keep :]
 
     def collate(
         self, rows: Sequence[np.ndarray], images: Sequence[ImageRef]
