@@ -450,6 +450,22 @@ def test_a_decoder_teaches_an_embedding_model(tmp_path):
     assert losses[0] > 1e-3
 
 
+@pytest.mark.parametrize("name", ["query_prompt", "document_prompt", "max_length"])
+def test_settings_of_a_source_are_refused(tmp_path, name):
+    source = {"path": str(written(tmp_path)), name: 8 if name == "max_length" else "a:"}
+    with pytest.raises(UserError, match=rf"train.jsonl has {name}, .*task: rerank"):
+        trained(tmp_path, shared(tiny_reranker), data_path=[source])
+
+
+def test_prompts_of_records_are_refused(tmp_path):
+    records = text_records(24, num_negatives=2)
+    records[1]["query_prompt"] = "a: "
+    path = tmp_path / "prompts.jsonl"
+    write_jsonl(path, records)
+    with pytest.raises(UserError, match=r"task: rerank .* 1 records .*query_prompt"):
+        trained(tmp_path, shared(tiny_reranker), data_path=str(path))
+
+
 def test_data_counts_pairs(tmp_path):
     options = {"max_length": 512, "max_negatives": 1}
     config = run_config(tmp_path, shared(tiny_qwen3_reranker), **options)

@@ -74,7 +74,7 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     for rules in (
         _model_rules(config),
         _loss_rules(config, terms),
-        _source_rules(config.data, config.batch),
+        _source_rules(config.data, config.batch, config.model.task),
         _task_rules(config.options(), terms),
         _run_rules(config),
     ):
@@ -195,8 +195,8 @@ def _loss_rules(config: TrainConfig, terms: Sequence[ResolvedTerm]) -> Iterator[
             yield f"guide: {LABEL_SCORES} scores only the pairs that are listed for it: give guide an embedding model"
 
 
-def _source_rules(data: DataSection, batch: BatchSection) -> Iterator[str]:
-    """Rules on sources with losses, a temperature, a batch size or validation data of their own."""
+def _source_rules(data: DataSection, batch: BatchSection, task: str) -> Iterator[str]:
+    """Rules on sources with prompts, losses, a temperature, a batch size or validation data of their own."""
     sources = data.sources()
     wrong_option = "global_batch_size"
     run_option = "batch_size"
@@ -213,6 +213,12 @@ def _source_rules(data: DataSection, batch: BatchSection) -> Iterator[str]:
                 f"data_path: {name} has {wrong_option}: {size:,d}, and the run counts by {run_option}: give the source "
                 f"{run_option} too"
             )
+        for option in ("query_prompt", "document_prompt", "max_length"):
+            if task == "rerank" and getattr(source, option) is not None:
+                yield (
+                    f"data_path: {name} has {option}, and task: rerank has one {option} for the whole run: give it to the "
+                    "run, or leave it out"
+                )
         if source.val_data_path is not None and not data.has_validation:
             yield (
                 f"data_path: {name} has val_data_path, and the run has none: give it val_data_path too, whose score "

@@ -272,6 +272,8 @@ class ExampleStore:
         self.weights = tuple(source.entry.weight for source in sources)
         self.num_skipped = sum(source.index.counts["bad"] for source in sources)
         """Number of bad records that were skipped."""
+        self.num_prompts = sum(source.index.counts["prompts"] for source in sources)
+        """Number of records with a prompt for themselves."""
         self.labels = [source.index.labels for source in sources]
         """Hash of the class of each example, by source; None for sources without labels."""
 
@@ -623,8 +625,8 @@ class Index:
     num_keys: np.ndarray
     """Number of keys of each record."""
     counts: Counter[str]
-    """Statistics of the good records: records, positives, negatives, scored (records with scores), image_queries and
-    image_documents. `bad` counts the bad records."""
+    """Statistics of the good records: records, positives, negatives, scored (records with scores), prompts (records
+    with a prompt), image_queries and image_documents. `bad` counts the bad records."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
     problems: list[str]
@@ -685,6 +687,7 @@ class PartIndex:
             "positives": len(example.positives),
             "negatives": len(example.negatives),
             "scored": example.scores is not None,
+            "prompts": query.prompt is not None,
             "image_queries": bool(query.images),
             "image_documents": sum(bool(item.images) for item in example.documents),
         }

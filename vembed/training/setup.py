@@ -152,6 +152,11 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
             "task: rerank compares the documents of one query, and every record has one alone: find negatives with "
             "`vembed mine`, or take those of other queries with in_batch_negatives: 7"
         )
+    if is_reranker and store.num_prompts:
+        raise UserError(
+            f"task: rerank puts the query_prompt of the run before each query, and {store.num_prompts:,d} records of "
+            "data_path have one in their column query_prompt: put it into the texts, or take the column out"
+        )
     length = run_length(config, store, session.world_size)
     return RunData(
         **vars(sets),
