@@ -157,6 +157,14 @@ def test_scores_that_a_loss_cannot_follow_are_refused(tmp_path):
     said = refused_rows(tmp_path, rows, loss="bce")
     assert "rows.jsonl:2: score is 3, and loss: bce takes scores from 0 to 1" in said
     assert len(open_rows(tmp_path, rows, loss="ranknet")) == 2
+    rows[1] = {"query": "c", "positive": "d", "neg": ["e"], "score": [1, 3]}
+    said = refused_rows(tmp_path, rows, loss="bce")
+    assert "rows.jsonl:2: score is 3, and loss: bce takes scores from 0 to 1" in said
+    # A batch of both would give the negative e the label 0.
+    rows[0] = {"query": "a", "positive": "b", "neg": ["f"], "score": 1}
+    rows[1]["score"] = [1, 0.4]
+    said = refused_rows(tmp_path, rows, loss="bce")
+    assert "loss: bce" in said and "1 of 2 negatives" in said
     # A batch of both would give the first record the label 1.
     rows[1] = {"query": "c", "positive": "d"}
     said = refused_rows(tmp_path, rows, loss="bce")

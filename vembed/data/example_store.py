@@ -459,11 +459,12 @@ def _refuse_partly_scored(sources: Sequence[Records], *, is_split: bool) -> None
                 group = f"{source.name}: {name}" if is_split else name
                 groups[group].update(source.index.counts)
     for group, counts in groups.items():
-        if 0 < counts["scored"] < counts["records"]:
-            raise UserError(
-                f"{group} reads the scores of all records or of none, and {counts['scored']:,d} of {counts['records']:,d} "
-                "records have one: give each record its scores, or leave them all out"
-            )
+        for scored, items in (("scored", "records"), ("scored_negatives", "negatives")):
+            if 0 < counts[scored] < counts[items]:
+                raise UserError(
+                    f"{group} reads the scores of all {items} or of none, and {counts[scored]:,d} of {counts[items]:,d} "
+                    f"{items} have one: give each its score, or leave them all out"
+                )
 
 
 def _requirements(
@@ -625,7 +626,7 @@ class Index:
     num_keys: np.ndarray
     """Number of keys of each record."""
     counts: Counter[str]
-    """Statistics of the good records: records, positives, negatives, scored (records with scores), prompts (records
+    """Statistics of the good records: records, positives, negatives, scored (records with scores), scored_negatives, prompts (records
     with a prompt), image_queries and image_documents. `bad` counts the bad records."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
@@ -687,6 +688,7 @@ class PartIndex:
             "positives": len(example.positives),
             "negatives": len(example.negatives),
             "scored": example.scores is not None,
+            "scored_negatives": len(example.negative_scores or ()),
             "prompts": query.prompt is not None,
             "image_queries": bool(query.images),
             "image_documents": sum(bool(item.images) for item in example.documents),

@@ -295,6 +295,12 @@ class RecordFormat:
             raise BadRecord(
                 f"{name} is {number:g}, and losses compute with finite numbers up to {LARGEST_SCORE:.1e}: scale it"
             )
+        for loss, smallest, largest in self.score_ranges:
+            if not smallest <= number <= largest:
+                raise BadRecord(
+                    f"{name} is {number:g}, and loss: {loss} takes scores from {smallest:g} to {largest:g}: scale "
+                    "them (ratings from 0 to 5 by 1/5), or use a loss that reads their order: cosent, ranknet"
+                )
         return number
 
     def _check_losses(
@@ -329,13 +335,6 @@ class RecordFormat:
                     f"no negative, which loss: {loss} needs in every record: add negatives, take the source out, or use "
                     "loss: infonce, which takes the others of the batch"
                 )
-        for loss, smallest, largest in self.score_ranges:
-            for score in scores or ():
-                if not smallest <= score <= largest:
-                    raise BadRecord(
-                        f"{layout.score} is {score:g}, and loss: {loss} takes scores from {smallest:g} to {largest:g}: scale "
-                        "them (ratings from 0 to 5 by 1/5), or use a loss that reads their order: cosent, ranknet"
-                    )
 
 
 def image_ref(
