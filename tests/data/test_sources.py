@@ -160,6 +160,9 @@ def test_scores_that_a_loss_cannot_follow_are_refused(tmp_path):
     rows[1] = {"query": "c", "positive": "d", "neg": ["e"], "score": [1, 3]}
     said = refused_rows(tmp_path, rows, loss="bce")
     assert "rows.jsonl:2: score is 3, and loss: bce takes scores from 0 to 1" in said
+    rows[1]["score"] = [-3, 128]
+    said = refused_rows(tmp_path, rows, loss="lambda")
+    assert "score is 128, and loss: lambda takes scores from -inf to 100" in said
     # A batch of both would give the negative e the label 0.
     rows[0] = {"query": "a", "positive": "b", "neg": ["f"], "score": 1}
     rows[1]["score"] = [1, 0.4]

@@ -526,6 +526,8 @@ def ranknet(plain):
 def bce(plain):
     for first, student, teacher in lists(plain):
         labels = teacher.nan_to_num(nan=0.0)
+        if plain.term.teacher == "reranker":
+            labels = labels.sigmoid()
         yield first, torch.log1p(student.exp()) - labels * student
 
 

@@ -117,6 +117,7 @@ COMBINED = [
     {"loss": "sigmoid", **BOTH_SIDES, **LEARN},
     {"loss": "cosent", **LEARN},
     {"loss": "kl", "teacher": "scores", **LEARN},
+    {"loss": "bce", "teacher": "reranker"},
     {**KL_BATCH, **OWN, **LEARN},
     {"losses": TERMS},
 ]

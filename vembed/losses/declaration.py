@@ -72,6 +72,8 @@ class LossDeclaration(Immutable):
     """Temperature where none is given, if it is not the default of the option."""
     takes_model_temperature: ClassVar[bool] = False
     """Where none is given, it takes the temperature with which the model was trained."""
+    score_limits: ClassVar[tuple[float, float] | None] = None
+    """The smallest and the largest score of the data that it can follow. None: any score."""
     ranks_pairs: ClassVar[bool] = False
     """It compares the pairs of a batch with each other by their scores."""
     reads_lists: ClassVar[bool] = False
@@ -97,9 +99,9 @@ class LossDeclaration(Immutable):
         return self.follows in ("vectors", "start_model")
 
     def score_range(self, similarity: str) -> tuple[float, float] | None:
-        """Return the smallest and the largest score of the data that it can follow. None: any score."""
+        """Return the `score_limits` with a similarity."""
         del similarity
-        return None
+        return self.score_limits
 
     def learns_temperature(self) -> bool:
         """Return whether the temperature is a learned parameter."""

@@ -434,6 +434,8 @@ class Lambda(ListedLoss):
     records = "pairs"
     negatives = "optional"
     follows = "scores_or_teacher"
+    # 2**128 is infinite in float32, and a list adds up its gains.
+    score_limits = (-math.inf, 100.0)
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
@@ -475,7 +477,8 @@ class BCE(ListedLoss):
 
     L = 1/M * sum_e sum_{c in C_e} log(1 + exp(s_c)) - y_c s_c
 
-    A label y outside [0, 1] would draw its score to infinity.
+    A label y outside [0, 1] would draw its score to infinity. Of a reranker's scores, which are logits, y is the
+    logistic function.
     """
 
     name = "bce"
@@ -483,19 +486,19 @@ class BCE(ListedLoss):
     records = "pairs"
     negatives = "optional"
     follows = "scores_or_teacher"
-
-    def score_range(self, similarity: str) -> tuple[float, float] | None:
-        """See LossDeclaration."""
-        del similarity
-        return 0.0, 1.0
+    score_limits = (0.0, 1.0)
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
         import torch.nn.functional as F
 
+        from vembed.losses.batch import TeacherScores
+
         lists = batch.listed_by_example()
         scores = term.scores(batch, lists)  # [K, n + P]
         labels = self.labels(batch, term, lists).expand_as(scores)
+        if isinstance(batch.teachers.get(str(term.teacher)), TeacherScores):
+            labels = labels.sigmoid()
         losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
         num_documents = batch.num_rows + lists.num_negative_pairs
         return term.mean(losses, num_documents)
