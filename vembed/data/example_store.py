@@ -626,8 +626,8 @@ class Index:
     num_keys: np.ndarray
     """Number of keys of each record."""
     counts: Counter[str]
-    """Statistics of the good records: records, positives, negatives, scored (records with scores), scored_negatives, prompts (records
-    with a prompt), image_queries and image_documents. `bad` counts the bad records."""
+    """Statistics of the good records: records, positives, negatives, scored (records with scores), scored_negatives,
+    prompts (records with a prompt), image_queries and image_documents. `bad` counts the bad records."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
     problems: list[str]
