@@ -141,14 +141,20 @@ def test_steps_before_any_training_take_the_model_of_the_config(
     check = {**EVALUATE, "ks": [10], "require": {"nDCG@10": 0.0}}
     retrieved = {"data_path": "train.jsonl", "retrievers": [model]}
     base = {"name": "base", "evaluate": check}
-    written([base, NEGATIVES, {"name": "both", "mine": retrieved}])
+    written([{"name": "both", "mine": retrieved}, base, NEGATIVES])
     (place / "elsewhere").mkdir()
     monkeypatch.chdir(place / "elsewhere")
     for words, name in (((), model), (("model_name=other",), "other")):
         printed = train("--dry-run", *words, config="../cfg.yaml").out
         assert f"would run: vembed eval {name} ../val.jsonl" in printed
     train(config="../cfg.yaml")
-    assert_done("base", "negatives", "both")
+    assert_done("both", "base", "negatives")
+    # Those that take the model of the config run again with another one.
+    shutil.copytree(model, "other")
+    change_json(Path("other/config_sentence_transformers.json"), prompts={"query": "q"})
+    log = train("model_name=other", config="../cfg.yaml").err
+    assert re.findall(r"stage (\w+): what it", log) == ["base", "negatives"]
+    assert "stage both: done already" in log
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------

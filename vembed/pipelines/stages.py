@@ -145,6 +145,8 @@ class _Stage:
             if key in self.options:
                 self.options[key] = _with_names(self.options[key], self._located)
         self.command_line, _ = command_line_layer(arguments.overrides)
+        model = pipeline.shared.value("model_name")
+        self.config_model = self.command_line.value("model_name", model)
         overwrite = pipeline.shared.value("overwrite", False)
         self.starts_over = bool(self.command_line.value("overwrite", overwrite))
         """The step runs even if it is done, and replaces what is there."""
@@ -210,7 +212,10 @@ class _Stage:
         """Return what this step depends on. `known`: the fingerprints of the steps before it."""
         if self.step.kind != "train":
             before = [known[step.name] for step in self.before]
-            return _digest({"options": _contents(self.options), "before": before})
+            facts = {"options": _contents(self.options), "before": before}
+            if self.step.model_step is None and self._takes_model():
+                facts["model_name"] = _contents(self.config_model)
+            return _digest(facts)
         run = self._resolve()
         facts = {}
         for name, value in run.config.to_dict().items():
@@ -313,13 +318,13 @@ class _Stage:
                 options[key] = _with_names(options[key], self._model_named)
         target = str(self.folder / RESULTS[kind])
         if kind == "mine":
-            if "retrievers" not in options and "model_name" not in options:
+            if self._takes_model():
                 options["model_name"] = self._model()
             return "mine", _pairs({**options, "output_path": target})
         if kind == "judge":
             if "data_path" not in options and self.step.data_step is not None:
                 options["data_path"] = str(self.step.data_step.result)
-            if "judges" not in options:
+            if self._takes_model():
                 options["judges"] = [{"model": self._model()}]
             return "judge", _pairs({**options, "output_path": target})
         if kind == "evaluate":
@@ -366,17 +371,21 @@ class _Stage:
                 )
         return 0, scores
 
+    def _takes_model(self) -> bool:
+        """Return whether a step between uses a model and names none of its own."""
+        kind = self.step.kind
+        names = MODELS_IN_USE.get(kind, ())
+        return kind in MODELS_IN_USE and not any(map(self.options.get, names))
+
     def _model(self) -> str:
         """Return the model of the last step before this one that leaves one, else the config's own."""
         if self.step.model_step is not None:
             return str(self.step.model_step.result)
-        name = self.pipeline.shared.value("model_name")
-        name = self.command_line.value("model_name", name)
-        if name is None:
+        if self.config_model is None:
             raise UserError(
                 f"{self.where}no step before it leaves a model, and the config has no model_name to begin with"
             )
-        return str(name)
+        return str(self.config_model)
 
     def _model_named(self, name: str) -> str:
         """Return the model of a stage by its name; any other name as it is."""
@@ -514,6 +523,13 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 DATA_FILE_OPTIONS = ("data_path", "corpus_path", "qrels_path", "data")
 """Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
 MODELS = ("model_name", "model", "models", "base", "retrievers", "judges")
+MODELS_IN_USE = {
+    "mine": ("retrievers", "model_name"),
+    "judge": ("judges",),
+    "evaluate": ("model",),
+}
+"""Kind of a step between -> the options that name its models. Without them it takes that of the step before, or the
+config's."""
 COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 # An optional comparison and a decimal number, also `.5` and `1e-3`.
 CONDITION = re.compile(r"\s*(>=|<=|>|<)?\s*([+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*")
