@@ -20,7 +20,11 @@ def config(**values):
         ),
         (
             "loss: kl\nteacher: scores\nmine: {}",
-            "mine adds negatives that have no scores in the data",
+            "mine adds negatives that have no scores in the data, and loss: kl",
+        ),
+        (
+            "loss: listwise\ntask: rerank\nin_batch_negatives: 3",
+            "in_batch_negatives adds negatives that have no scores in the data, and loss: listwise",
         ),
         (
             "mine: {top_k: 3}",

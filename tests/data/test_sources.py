@@ -168,6 +168,10 @@ def test_scores_that_a_loss_cannot_follow_are_refused(tmp_path):
     rows[1]["score"] = [1, 0.4]
     said = refused_rows(tmp_path, rows, loss="bce")
     assert "loss: bce" in said and "1 of 2 negatives" in said
+    for scores in (1, [1, 0.5]):
+        rows[1]["score"] = scores
+        said = refused_rows(tmp_path, rows, loss="mse", teacher="scores")
+        assert "loss: mse" in said and "of 2 negatives" in said
     # A batch of both would give the first record the label 1.
     rows[1] = {"query": "c", "positive": "d"}
     said = refused_rows(tmp_path, rows, loss="bce")

@@ -421,8 +421,6 @@ def target(plain, row, negative):
             return torch.tensor(float(negative is None)).double()
         if negative is None:
             return batch.label_scores[row].double()
-        if batch.negative_label_scores is None:
-            return torch.tensor(float("nan")).double()
         return batch.negative_label_scores[negative].double()
     teacher = batch.teachers[str(name)]
     if isinstance(teacher, TeacherScores):

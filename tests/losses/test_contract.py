@@ -195,7 +195,7 @@ def without_negatives(batch):
         batch,
         negative=none,
         negative_example=none,
-        negative_label_scores=None,
+        negative_label_scores=batch.negative_label_scores[:0],
         teachers=teachers,
     )
 
@@ -212,6 +212,13 @@ def test_it_declares_the_negatives_without_which_it_is_zero(name):
         assert (value == 0.0) is is_needed, (
             f"{case} is {value} without negatives, and declares `negatives = {declared!r}`"
         )
+
+
+@pytest.mark.parametrize("name", ["bce", "lambda", "ranknet", "listwise"])
+def test_negatives_may_lack_a_score(name):
+    batch = make_batch(7, max_positives=2, max_negatives=4)
+    batch.negative_label_scores[::2] = torch.nan
+    check(batch, config_of(loss=name))
 
 
 @pytest.mark.parametrize("name", SCORED)

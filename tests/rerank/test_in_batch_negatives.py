@@ -1,13 +1,20 @@
 """in_batch_negatives: documents of other queries of the global batch, the same on any number of processes."""
 
+from dataclasses import replace
+from math import nan
+
+import numpy as np
 import pytest
 
+from tests.built import described
 from tests.commands import command
 from tests.data.files import text_records, write_jsonl
 from tests.tiny import shared, tiny_reranker
 from tests.training.test_run import metrics
-from vembed.data.batching.rank_batch import with_in_batch_negatives
+from vembed.config.schema import TrainConfig
+from vembed.data.batching.rank_batch import make_rank_batch, with_in_batch_negatives
 from vembed.data.examples import Example, Item
+from vembed.data.features import build_featuriser
 
 
 def example(query, *documents, negatives=()):
@@ -35,6 +42,23 @@ def test_documents_of_other_queries_that_the_example_does_not_have():
     assert extended.positives == first.positives
     few = with_in_batch_negatives(first, iter(others[:4]), 2)
     assert few.negatives == first.negatives
+
+
+def test_negatives_of_a_record_keep_their_scores_beside_further_ones():
+    first = replace(
+        example("q", "a", negatives=("c",)), scores=(1.0,), negative_scores=(0.25,)
+    )
+    second = replace(example("r", "b"), scores=(0.5,))
+    extended = [
+        with_in_batch_negatives(first, [second], 1),
+        with_in_batch_negatives(second, [first], 1),
+    ]
+    config = TrainConfig(
+        model_name=str(shared(tiny_reranker)), data_path="d", task="rerank"
+    )
+    batch = make_rank_batch(extended, 0, build_featuriser(described(config)))
+    np.testing.assert_array_equal(batch.label_scores, [1.0, 0.5])
+    np.testing.assert_array_equal(batch.negative_label_scores, [0.25, nan, nan])
 
 
 @pytest.fixture

@@ -1,11 +1,13 @@
 """`mine`: negatives by the run's own model between epochs, the same on any ranks and after an interruption."""
 
 import contextlib
+import math
+from pathlib import Path
 
 import pytest
 
 import vembed
-from tests.data.files import write_jsonl
+from tests.data.files import read_jsonl, write_jsonl
 from tests.harness import result_of, run_cases
 from tests.tiny import shared, texts, tiny_bert_st
 from tests.training.test_run import log_text, metrics
@@ -68,6 +70,7 @@ class Seen(Hook):
         self.documents = []
         self.losses = []
         self.batches = []
+        self.negative_scores = []
 
     def on_start(self, run):
         miners = [hook for hook in run.hooks if isinstance(hook, EpochMiner)]
@@ -79,6 +82,7 @@ class Seen(Hook):
         self.losses.append(report.outcome.loss)
         batch = report.batches[0][0]
         self.batches.append((len(batch.negative), batch.where))
+        self.negative_scores += batch.negative_label_scores.tolist()
         if report.step == self.fails_after:
             raise RunError("killed")
 
@@ -111,6 +115,19 @@ def test_each_epoch_has_negatives_of_its_own(config):
     plain, _ = train(config, mine=None, overwrite=True)
     for (_, where), (_, expected) in zip(recorded.batches, plain.batches, strict=True):
         assert where == expected
+
+
+def test_negatives_of_the_data_keep_their_scores(config):
+    path = Path(config["data_path"])
+    rows = read_jsonl(path)
+    for row in rows:
+        row["score"] = 1.0
+        row["negative_score"] = [0.25] * len(row["negatives"])
+    write_jsonl(path, rows)
+    recorded, _ = train(config, loss="bce", epochs=1)
+    known = [score for score in recorded.negative_scores if not math.isnan(score)]
+    assert known == [0.25] * (NUM_ROWS // 2)
+    assert len(recorded.negative_scores) == 3 * NUM_ROWS + NUM_ROWS // 2
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
         _task_rules(config.options(), terms),
         _run_rules(config),
     ):
-        for sentence in rules:
+        # Sources of one loss break its rules alike.
+        for sentence in dict.fromkeys(rules):
             # Rules name the options that they are about, so words of the sentence are looked up among the options.
             names = set(re.findall(r"\w+", sentence))
             if names & {"loss", *LOSS_OPTIONS}:
@@ -162,15 +163,15 @@ def _loss_rules(config: TrainConfig, terms: Sequence[ResolvedTerm]) -> Iterator[
     reads_negatives = any(term.loss.negatives != "unread" for term in terms)
     if data.mine is not None and not reads_negatives:
         yield f"mine adds hard negatives, and {_names(objective, terms)} reads none: use loss: infonce, or leave mine out"
-    if any(term.teacher == LABEL_SCORES for term in terms):
-        for option in ("mine", "in_batch_negatives"):
-            if getattr(data, option):
-                yield (
-                    f"{option} adds negatives that have no scores in the data, and teacher: {LABEL_SCORES} follows these: "
-                    f"name a model as teacher, or leave {option} out"
-                )
     for term in terms:
         loss = term.loss
+        for option in ("mine", "in_batch_negatives"):
+            needs_scores = term.follows_data and not loss.counts_unscored
+            if needs_scores and getattr(data, option):
+                yield (
+                    f"{option} adds negatives that have no scores in the data, and loss: {loss.name} follows these: name a "
+                    f"model as teacher, or leave {option} out"
+                )
         refusal = loss.refusal(dims if isinstance(dims, list) else [])
         if refusal is not None:
             yield refusal

@@ -35,6 +35,12 @@ class ResolvedTerm:
     """It is the whole loss, rather than an entry of `losses`."""
 
     @property
+    def follows_data(self) -> bool:
+        """Whether it follows the scores of the data."""
+        takes_data = self.teacher is None and self.loss.follows == "scores_or_teacher"
+        return self.teacher == LABEL_SCORES or takes_data
+
+    @property
     def temperature(self) -> float | None:
         """The temperature, if the loss has one."""
         return getattr(self.loss, "temperature", None)
@@ -213,13 +219,7 @@ def source_batch_sizes(
 
 def reads_scores(terms: Sequence[ResolvedTerm]) -> bool:
     """Return whether one of the terms reads the scores of the data."""
-    for term in terms:
-        if term.loss.records == "scores":
-            return True
-        may_follow = term.loss.follows not in ("nobody", "start_model")
-        if may_follow and term.teacher in (None, LABEL_SCORES):
-            return True
-    return False
+    return any(term.loss.records == "scores" or term.follows_data for term in terms)
 
 
 def loss_names(terms: Sequence[ResolvedTerm]) -> tuple[str, ...]:

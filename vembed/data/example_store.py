@@ -448,22 +448,25 @@ def open_examples(
 
 
 def _refuse_partly_scored(sources: Sequence[Records], *, is_split: bool) -> None:
-    """Raise UserError where a loss reads scores if there are any, and some records of a batch may have them and others not:
-    a record's label would depend on the others. `is_split`: each batch is of one source."""
-    groups = defaultdict[str, Counter[str]](Counter)
+    """Raise UserError where a loss follows the scores of the data, and some records of a batch may have them and others
+    not: a record's label would depend on the others. A loss that takes the scores for those of a teacher needs them all.
+    `is_split`: each batch is of one source."""
+    groups = defaultdict[tuple[str, bool], Counter[str]](Counter)
     for source in sources:
         for term in source.terms:
-            is_optional = term.loss.follows == "scores_or_teacher"
-            if is_optional and term.teacher in (None, LABEL_SCORES):
+            if term.follows_data:
                 name = f"loss: {term.loss.name}"
                 group = f"{source.name}: {name}" if is_split else name
-                groups[group].update(source.index.counts)
-    for group, counts in groups.items():
+                needs_all = term.loss.follows == "teacher"
+                groups[group, needs_all].update(source.index.counts)
+    for (group, needs_all), counts in groups.items():
+        way_out = "name a model as teacher" if needs_all else "leave them all out"
         for scored, items in (("scored", "records"), ("scored_negatives", "negatives")):
-            if 0 < counts[scored] < counts[items]:
+            are_read = needs_all or counts[scored] > 0
+            if are_read and counts[scored] < counts[items]:
                 raise UserError(
-                    f"{group} reads the scores of all {items} or of none, and {counts[scored]:,d} of {counts[items]:,d} "
-                    f"{items} have one: give each its score, or leave them all out"
+                    f"{group} follows the scores of all {items}, and {counts[scored]:,d} of {counts[items]:,d} {items} "
+                    f"have one: give each its score, or {way_out}"
                 )
 
 

@@ -136,7 +136,7 @@ class LossBatch:
     label_scores: Tensor | None = None
     """[R] label score of each row's pair. None if the data have no scores."""
     negative_label_scores: Tensor | None = None
-    """[H] score of each hard negative, where the data have scores for them."""
+    """[H] label score of each hard negative, NaN where it has none. None if the data have no scores."""
     negative_parts: Tensor | None = None
     """[H, 2] indices of what each hard negative is made of, where some are mixtures. Twice its own otherwise."""
     teachers: Mapping[str, TeacherAnswers] = field(default_factory=dict)

@@ -74,6 +74,8 @@ class LossDeclaration(Immutable):
     """Where none is given, it takes the temperature with which the model was trained."""
     score_limits: ClassVar[tuple[float, float] | None] = None
     """The smallest and the largest score of the data that it can follow. None: any score."""
+    counts_unscored: ClassVar[bool] = False
+    """Where it follows the scores of the data, a hard negative without one counts too: as not relevant, or as the last."""
     ranks_pairs: ClassVar[bool] = False
     """It compares the pairs of a batch with each other by their scores."""
     reads_lists: ClassVar[bool] = False

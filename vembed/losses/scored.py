@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from vembed.config.values import PositiveFloat
-from vembed.errors import UserError
 from vembed.losses.declaration import (
     LABEL_SCORES,
     CandidateLoss,
@@ -174,13 +173,8 @@ class ListedLoss(TeacherLoss):
         batch: LossBatch,
         term: TermModule,
         pairs: ListedPairs,
-        *,
-        may_lack: bool = False,
     ) -> Tensor:
-        """Return [1, n + P] the scores that the student's are compared with.
-
-        `may_lack`: hard negatives without a score get NaN.
-        """
+        """Return [1, n + P] the scores that the student's are compared with, NaN for hard negatives without one."""
         from vembed.losses.batch import TeacherScores
 
         if term.teacher not in (None, LABEL_SCORES):
@@ -188,13 +182,7 @@ class ListedLoss(TeacherLoss):
             return batch.like_scores(teaching.scores_of(pairs))
         positive = batch.required_label_scores(self.name)
         negative = batch.negative_label_scores
-        if negative is None:
-            if batch.negative.numel() and not may_lack:
-                raise UserError(
-                    f"loss: {self.name} with teacher: scores needs a score for every positive and every negative of a "
-                    "record; give as many scores as there are both, or name a model as teacher."
-                )
-            negative = positive.new_full(batch.negative.shape, float("nan"))
+        assert negative is not None, "the data give both or none"
         scores = TeacherScores(positive, negative)
         return batch.like_scores(scores.scores_of(pairs))
 
@@ -210,7 +198,7 @@ class ListedLoss(TeacherLoss):
             labels = batch.embeddings.new_zeros(len(lists.groups))
             labels[: len(lists.rows)] = 1.0
             return batch.like_scores(labels)
-        targets = self.targets(batch, term, lists, may_lack=True)
+        targets = self.targets(batch, term, lists)
         return targets[0].nan_to_num(nan=0.0)
 
     def num_ordered(self, batch: LossBatch, term: TermModule) -> int:
@@ -374,7 +362,7 @@ class Listwise(SoftmaxLoss):
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
         lists = batch.listed_by_example()
-        targets = self.targets(batch, term, lists, may_lack=True)
+        targets = self.targets(batch, term, lists)
         is_known = ~targets[0].isnan()
         known = lists.select(is_known)
         targets = targets[:, is_known]
@@ -395,6 +383,7 @@ class RankNet(ListedLoss, Temperature):
     records = "pairs"
     negatives = "optional"
     follows = "scores_or_teacher"
+    counts_unscored = True
 
     def labels(
         self,
@@ -403,7 +392,7 @@ class RankNet(ListedLoss, Temperature):
         lists: ListedPairs,
     ) -> Tensor:
         """Return [n + P] the scores t, NaN where there is none."""
-        return self.targets(batch, term, lists, may_lack=True)[0]
+        return self.targets(batch, term, lists)[0]
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
@@ -434,6 +423,7 @@ class Lambda(ListedLoss):
     records = "pairs"
     negatives = "optional"
     follows = "scores_or_teacher"
+    counts_unscored = True
     # 2**128 is infinite in float32, and a list adds up its gains.
     score_limits = (-math.inf, 100.0)
 
@@ -486,6 +476,7 @@ class BCE(ListedLoss):
     records = "pairs"
     negatives = "optional"
     follows = "scores_or_teacher"
+    counts_unscored = True
     score_limits = (0.0, 1.0)
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:

@@ -301,9 +301,7 @@ class ExampleMiner:
         # The prompts of the source of the example, not of that of the document.
         plain = tuple(replace(item, prompt=None, max_length=None) for item in added)
         read = self.examples.as_read(index, replace(example, negatives=plain))
-        return replace(
-            read, negatives=example.negatives + read.negatives, negative_scores=None
-        )
+        return replace(read, negatives=example.negatives + read.negatives)
 
     def _clear(self, folder: Path) -> None:
         if self.session.is_main:

@@ -106,8 +106,6 @@ class BatchCounts:
     """Hard negatives."""
     has_label_scores: list[int]
     """1 if the rank's data have label scores of its positives."""
-    has_negative_label_scores: list[int]
-    """1 if the rank's data have label scores of its hard negatives, or if it has no hard negatives."""
     padded_tokens: list[int]
     """Tokens of its micro-batches, with padding."""
     longest: list[int]
@@ -370,15 +368,12 @@ class TrainingStep:
         model_split = rank_batch.split(limit)
         lengths = model_split.lengths
         frozen_split = LockstepSplit(lengths, batch.input_source.missing, limit)
-        num_negatives = len(rank_batch.negative)
-        has_negative_labels = rank_batch.negative_label_scores is not None
         rank_counts = {
             "inputs": len(features),
             "vectors": sum(rank_batch.num_vectors),
             "rows": len(rank_batch.query),
-            "negatives": num_negatives,
+            "negatives": len(rank_batch.negative),
             "has_label_scores": rank_batch.label_scores is not None,
-            "has_negative_label_scores": has_negative_labels or num_negatives == 0,
             "padded_tokens": model_split.padded_tokens,
             "longest": max(lengths, default=0),
             "failed": self._ran_out_of_memory,  # in the batch before
@@ -630,12 +625,8 @@ class TrainingStep:
         # Label scores are used only if every rank has them: all ranks pass the same fields.
         if all(counts.has_label_scores) and rank_batch.label_scores is not None:
             parts["label_scores"] = FieldPart(rank_batch.label_scores, counts.rows)
-        if any(counts.negatives) and all(counts.has_negative_label_scores):
-            negative_labels = rank_batch.negative_label_scores
-            if negative_labels is None:  # a rank without negatives
-                negative_labels = np.empty(0, dtype=np.float64)
             parts["negative_label_scores"] = FieldPart(
-                negative_labels, counts.negatives
+                rank_batch.negative_label_scores, counts.negatives
             )
         return parts
 

@@ -5,6 +5,7 @@ Micro-batches divide the inputs by length, within a token budget. The feeder col
 ahead on other cores.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,8 +46,8 @@ class RankBatch:
     negative_example: np.ndarray
     label_scores: np.ndarray | None
     """[R] score of each row, where the data have one for all of them."""
-    negative_label_scores: np.ndarray | None
-    """[H] score of each hard negative, as `label_scores`."""
+    negative_label_scores: np.ndarray
+    """[H] score of each hard negative, NaN where it has none."""
     num_inputs: int
     """Number of inputs before the removal of duplicates."""
     where: list[str]
@@ -103,14 +104,15 @@ def make_rank_batch(
         row_items += [(example.query, document) for document in example.positives]
         negative_items += [(example.query, document) for document in example.negatives]
         scores += example.scores or ()
-        negative_scores += example.negative_scores or ()
+        known_scores = example.negative_scores or ()
+        # Negatives that a run adds to those of the record have no score.
+        num_added = len(example.negatives) - len(known_scores)
+        negative_scores += [*known_scores, *[math.nan] * num_added]
     # By key, not by text: a text as query and as document differs if the model has prompts.
     features = featuriser.features(units)
     where_to = np.arange(len(units))
     if not encodes_duplicates:
         features, where_to = distinct(features, key=lambda feature: feature.key)
-    has_label_scores = len(scores) == len(rows) > 0
-    has_negative_label_scores = len(negative_scores) == len(negatives) > 0
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
     return RankBatch(
@@ -124,10 +126,8 @@ def make_rank_batch(
         example=row_table[:, 2],
         negative=where_to[negative_table[:, 0]],
         negative_example=negative_table[:, 1],
-        label_scores=np.array(scores) if has_label_scores else None,
-        negative_label_scores=np.array(negative_scores)
-        if has_negative_label_scores
-        else None,
+        label_scores=np.array(scores) if len(scores) == len(rows) else None,
+        negative_label_scores=np.array(negative_scores, dtype=np.float64),
         num_inputs=len(units),
         where=[example.where for example in examples],
         row_items=row_items,
