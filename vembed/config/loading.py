@@ -34,7 +34,7 @@ from vembed.config.options import (
 )
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
 from vembed.config.schema import TrainConfig, sources_of
-from vembed.config.values import RESULT_OF, Immutable
+from vembed.config.values import RESULT_OF, ConfigModel
 from vembed.errors import UserError
 from vembed.files import existing, short_name
 
@@ -295,7 +295,7 @@ def resolve_paths(
         """
         if isinstance(value, list):
             return [locate(name, entry) for entry in value]
-        if isinstance(value, Immutable):
+        if isinstance(value, ConfigModel):
             paths = {}
             for field in PATHS_OF_ENTRIES:
                 entry = getattr(value, field, None)

@@ -15,11 +15,11 @@ from pydantic.fields import FieldInfo
 from vembed.config.values import (
     Auto,
     CodeName,
+    ConfigModel,
     Dtype,
     FileReference,
     FiniteFloat,
     Fraction,
-    Immutable,
     Momentum,
     NonNegativeFloat,
     NonNegativeInt,
@@ -88,7 +88,7 @@ SamplingName = Annotated[
 ]
 
 
-class Guard(Immutable):
+class Guard(ConfigModel):
     """One entry of `guards`."""
 
     path: str
@@ -104,7 +104,7 @@ class Guard(Immutable):
         return self.name or PurePath(self.path).stem
 
 
-class Teacher(Immutable):
+class Teacher(ConfigModel):
     """One entry of `teachers`."""
 
     model: str
@@ -137,7 +137,7 @@ class Teacher(Immutable):
         return self.name or self.model
 
 
-class _LossEntry(Immutable):
+class _LossEntry(ConfigModel):
     """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
 
     loss: LossName
@@ -157,7 +157,7 @@ else:
     LossEntry = create_model("LossEntry", __base__=_LossEntry, **_optional)
 
 
-class DataSource(Immutable):
+class DataSource(ConfigModel):
     """One entry of `data_path` when it is a list."""
 
     path: str
@@ -194,7 +194,7 @@ NEGATIVE_LIMITS = frozenset({"relative_margin", "margin", "max_score", "threshol
 """Options that limit how high a negative may score."""
 
 
-class NegativeSelection(Immutable):
+class NegativeSelection(ConfigModel):
     """Options that choose negatives among the candidates, and their number."""
 
     num_negatives: PositiveInt = 5
@@ -280,7 +280,7 @@ class EpochMining(NegativeSelection):
 # ---- sections
 
 
-class Section(Immutable):
+class Section(ConfigModel):
     """Base class of the sections of a TrainConfig."""
 
 
@@ -737,7 +737,7 @@ class RunSection(Section):
     """Time limit in minutes. Before it is reached, the run writes a checkpoint and stops. `resume` continues it."""
 
 
-class TrainConfig(Immutable):
+class TrainConfig(ConfigModel):
     """Options of a training run, by section. Users write them flat, in one file.
 
     `docs/options.md` is generated from the sections: the title of a section's class is
@@ -824,7 +824,7 @@ def json_schema() -> dict[str, Any]:
     fields: dict[str, Any] = {
         name: (field.annotation, field) for name, field in option_fields().items()
     }
-    model = create_model("TrainConfig", __base__=Immutable, **fields)
+    model = create_model("TrainConfig", __base__=ConfigModel, **fields)
     return model.model_json_schema()
 
 

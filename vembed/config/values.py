@@ -13,15 +13,17 @@ def _no_bool(value: Any) -> Any:
 
 
 # Whole numbers end at 2**63, since they become int64 in tensors and in TOML.
-Number = BeforeValidator(_no_bool)
-PositiveInt = Annotated[int, Field(gt=0, lt=2**63), Number]
-NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), Number]
-NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False), Number]
-PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Number]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
-ProperFraction = Annotated[float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), Number]
-Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False), Number]
+RefusesBool = BeforeValidator(_no_bool)
+PositiveInt = Annotated[int, Field(gt=0, lt=2**63), RefusesBool]
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), RefusesBool]
+NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False), RefusesBool]
+PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), RefusesBool]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), RefusesBool]
+ProperFraction = Annotated[
+    float, Field(gt=0.0, lt=1.0, allow_inf_nan=False), RefusesBool
+]
+Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), RefusesBool]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False), RefusesBool]
 Dtype = Literal["float32", "bfloat16", "float16"]
 Auto = Literal["auto"]
 Task = Literal["embed", "rerank"]
@@ -51,7 +53,7 @@ CodeName = Annotated[
 """A function or class in a file of the user's."""
 
 
-class Immutable(BaseModel):
+class ConfigModel(BaseModel):
     """Base class of config models: immutable; unknown keys are errors."""
 
     model_config = ConfigDict(

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from vembed.config.values import FileReference, Immutable, PositiveFloat
+from vembed.config.values import ConfigModel, FileReference, PositiveFloat
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,7 +58,7 @@ class StartValues:
     seed: int = 0
 
 
-class LossDeclaration(Immutable):
+class LossDeclaration(ConfigModel):
     """Base class of all losses. An instance holds the options of one term of a run."""
 
     name: ClassVar[str]

@@ -32,12 +32,12 @@ from vembed.config.options import (
 from vembed.config.parsing import read_tree, tree_of_mapping
 from vembed.config.schema import DataSource, NegativeSelection
 from vembed.config.values import (
+    ConfigModel,
     Fraction,
-    Immutable,
     NonNegativeInt,
-    Number,
     PositiveFloat,
     PositiveInt,
+    RefusesBool,
     RetrievalMode,
 )
 from vembed.errors import UserError, nearest
@@ -53,7 +53,7 @@ def paths_of(paths: str | list[str] | None) -> list[str]:
     return [paths] if isinstance(paths, str) else paths
 
 
-class Retriever(Immutable):
+class Retriever(ConfigModel):
     """One entry of `retrievers`."""
 
     model: str
@@ -70,7 +70,7 @@ class Retriever(Immutable):
     """Library that loads the model. `auto`: vembed, and Sentence Transformers for modules that vembed does not know."""
 
 
-class Endpoint(Immutable):
+class Endpoint(ConfigModel):
     """An OpenAI-compatible endpoint."""
 
     base_url: Annotated[str, Field(pattern="^https?://")] | None = None
@@ -114,14 +114,14 @@ class Judge(Endpoint):
         return self
 
 
-class CommandConfig(Immutable):
+class CommandConfig(ConfigModel):
     """Base class of the configs of commands, which may be read from a training config."""
 
     not_of_training: ClassVar[tuple[str, ...]] = ()
     """Options that mean something else in training. All others of the same name are taken from a training config."""
 
 
-class RecordOptions(Immutable):
+class RecordOptions(ConfigModel):
     """Options of every command that reads records; the names mean what they mean in training."""
 
     image_root: str | None = None
@@ -162,7 +162,7 @@ class DataOptions(RowOptions):
     pos_id, document_id, doc_id or corpus_id, the first that is there."""
 
 
-class WeightOptions(Immutable):
+class WeightOptions(ConfigModel):
     """Options of every command that loads a model."""
 
     # ---- model -------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class ModelOptions(WeightOptions):
     """Dtype of the vectors on disk; products are float32 whatever it is."""
 
 
-class WorkOptions(Immutable):
+class WorkOptions(ConfigModel):
     """Options of every command that keeps vectors for a second run."""
 
     work_dir: str | None = None
@@ -328,7 +328,7 @@ class AuditConfig(DataOptions, ModelOptions, WorkOptions, CommandConfig):
     """Documents that are searched per query."""
     num_negatives: PositiveInt = 5
     """Negatives per query for which the rate of false ones is estimated."""
-    max_false_negative_rate: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.05
+    max_false_negative_rate: Annotated[float, Field(gt=0.0, lt=1.0), RefusesBool] = 0.05
     """The rate that the recommended threshold keeps to."""
     num_examples: NonNegativeInt = 20
     """Examples of each finding on the page."""
@@ -351,7 +351,7 @@ class Writer(Endpoint):
 
     model: str
     """A decoder (a folder or a Hub name), or the name of a model at `base_url`."""
-    temperature: Annotated[float, Field(ge=0.0, le=2.0), Number] = 0.0
+    temperature: Annotated[float, Field(ge=0.0, le=2.0), RefusesBool] = 0.0
     """0: the most likely words."""
     max_new_tokens: PositiveInt = 64
     """Longest query in tokens."""
@@ -435,7 +435,7 @@ class GenerateConfig(RecordOptions, ModelOptions, WorkOptions, CommandConfig):
 
 
 Config = TypeVar("Config", bound=CommandConfig)
-CommandConfigSource = str | Path | Mapping[str, Any] | Immutable | None
+CommandConfigSource = str | Path | Mapping[str, Any] | ConfigModel | None
 INPUT_OPTIONS = (
     "data_path",
     "corpus_path",
@@ -459,7 +459,7 @@ def load_options(
 
     A training config serves too: the options that it shares with the command are taken, and its others are left.
     """
-    if isinstance(source, Immutable):
+    if isinstance(source, ConfigModel):
         if not isinstance(source, kind):
             raise UserError(
                 f"the config is a {type(source).__name__}, and a {kind.__name__} is needed"
