@@ -175,7 +175,7 @@ def in_steps(
             for number, batch in enumerate(
                 stream.from_batch(0, len(pairs) // batch_size)
             ):
-                step.accumulate(batch, number, weight=1.0, is_last=True)
+                step.accumulate(batch, number, weight=1.0, is_last_batch=True)
             return (
                 2
                 * batch_size

@@ -180,9 +180,9 @@ def measure(
                 seconds["batch"] = time.perf_counter() - start
                 if repeat == 0:  # the first one is a warm-up, and counts bytes
                     with integers:
-                        stages.accumulate(batch, repeat, weight=1.0, is_last=True)
+                        stages.accumulate(batch, repeat, weight=1.0, is_last_batch=True)
                     continue
-                stages.accumulate(batch, repeat, weight=1.0, is_last=True)
+                stages.accumulate(batch, repeat, weight=1.0, is_last_batch=True)
             for name, value in seconds.items():
                 times[name].append(value)
         session.world_size = 1

@@ -113,7 +113,7 @@ def on_ranks(place, strategy):
         for case in CASES:
             config = config_of(case, place, strategy=strategy)
             gradients, result = step_on_rank(case, config, session, config.objective)
-            actual.append((gradients, dict(result.auxiliary)))
+            actual.append((gradients, dict(result.auxiliary_means)))
     return actual
 
 

@@ -171,7 +171,7 @@ def with_whole_loss(by_rank):
 def step_on_rank(case, config, session, auxiliary=None, teachers=None):
     """This rank's part of the case's batch through the real step: the whole gradients by name, and the result."""
     step, rank_batch = prepared_step(case, config, session, auxiliary, teachers)
-    result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, is_last=True)
+    result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, is_last_batch=True)
     step.synchronise(0.0)
     return all_gradients(step.model, step.loss, result.loss_share), result
 

@@ -52,7 +52,7 @@ def steps_after(folder):
                 count.remove()
             gradients = []
             for number in range(2):
-                step.accumulate(rank_batch, number, weight=1.0, is_last=True)
+                step.accumulate(rank_batch, number, weight=1.0, is_last_batch=True)
                 gradients.append(full_gradients(model))
                 model.zero_grad(set_to_none=True)
             actual.append((demand, *gradients))

@@ -184,7 +184,7 @@ def on_ranks(configs):
                     frozen=frozen,
                     image_bytes=image_bytes,
                 )
-                result = step.accumulate(rank_batch, 3, weight=1.0, is_last=True)
+                result = step.accumulate(rank_batch, 3, weight=1.0, is_last_batch=True)
                 step.synchronise(0.0)
                 results.append(
                     {

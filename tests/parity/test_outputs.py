@@ -86,7 +86,7 @@ def step_on_rank(strategy, cache):
         step, batch = step_of(model, loss, featuriser, session, examples(CASE), budget)
         num_vectors = [feature.length - 2 for feature in batch.features]
         batch = replace(batch, num_vectors=num_vectors)
-        result = step.accumulate(batch, 3, weight=1.0, is_last=True)
+        result = step.accumulate(batch, 3, weight=1.0, is_last_batch=True)
         step.synchronise(0.0)
         return {**full_gradients(model), "loss": result.loss_share}
 

@@ -41,7 +41,7 @@ def count_rounds(folder, strategy, cases):
             collectives.calls.clear()
             reduced.clear()
             finished.clear()
-            result = step.accumulate(rank_batch, 0, weight=1.0, is_last=True)
+            result = step.accumulate(rank_batch, 0, weight=1.0, is_last_batch=True)
             step.synchronise(0.0)
             actual.append(
                 {

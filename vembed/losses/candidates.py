@@ -43,10 +43,10 @@ from vembed.losses.similarity import length_of
 NO_KEY_COLUMN = -2
 """Fills the keys of columns up to a rectangle. Rows are filled with another number, NO_KEY_ROW, so that two unused slots
 are never equal."""
-QUERY_TO_DOCUMENT = 0
-"""Direction of a row's loss: its query against documents."""
-DOCUMENT_TO_QUERY = 1
-"""Its positive against queries."""
+FORWARD_LOSS = 0
+"""The loss of a row in which its query seeks its positive."""
+REVERSE_LOSS = 1
+"""That in which its positive seeks its query."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,8 @@ class ColumnGroup:
     """Entries of the columns."""
     masks: tuple[ExclusionMask, ...]
     """A score is excluded where one of them is true."""
-    direction: int = QUERY_TO_DOCUMENT
+    direction: int = FORWARD_LOSS
+    """The loss that the scores enter. Scores of two queries, or of two documents, enter the forward one."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ class CandidateRule:
     both_directions: bool = False
     """Positives against queries, for a reverse loss."""
     own_negatives_as_pairs: bool = False
-    """Score the hard negatives of a row's own example as single pairs, also where all hard negatives are columns. The columns
-    then exclude them."""
+    """Score the hard negatives of a row's own example as single pairs, also where all hard negatives are columns. In the
+    columns they are then masked for these rows. Other rows still use them."""
 
 
 @dataclass(frozen=True)
@@ -229,13 +230,13 @@ class _MaskKeys(NamedTuple):
     """[n, S] contents of the row's query, in the first column, and of its example's positives."""
     document_keys: Tensor
     """[C, 1 or 2] content of each document. A mixture of two hard negatives has the keys of both."""
-    query_keys: Tensor
+    query_content_keys: Tensor
     """[C', 1] content of each query."""
     row_example: Tensor
     """[n, 1] example of the row."""
     document_example: Tensor
     """[C, 1] example of each hard negative. Positives have no key."""
-    query_column_keys: Tensor
+    query_and_positive_keys: Tensor
     """[C', S] contents of each query, as a column, and of its example's positives. A row's positive is compared with them."""
 
 
@@ -257,10 +258,10 @@ def _mask_keys(
     keys = _MaskKeys(
         row_keys=row_keys[rank_rows],
         document_keys=torch.cat((negative_keys[:num_negatives], repeated)),
-        query_keys=query_keys[layout.rows_with_query],
+        query_content_keys=query_keys[layout.rows_with_query],
         row_example=empty,
         document_example=empty,
-        query_column_keys=empty,
+        query_and_positive_keys=empty,
     )
     if rule.own_negatives_as_pairs:
         of_negatives = batch.negative_example[:num_negatives]
@@ -271,10 +272,10 @@ def _mask_keys(
             document_example=document_example[:, None].int(),
         )
     if rule.both_directions:
-        query_column_keys = row_keys[layout.rows_with_query]
-        is_key = query_column_keys != NO_KEY_ROW
-        query_column_keys = query_column_keys.where(is_key, NO_KEY_COLUMN)
-        keys = keys._replace(query_column_keys=query_column_keys)
+        column_keys = row_keys[layout.rows_with_query]
+        is_key = column_keys != NO_KEY_ROW
+        column_keys = column_keys.where(is_key, NO_KEY_COLUMN)
+        keys = keys._replace(query_and_positive_keys=column_keys)
     return keys
 
 
@@ -295,8 +296,8 @@ def _column_groups(
     masks = tuple(document_masks)
     groups = [ColumnGroup(layout.rank_queries, documents, masks)]
     if rule.query_query:
-        # Excluded: the row's query itself, and queries with the content of one of its positives.
-        query_mask = ExclusionMask(keys.row_keys, keys.query_keys)
+        # Excluded: queries with the content of the row's query or of one of its positives.
+        query_mask = ExclusionMask(keys.row_keys, keys.query_content_keys)
         groups.append(ColumnGroup(layout.rank_queries, queries, (query_mask,)))
     if rule.document_document:
         groups.append(ColumnGroup(layout.rank_positives, documents, masks))
@@ -305,12 +306,10 @@ def _column_groups(
         row_positive = keys.document_keys[layout.rank_positives, :1]
         row_query = keys.row_keys[:, :1]
         query_masks = (
-            ExclusionMask(row_positive, keys.query_column_keys),
-            ExclusionMask(row_query, keys.query_keys),
+            ExclusionMask(row_positive, keys.query_and_positive_keys),
+            ExclusionMask(row_query, keys.query_content_keys),
         )
-        group = ColumnGroup(
-            layout.rank_positives, queries, query_masks, DOCUMENT_TO_QUERY
-        )
+        group = ColumnGroup(layout.rank_positives, queries, query_masks, REVERSE_LOSS)
         groups.append(group)
     return tuple(group for group in groups if length_of(group.columns))
 

@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vembed.losses.batch import TeacherVectors
-from vembed.losses.candidates import QUERY_TO_DOCUMENT, ScorePlan, shifted
+from vembed.losses.candidates import FORWARD_LOSS, ScorePlan, shifted
 from vembed.losses.similarity import (
     Entries,
     KnownGradients,
@@ -188,8 +188,8 @@ class SoftmaxRows(RowLoss):
     `others` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
     precision of small losses.
 
-    `stretch` (hardness_alpha): a candidate enters the softmax with stretch * logit. The gradient with respect to the logit
-    leaves out the factor stretch.
+    `stretch` (hardness_alpha): a candidate enters the softmax with stretch * logit. Its term is exp(logit), weighted by
+    exp((stretch - 1) * logit). The weight counts as a constant, so the gradient lacks the factor stretch.
     `stretches_own_only`: only single logits do, which are those of the row's own hard negatives (hardness_scope: own).
     `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
     """
@@ -232,7 +232,7 @@ class SoftmaxRows(RowLoss):
         self.log_sum = surplus + largest  # [n]
         # `focus` [n]: derivative of the focal loss by the loss of the row.
         self.focus: Tensor | float = 1.0
-        log_denominator = self.log_sum - math.log(self.coefficient)
+        log_divisor = self.log_sum - math.log(self.coefficient)
         if self.focal_gamma:
             # 1 - exp(-l) without cancellation for small l.
             complement = -torch.expm1(-losses)
@@ -243,17 +243,17 @@ class SoftmaxRows(RowLoss):
             )
             slope = self.focal_gamma * (1 - complement) * ratio
             self.focus = weights * (1 + slope)
-            log_denominator = log_denominator - torch.log(self.focus)
+            log_divisor = log_divisor - torch.log(self.focus)
             losses = losses * weights
-        self.log_denominator = log_denominator
+        self.log_divisor = log_divisor
         return self.coefficient * losses.sum()
 
     def d_candidates(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
-        # coefficient * focus * softmax = exp(logit - log_denominator): one subtraction and one exp over the tile.
+        # coefficient * focus * softmax = exp(logit - log_divisor): one subtraction and one exp over the tile.
         logits = self._stretched(candidates)
-        log_denominator = for_each(self.log_denominator, candidates.row)
-        return torch.sub(logits, log_denominator, out=candidates.out).exp_()
+        log_divisor = for_each(self.log_divisor, candidates.row)
+        return torch.sub(logits, log_divisor, out=candidates.out).exp_()
 
     def d_positives(self) -> Tensor:
         """See RowLoss."""
@@ -264,7 +264,8 @@ class SoftmaxRows(RowLoss):
 
 class CircleRows(SoftmaxRows):
     """Softmax over weighted logits: that of the positive is a (s - 1 + m) / T, that of a candidate b (s - m) / T, with
-    s = T * logit. Their derivatives by the logit are a and b."""
+    s = T * logit. The weights a = max(0, 1 + m - s) and b = max(0, s + m) count as constants, so the derivatives by the
+    logit are a and b."""
 
     def __init__(
         self,
@@ -277,7 +278,7 @@ class CircleRows(SoftmaxRows):
         self.margin = margin
         score = start.logits * temperature
         distance = 1.0 + margin - score
-        # a_i of the formula. It has no gradient: `d_positives` multiplies by it.
+        # The weight a. `d_positives` multiplies by it.
         self.positive_weight = distance.clamp_(min=0.0)
         weighted = self.positive_weight * (score - (1.0 - margin)) / temperature
         super().__init__(replace(start, logits=weighted))
@@ -597,7 +598,7 @@ class _RowBlock:
     """The rows' queries and positives, with scores [K, n]."""
     losses: list[list[RowLoss]]
     """By dim and direction."""
-    ceilings: Tensor | None
+    logit_ceilings: Tensor | None
     """[K, n] logits above which candidates are excluded."""
     guide_ceilings: Tensor | None
     """[n] scores of the guide above which candidates are excluded."""
@@ -705,10 +706,10 @@ class _ScorePass:
                 by_direction.append(self.scoring.make_row_loss(start))
             losses.append(by_direction)
         # Margins are in scores. Candidates are compared as logits, so these ceilings are scaled.
-        ceilings = None
+        logit_ceilings = None
         if self.scoring.margin_above_positive is not None:
             ceilings = positive_scores + self.scoring.margin_above_positive
-            ceilings = _with_tolerance(ceilings) * self.logit_scale
+            logit_ceilings = _with_tolerance(ceilings) * self.logit_scale
         guide_ceilings = None
         guide = self.scoring.guide
         if self.guide_table is not None and guide is not None:
@@ -717,7 +718,7 @@ class _ScorePass:
             margin = guide.margin_below_positive * unit
             guide_ceilings = _with_tolerance(guide_scores - margin)
         pairs = _ScoredPairs(queries, positives, positive_scores)
-        return _RowBlock(pairs, losses, ceilings, guide_ceilings)
+        return _RowBlock(pairs, losses, logit_ceilings, guide_ceilings)
 
     def _score_negative_pairs(
         self, rows: slice, block: _RowBlock
@@ -734,8 +735,8 @@ class _ScorePass:
             # [K, P]. Excluded scores become EXCLUDED before they are scaled. `_differentiate_pairs` multiplies by them, so
             # they must be finite.
             scores = self.vector_table.pair_scores(left, right)
-            if block.ceilings is not None:
-                is_above = scores * self.logit_scale > block.ceilings[:, row]
+            if block.logit_ceilings is not None:
+                is_above = scores * self.logit_scale > block.logit_ceilings[:, row]
                 scores.masked_fill_(is_above, EXCLUDED)
             if block.guide_ceilings is not None:
                 assert self.guide_table is not None
@@ -749,7 +750,7 @@ class _ScorePass:
             all_logits = scores * self.logit_scale
             for logits, by_direction in zip(all_logits, block.losses, strict=True):
                 candidates = CandidateLogits(logits, teacher_scores, row=row)
-                by_direction[QUERY_TO_DOCUMENT].add(candidates)
+                by_direction[FORWARD_LOSS].add(candidates)
                 by_dim.append(candidates)
             negative_pairs.append(_ScoredPairs(left, right, scores, tuple(by_dim)))
         return negative_pairs
@@ -760,18 +761,20 @@ class _ScorePass:
         """Add the gradient of a block's positives and negative pairs."""
         for pairs in (block.positives, *negative_pairs):
             # The derivatives [P] of each dim with respect to the logits.
-            gradients = []
+            d_by_dim = []
             for k, by_direction in enumerate(block.losses):
                 if pairs.candidates_by_dim:
-                    gradient = by_direction[QUERY_TO_DOCUMENT].d_candidates(
+                    gradient = by_direction[FORWARD_LOSS].d_candidates(
                         pairs.candidates_by_dim[k]
                     )
                 else:
                     # Both directions share the positive's score, so their derivatives add up.
-                    directions = [row_loss.d_positives() for row_loss in by_direction]
-                    gradient = torch.stack(directions).sum(0)
-                gradients.append(gradient)
-            d_logits = torch.stack(gradients)  # [K, P]
+                    d_by_direction = [
+                        row_loss.d_positives() for row_loss in by_direction
+                    ]
+                    gradient = torch.stack(d_by_direction).sum(0)
+                d_by_dim.append(gradient)
+            d_logits = torch.stack(d_by_dim)  # [K, P]
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
             # logits = logit_scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
@@ -848,8 +851,8 @@ class _ScorePass:
             logits = tile.logits[k]
             for mask in excluded:
                 logits.masked_fill_(mask, EXCLUDED)
-            if block.ceilings is not None:
-                is_above = logits > block.ceilings[k, :, None]
+            if block.logit_ceilings is not None:
+                is_above = logits > block.logit_ceilings[k, :, None]
                 logits.masked_fill_(is_above, EXCLUDED)
             row_loss = block.losses[k][tile.direction]
             row_loss.add(CandidateLogits(logits, tile.teacher_scores, out=scratch))
@@ -859,9 +862,8 @@ class _ScorePass:
         derivative_buffer, table_buffer = tile.scratch
         for k in reversed(range(self.num_dims)):
             logits = tile.logits[k]
-            # From the largest dim to the smallest. The largest dim's derivative overwrites its logits, and `add_gradient`
-            # adds those of the other dims there, so that one matrix product serves all. The smaller dims still need their
-            # logits for the gradient of the norm.
+            # The largest dim first. Its derivative overwrites its logits, and `add_gradient` adds that of each smaller dim into
+            # the same buffer, so that one matrix product serves all. A smaller dim needs its own logits until then.
             is_largest = k == self.num_dims - 1
             out = logits if is_largest else derivative_buffer
             row_loss = block.losses[k][tile.direction]

@@ -123,19 +123,19 @@ def set_gradient_sync(
     on: bool,
     *,
     all_reduce: bool = True,
-    is_last: bool = True,
+    is_last_backward: bool = True,
 ) -> None:
     """Switch FSDP's gradient reduction on or off for the following micro-batches. Call it before the forward pass.
 
     `all_reduce`: HYBRID_SHARD of FSDP2 also sums between the copies of the model; otherwise only inside each copy,
-    where the sums of several micro-batches add up to the next all-reduce. `is_last`: the next backward pass is the last
-    one before the optimizer step. FSDP2 waits for its reductions only then. No-op for a model that is not sharded:
+    where the sums of several micro-batches add up to the next all-reduce. `is_last_backward`: the next backward pass
+    is the last one before the optimizer step. FSDP2 waits for its reductions only then. No-op for a model that is not sharded:
     `collectives.GradientSync` averages its gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
         model.set_requires_all_reduce(on and all_reduce)
-        model.set_is_last_backward(is_last)
+        model.set_is_last_backward(is_last_backward)
         return
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         # The effect of FSDP1's no_sync, which is a context manager and would have to span forward and backward.

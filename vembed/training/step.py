@@ -19,8 +19,8 @@ row           A query and one of its positives, as two indices of inputs. L is a
 example       The record of the data that a row comes from. One with several positives has several rows.
 hard negative A document that an example names as not relevant to its query.
 content       A hash of an input's text or image. Inputs of equal content are not negatives of each other.
-vector        E has one for each input. For a model that gives an input several, E is [T, D]: their number is known from
-              the input's tokens, before the forward pass, and `starts` says where they begin.
+vector        A row of E. Dense models give one per input. Others give several: E is then [T, D], the number of each input's
+              vectors follows from its tokens before the forward pass, and `starts` says where they begin.
 slice         Inputs of one modality that pass the model together.
 micro-batch   The inputs of one forward pass: one slice, or one of each modality. Every rank runs equally many.
 dummy         A slice without inputs. The model still runs on a placeholder, so that this rank takes part in the
@@ -43,8 +43,8 @@ A batch passes five stages. Each is a method of TrainingStep:
                    replay with the same random draws. Under FSDP the last backward pass synchronises the gradients of
                    the ranks.
 
-After the last batch of an optimizer step, `synchronise` adds up the gradients of the loss's parameters over the ranks,
-and under DDP averages those of the model.
+After the last batch of an optimizer step, `synchronise` completes the gradients. Those of the loss's parameters are summed
+over the ranks. Under DDP those of the model are averaged, which begins during the last backward pass.
 
 A rank that runs out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks
 raise OutOfMemory there, to repeat the step with a smaller budget. A smaller budget keeps fewer graphs, which leaves more
@@ -107,7 +107,7 @@ class BatchCounts:
     has_label_scores: list[int]
     """1 if the rank's data have label scores of its positives."""
     padded_tokens: list[int]
-    """Tokens of its micro-batches, with padding."""
+    """Tokens of the micro-batches that it would make alone, with padding."""
     longest: list[int]
     """Tokens of the longest input."""
     failed: list[int]
@@ -121,7 +121,7 @@ class BatchState:
     rank_batch: RankBatch
     batch_number: int
     """Number of the global batch in the run."""
-    is_last: bool
+    is_last_batch: bool
     """True if this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
     input_source: InputSource
 
@@ -139,12 +139,12 @@ class BatchState:
     """[n, D] this rank's embeddings, detached. Where inputs have several vectors, a row for each of them."""
     kept_outputs: deque[tuple[list[Tensor], SliceLosses]] = field(default_factory=deque)
     """Embeddings and auxiliary losses of the first `num_kept_graphs` micro-batches, with their graphs."""
-    auxiliary: AuxiliaryBatch | None = None
+    auxiliary_sums: AuxiliaryBatch | None = None
     """Sums of the auxiliary losses, those that the model itself returns. None for a model without."""
 
     def is_last_backward(self, micro_index: int) -> bool:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
-        return self.is_last and micro_index == len(self.micro_batches) - 1
+        return self.is_last_batch and micro_index == len(self.micro_batches) - 1
 
     @cached_property
     def starts(self) -> np.ndarray | None:
@@ -191,17 +191,19 @@ class BatchResult:
     """Result of one global batch, besides gradients."""
 
     loss_share: Tensor
-    """This rank's part of the loss, unweighted. The sum over the ranks is the loss of the batch."""
+    """This rank's part of the loss, with its auxiliary losses, not multiplied by `weight`. The sum over the ranks is the loss
+    of the batch."""
     loss_on_host: HostCopy
     """The same on the host."""
-    padded_tokens: int
+    computed_tokens: int
+    """Tokens that this rank's forward passes computed, with padding where texts are padded."""
     num_forwards: int
     num_kept_graphs: int
     embeddings: Tensor
     """[n, D] this rank's embeddings, for diagnostics."""
     embeddings_sum: Tensor
     """Their sum, not finite if one of them is not. On the device, so that nothing waits for it."""
-    auxiliary: Mapping[str, float] = field(default_factory=dict)
+    auxiliary_means: Mapping[str, float] = field(default_factory=dict)
     """The auxiliary losses of the global batch, without their weights."""
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     """This rank's part of each term of `losses`, without its weight. Empty for a loss of one term."""
@@ -231,7 +233,7 @@ def join_slices(
     """Return micro-batches that run the slices of all modalities.
 
     The last slices of all modalities form one micro-batch, so that the backward pass that synchronises gradients
-    reaches every tower. In it, frozen modalities come last.
+    reaches every tower. In it, frozen modalities come last, as InputSource.feed gives them.
     """
     # False sorts before True, and the sort is stable: the order is the same on every rank.
     modalities = sorted(slices, key=lambda modality: modality in frozen)
@@ -271,7 +273,7 @@ class TrainingStep:
         self.teachers = teachers
         self.auxiliary_options = auxiliary_options
         self.timer = StepTimer(session.device)
-        # Each rank's gradient of a loss parameter comes from its rows, and L is the sum over the rows: sum, not mean.
+        # Gradients of the model are averaged under DDP. Those of loss parameters are summed, since L is a sum over rows.
         averaged = model.parameters() if session.strategy == "ddp" else ()
         self.gradient_sync = collectives.GradientSync(averaged, loss.parameters())
         self.bf16_weights = bf16_weights_of(model)
@@ -294,12 +296,12 @@ class TrainingStep:
         batch_number: int,
         *,
         weight: float,
-        is_last: bool,
+        is_last_batch: bool,
         float16_scale: float = 1.0,
     ) -> BatchResult:
         """Add `weight` times the gradient of L of a global batch to the parameters' gradients. Collective.
 
-        `is_last`: this is the last batch before the optimizer step. `float16_scale`: the factor of the gradient scaler, 1
+        `is_last_batch`: this is the last batch before the optimizer step. `float16_scale`: the factor of the gradient scaler, 1
         without float16.
         """
         scaled_weight = weight * float16_scale
@@ -307,9 +309,11 @@ class TrainingStep:
         with self.bf16_weights.held():
             with self.timer("data"):
                 input_source = InputSource(self.input_builder, rank_batch.features)
-                batch = BatchState(rank_batch, batch_number, is_last, input_source)
+                batch = BatchState(
+                    rank_batch, batch_number, is_last_batch, input_source
+                )
             if self.auxiliary_options is not None:
-                batch.auxiliary = AuxiliaryBatch(
+                batch.auxiliary_sums = AuxiliaryBatch(
                     self.auxiliary_options, rank_batch, self.session.device
                 )
             with self.timer("wait"):
@@ -334,19 +338,21 @@ class TrainingStep:
             ):
                 self.backward(batch, gradient, scaled_weight)
         feeder = self.input_builder.feeder
-        padded_tokens = 0
+        computed_tokens = 0
         for micro_batch in batch.micro_batches:
-            padded_tokens += feeder.padded_tokens(micro_batch, rank_batch.features)
-        auxiliary = {} if batch.auxiliary is None else batch.auxiliary.means()
+            computed_tokens += feeder.padded_tokens(micro_batch, rank_batch.features)
+        auxiliary_means = {}
+        if batch.auxiliary_sums is not None:
+            auxiliary_means = batch.auxiliary_sums.means()
         return BatchResult(
             loss_share=loss_share,
             loss_on_host=loss_on_host,
-            padded_tokens=padded_tokens,
+            computed_tokens=computed_tokens,
             num_forwards=2 * len(batch.micro_batches) - batch.num_kept_graphs,
             num_kept_graphs=batch.num_kept_graphs,
             embeddings=batch.embeddings,
             embeddings_sum=batch.embeddings.sum(dtype=torch.float32),
-            auxiliary=auxiliary,
+            auxiliary_means=auxiliary_means,
             terms=self.loss.term_shares,
         )
 
@@ -427,17 +433,19 @@ class TrainingStep:
             for micro_index, model_inputs in enumerate(inputs_in_turn):
                 micro_batch = batch.micro_batches[micro_index]
                 # FSDP reads this in the forward pass already. `backward` sets it again for each micro-batch.
-                self._set_gradient_sync(batch.is_last_backward(micro_index))
+                self._set_fsdp_reduction(batch.is_last_backward(micro_index))
                 # The first ones keep their graphs: their backward passes come first, and free them before any replay.
                 keeps_graph = micro_index < batch.num_kept_graphs
                 with torch.set_grad_enabled(keeps_graph):
-                    outputs, losses = self._forward(batch, model_inputs, micro_index)
-                if batch.auxiliary is not None:
-                    batch.auxiliary.add(micro_batch, losses)
+                    outputs, auxiliary_losses = self._forward(
+                        batch, model_inputs, micro_index
+                    )
+                if batch.auxiliary_sums is not None:
+                    batch.auxiliary_sums.add(micro_batch, auxiliary_losses)
                 if embeddings is None:
                     width = outputs[0].shape[1]
-                    num_vectors = batch.counts.vectors[self.session.rank]
-                    embeddings = outputs[0].new_zeros(num_vectors, width)
+                    num_rank_vectors = batch.counts.vectors[self.session.rank]
+                    embeddings = outputs[0].new_zeros(num_rank_vectors, width)
                 for (_, input_indices), output in zip(
                     micro_batch, outputs, strict=True
                 ):
@@ -448,7 +456,7 @@ class TrainingStep:
                             output.detach()
                         )
                 if keeps_graph:
-                    batch.kept_outputs.append((outputs, losses))
+                    batch.kept_outputs.append((outputs, auxiliary_losses))
         assert embeddings is not None, "every rank runs at least one micro-batch"
         batch.embeddings = embeddings
 
@@ -529,9 +537,9 @@ class TrainingStep:
             if gradient is None:
                 gradient = torch.zeros_like(embeddings)
             gradient = collectives.reduce_scatter_rows(gradient, batch.counts.vectors)
-            if batch.auxiliary is not None:
-                batch.auxiliary.sum_over_ranks()
-                loss_share = loss_share + batch.auxiliary.loss_share()
+            if batch.auxiliary_sums is not None:
+                batch.auxiliary_sums.sum_over_ranks()
+                loss_share = loss_share + batch.auxiliary_sums.loss_share()
         # FSDP and GradientSync average over the ranks, but L is a sum over them.
         return loss_share, gradient * self.session.world_size
 
@@ -548,19 +556,19 @@ class TrainingStep:
         num_kept = batch.num_kept_graphs
         replayed_inputs = batch.input_source.feed(batch.micro_batches, first=num_kept)
         for micro_index, micro_batch in enumerate(batch.micro_batches):
-            is_last = batch.is_last_backward(micro_index)
-            self._set_gradient_sync(is_last)
+            is_last_backward = batch.is_last_backward(micro_index)
+            self._set_fsdp_reduction(is_last_backward)
             if micro_index < num_kept:
                 # Taken out, so that each graph is freed as soon as its backward is done.
-                outputs, losses = batch.kept_outputs.popleft()
+                outputs, auxiliary_losses = batch.kept_outputs.popleft()
             else:
                 # The seed is a function of the index, so this replay draws the dropout masks of `encode`.
-                outputs, losses = self._forward(
+                outputs, auxiliary_losses = self._forward(
                     batch, next(replayed_inputs), micro_index
                 )
-            # Only the last backward pass may free the gathered parameters. This is set after the replay's forward pass,
-            # which would free them too early.
-            self._keep_gathered(not is_last)
+            # Parameters stay gathered until the last backward pass. Set here, and not before the replay's forward pass, which
+            # would free them.
+            self._keep_gathered(not is_last_backward)
             # The roots of this backward pass, each with the gradient that it starts from.
             roots = []
             gradients = []
@@ -575,26 +583,30 @@ class TrainingStep:
                     output_gradient = torch.zeros_like(output)
                 roots.append(output)
                 gradients.append(output_gradient)
-            if batch.auxiliary is not None:
-                surrogate = batch.auxiliary.surrogate(micro_batch, losses)
+            if batch.auxiliary_sums is not None:
+                surrogate = batch.auxiliary_sums.surrogate(
+                    micro_batch, auxiliary_losses
+                )
                 if surrogate is not None:
                     # The loss is a sum over the ranks, but the gradients of the ranks are averaged (see `differentiate`).
                     factor = scaled_weight * self.session.world_size
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))
-            if is_last and not self.session.syncs_batch_norms:
+            # Shared batch norms have collectives in the backward pass. Buckets between them would come in another order on
+            # each rank.
+            if is_last_backward and not self.session.syncs_batch_norms:
                 self.gradient_sync.start_early()
             grouping: AbstractContextManager[None] = nullcontext()
             # The last backward pass sums its gradients over the ranks while it runs.
-            syncs_gradients = is_last and self.session.world_size > 1
-            if self._grouped_parameters and not syncs_gradients:
+            reduces_now = is_last_backward and self.session.world_size > 1
+            if self._grouped_parameters and not reduces_now:
                 # Converts and adds the gradients of all parameters together, in few kernels.
                 grouping = self.bf16_weights.grouped_gradients(self._grouped_parameters)
             if roots:
                 with grouping:
                     torch.autograd.backward(roots, gradients)
         # FSDP units without a backward pass (a frozen tower, a tower without inputs) are still gathered: free them now.
-        if batch.is_last and self.session.keeps_gathered:
+        if batch.is_last_batch and self.session.keeps_gathered:
             reshard(self.model)
 
     # ---- parts of the stages -------------------------------------------------
@@ -602,7 +614,7 @@ class TrainingStep:
     def _fields(self, batch: BatchState) -> dict[str, "FieldPart"]:
         """Return this rank's part of the fields of LossBatch that describe inputs, rows and hard negatives, by name.
 
-        A further field is one more line here and one more in LossBatch.
+        A further field is one more line here and one more in LossBatch, and one of integers also stands in INDEX_FIELDS.
         """
         rank_batch = batch.rank_batch
         counts = batch.counts
@@ -645,8 +657,9 @@ class TrainingStep:
         outputs, losses = self.model(inputs, with_auxiliary=True)
         return outputs, losses
 
-    def _set_gradient_sync(self, is_last: bool) -> None:
-        """Set whether FSDP reduces gradients in the next backward pass. Other micro-batches only add to the local gradient."""
+    def _set_fsdp_reduction(self, is_last_backward: bool) -> None:
+        """Set whether FSDP reduces gradients in the next backward pass. It does in the last one. In the others gradients stay
+        on this rank, unless there is no memory for whole ones."""
         session = self.session
         if session.fsdp is None:
             return
@@ -654,9 +667,9 @@ class TrainingStep:
         # last.
         set_gradient_sync(
             self.model,
-            is_last or session.reduces_each_micro_batch,
-            all_reduce=is_last or not session.all_reduces_once,
-            is_last=is_last,
+            is_last_backward or session.reduces_each_micro_batch,
+            all_reduce=is_last_backward or not session.all_reduces_once,
+            is_last_backward=is_last_backward,
         )
 
     def _keep_gathered(self, on: bool) -> None:
@@ -711,7 +724,8 @@ def rank_slice(rank: int, counts: Sequence[int]) -> slice:
 def gather_fields(parts: Mapping[str, FieldPart]) -> dict[str, Tensor]:
     """Return the fields of all ranks on the host, each concatenated by rank. One collective, however many fields there are.
 
-    Every rank passes the same names and dtypes.
+    Every rank passes the same names and dtypes. Of two ranks with the fields a [2], b [1] and a [1], b [2] the numbers of all
+    ranks are a a b a b b, the pieces aa b a bb, and the field a is the pieces 0 and 2.
     """
     # All fields share one int64 collective. Floating-point ones are sent as their bits, without conversion.
     flat = [part.values.view(np.int64) for part in parts.values()]
@@ -741,9 +755,9 @@ ACTIVITIES = ("data", "forward", "loss", "backward", "optimizer", "wait")
 
 
 class StepTimer:
-    """Seconds per activity: wall clock on CPU, and on CUDA events that are read when the metrics are requested.
+    """Seconds per activity: by the wall clock on a CPU, and on CUDA between events that are read when the metrics are requested.
 
-    Time in which the host waits counts only while the device is idle.
+    On CUDA a wait of the host during which the device works does not count.
     """
 
     def __init__(self, device: torch.device) -> None:

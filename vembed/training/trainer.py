@@ -477,7 +477,7 @@ class Trainer:
                     rank_batch,
                     first_batch + index,
                     weight=1 / num_batches,
-                    is_last=index == num_batches - 1,
+                    is_last_batch=index == num_batches - 1,
                     float16_scale=self.state.scale.value,
                 )
                 report.add(rank_batch, result)

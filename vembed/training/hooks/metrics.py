@@ -80,7 +80,7 @@ class StepMetrics(Hook):
                 inputs=rank_batch.num_inputs,
                 distinct=len(rank_batch.features),
                 useful=rank_batch.useful_tokens,
-                padded=result.padded_tokens,
+                padded=result.computed_tokens,
                 forwards=result.num_forwards,
             )
             prefix = "loss/"
@@ -90,7 +90,7 @@ class StepMetrics(Hook):
                 prefix = f"loss/{task}/"
             for term, share in result.terms.items():
                 self._shares[prefix + term].append(share.detach())
-            for name, value in result.auxiliary.items():
+            for name, value in result.auxiliary_means.items():
                 # The same on every rank.
                 part = value / collectives.world_size()
                 self._shares[f"loss/{name}"].append(
