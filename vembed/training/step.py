@@ -592,7 +592,7 @@ class TrainingStep:
                     factor = scaled_weight * self.session.world_size
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))
-            # Shared batch norms have collectives in the backward pass. Buckets between them would come in another order on
+            # Shared batch norms have collectives in the backward pass. Buckets could start between them in another order on
             # each rank.
             if is_last_backward and not self.session.syncs_batch_norms:
                 self.gradient_sync.start_early()
