@@ -18,9 +18,11 @@ import numpy as np
 
 from vembed.config.decisions import decide_epochs, steps_of_epochs
 from vembed.config.schema import (
+    BatchSection,
     DataSection,
+    ModelSection,
     ObjectiveSection,
-    TrainConfig,
+    OptimizerSection,
     parse_sampling,
 )
 from vembed.config.terms import source_batch_sizes, source_group_names, source_groups
@@ -139,44 +141,51 @@ class RunLength:
     """Examples of all global batches of an optimizer step."""
 
 
-def run_length(config: TrainConfig, store: ExampleStore, world_size: int) -> RunLength:
+def run_length(
+    store: ExampleStore,
+    data: DataSection,
+    batch: BatchSection,
+    model: ModelSection,
+    optimizer: OptimizerSection,
+    *,
+    seed: int,
+    world_size: int,
+) -> RunLength:
     """Fix and log the order of the batches and the number of steps. Reads the model's description where `epochs` is left
     to `auto`. Otherwise the checkpoint is checked first, and a model of another kind is refused by name."""
-    options = config.optimizer
-    is_open = not options.sets_length()
+    is_open = not optimizer.sets_length()
     has_scale = False
     if is_open:
         from vembed.models.families.description import describe
 
-        has_scale = describe(config.model).family_traits.has_logit_scale_and_bias
-    epochs = decide_epochs(options, config.model, len(store), has_scale=has_scale)
+        has_scale = describe(model).family_traits.has_logit_scale_and_bias
+    epochs = decide_epochs(optimizer, model, len(store), has_scale=has_scale)
     if is_open:
         log.info(f"epochs: {epochs.value:g} (auto; {epochs.reason})")
-    data = config.data
-    size = config.batch.global_batch_size or config.batch.batch_size * world_size
+    size = batch.global_batch_size or batch.batch_size * world_size
     schedule = BatchSchedule(
         store.sizes,
         size,
-        config.run.seed,
+        seed,
         weights=store.weights,
         names=store.names,
         homogeneous=bool(data.homogeneous_batches),
         source_groups=source_groups(data),
-        batch_sizes=source_batch_sizes(data, config.batch, size),
+        batch_sizes=source_batch_sizes(data, batch, size),
         sampling=parse_sampling(data.sampling),
         keys=store.all_keys() if data.no_duplicates else None,
         labels=store.labels,
     )
     level = logging.WARNING if schedule.is_short else logging.INFO
     log.log(level, schedule.summary())
-    batches_per_step = config.batch.gradient_accumulation_steps
-    total_steps = options.max_steps or steps_of_epochs(
+    batches_per_step = batch.gradient_accumulation_steps
+    total_steps = optimizer.max_steps or steps_of_epochs(
         epochs.value, schedule.batches_per_epoch, batches_per_step
     )
     processes = counted(world_size, "process", "processes")
     smallest = schedule.smallest_batch
-    batch = smallest if schedule.is_short else size
-    line = f"global batch: {batch:,d} examples over {processes} ({batch / world_size:,.6g} each)"
+    examples = smallest if schedule.is_short else size
+    line = f"global batch: {examples:,d} examples over {processes} ({examples / world_size:,.6g} each)"
     if batches_per_step > 1:
         line += f", {batches_per_step} batches per step"
     log.info(f"{line}; {counted(total_steps, 'step')}")

@@ -157,7 +157,15 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
             f"task: rerank puts the query_prompt of the run before each query, and {store.num_prompts:,d} records of "
             "data_path have one in their column query_prompt: put it into the texts, or take the column out"
         )
-    length = run_length(config, store, session.world_size)
+    length = run_length(
+        store,
+        data_options,
+        config.batch,
+        config.model,
+        config.optimizer,
+        seed=config.run.seed,
+        world_size=session.world_size,
+    )
     return RunData(
         **vars(sets),
         **vars(length),
