@@ -25,11 +25,11 @@ class KnownWait(NamedTuple):
 
 def read_known():
     """Return the lines of the file."""
-    known = []
-    for line in PATH.read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#"):
-            known.append(KnownWait(*(cell.strip() for cell in line.split("|"))))
-    return known
+    return [
+        KnownWait(*(cell.strip() for cell in line.split("|")))
+        for line in PATH.read_text(encoding="utf-8").splitlines()
+        if line and not line.startswith("#")
+    ]
 
 
 def unknown(result):

@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 
 def check_model(
-    named: str, arguments: Mapping[str, Any] | None = None
+    named: str, arguments: Mapping[str, Any] | None
 ) -> Iterator[tuple[str, str | None]]:
     """Yield each rule, and the sentence that says how the class breaks it; None where it keeps it."""
     trial = ClassTrial(named, arguments or {})

@@ -117,10 +117,11 @@ class EncodeInput:
 
     def _image_rows(self) -> Iterator[RawRow]:
         """Return the images of a folder and its subfolders, in the order of their paths."""
-        images = []
-        for path in self.path.rglob("*"):
-            if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."):
-                images.append(str(path.relative_to(self.path)))
+        images = [
+            str(path.relative_to(self.path))
+            for path in self.path.rglob("*")
+            if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+        ]
         if not images:
             endings = ", ".join(sorted(IMAGE_SUFFIXES))
             raise UserError(

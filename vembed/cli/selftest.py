@@ -143,7 +143,7 @@ def check(name: str, rank: int, passed: str = "") -> Iterator[None]:
 
 
 def _inputs(
-    rank: int, device: torch.device | str = "cpu"
+    rank: int, device: torch.device | str
 ) -> list[tuple[str, dict[str, Tensor]]]:
     # [3, 5 + rank] token ids: ranks have texts of different lengths.
     length = 5 + rank

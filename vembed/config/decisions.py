@@ -512,7 +512,7 @@ def epochs_for(
     num_examples: int,
     *,
     from_scratch: bool = False,
-    has_scale: bool = False,
+    has_scale: bool,
 ) -> float:
     """Return the passes over so many examples."""
     ratio = 1
@@ -631,9 +631,9 @@ def run_intervals(
             )
 
     save_steps = run_options.save_steps
+    is_evaluated = has_validation and eval_steps is not None
     if save_steps == "auto":
         save_steps = None
-        is_evaluated = has_validation and eval_steps is not None
         if size.checkpoint_bytes > LARGE_CHECKPOINT_BYTES and not needs_checkpoints:
             gigabytes = size.checkpoint_bytes / 1e9
             reasons["save_steps"] = (
@@ -675,7 +675,6 @@ def run_intervals(
     patience = evaluation.patience
     if patience == "auto":
         patience = None
-        is_evaluated = has_validation and eval_steps is not None
         if is_evaluated and not size.is_length_given:
             patience = AUTO_PATIENCE
             reasons["patience"] = (

@@ -331,7 +331,7 @@ def resolve_paths(
 def expand_output_dir(
     template: str,
     values: Mapping[str, Any],
-    env: Mapping[str, str] = os.environ,
+    env: Mapping[str, str],
 ) -> str:
     """Return the folder that a template such as ~/runs/{model}-{time} names: the same on every rank.
 

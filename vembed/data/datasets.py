@@ -28,7 +28,7 @@ from vembed.config.schema import (
 from vembed.config.terms import source_batch_sizes, source_group_names, source_groups
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore, open_examples
-from vembed.data.examples import Example, Examples, Item, Kind, ReadAs
+from vembed.data.examples import Example, Examples, Item, Kind, ReadAs, spread
 from vembed.data.images.files import image_problem
 from vembed.data.near_duplicates import Groups, near_links, ngrams, normal_key, words
 from vembed.errors import UserError
@@ -424,11 +424,6 @@ def _near_links(
     keys = sorted(texts)
     links = near_links((features(texts[key]) for key in keys), **options)
     return [(keys[first], keys[second]) for first, second in links]
-
-
-def spread(count: int, limit: int) -> range:
-    """Return at most `limit` numbers, spread over all."""
-    return range(0, count, max(-(-count // limit), 1))
 
 
 def overlap_warnings(train: Examples, queries: Iterable[Item]) -> list[str]:

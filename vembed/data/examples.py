@@ -268,3 +268,8 @@ class KeyIndex:
         last = len(self._values) - 1
         place = np.minimum(np.searchsorted(self._values, values), last)
         return np.where(self._values[place] == values, self._positions[place], -1)
+
+
+def spread(count: int, limit: int) -> range:
+    """Return at most `limit` of so many numbers, spread over all."""
+    return range(0, count, max(-(-count // limit), 1))

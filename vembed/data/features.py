@@ -198,8 +198,7 @@ class Featuriser(BaseFeaturiser):
     def units(self, example: Example) -> list[tuple[Item, Kind]]:
         """See BaseFeaturiser."""
         units: list[tuple[Item, Kind]] = [(example.query, "query")]
-        for document in example.documents:
-            units.append((document, "document"))
+        units.extend((document, "document") for document in example.documents)
         return units
 
     def features(self, units: Sequence[tuple[Item, Kind]]) -> list[Features]:
@@ -471,7 +470,7 @@ def answer_form(description: ModelDescription) -> tuple[str, str, str, str]:
     return begin, "\n<Query>: ", "\n<Document>: ", ANSWER_END
 
 
-def pair_template(description: ModelDescription, image_placeholder: str = "") -> str:
+def pair_template(description: ModelDescription, image_placeholder: str) -> str:
     """Return the question of `_questions` as a chat template, by which other libraries ask a decoder about a pair.
 
     Its messages have the roles query and document, and system for another instruction.
@@ -818,7 +817,7 @@ def cut_words(
     text: str,
     length: int,
     *,
-    from_left: bool = False,
+    from_left: bool,
 ) -> str:
     """Return the text with every word cut to `length` characters, at its beginning if `from_left`.
 

@@ -30,7 +30,7 @@ from vembed.losses.table import LOSSES
 
 LARGEST_SCORE = 3.4e38
 """Larger scores are infinite in float32, and all the same."""
-_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
+NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 _ITEM_KEYS = frozenset({"text", "title", "image", "images", "bytes", "path"})
 
 
@@ -282,7 +282,7 @@ class RecordFormat:
         return tuple(self._score(score, name) for score in values)
 
     def _score(self, value: Any, name: str) -> float:
-        if self.numbers_in_text and isinstance(value, str) and _NUMBER.fullmatch(value):
+        if self.numbers_in_text and isinstance(value, str) and NUMBER.fullmatch(value):
             value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
             raise BadRecord(f"{name} is {printable(repr(value))}, not a number")
@@ -773,9 +773,7 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
             )
         # Of negatives all are read.
         items = fields.get(field) if field == "negatives" else None
-        if not isinstance(items, list):
-            items = [] if items is None else [items]
-        fields[field] = list(items)
+        fields[field] = list(_as_list(items))
         for conversation, its_images in zip(conversations, images, strict=True):
             fields[field].append(_message_item(conversation, its_images, name))
     return fields
@@ -797,10 +795,7 @@ def _message_item(
                 "instructions belong into query_prompt and document_prompt"
             )
         texts.append(message["content"])
-    if images is None:
-        images = []
-    if not isinstance(images, list):
-        images = [images]
+    images = _as_list(images)
     text = "\n".join(texts)
     num_marks = text.count(IMAGE_MARK)
     if num_marks not in (0, len(images)):

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.config.schema import TrainConfig
-from vembed.data.datasets import open_sets, run_length, short_item, spread
-from vembed.data.examples import Example
+from vembed.data.datasets import open_sets, run_length, short_item
+from vembed.data.examples import Example, spread
 from vembed.data.near_duplicates import normal_key
 from vembed.data_tools.starter import local_model
 from vembed.progress import counted

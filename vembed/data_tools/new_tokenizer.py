@@ -45,7 +45,7 @@ def train_tokenizer(
     texts: Iterable[str],
     folder: Path,
     *,
-    vocab_size: int = VOCAB_SIZE,
+    vocab_size: int,
 ) -> int:
     """Train a tokenizer, save it to `folder`, and return the number of its tokens. Any text is bytes, so none is
     unknown; each text ends with an end token."""

@@ -163,7 +163,7 @@ class ColumnFacts:
 def guess(
     records: Sequence[Record],
     missing: Sequence[str],
-    taken_columns: Sequence[str] = (),
+    taken_columns: Sequence[str],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return a column mapping for the missing parts (query, positive), of columns that are not taken, and the reason for
     each column."""
@@ -330,7 +330,7 @@ def is_of_english(name: str) -> bool:
     return card is not None and card.get("language") in ("en", ["en"])
 
 
-def model_facts(name: str, task: Task = "embed") -> ModelDescription | None:
+def model_facts(name: str, task: Task) -> ModelDescription | None:
     """Return the description of a model that is on this machine, else None."""
     if local_model(name) is None:
         return None

@@ -26,6 +26,7 @@ from vembed.data.formats.table import data_files, open_document_reader
 from vembed.data.records import (
     DOCUMENT_FIELDS,
     ID_FIELDS,
+    NUMBER,
     document_id,
     document_text,
     judgement_column,
@@ -394,7 +395,6 @@ _FIELDS = (*DOCUMENT_FIELDS, "query-id", "corpus-id", "score")
 _SHARD = "-00000-of-"
 # At most 100 digits: Python refuses to read a number of thousands.
 _WHOLE = re.compile(r"\s*[+-]?\d{1,100}(\.0{0,100})?\s*")
-_NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
 
 
 def is_beir_folder(folder: Path) -> bool:
@@ -484,7 +484,7 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
         fields = line.rstrip("\r").split("\t")
         if len(fields) == 1 and len(line.split()) == 4:
             fields = line.split()  # only trec_eval's may have blanks
-        if number == 1 and not _NUMBER.fullmatch(fields[-1]):
+        if number == 1 and not NUMBER.fullmatch(fields[-1]):
             continue  # header line
         if len(fields) == 4:
             del fields[1]

@@ -116,7 +116,7 @@ class TopK:
         self,
         queries_QD: Tensor,
         k: int,
-        excluded: Pairs = NO_PAIRS,
+        excluded: Pairs,
     ) -> None:
         """`excluded`: (row of the query, number of the document) pairs that are left out."""
         self.device = queries_QD.device

@@ -140,7 +140,7 @@ class Reranker:
 def sorted_documents(
     documents: Sequence[Input],
     scores: np.ndarray,
-    top_k: int | None = None,
+    top_k: int | None,
 ) -> list[dict[str, Any]]:
     """Return {"index", "score", "text"} of the documents, best first."""
     ranking = []

@@ -523,10 +523,10 @@ def image_states(backbone: Backbone, inputs: Inputs) -> Tensor:
     """
     output = run_image_tower(backbone, inputs)
     inner_outputs = vars(output).get("deepstack_features") or []
-    layers = []
-    for images in (output.pooler_output, *inner_outputs):
-        # A tuple with one tensor per image, or with one for all images.
-        layers.append(torch.cat(list(images)))
+    # A tuple with one tensor per image, or with one for all images.
+    layers = [
+        torch.cat(list(images)) for images in (output.pooler_output, *inner_outputs)
+    ]
     return torch.stack(layers)
 
 
@@ -607,7 +607,7 @@ class LayerPooler(nn.Module):
         backbone: nn.Module,
         description: ModelDescription,
         layers: Literal["all"] | Sequence[int],
-        pooling: str | None = None,
+        pooling: str | None,
     ) -> None:
         """`model`: the module that is called, sharded or not. `backbone`: its submodule with the layers."""
         super().__init__()

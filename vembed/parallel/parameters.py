@@ -217,7 +217,7 @@ def fsdp1_group(model: nn.Module) -> ProcessGroup | None:
 def gradient_norm(
     parameters: Iterable[nn.Parameter],
     fsdp1_group: ProcessGroup | None,
-    replicated: Iterable[nn.Parameter] = (),
+    replicated: Iterable[nn.Parameter],
 ) -> Tensor:
     """Return `global_grad_norm` of the parameters of a model."""
     whole = [weight.grad for weight in replicated if weight.grad is not None]

@@ -130,7 +130,7 @@ def run_tune(
     is_auto = config.optimizer.learning_rate == "auto"
     if is_auto:
         # Some number: what `auto` comes to is known when the model is loaded.
-        config = config.changed(**{"learning_rate": 1e-4})
+        config = config.changed(learning_rate=1e-4)
     # A mistake in the options is found before the first trial.
     planned = ranges(config, search.options)
     if is_dry_run:

@@ -231,7 +231,7 @@ class Editor:
         embedder: Embedder,
         sets: TextSets,
         kind: Kind,
-        data: EvalData | None = None,
+        data: EvalData | None,
         *,
         keeps_original: bool,
     ) -> None:

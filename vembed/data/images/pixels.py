@@ -63,7 +63,7 @@ class Pixels:
         description: ModelDescription,
         *,
         cache_bytes: int,
-        decoders: int | None = None,
+        decoders: int | None,
     ) -> None:
         """`decoders`: images that are decoded at once; None: one per core of this process."""
         self._processor = load_image_processor(description)

@@ -274,7 +274,7 @@ def scores_line(
     when: str,
     scores: dict[str, float],
     before: dict[str, float],
-    metric: str = "",
+    metric: str,
     *,
     is_short: bool = False,
 ) -> str:

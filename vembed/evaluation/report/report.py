@@ -542,10 +542,11 @@ def score_lines(runs: SeveralRuns) -> str:
     """Return each run's scores as lines of plain text, with the interval of its difference in the deciding metric."""
     lines = []
     for run in runs.runs:
-        scores = []
-        for key in runs.metrics:
-            if key in run.record.after:
-                scores.append(f"{metric_name(key)} {run.record.after[key]:.4f}")
+        scores = [
+            f"{metric_name(key)} {run.record.after[key]:.4f}"
+            for key in runs.metrics
+            if key in run.record.after
+        ]
         line = f"{run.name}: {', '.join(scores) or 'not evaluated'}"
         interval = run.interval(runs.metric)
         if interval is not None:

@@ -27,6 +27,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -346,10 +347,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             directory, part=self.session.rank, num_parts=self.session.world_size
         )
         # All ranks must agree whether it is damaged, and each has seen other files.
-        unique: dict[str, None] = {}
-        for of_rank in collectives.gather_objects(problems):
-            unique |= dict.fromkeys(of_rank)
-        return list(unique)
+        problems_of_ranks = chain.from_iterable(collectives.gather_objects(problems))
+        return list(dict.fromkeys(problems_of_ranks))
 
     # ---- during training -----------------------------------------------------
 
@@ -742,11 +741,11 @@ def _weights(modules: nn.Module) -> dict[str, Any]:
         if not parameter.requires_grad:
             frozen.append(unwrapped_name(name) + ".")
     prefixes = tuple(frozen)
-    weights = {}
-    for name, value in get_model_state_dict(modules, options=_TRAINED).items():
-        if not name.startswith(prefixes):
-            weights[name] = value
-    return weights
+    return {
+        name: value
+        for name, value in get_model_state_dict(modules, options=_TRAINED).items()
+        if not name.startswith(prefixes)
+    }
 
 
 def _state_tensors(state: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from vembed.config.schema import FILE_OPTIONS, ModelSection, RunSection, TrainConfig
 from vembed.config.terms import run_temperature
-from vembed.data.examples import Example, Item
+from vembed.data.examples import Example, Item, spread
 from vembed.errors import UserError
 from vembed.evaluation.report.record import SUMMARY_FILE, read_run, read_summary
 from vembed.files import (
@@ -418,8 +418,7 @@ def of_images(*collections: ExampleStore | Sequence[Example | Item]) -> str | No
     # Without their names: machines may keep the images in other folders.
     digests = {}
     for entries in collections:
-        interval = max(-(-len(entries) // MAX_SAMPLED_EXAMPLES), 1)
-        for index in range(0, len(entries), interval):
+        for index in spread(len(entries), MAX_SAMPLED_EXAMPLES):
             entry = entries[index]
             items = entry.items if isinstance(entry, Example) else [entry]
             for image in chain.from_iterable(item.images for item in items):
@@ -466,9 +465,7 @@ def content_digest(
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
         if size <= whole_bytes:
-            while block := file.read(2**20):
-                digest.update(block)
-            return digest.hexdigest()
+            return hashlib.file_digest(file, lambda: digest).hexdigest()
         for piece in range(pieces):
             file.seek(piece * (size - piece_bytes) // (pieces - 1))
             digest.update(file.read(piece_bytes))

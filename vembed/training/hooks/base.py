@@ -238,7 +238,7 @@ class Callbacks(Hook):
     """The hook that calls a caller's functions."""
 
     def __init__(
-        self, on_step: OnStep | None = None, on_evaluation: OnEvaluation | None = None
+        self, on_step: OnStep | None, on_evaluation: OnEvaluation | None = None
     ) -> None:
         self._on_step = on_step
         self._on_evaluation = on_evaluation

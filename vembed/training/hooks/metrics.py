@@ -123,9 +123,10 @@ class StepMetrics(Hook):
         for useful_tokens, padded_tokens in zip(useful, padded, strict=True):
             padding.append(1 - useful_tokens / max(padded_tokens, 1))
         # Without the time in collectives: it includes waiting for the slowest rank, so it would hide which one that is.
-        work = []
-        for rank_seconds in column("seconds"):
-            work.append(sum(rank_seconds.values()) - rank_seconds["wait"])
+        work = [
+            sum(rank_seconds.values()) - rank_seconds["wait"]
+            for rank_seconds in column("seconds")
+        ]
         seconds = max(self._seconds, 1e-9)
         # The lower one of an even number: of two ranks, the slower one is compared with the other.
         median_work = sorted(work)[(len(work) - 1) // 2]
