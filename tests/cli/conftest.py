@@ -109,9 +109,7 @@ def cfg(vembed):
 def write_config(folder, more):
     """Write 16 pairs and a config that trains on them, with further lines."""
     words = texts(32)
-    rows = []
-    for row in range(16):
-        rows.append(pair(words[2 * row], f"{words[2 * row + 1]} {row}"))
+    rows = [pair(words[2 * row], f"{words[2 * row + 1]} {row}") for row in range(16)]
     write_jsonl(folder / "train.jsonl", rows)
     config = f"model_name: {shared(tiny_bert_st)}\ndata_path: {folder}/train.jsonl\n"
     config += "lr: 1e-3\nlogging_steps: 1\nreport_to: none\n"

@@ -128,9 +128,10 @@ def test_vowel_signs_and_tone_marks_are_part_of_words():
 def test_near_duplicates_are_neither_all_nor_most_of_what_is_held_out(
     tmp_path, num_similar, share, sizes, most_similar, seed
 ):
-    similar = []
-    for number in range(num_similar):
-        similar.append(f"please cancel the order {number} of the list in the menu")
+    similar = [
+        f"please cancel the order {number} of the list in the menu"
+        for number in range(num_similar)
+    ]
     others = random_queries(random.Random(0), 200 - num_similar, longest=40)
     store = store_of(tmp_path, with_answers([*similar, *others]))
     groups = example_groups(store).by_query[:num_similar]

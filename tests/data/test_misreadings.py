@@ -18,9 +18,10 @@ from tests.data.files import (
 
 
 def test_texts_that_look_like_lists_are_warned_of(tmp_path):
-    records = []
-    for number in range(3):
-        records.append(pair(f"q{number}", negatives=str([f"it's {number}", "b"])))
+    records = [
+        pair(f"q{number}", negatives=str([f"it's {number}", "b"]))
+        for number in range(3)
+    ]
     path = write_format(tmp_path, "csv", records)
     (warning,) = open_path(path).warnings()
     assert "its negatives look like lists or objects" in warning

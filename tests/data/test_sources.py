@@ -82,9 +82,7 @@ def test_fields_may_be_separated_otherwise_than_the_ending_says(
 
 
 def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path):
-    records = []
-    for number in range(30):
-        records.append(pair(f"shoe {number}", f"pics/a b/{number}.JPG"))
+    records = [pair(f"shoe {number}", f"pics/a b/{number}.JPG") for number in range(30)]
     (hint,) = open_rows(tmp_path, records).warnings()
     assert "'pics/a b/0.JPG'" in hint
     assert "set retrieval_mode: i2i, t2i or i2t" in hint

@@ -98,9 +98,7 @@ def run(copy, *arguments, cwd=None, code=0):
 def workplace(copy, tmp_path_factory):
     """A folder with the config, the models and the data of the page's commands."""
     folder = tmp_path_factory.mktemp("work")
-    records = []
-    for text in tiny.texts(16):
-        records.append(pair(text, f"found {text}", neg_1="none"))
+    records = [pair(text, f"found {text}", neg_1="none") for text in tiny.texts(16)]
     write_jsonl(folder / "train.jsonl", records)
     write_jsonl(folder / "pairs.jsonl", [pair()] * 8)
     make = (

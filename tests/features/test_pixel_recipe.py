@@ -146,9 +146,10 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(monkeypatch):
 
     monkeypatch.setattr(rank_batch, "pinned", pinned)
     micro_batches = [[("image", [0, 1])], [("image", [2, 3])]]
-    fed = []
-    for inputs in Gpu(mine, torch.device("cuda")).feed(micro_batches, features):
-        fed.append(inputs[0][1][PIXELS_KEY])
+    fed = [
+        inputs[0][1][PIXELS_KEY]
+        for inputs in Gpu(mine, torch.device("cuda")).feed(micro_batches, features)
+    ]
     assert moved == [torch.uint8] * 2
     assert threads == {"vembed-collate"}
     assert torch.equal(torch.cat(fed), mine.collate(features)[PIXELS_KEY])

@@ -102,10 +102,11 @@ def adapter_gradients(device, dtype):
         (output,) = embedder([("text", inputs)])
         weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
         (output * weights.to(device)).sum().backward()
-        gradients = []
-        for parameter in embedder.parameters():
-            if parameter.grad is not None:
-                gradients.append(parameter.grad.cpu().flatten())
+        gradients = [
+            parameter.grad.cpu().flatten()
+            for parameter in embedder.parameters()
+            if parameter.grad is not None
+        ]
         rows.append(torch.cat(gradients))
     return torch.stack(rows)
 

@@ -88,10 +88,9 @@ def test_the_table_has_the_cases_of_every_run():
 @pytest.mark.skipif(not RUNS_ALL, reason="VEMBED_IMITATION=all runs every case")
 def test_every_known_wait_is_still_there(on_device):
     waits = [wait for result in on_device.values() for wait in result.all_waits()]
-    gone = []
-    for known in read_known():
-        if not any(known.covers(wait) for wait in waits):
-            gone.append(known)
+    gone = [
+        known for known in read_known() if not any(known.covers(wait) for wait in waits)
+    ]
     assert not gone
 
 

@@ -186,10 +186,7 @@ def test_a_local_model_writes_queries(options, tmp_path):
 
 
 def titled(texts):
-    rows = []
-    for text in texts:
-        rows.append({"_id": text, "title": text, "text": f"{text} and so on"})
-    return rows
+    return [{"_id": text, "title": text, "text": f"{text} and so on"} for text in texts]
 
 
 def test_the_round_trip_keeps_what_is_found(options, tmp_path):

@@ -65,9 +65,7 @@ def built(make, **options):
 
 def build_case(config):
     """The model of a config."""
-    recompute = resolve_run(
-        config.changed(**{"data_path": "unused"})
-    ).recomputation.value
+    recompute = resolve_run(config.changed(data_path="unused")).recomputation.value
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     compute_dtype = halves.get(config.model.mixed_precision, torch.float32)
     return model_of(config, recompute=recompute, compute_dtype=compute_dtype)

@@ -81,9 +81,7 @@ def test_padded_attention_with_dropout_is_that_of_the_formula(
     )
     torch.manual_seed(2)
     dtype = torch.float64 if kind == "float64" else torch.bfloat16
-    inputs = []
-    for _ in range(3):
-        inputs.append(torch.randn(rows, heads, length, size, dtype=dtype))
+    inputs = [torch.randn(rows, heads, length, size, dtype=dtype) for _ in range(3)]
     exact = [tensor.clone().double() for tensor in inputs]
     for tensor in (*inputs, *exact):
         tensor.requires_grad_()

@@ -143,9 +143,10 @@ def sharded_step(
         model, featuriser = prepared(session, config, dtype=dtype, edit=edit)
         parameters.log_parameter_summary(model)
         summary = summary_of(model)
-        forward_parts = []
-        for number in range(NUM_MICRO_BATCHES):
-            forward_parts.append(parts_of(featuriser, session.rank, number, dtype))
+        forward_parts = [
+            parts_of(featuriser, session.rank, number, dtype)
+            for number in range(NUM_MICRO_BATCHES)
+        ]
         if pattern == "cache":
             with torch.no_grad():
                 for parts in forward_parts:

@@ -89,9 +89,7 @@ def test_lists_with_images_are_sorted_by_the_command(tmp_path):
     expected = plain_scores(model, documents(tmp_path))
     pictures = tmp_path / "pictures"
     pictures.mkdir()
-    names = []
-    for image in images(pictures, 2):
-        names.append(image.name)
+    names = [image.name for image in images(pictures, 2)]
     both = {"text": "a red cat sleeps", "image": names[1]}
     listed = ["a red cat sleeps", {"image": names[0]}, both]
     record = {"query": QUERY, "documents": listed, "score": "no number"}

@@ -390,9 +390,10 @@ def test_stages_are_named_among_retrievers_and_judges(train):
 
 
 def test_mining_reads_the_data_of_the_config_with_its_columns(train):
-    rows = []
-    for row in read_jsonl("train.jsonl"):
-        rows.append({"frage": row["query"], "antwort": row["positive"]})
+    rows = [
+        {"frage": row["query"], "antwort": row["positive"]}
+        for row in read_jsonl("train.jsonl")
+    ]
     write_jsonl(Path("deutsch.jsonl"), rows)
     stages = [{"name": "negatives", "mine": {"num_negatives": 2}}, SHARP]
     mapping = {"frage": "query", "antwort": "positive"}

@@ -198,7 +198,7 @@ def test_other_weights_other_pictures_and_other_settings_have_features_of_their_
     for number, (name, changes) in enumerate(others.items(), start=2):
         other = train(options(tmp_path, name, **changes))
         assert other["passed"] == NUM_ROWS + 1 and len(list(cache.iterdir())) == number
-    picture = sorted((tmp_path / "images").iterdir())[0]
+    picture = min((tmp_path / "images").iterdir())
     os.utime(picture, ns=(1, 1))
     assert train(options(tmp_path, "changed"))["passed"] == 1 + 1
 

@@ -68,8 +68,7 @@ def names_and_steps(log):
     """Each name that was logged, with its step."""
     logged = set()
     for call in log.call_args_list:
-        for name in call.args[0]:
-            logged.add((name, call.kwargs["step"]))
+        logged.update((name, call.kwargs["step"]) for name in call.args[0])
     return logged
 
 

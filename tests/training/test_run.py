@@ -160,17 +160,17 @@ def test_non_finite_loss_stops_and_names_the_examples(tmp_path):
 
 
 def test_texts_that_are_cut_are_counted(tmp_path):
-    rows = []
-    for word in WORDS[:16]:
-        rows.append({"query": f"red {word}", "positive": f"{word} " * 100})
+    rows = [
+        {"query": f"red {word}", "positive": f"{word} " * 100} for word in WORDS[:16]
+    ]
     lines = lines_of_log(tmp_path, rows, batch_size=4, max_length=40)
     assert "max_length: 16 of the first 32 texts fill 40 tokens" in "".join(lines)
 
 
 def test_a_loss_of_nothing_is_noticed(tmp_path):
-    rows = []
-    for word in WORDS[:32]:
-        rows.append({"query": f"red {word}", "positive": "the only document"})
+    rows = [
+        {"query": f"red {word}", "positive": "the only document"} for word in WORDS[:32]
+    ]
     lines = lines_of_log(tmp_path, rows)
     (warning,) = [line for line in lines if "WARNING" in line]
     assert "the loss of step 1 is exactly 0" in warning

@@ -109,9 +109,10 @@ SIZES = {
 def test_writers_named_as_in_gpt_neox_and_a_layer_of_which_only_one_is_known():
     description = Embedder(shared(tiny_qwen3_st), device="cpu").description
     neox = GPTNeoXModel(GPTNeoXConfig(**SIZES))
-    names = []
-    for writer in residual_writers(neox, neox, description)[1:]:
-        names.append(writer.name.partition(".")[2])
+    names = [
+        writer.name.partition(".")[2]
+        for writer in residual_writers(neox, neox, description)[1:]
+    ]
     ends = ("attention.dense", "mlp.dense_4h_to_h")
     assert names == [f"{layer}.{end}" for layer in (0, 1) for end in ends]
     config = AlbertConfig(**SIZES, embedding_size=16)
