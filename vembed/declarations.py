@@ -5,7 +5,7 @@ One check for all of them. A declaration that is missing, wrong or misspelt is a
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vembed.errors import nearest
 
@@ -33,7 +33,7 @@ def check_parts(
     `parts`: classes of a base class, or records. `needed`: what each declares. `allowed`: declaration -> its values, or those that its
     sequence or mapping may hold. `taken_names`: names that no part may have.
     """
-    by_name: dict[str, Part] = {}
+    by_name = {}
     owners: dict[str, str] = {}
     for part in parts:
         where = f"{kind} {getattr(part, 'name', '')}"  # of a record
@@ -48,7 +48,7 @@ def check_parts(
                 raise TypeError(f"{where} declares no `{'`, `'.join(missing)}`")
             check_attributes(where, part, base)
         for declaration, known in (allowed or {}).items():
-            value: Any = getattr(part, declaration)
+            value = getattr(part, declaration)
             for entry in [value] if isinstance(value, str) else value:
                 if entry not in known:
                     raise TypeError(
@@ -88,7 +88,7 @@ def check_attributes(
                 f"{where} takes `{name}` over from {owners[0].__name__}, which is another part: declare `{name}` in "
                 f"{part.__name__}"
             )
-    known: set[str] = set()
+    known = set()
     for inherited in classes[num_new:]:
         known |= names_in(inherited)
     for owner in reversed(classes[:num_new]):

@@ -204,9 +204,8 @@ class EncodeInput:
         # With the first rows wrong folders are found before the model is loaded.
         if (first == 1 or self.skips) and any(row.item.images for row in rows):
             part = rows[self.session.rank :: self.session.world_size]
-            by_rank = collectives.gather_objects(broken_images(part))
-            for rank_problems in by_rank:
-                problems += [(number, reason) for number, reason in rank_problems]
+            for rank_problems in collectives.gather_objects(broken_images(part)):
+                problems += rank_problems
         self.leave_out(sorted(problems))
         bad = {number for number, _ in problems}
         return [row for row in rows if row.number not in bad]

@@ -736,7 +736,7 @@ class Option:
         problem = max(error.errors(), key=lambda entry: len(entry["loc"]))
         place = self.name
         key = ""
-        keys: list[str] = [] if self.entry is None else list(self.entry.model_fields)
+        keys = [] if self.entry is None else list(self.entry.model_fields)
         for part in problem["loc"]:
             if isinstance(part, int):
                 place += f", entry {part + 1}"

@@ -78,7 +78,7 @@ def open_sets(
     doubts = store.warnings()
     for line in doubts:
         log.warning(line)
-    evaluation: EvalData | None = None
+    evaluation = None
     # Of sources that name validation data, with the prompts of the source.
     by_task: dict[str, EvalData] = {}
     for number, source in enumerate(options.sources()):

@@ -538,7 +538,7 @@ class TextProcessing:
         """SigLIP pools the last position, padding included, so all texts must have the same length."""
         if self.tokenizer.is_fast:
             # Set once: `tokenizer(...)` sets it in each call, which is slow and not thread-safe.
-            core: Any = self.tokenizer.backend_tokenizer
+            core = self.tokenizer.backend_tokenizer
             core.no_padding()
             core.no_truncation()
             core.encode_special_tokens = self.tokenizer.split_special_tokens
@@ -591,7 +591,7 @@ class TextProcessing:
         if not self.tokenizer.is_fast:
             encoded = self.tokenizer(list(texts), add_special_tokens=False)
             return list(encoded["input_ids"])
-        core: Any = self.tokenizer.backend_tokenizer
+        core = self.tokenizer.backend_tokenizer
         encodings = core.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -787,11 +787,11 @@ class ChatProcessing(TextProcessing):
         content = [{"type": "image", "image": ""}] * num_images
         if text is not None:
             content.append({"type": "text", "text": text})
-        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        messages = [{"role": "user", "content": content}]
         if prompt:
             system = [{"type": "text", "text": prompt}]
             messages.insert(0, {"role": "system", "content": system})
-        rendered: Any = self.tokenizer.apply_chat_template(
+        rendered = self.tokenizer.apply_chat_template(
             messages,
             chat_template=self._template,
             tokenize=False,

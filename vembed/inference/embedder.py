@@ -265,8 +265,7 @@ class Embedder:
         if self.description.similarity == "cosine":
             first = first_dims(first, first.shape[1], True)
             second = first_dims(second, second.shape[1], True)
-        result: np.ndarray = first @ second.T
-        return result
+        return first @ second.T
 
     def _checked(self, truncate_dim: int | None) -> int | None:
         width = self.description.embedding_dim

@@ -703,7 +703,7 @@ class ModelEncoder(TextEncoder):
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
         """See TextEncoder."""
         featuriser = self.embedder.featuriser
-        items: list[tuple[Item, Kind]] = []
+        items = []
         for served in inputs:
             if isinstance(served.content, str):
                 prompt = None if served.kind else ""

@@ -200,7 +200,7 @@ class EmbeddingModel(nn.Module):
         family = description.family_traits
         forward_kind = family.forwards[modality]
         pooling = description.pooling
-        backbone: Any = self.backbone
+        backbone = self.backbone
         # CLIP and composed models are called tower by tower, a vision-language model as a whole.
         if family.is_composed or forward_kind == "pooled_towers":
             (tower,) = TOWERS_OF_MODALITY[modality]

@@ -62,7 +62,7 @@ class Dense(nn.Module):
         super().__init__()
         self.linear = nn.Linear(in_features, out_features, bias=bias)
         self.activation_path = activation
-        kind: Any = vars(nn).get(activation.rsplit(".", 1)[-1])
+        kind = vars(nn).get(activation.rsplit(".", 1)[-1])
         if not activation.startswith("torch.nn") or not isinstance(kind, type):
             raise TypeError(f"{activation} is not a module of torch.nn")
         self.activation = kind()
@@ -257,7 +257,7 @@ class ScoreHead(WholeHead):
         tokenizer: Any,
     ) -> None:
         """`whole`: the classifier."""
-        base: Any = whole.base_model
+        base = whole.base_model
         pooler = getattr(base, "pooler", None)
         if pooler is not None:
             base.pooler = None

@@ -191,7 +191,7 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
             tokenizer.chat_template, _ = load_chat_template(description, tokenizer)
         if tokenizer.is_fast:
             # For readers of tokenizer.json alone. Transformers sets both in each call.
-            backend: Any = tokenizer.backend_tokenizer
+            backend = tokenizer.backend_tokenizer
             backend.enable_truncation(
                 description.max_length, direction=tokenizer.truncation_side
             )

@@ -200,7 +200,7 @@ class _Ranks:
         """Poll the ranks and handle those that ended; return True while any rank is running."""
         current_time = time.monotonic()
         codes = {rank: process.poll() for rank, process in self.processes.items()}
-        stop_codes: set[int | None] = {None, 0, *STOPPED_CODES}
+        stop_codes = {None, 0, *STOPPED_CODES}
         if self.stop_signal is not None:
             # A rank that has not installed its handlers yet is killed by the signal itself.
             stop_codes |= {-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1}

@@ -113,7 +113,7 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
         raise refusal
     if description.scores is not None:
         raise UserError("only for embedding models")
-    tokenizer: Any = load_tokenizer(description)
+    tokenizer = load_tokenizer(description)
     num_examples = 0
     tokens = 0.0
     num_texts = 0.0

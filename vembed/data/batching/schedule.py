@@ -343,7 +343,7 @@ def repeated_contents(values: np.ndarray, counts: np.ndarray) -> dict[int, set[i
     owners = np.repeat(np.arange(len(counts)), counts)
     _, numbers, frequencies = np.unique(values, return_inverse=True, return_counts=True)
     is_repeated = frequencies[numbers] > 1
-    contents: dict[int, set[int]] = defaultdict(set)
+    contents = defaultdict(set)
     for owner, number in zip(
         owners[is_repeated].tolist(), numbers[is_repeated].tolist(), strict=True
     ):

@@ -172,7 +172,7 @@ def model_class(
 ) -> type[PreTrainedModel]:
     """Return the model class without a task head."""
     kind = str(config.model_type)
-    chosen: type[PreTrainedModel] | None = None
+    chosen = None
     if isinstance(config, UserModelConfig):
         chosen = TRUSTED.get(str(config.name_or_path))
     elif kind in ENCODER_ONLY:

@@ -119,9 +119,10 @@ class StepMetrics(Hook):
 
         useful = column("useful")
         padded = column("padded")
-        padding = []
-        for useful_tokens, padded_tokens in zip(useful, padded, strict=True):
-            padding.append(1 - useful_tokens / max(padded_tokens, 1))
+        padding = [
+            1 - useful_tokens / max(padded_tokens, 1)
+            for useful_tokens, padded_tokens in zip(useful, padded, strict=True)
+        ]
         # Without the time in collectives: it includes waiting for the slowest rank, so it would hide which one that is.
         work = [
             sum(rank_seconds.values()) - rank_seconds["wait"]
@@ -130,7 +131,7 @@ class StepMetrics(Hook):
         seconds = max(self._seconds, 1e-9)
         # The lower one of an even number: of two ranks, the slower one is compared with the other.
         median_work = sorted(work)[(len(work) - 1) // 2]
-        values: dict[str, Any] = {
+        values = {
             "samples_per_second": sum(column("examples")) / seconds,
             "tokens_per_second": sum(useful) / seconds,
             "step_seconds": seconds / max(self._counts["steps"], 1),
@@ -148,10 +149,10 @@ class StepMetrics(Hook):
             ],
         }
         # All ranks have had the same tasks in the same steps, and so the same names in the same order.
-        sums = []
-        for shares in self._shares.values():
-            share_sum = torch.stack(shares).to(torch.float64).sum()
-            sums.append(float(share_sum))
+        sums = [
+            float(torch.stack(shares).to(torch.float64).sum())
+            for shares in self._shares.values()
+        ]
         totals = collectives.sum_scalars(sums) if sums else []
         for (name, shares), loss_sum in zip(self._shares.items(), totals, strict=True):
             values[name] = loss_sum / len(shares)
