@@ -155,26 +155,10 @@ def _main(module, words, folder, environment, streams, max_file_bytes):
 class _ForkingPopen(subprocess.Popen[Any]):
     """`subprocess.Popen` that forks this process where the command is Python's, as for a rank or a worker."""
 
-    def _execute_child(
-        self,
-        args,
-        executable,
-        preexec_fn,
-        close_fds,
-        pass_fds,
-        cwd,
-        env,
-        startupinfo,
-        creationflags,
-        shell,
-        p2cread,
-        p2cwrite,
-        c2pread,
-        c2pwrite,
-        errread,
-        errwrite,
-        *others,
-    ):
+    def _execute_child(self, *arguments):
+        # As `Popen` calls it: what to start, three options of Windows, the pipes, and options of the new process.
+        args, _, preexec_fn, _, _, cwd, env, *others = arguments
+        pipes = others[3:9]
         *_, start_new_session, _ = others  # the last one is process_group
         words = (
             []
@@ -182,48 +166,23 @@ class _ForkingPopen(subprocess.Popen[Any]):
             else [entry for entry in map(os.fspath, args) if entry != "-u"]
         )
         if words[:1] != [sys.executable]:
-            super()._execute_child(
-                args,
-                executable,
-                preexec_fn,
-                close_fds,
-                pass_fds,
-                cwd,
-                env,
-                startupinfo,
-                creationflags,
-                shell,
-                p2cread,
-                p2cwrite,
-                c2pread,
-                c2pwrite,
-                errread,
-                errwrite,
-                *others,
-            )
+            super()._execute_child(*arguments)
             return
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            p2cread, _, _, c2pwrite, _, errwrite = pipes
+            streams = (p2cread, c2pwrite, errwrite)
             try:
-                self._become(
-                    words,
-                    preexec_fn,
-                    cwd,
-                    env,
-                    start_new_session,
-                    p2cread,
-                    c2pwrite,
-                    errwrite,
-                )
+                self._become(words, preexec_fn, cwd, env, start_new_session, streams)
             finally:
                 os._exit(1)
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        self._close_pipe_fds(*pipes)
 
     @staticmethod
-    def _become(words, preexec_fn, cwd, env, start_new_session, *pipes):
+    def _become(words, preexec_fn, cwd, env, start_new_session, pipes):
         for number in (
             signal.valid_signals()
         ):  # as exec does: what was handled has its default again
@@ -250,11 +209,8 @@ class _ForkingPopen(subprocess.Popen[Any]):
         )
         os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         flags = {"-m": words[2:], "-c": [CODE, *words[2:]]}
-        _run(*_first_and_rest(flags.get(words[1], [SCRIPT, *words[1:]])))
-
-
-def _first_and_rest(words):
-    return words[0], words[1:]
+        module, *rest = flags.get(words[1], [SCRIPT, *words[1:]])
+        _run(module, rest)
 
 
 def _die_with_parent():

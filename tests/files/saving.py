@@ -32,7 +32,7 @@ def save(model, directory, *, card=None, **options):
     return save_model(directory, built, built.state_dict(), card=card)
 
 
-def ours(folder, items, kind, truncate_dim=None):
+def ours(folder, items, kind="query", truncate_dim=None):
     """Embeddings by vembed's one encode path, cut after normalisation as Sentence Transformers does."""
     model = load_embedder(folder)
     whole = encoded(model, items, kind)

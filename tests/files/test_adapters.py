@@ -43,7 +43,7 @@ def save(model, directory, *, merge):
 
 
 def assert_close(folder, trained):
-    np.testing.assert_allclose(ours(folder, TEXTS, "query"), trained, atol=1e-4)
+    np.testing.assert_allclose(ours(folder, TEXTS), trained, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
     make, tmp_path
 ):
     alone = save(tuned(make), tmp_path / "alone", merge=False)
-    before = ours(alone, TEXTS, "query")
+    before = ours(alone, TEXTS)
     path = alone / "tokenizer.json"
     tokenizer = tiny.read_json(path)
     vocabulary = tokenizer["model"]["vocab"]
@@ -111,19 +111,19 @@ def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
     tokenizer["normalizer"] = normalizer
     path.write_text(json.dumps(tokenizer))
     assert_alike(alone, TEXTS)
-    assert np.abs(ours(alone, TEXTS, "query") - before).max() > 0.01
+    assert np.abs(ours(alone, TEXTS) - before).max() > 0.01
     again = save(tuned(alone), tmp_path / "again", merge=True)
     assert tiny.read_json(again / "tokenizer.json")["normalizer"] == normalizer
 
 
 def test_a_padding_token_that_was_added_without_a_row_is_not_used(tmp_path):
     alone = save(tuned(tiny.tiny_llama), tmp_path / "alone", merge=False)
-    before = ours(alone, TEXTS, "query")
+    before = ours(alone, TEXTS)
     tokenizer = AutoTokenizer.from_pretrained(alone)
     tokenizer.add_tokens([f"<{number}>" for number in range(1_000)])
     tokenizer.add_special_tokens({"pad_token": "<999>"})
     tokenizer.save_pretrained(alone)
-    np.testing.assert_allclose(ours(alone, TEXTS, "query"), before, atol=1e-5)
+    np.testing.assert_allclose(ours(alone, TEXTS), before, atol=1e-5)
     featuriser = Featuriser(described(config_of(alone)))
     texts = ("red", " ".join(TEXTS))
     features = featuriser.features([(Item(text=text), "query") for text in texts])

@@ -60,7 +60,7 @@ def of_image(path, text=None):
 def test_images_are_embedded_alike(make, pictures, tmp_path):
     folder = save(make, tmp_path / "final")
     theirs = load_in_sentence_transformers(folder).encode(pictures)
-    assert_same(ours(folder, [of_image(path) for path in pictures], "query"), theirs)
+    assert_same(ours(folder, [of_image(path) for path in pictures]), theirs)
     alone = ours(folder, [of_image(pictures[0])], "document")
     np.testing.assert_allclose(alone, theirs[:1], atol=1e-5)
 
@@ -77,7 +77,7 @@ def test_a_projection_of_clip_is_a_dense_module(pictures, tmp_path):
     folder = save(tiny.tiny_clip, tmp_path / "final", mrl_dims=[12, 6])
     model = assert_alike(folder, TEXTS)
     images = [of_image(path) for path in pictures]
-    assert_same(ours(folder, images, "query"), model.encode(pictures))
+    assert_same(ours(folder, images), model.encode(pictures))
 
 
 def test_clip_has_the_module_that_versions_before_5_4_know(tmp_path):
@@ -189,8 +189,8 @@ def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
     images = [of_image(path) for path in pictures]
     assert ours(folder, images, "document").shape == (4, 20)
     for items in (images, TEXTS):
-        before = ours(folder, items, "query")
-        np.testing.assert_allclose(ours(again, items, "query"), before, atol=1e-6)
+        before = ours(folder, items)
+        np.testing.assert_allclose(ours(again, items), before, atol=1e-6)
     with pytest.raises(Exception, match=r"TwoTowers|load"):
         load_in_sentence_transformers(folder)
     card = (folder / "README.md").read_text()

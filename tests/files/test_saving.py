@@ -56,14 +56,14 @@ def names_in(folder):
 
 def test_an_interrupted_save_leaves_the_old_model(tmp_path, monkeypatch):
     folder = save(tiny.tiny_bert, tmp_path / "final")
-    before = ours(folder, tiny.texts(2), "query")
+    before = ours(folder, tiny.texts(2))
     full = Mock(side_effect=OSError(28, "No space left on device"))
     with monkeypatch.context() as patched:
         patched.setattr(files, "save_processors", full)
         with pytest.raises(OSError, match="No space left"):
             save(tiny.tiny_bert, folder, max_length=3)
     assert names_in(tmp_path) == ["final"]
-    assert (ours(folder, tiny.texts(2), "query") == before).all()
+    assert (ours(folder, tiny.texts(2)) == before).all()
     save(tiny.tiny_bert, folder, max_length=3)
     assert names_in(tmp_path) == ["final"]
     assert load_in_sentence_transformers(folder).max_seq_length == 3
@@ -105,8 +105,8 @@ def test_tied_weights_are_saved_once(tmp_path):
     folder = save_model(tmp_path / "final", model, gathered)
     stored = load_file(folder / "model.safetensors")
     assert stored.keys() == load_file(source / "model.safetensors").keys()
-    vectors = ours(folder, tiny.texts(2), "query")
-    assert (vectors == ours(source, tiny.texts(2), "query")).all()
+    vectors = ours(folder, tiny.texts(2))
+    assert (vectors == ours(source, tiny.texts(2))).all()
 
 
 def test_the_card_says_what_was_done(tmp_path):

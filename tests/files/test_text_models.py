@@ -81,7 +81,7 @@ def test_mrl_projection_is_a_dense_module(make, tmp_path):
     assert modules_of(model) == ["Transformer", "Pooling", "Dense", "Normalize"]
     assert model[2].linear.weight.shape == (16, 32)
     theirs = model.encode_query(TEXTS, truncate_dim=8)
-    assert_same(ours(folder, TEXTS, "query", truncate_dim=8), theirs)
+    assert_same(ours(folder, TEXTS, truncate_dim=8), theirs)
 
 
 def test_a_dense_module_with_bias_and_activation_stays_as_it_is(tmp_path):
@@ -99,7 +99,7 @@ def test_a_projection_comes_after_the_models_own_dense_module(tmp_path):
     model = assert_alike(folder, TEXTS)
     assert modules_of(model)[2:] == ["Dense", "Dense", "Normalize"]
     saved_again = save(folder, tmp_path / "again")
-    assert_same(ours(saved_again, TEXTS, "query"), model.encode(TEXTS))
+    assert_same(ours(saved_again, TEXTS), model.encode(TEXTS))
 
 
 def test_truncate_dim_of_the_files_holds_in_both(tmp_path):
@@ -108,7 +108,7 @@ def test_truncate_dim_of_the_files_holds_in_both(tmp_path):
     tiny.change_json(path, truncate_dim=10)
     folder = save(source, tmp_path / "final")
     assert_alike(folder, TEXTS)
-    assert ours(folder, TEXTS[:1], "query").shape == (1, 10)
+    assert ours(folder, TEXTS[:1]).shape == (1, 10)
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])
@@ -117,7 +117,7 @@ def test_a_folder_that_sentence_transformers_saved_is_read(make, tmp_path):
     model.prompts |= {"query": "look for: ", "clustering": "group: "}
     model.max_seq_length = 9
     model.save_pretrained(str(tmp_path))
-    assert_same(ours(tmp_path, TEXTS, "query"), model.encode_query(TEXTS))
+    assert_same(ours(tmp_path, TEXTS), model.encode_query(TEXTS))
     folder = save(save(tmp_path, tmp_path / "final"), tmp_path / "again")
     saved = load_in_sentence_transformers(folder)
     for name in ("query", "clustering"):
@@ -162,11 +162,11 @@ def test_similarity_and_prompts_reach_sentence_transformers(tmp_path):
 @pytest.mark.parametrize("use_lora", [False, True])
 def test_changes_of_the_config_are_saved_with_the_model(use_lora, tmp_path):
     source = tiny.shared(tiny.tiny_qwen3_st)
-    base = ours(source, TEXTS, "query")
+    base = ours(source, TEXTS)
     for arguments in ({"rope_theta": 50.0}, {"num_hidden_layers": 1}):
         options = {"model_arguments": arguments, "use_lora": use_lora}
         folder = save(source, tmp_path / "final", **options)
-        assert np.abs(ours(folder, TEXTS, "query") - base).max() > 0.01
+        assert np.abs(ours(folder, TEXTS) - base).max() > 0.01
         model = assert_alike(folder, TEXTS)[0].auto_model
     assert len(model.layers) == 1
     assert model.config.num_hidden_layers == 1
