@@ -61,7 +61,8 @@ class Teachers:
         self.session = session
         self.by_name: dict[str, VectorTeacher | PairTeacher] = {}
         needs_vectors = set()
-        for term in run_terms(objective, data, model.model_name):
+        terms = run_terms(objective, data, model.model_name)
+        for term in terms:
             needs_vectors.add(term.guide)
             if term.loss.needs_vectors():
                 needs_vectors.add(term.teacher)
@@ -74,6 +75,14 @@ class Teachers:
             if kind == "embedder":
                 form = VectorTeacher
                 arithmetic = str(session.mixed_precision)
+                for term in terms:
+                    lowest, highest = term.loss.score_limits or (-1.0, 1.0)
+                    if term.teacher == name and lowest > -1.0:
+                        raise UserError(
+                            f"teacher {name} is an embedding model, whose scores lie from -1 to 1, and loss: "
+                            f"{term.loss.name} takes scores from {lowest:g} to {highest:g}: name a reranker as teacher, or "
+                            "use loss: mse or kl"
+                        )
             elif name in needs_vectors:
                 raise UserError(
                     f"teacher {name} is a reranker, which scores listed pairs alone, and the losses need "

@@ -36,7 +36,7 @@ def test_bad_lines_of_json(tmp_path, number):
     path = write_lines(tmp_path / "a.jsonl", GOOD, line, GOOD)
     assert re.search(rf"a\.jsonl:2: .*{message}", refused(path))
     store = open_path(path, on_bad_record="skip")
-    assert store.num_skipped == 1
+    assert store.counts["bad"] == 1
     assert places_of(store) == [f"{path}:1", f"{path}:3"]
 
 
@@ -46,7 +46,7 @@ def test_a_line_that_does_not_end(tmp_path, monkeypatch):
     long = GOOD.replace("a", "x" * 5000)
     path = write_lines(tmp_path / "a.jsonl", GOOD, long, GOOD, "y" * 1000, "z" * 1001)
     store = open_path(path, on_bad_record="skip")
-    assert store.num_skipped == 3
+    assert store.counts["bad"] == 3
     assert places_of(store) == [f"{path}:1", f"{path}:3"]
     assert "a line of more than 1,000 bytes" in store.summary()[1]
     path = write_lines(
@@ -106,7 +106,7 @@ def test_bad_elements_of_a_json_array_are_records(tmp_path):
         f"{GOOD}]",
     )
     store = open_path(path, on_bad_record="skip")
-    assert store.num_skipped == 2
+    assert store.counts["bad"] == 2
     assert places_of(store) == [f"{path}:1", f"{path}:4"], "the fourth record"
 
 

@@ -61,7 +61,7 @@ def check(path, entries):
     if good:
         store = open_path(path, on_bad_record="skip")
         assert pairs_of(store) == good
-        assert store.num_skipped == num_bad
+        assert store.counts["bad"] == num_bad
     else:
         refused(path, on_bad_record="skip")
     if num_bad:

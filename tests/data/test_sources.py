@@ -99,7 +99,7 @@ def test_skip_drops_and_counts(tmp_path):
     store = open_rows(tmp_path, records, on_bad_record="skip")
     good = [record["query"] for record in records if record["query"]]
     assert queries_of(store) == good
-    assert store.num_skipped == 3
+    assert store.counts["bad"] == 3
     assert "3 bad records left out" in store.summary()[0]
     assert any("rows.jsonl:4: query is empty" in line for line in store.summary())
     (warning,) = store.warnings()

@@ -524,7 +524,7 @@ def ranknet(plain):
 def bce(plain):
     for first, student, teacher in lists(plain):
         labels = teacher.nan_to_num(nan=0.0)
-        if plain.term.teacher == "reranker":
+        if plain.term.teacher not in (None, LABEL_SCORES):
             labels = labels.sigmoid()
         yield first, torch.log1p(student.exp()) - labels * student
 

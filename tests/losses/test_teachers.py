@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.losses.batches import config_of, make_batch
-from tests.tiny import shared, tiny_reranker
+from tests.tiny import shared, tiny_bert_st, tiny_reranker
 from vembed.errors import UserError
 from vembed.losses.batch import draw_mixtures
 from vembed.teachers import Teachers
@@ -38,4 +38,12 @@ def test_scores_of_pairs_are_no_vectors(options):
     config = config_of(teachers=[teacher], **options)
     session = SimpleNamespace(mixed_precision="no")
     with pytest.raises(UserError, match="teacher reranker is a reranker"):
+        Teachers(config.objective, config.data, config.model, session)
+
+
+def test_similarities_are_no_labels_of_bce():
+    teacher = {"name": "embedder", "model": str(shared(tiny_bert_st))}
+    config = config_of(teachers=[teacher], loss="bce", teacher="embedder")
+    session = SimpleNamespace(mixed_precision="no")
+    with pytest.raises(UserError, match="teacher embedder is an embedding model"):
         Teachers(config.objective, config.data, config.model, session)

@@ -458,12 +458,22 @@ def test_settings_of_a_source_are_refused(tmp_path, name):
 
 
 def test_prompts_of_records_are_refused(tmp_path):
+    model = shared(tiny_reranker)
     records = text_records(24, num_negatives=2)
     records[1]["query_prompt"] = "a: "
     path = tmp_path / "prompts.jsonl"
     write_jsonl(path, records)
-    with pytest.raises(UserError, match=r"task: rerank .* 1 records .*query_prompt"):
-        trained(tmp_path, shared(tiny_reranker), data_path=str(path))
+    refusal = "query_prompt for 1 of its queries"
+    with pytest.raises(UserError, match=f"data_path has a {refusal}"):
+        trained(tmp_path, model, data_path=str(path))
+    good = str(written(tmp_path))
+    source = {"path": good, "val_data_path": str(path)}
+    for data, validation in ((good, str(path)), ([source], good)):
+        options = {"data_path": data, "val_data_path": validation}
+        with pytest.raises(UserError, match=f"prompts.jsonl has a {refusal}"):
+            trained(tmp_path, model, eval_before=False, **options)
+    for name in ("eval", "score"):
+        assert refusal in invoke(name, model, path, code=2).stderr
 
 
 def test_data_counts_pairs(tmp_path):

@@ -270,10 +270,10 @@ class ExampleStore:
         self.names = tuple(source.name for source in sources)
         self.sizes = tuple(map(len, sources))
         self.weights = tuple(source.entry.weight for source in sources)
-        self.num_skipped = sum(source.index.counts["bad"] for source in sources)
-        """Number of bad records that were skipped."""
-        self.num_prompts = sum(source.index.counts["prompts"] for source in sources)
-        """Number of records with a prompt for themselves."""
+        self.counts: Counter[str] = Counter()
+        """Statistics of the records of all sources, as those of an Index."""
+        for source in sources:
+            self.counts.update(source.index.counts)
         self.labels = [source.index.labels for source in sources]
         """Hash of the class of each example, by source; None for sources without labels."""
 
@@ -283,11 +283,6 @@ class ExampleStore:
     def __getitem__(self, index: int) -> Example:
         source, number = self._locate(index)
         return source.example(number)
-
-    def has_comparisons(self) -> bool:
-        """Return whether any record has hard negatives or scores."""
-        counts = [source.index.counts for source in self._sources]
-        return any(each["negatives"] or each["scored"] for each in counts)
 
     def pair(self, index: int, mate: int) -> Example:
         """Return an example of a labelled source with another one of the source as its positive."""

@@ -302,6 +302,15 @@ IMAGE_ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n"
 """The same of Qwen3-VL-Reranker."""
 
 
+def refuse_prompts(num_prompts: int, name: str) -> None:
+    """Raise UserError if records have prompts for themselves, which a PairFeaturiser does not read."""
+    if num_prompts:
+        raise UserError(
+            f"{name} has a query_prompt for {num_prompts:,d} of its queries, and a reranker puts that of its run before "
+            "each query: put it into the texts, or take the column out"
+        )
+
+
 class PairFeaturiser(BaseFeaturiser):
     """Converter from pairs of texts (of vision-language models also images) to token ids, and to the tensors of a forward
     pass."""

@@ -128,6 +128,14 @@ class ScoredPairs:
 
 
 EvalData = RetrievalData | ScoredPairs
+
+
+def num_prompts(data: EvalData) -> int:
+    """Return the number of queries with a prompt for themselves."""
+    queries, _ = data.collections
+    return sum(query.prompt is not None for query in queries)
+
+
 TEST_FIRST = ("test", "dev", "validation", "val")
 """Order of preference of the qrels of a folder for a finished model. During training `test` comes last."""
 

@@ -19,7 +19,7 @@ from torch import nn
 from vembed.config.schema import DataSection, EvaluationSection
 from vembed.config.values import RetrievalMode
 from vembed.data.examples import Item, KeyIndex, Kind
-from vembed.data.features import BaseFeaturiser, Pair, PairFeaturiser
+from vembed.data.features import BaseFeaturiser, Pair, PairFeaturiser, refuse_prompts
 from vembed.errors import UserError, nearest
 from vembed.evaluation.bm25 import best_keys, build_bm25_index
 from vembed.evaluation.dataset import (
@@ -29,6 +29,7 @@ from vembed.evaluation.dataset import (
     EvaluationTask,
     RetrievalData,
     ScoredPairs,
+    num_prompts,
     open_eval_data,
 )
 from vembed.evaluation.query_results import NUM_FIRST_DOCUMENTS, QueryResults
@@ -380,6 +381,7 @@ def _evaluate_reranker(
         check_finite(scores, f"scores of {featuriser.role}")
         return scores
 
+    refuse_prompts(num_prompts(data), data.name)
     rank = session.rank if session else 0
     world_size = session.world_size if session else 1
     device = session.device if session else next(model.parameters()).device

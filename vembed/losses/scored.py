@@ -483,12 +483,10 @@ class BCE(ListedLoss):
         """See LossDeclaration."""
         import torch.nn.functional as F
 
-        from vembed.losses.batch import TeacherScores
-
         lists = batch.listed_by_example()
         scores = term.scores(batch, lists)  # [K, n + P]
         labels = self.labels(batch, term, lists).expand_as(scores)
-        if isinstance(batch.teachers.get(str(term.teacher)), TeacherScores):
+        if term.teacher not in (None, LABEL_SCORES):
             labels = labels.sigmoid()
         losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
         num_documents = batch.num_rows + lists.num_negative_pairs

@@ -296,8 +296,6 @@ class ExampleMiner:
         """Return an example with these documents after its own negatives."""
         example = self.examples[index]
         added = [self.documents.item(number) for number in documents if number >= 0]
-        if not added:
-            return example
         # The prompts of the source of the example, not of that of the document.
         plain = tuple(replace(item, prompt=None, max_length=None) for item in added)
         read = self.examples.as_read(index, replace(example, negatives=plain))

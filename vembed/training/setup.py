@@ -36,8 +36,14 @@ from vembed.data.batching.rank_batch import Feeder
 from vembed.data.batching.stream import RankBatchStream
 from vembed.data.datasets import RunLength, Sets, open_sets, run_length
 from vembed.data.example_store import ExampleStore
-from vembed.data.features import BaseFeaturiser, Features, build_featuriser
+from vembed.data.features import (
+    BaseFeaturiser,
+    Features,
+    build_featuriser,
+    refuse_prompts,
+)
 from vembed.errors import UserError
+from vembed.evaluation.dataset import num_prompts
 from vembed.evaluation.scores import check_metric
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import LossModule
@@ -142,21 +148,18 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
                 raise UserError(f"{reason} (rank {rank})" if rank else reason)
 
     store = sets.examples
-    is_reranker = config.model.task == "rerank"
-    if (
-        is_reranker
-        and not data_options.in_batch_negatives
-        and not store.has_comparisons()
-    ):
-        raise UserError(
-            "task: rerank compares the documents of one query, and every record has one alone: find negatives with "
-            "`vembed mine`, or take those of other queries with in_batch_negatives: 7"
-        )
-    if is_reranker and store.num_prompts:
-        raise UserError(
-            f"task: rerank puts the query_prompt of the run before each query, and {store.num_prompts:,d} records of "
-            "data_path have one in their column query_prompt: put it into the texts, or take the column out"
-        )
+    if config.model.task == "rerank":
+        counts = store.counts
+        has_comparisons = counts["negatives"] or counts["scored"]
+        if not has_comparisons and not data_options.in_batch_negatives:
+            raise UserError(
+                "task: rerank compares the documents of one query, and every record has one alone: find negatives with "
+                "`vembed mine`, or take those of other queries with in_batch_negatives: 7"
+            )
+        refuse_prompts(counts["prompts"], "data_path")
+        for evaluation in (sets.evaluation, *sets.by_task.values()):
+            if evaluation is not None:
+                refuse_prompts(num_prompts(evaluation), evaluation.name)
     length = run_length(
         store,
         data_options,

@@ -271,7 +271,7 @@ def _checked(
     # Behind the line on the source: records that are left out, and columns that are not used.
     doubts = [*store.warnings(), *store.summary()[1:]]
     lines = [CHECK + doubt for doubt in doubts]
-    if store.num_skipped:
+    if store.counts["bad"]:
         lines.append(
             _line("on_bad_record", "skip", "fix these records to train on all")
         )

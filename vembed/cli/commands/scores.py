@@ -155,6 +155,7 @@ def score(
 
     from vembed.config.schema import DataSection
     from vembed.data.example_store import open_examples
+    from vembed.data.features import refuse_prompts
     from vembed.evaluation.report.record import run_options
     from vembed.inference.embedder import Embedder
     from vembed.inference.reranker import Reranker
@@ -174,6 +175,7 @@ def score(
         is_main = options["session"].is_main
         file = _open_output(stack, output, is_main=is_main)
         if is_reranker(model_path):
+            refuse_prompts(store.counts["prompts"], pairs)
             score_pairs = Reranker(model_path, **options).predict
         else:
             score_pairs = Embedder(model_path, **options).score
