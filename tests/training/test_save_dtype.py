@@ -87,10 +87,16 @@ def test_sharded_with_whole_models_in_checkpoints(tmp_path):
         strategy="fsdp",
         fsdp_state_dict_type="FULL_STATE_DICT",
         mixed_precision="no",
+        ema=0.5,
+        quantize_weights="int8",
     )
     run_ranks(vembed.train, 2, options)
     for name in ("final", "checkpoint-1/model"):
         assert stored(tmp_path / "run" / name) == {torch.bfloat16}
+    # The average, rounded to int8.
+    final = load_file(tmp_path / "run/final/model.safetensors")
+    whole = load_file(tmp_path / "run/checkpoint-2/model/model.safetensors")
+    torch.testing.assert_close(whole, final, rtol=0, atol=0)
 
 
 def test_a_float32_model_is_stored_in_float16_where_its_weights_allow(tmp_path):

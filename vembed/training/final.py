@@ -34,7 +34,7 @@ WHOLE_MODEL = "model"
 
 
 def write_whole_model(trainer: Trainer, checkpoint: Path) -> None:
-    """Write the model into a checkpoint under fsdp_state_dict_type: FULL_STATE_DICT. Collective.
+    """Write the model as it is evaluated into a checkpoint under fsdp_state_dict_type: FULL_STATE_DICT. Collective.
 
     Beside its pieces, from which the run resumes on any number of processes.
     """
@@ -44,9 +44,10 @@ def write_whole_model(trainer: Trainer, checkpoint: Path) -> None:
     log.info(
         f"fsdp_state_dict_type: FULL_STATE_DICT: the checkpoint holds the whole model too, in {WHOLE_MODEL}/"
     )
-    weights = full_state_dict(trainer.components.model)
-    if trainer.session.is_main:
-        _store(trainer, checkpoint / WHOLE_MODEL, weights)
+    with trainer.hooks.evaluation_weights():
+        weights = full_state_dict(trainer.components.model)
+        if trainer.session.is_main:
+            _store(trainer, checkpoint / WHOLE_MODEL, weights)
 
 
 def _store(
@@ -55,9 +56,11 @@ def _store(
     weights: dict[str, Tensor],
     card: Card | None = None,
 ) -> None:
-    """Write the model with gathered weights, in the layout of Sentence Transformers. Runs on rank 0."""
+    """Write the model with gathered weights, rounded as its layers compute with them, in the layout of Sentence
+    Transformers. Runs on rank 0."""
     config = trainer.config
     embedding_model = trainer.components.embedding_model
+    store_rounded(embedding_model, weights)
     # Learned by the loss, and used by CLIP and SigLIP models: they go into the model's own file.
     learned = trainer.components.loss.logit_scale_and_bias()
     if learned is not None:
@@ -114,7 +117,6 @@ def save_final(trainer: Trainer, metric: str) -> Path:
             num_steps=state.step,
             versions=collect_versions(),
         )
-        store_rounded(embedding_model, weights)
         dtype = saved_dtype(config.model.torch_dtype, embedding_model.description)
         stored = f"in {dtype}" if dtype else "as they are held"
         log.info(f"weights: stored {stored} (torch_dtype: {config.model.torch_dtype})")
