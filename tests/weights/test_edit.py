@@ -230,6 +230,8 @@ def test_a_text_is_a_line_of_the_file(tmp_path):
         ({"direction": "erase"}, "use it with where: embedding"),
         ({"components": 2}, "mean_difference has one"),
         ({"layers": [1], "where": "embedding"}, "the embedding has none"),
+        ({"layers": [1], "trials": 2}, r"layers: \(1,\) has no effect with trials"),
+        ({"strength": 0.5, "trials": 2}, "strength: 0.5 has no effect with trials"),
         ({"first": ["a", "b"]}, "at least 8"),
         ({"first": "nowhere.txt"}, "cannot be read"),
     ],

@@ -263,7 +263,11 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
     [
         ({"method": "soup"}, "chooses by evaluation data"),
         ({"method": "weighted", "weights": [1.0]}, "weights: 1 given for 3 models"),
-        ({"weights": [1.0]}, "method: mean has no weights"),
+        ({"weights": [1.0]}, "weights: .* no effect with method: mean"),
+        ({"method": "soup", "interpolate": 0.5}, "interpolate: 0.5 has no effect"),
+        ({"of": "differences"}, "of: .* or use method: slerp"),
+        ({"base": "x"}, "base: x has no effect .* interpolate: 1"),
+        ({"method": "ties", "seed": 1}, "seed: 1 .* or use method: dare"),
         ({"method": "weighted", "weights": [0, 0, 0]}, "not only zeros"),
         ({"sweep_points": [0, 1], "data": "x"}, "line between two models"),
         ({"method": "slerp"}, "slerp is between two models, and 3 are given"),

@@ -213,6 +213,12 @@ def _check(
         )
     if plan.layers is not None and plan.where == "embedding":
         raise UserError("layers are of where: layers; the embedding has none")
+    searched = {"strength": (plan.strength, 1.0), "layers": (plan.layers, None)}
+    for name, (value, default) in searched.items():
+        if trials and value != default:
+            raise UserError(
+                f"{name}: {value} has no effect with trials: {trials}, which searches over {name}. Leave out one of them"
+            )
     if trials and find_spec("optuna") is None:
         raise UserError(
             "trials are searched by optuna, which is not installed: pip install 'vembed[search]'"

@@ -126,11 +126,14 @@ def merge(
         names,
         method,
         weights=weights,
-        sweep_points=sweep_points,
-        data=data,
-        interpolate=interpolate,
+        base=base,
+        of=of,
         density=density,
         scale=scale,
+        interpolate=interpolate,
+        sweep_points=sweep_points,
+        data=data,
+        seed=seed,
     )
     recipe = Recipe(
         method="mean" if method == "soup" else method,

@@ -17,11 +17,14 @@ def check_merge(
     method: str,
     *,
     weights: Sequence[float] | None,
-    sweep_points: Sequence[float] | None,
-    data: object,
-    interpolate: float,
+    base: object,
+    of: str,
     density: float,
     scale: float,
+    interpolate: float,
+    sweep_points: Sequence[float] | None,
+    data: object,
+    seed: int,
 ) -> None:
     """Raise UserError where the options of a merge do not go together, or the arithmetic would divide by zero or give
     weights that are no numbers. `names`: the models; None: not known yet."""
@@ -29,6 +32,23 @@ def check_merge(
         raise UserError(
             f"method: {method} is not one of {', '.join(get_args(MergeMethod))}"
         )
+    with_weights = ("weighted", "slerp", *OF_DIFFERENCES)
+    # Option -> its value, its default, and the methods that read it. All methods read the other options.
+    read_by: dict[str, tuple[object, object, tuple[str, ...]]] = {
+        "weights": (weights, None, with_weights),
+        "base": (base, None, ("mean", *with_weights)),
+        "of": (of, "auto", ("slerp",)),
+        "density": (density, 0.2, ("ties", "dare")),
+        "scale": (scale, 1.0, OF_DIFFERENCES),
+        "interpolate": (interpolate, 1.0, ("mean", *with_weights)),
+        "sweep": (sweep_points, None, ("mean", "weighted", "slerp")),
+        "seed": (seed, 42, ("dare",)),
+    }
+    for name, (value, default, methods) in read_by.items():
+        if value != default and method not in methods:
+            raise UserError(
+                f"{name}: {value} has no effect with method: {method}. Leave it out, or use method: {' or '.join(methods)}"
+            )
     if method in ("ties", "dare") and not 0 < density <= 1:
         raise UserError(
             f"density: {density:g} is the share of each difference that {method} keeps: give 0.2, or 1"
@@ -47,19 +67,20 @@ def check_merge(
         raise UserError(
             "method: weighted needs weights, one for each model; without them it is the mean"
         )
-    if weights is not None:
-        if method in ("mean", "soup"):
-            raise UserError(f"method: {method} has no weights; use method: weighted")
-        if method in ("weighted", "slerp") and (sum(weights) <= 0 or min(weights) < 0):
-            raise UserError(
-                f"weights of {method} are shares: give numbers of at least 0, and not only zeros"
-            )
+    are_shares = method in ("weighted", "slerp")
+    if weights and are_shares and (sum(weights) <= 0 or min(weights) < 0):
+        raise UserError(
+            f"weights of {method} are shares: give numbers of at least 0, and not only zeros"
+        )
     if (method == "soup" or sweep_points is not None) and data is None:
         what = "a soup" if method == "soup" else "a sweep"
         raise UserError(f"{what} chooses by evaluation data: give data (--data)")
-    if sweep_points is not None and method not in ("mean", "weighted", "slerp"):
+    changes_alone = (
+        interpolate != 1.0 or sweep_points is not None or method in OF_DIFFERENCES
+    )
+    if base is not None and method != "slerp" and not changes_alone:
         raise UserError(
-            f"a sweep is along mean, weighted or slerp, and method is {method}"
+            f"base: {base} has no effect with method: {method} and interpolate: 1. Leave it out, or lower interpolate"
         )
     if names is None:
         return
@@ -75,9 +96,6 @@ def check_merge(
         raise UserError(
             f"a sweep is a line between two models, or between a base and one; {len(names)} are given"
         )
-    changes_alone = (
-        interpolate != 1.0 or sweep_points is not None or method in OF_DIFFERENCES
-    )
     if len(names) == 1 and not changes_alone:
         raise UserError(
             f"{names[0]} alone is nothing to merge: give more models, or a base and interpolate"

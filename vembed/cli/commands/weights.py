@@ -68,11 +68,14 @@ def merge(
     options: dict[str, Any] = {
         "method": method,
         "weights": parts_of("--weights", weights, float) or None,
-        "sweep_points": parts_of("--sweep", sweep, float) or None,
-        "data": data,
-        "interpolate": interpolate,
+        "base": base,
+        "of": of,
         "density": density,
         "scale": scale,
+        "interpolate": interpolate,
+        "sweep_points": parts_of("--sweep", sweep, float) or None,
+        "data": data,
+        "seed": seed,
     }
     # With --last the models are checkpoints, which are counted when they are there.
     check_merge(models if last is None else None, **options)
@@ -85,12 +88,9 @@ def merge(
             models,
             output,
             **options,
-            base=base,
-            of=of,
             last=last,
             metric=metric,
             dtype=dtype,
-            seed=seed,
             session=session,
         )
         if session.is_main:
