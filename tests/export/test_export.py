@@ -325,8 +325,17 @@ def test_an_export_is_served_in_its_runtime(exported):
     (ids,) = encoder.reader.texts.token_ids(["red"], "query")
     by_ids, _ = encoder.encode([ServedInput(ids)])
     np.testing.assert_allclose(by_ids, expected[:1], atol=1e-6)
+    assert encoder.gives_unit_vectors
     with pytest.raises(UserError, match="runs on the CPU at its own size"):
         open_encoder(str(exported), truncate_dim=8)
+
+
+def test_an_export_of_vectors_of_any_length_does_not_claim_unit_vectors(
+    exported, tmp_path
+):
+    shutil.copytree(exported, tmp_path / "other")
+    change_json(tmp_path / "other" / "export.json", normalized=False)
+    assert not open_encoder(str(tmp_path / "other")).gives_unit_vectors
 
 
 def test_distances_of_broken_vectors_are_infinite():
@@ -364,6 +373,16 @@ def test_a_student_reads_a_sample_of_a_corpus(tmp_path):
     rows = student_texts(str(tmp_path), data)
     assert data.documents.num_read <= len(rows) <= MAX_STUDENT_EXAMPLES
     assert rows[-1][0] > "document 990000"
+
+
+def test_a_student_reads_every_source_of_the_run(tmp_path):
+    write_jsonl(tmp_path / "first.jsonl", [pair("red", "a red bird")])
+    write_jsonl(tmp_path / "second.jsonl", [pair("blue", "the blue sea")])
+    second = {"path": str(tmp_path / "second.jsonl"), "val_data_path": "gone.jsonl"}
+    config = {"data_path": [str(tmp_path / "first.jsonl"), second]}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    texts_read = dict(student_texts(str(tmp_path), None))
+    assert {"red", "a red bird", "blue", "the blue sea"} == set(texts_read)
 
 
 def test_the_check_reads_no_more_of_a_corpus_than_it_compares():

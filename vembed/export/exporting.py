@@ -196,13 +196,14 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
     )
     options = run_options(model, names)
     if options:
-        paths = options["data_path"]
-        if not isinstance(paths, list):
-            paths = [paths]
-        if all(isinstance(path, str) and Path(path).exists() for path in paths):
-            seed = options.pop("seed", RunSection().seed)
+        seed = options.pop("seed", RunSection().seed)
+        # The texts of the sources are read, and not their validation data.
+        sources = []
+        for source in DataSection(**options).sources():
+            sources.append(source.model_copy(update={"val_data_path": None}))
+        if all(Path(source.path).exists() for source in sources):
             sets = open_sets(
-                DataSection(**options),
+                DataSection(**{**options, "data_path": sources}),
                 ObjectiveSection(),
                 model_name=model,
                 seed=seed,

@@ -753,13 +753,15 @@ class PairScorer(TextEncoder):
 class ExportEncoder(TextEncoder):
     """An export to ONNX or OpenVINO, in that runtime."""
 
-    def __init__(self, folder: Path, format_name: str) -> None:
-        export_format = EXPORT_FORMATS[format_name]  # type: ignore[index]
+    def __init__(self, folder: Path, facts: Mapping[str, Any]) -> None:
+        """`facts`: those of its `export.json`."""
+        export_format = EXPORT_FORMATS[facts["format"]]
         missing = export_format.missing()
         if missing is not None:
             raise UserError(f"{folder}: {missing}")
         self.reader: GraphReader = export_format.reader(folder)
         self.max_length = self.reader.texts.max_length
+        self.gives_unit_vectors = facts["normalized"]
         self.vocab_size = len(self.reader.texts.tokenizer)
 
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
@@ -800,7 +802,7 @@ def open_encoder(
             Reranker(model, device=device, trust_remote_code=trust_remote_code)
         )
     if is_export:
-        return ExportEncoder(folder, format_name)
+        return ExportEncoder(folder, facts)
     return ModelEncoder(
         Embedder(
             model,
