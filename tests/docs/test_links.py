@@ -14,6 +14,7 @@ from vembed.config.schema import EpochMining
 from vembed.data.records import COLUMNS
 from vembed.losses.table import LOSS_ENTRY_ONLY
 from vembed.mining.options import AuditConfig, GenerateConfig, MineConfig
+from vembed.models.families.table import FAMILIES
 from vembed.training.trackers.table import TRACKERS
 
 OTHER_KEYS = {
@@ -98,6 +99,12 @@ def test_the_table_of_columns_has_every_name():
     spans_of_page = set(spans(ROOT / "docs" / "data.md"))
     for names in COLUMNS.values():
         assert set(names) <= spans_of_page, sorted(set(names) - spans_of_page)
+
+
+def test_the_table_of_families_has_every_name():
+    page = text_of(ROOT / "docs" / "models.md")
+    table = page.partition("## Families")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` ", table, re.MULTILINE) == list(FAMILIES)
 
 
 def test_the_page_of_the_installation_has_every_extra():

@@ -699,8 +699,10 @@ def _max_length(
     text = reading.config.get_text_config()
     positions = text.to_dict().get("max_position_embeddings")
     rope = text.to_dict().get("rope_parameters") or {}
+    positions_name = "positions"
     if rope.get("rope_type") == "longrope":
         # A longer text would change the rotations of all texts in its micro-batch.
+        positions_name = "original positions (rope_type: longrope)"
         positions = rope["original_max_position_embeddings"]
     if positions and reading.config.model_type in POSITIONS_AFTER_PADDING:
         positions -= int(text.pad_token_id) + 1
@@ -711,7 +713,7 @@ def _max_length(
         smallest = positions if family.has_fixed_length else 1
         if not smallest <= option <= (positions or option):
             raise UserError(
-                f"max_length: {option} does not fit the {positions} positions of {reading.options.model_name}; leave "
+                f"max_length: {option} does not fit the {positions} {positions_name} of {reading.options.model_name}; leave "
                 "it out, or lower it where the model takes texts of any length"
             )
         return option
