@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.files import write_beir
 from tests.mining.data import (
     MARGIN,
     NUM_ROWS,
@@ -28,6 +29,8 @@ from tests.mining.data import (
 )
 from tests.tiny import texts
 from vembed import UserError, mine
+from vembed.mining.inputs import read_mining_inputs
+from vembed.mining.options import MineConfig
 from vembed.parallel import placement, session
 
 
@@ -204,6 +207,46 @@ def test_a_beir_folder_is_data_and_corpus(tmp_path):
         assert set(row["negatives"]) == {f"t {text}" for text in actual} - {*positives}
 
 
+CATS = ({"d1": "a red cat", "d2": "a blue dog"}, {"q1": "red cat"}, {"q1": ["d1"]})
+TREES = (
+    {"d1": "a stone", "d2": "a green tree"},
+    {"q1": "green tree"},
+    {"q1": ["d2"]},
+)
+
+
+@pytest.mark.parametrize("has_corpus", [False, True])
+def test_ids_belong_to_their_beir_folder(has_corpus, tmp_path):
+    folders = []
+    for name, (corpus, queries, relevant) in {"cats": CATS, "trees": TREES}.items():
+        write_beir(tmp_path / name, corpus, queries, relevant)
+        folders.append(str(tmp_path / name))
+    files = {
+        "data_path": folders,
+        "output_path": "x.jsonl",
+        "retrievers": ["bm25"],
+    }
+    if has_corpus:
+        files["corpus_path"] = folders
+    inputs = read_mining_inputs(MineConfig(**files))
+    positives = inputs.known.positives
+    known = []
+    for query, document in zip(positives.queries, positives.documents, strict=True):
+        text = inputs.documents.item(int(document)).text
+        known.append((inputs.known.item(int(query)).text, text))
+    assert known == [("red cat", "a red cat"), ("green tree", "a green tree")]
+    # What belongs to no folder, and may be in both.
+    qrels = tmp_path / "more.tsv"
+    qrels.write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\n")
+    with pytest.raises(UserError, match=r"more.tsv:2: query id q1 is in .*cats and "):
+        read_mining_inputs(MineConfig(**files, qrels_path=str(qrels)))
+    row = {**pair("red cat", "a red cat"), "positive_id": "d1"}
+    files["data_path"] = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    files["corpus_path"] = folders
+    with pytest.raises(UserError, match=r"id d1 of a positive is in .*cats.* and in "):
+        read_mining_inputs(MineConfig(**files))
+
+
 def test_parquet_in_and_out_keeps_every_column(options, tmp_path):
     lines, _ = run(options)
     rows = [{**row, "extra": [1, 2]} for row in rows_in(options)]
@@ -339,6 +382,7 @@ def test_the_threshold_is_calibrated(tmp_path):
         ({"top_k": 3}, "top_k: 3 .*skip_first . num_negatives: 0 . 4"),
         ({"output_path": "x.csv"}, "output_path: x.csv must end in .jsonl or"),
         ({"query_id_field": "nope"}, "query_id_field: nope"),
+        ({"corpus_path": None, "qrels_path": "q.tsv"}, "qrels_path: q.tsv .* has none"),
     ],
 )
 def test_mistakes_name_the_option(options, changes, option):
