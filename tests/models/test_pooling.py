@@ -182,7 +182,7 @@ def test_a_trained_pooling_trains_beside_a_frozen_tower(monkeypatch, tmp_path):
     (group,) = build_optimizer(model, nn.Module(), config.optimizer).param_groups
     (trained,) = group["params"]
     assert trained is model.pooling.direction and group["lr"] == 0.5
-    assert model.heads() == {"pooling": model.pooling}
+    assert model.modules_behind_towers() == {"pooling": model.pooling}
     (vectors,) = model([("text", text_inputs(model.description, TEXTS))])
     vectors.square().sum().backward()
     assert trained.grad.abs().sum() > 0

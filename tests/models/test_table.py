@@ -36,10 +36,10 @@ def test_every_name_has_one_record():
 )
 def test_a_record_agrees_with_itself(family):
     towers = {"text": {"text"}, "image": {"vision"}, "multimodal": {"text", "vision"}}
-    expected = set().union(*(towers[modality] for modality in family.forwards))
+    expected = set().union(*(towers[modality] for modality in family.forward_kinds))
     assert set(family.towers) == expected
-    assert set(family.forwards.values()) <= set(get_args(Forward))
-    assert set(family.projections) <= set(family.forwards)
+    assert set(family.forward_kinds.values()) <= set(get_args(Forward))
+    assert set(family.projections) <= set(family.forward_kinds)
     assert set(family.adapter_targets) <= set(family.towers)
     assert family.pools_itself == (family.pooling == "own")
     assert (family.starter.image_model_name is not None) == family.is_composed

@@ -36,7 +36,7 @@ def seen(strategy):
                 for tensor in (*inputs, output, *module.parameters(recurse=False)):
                     dtypes.add(tensor.dtype)
 
-            for part in model.heads().values():
+            for part in model.modules_behind_towers().values():
                 for module in part.modules():
                     if isinstance(module, nn.Linear):
                         module.register_forward_hook(note)

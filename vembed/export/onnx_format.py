@@ -98,7 +98,7 @@ class TextGraph(Graph):
         """Map [n, tokens] ids and mask to [n, d] embeddings."""
         traits = self.description.family_traits
         arguments: dict[str, Any] = {"input_ids": input_ids}
-        if traits.forwards["text"] == "pooled_towers":
+        if traits.forward_kinds["text"] == "pooled_towers":
             # Texts of fixed length were trained without a mask.
             if not traits.has_fixed_length:
                 arguments["attention_mask"] = attention_mask

@@ -168,7 +168,7 @@ def mask_without_wait(
     return mask
 
 
-def packs(backbone: Any) -> bool:
+def takes_packed_texts(backbone: Any) -> bool:
     """Return True if the backbone takes packed texts."""
     return bool(backbone.config._attn_implementation == PACKED_ATTENTION)
 

@@ -162,8 +162,8 @@ def build_model(
                 backbone.get_parameter(name).requires_grad = False
         _cast_frozen_towers(description, options, backbone)
     if keeps_masters:
-        # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.heads`).
-        for head_module in model.heads().values():
+        # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.modules_behind_towers`).
+        for head_module in model.modules_behind_towers().values():
             head_module.float()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
@@ -474,7 +474,7 @@ def _load(
                 "it is incomplete, or config.json, or model_arguments, is that of another model"
             )
     if is_own and reads_text and why_padded is None:
-        # `packs` reads it. The class of the user's own takes no attn_implementation.
+        # `takes_packed_texts` reads it. The class of the user's own takes no attn_implementation.
         backbone.config._attn_implementation = kernel
     if description.bidirectional_attention:
         # Also for kernels that apply causal attention without an explicit mask.

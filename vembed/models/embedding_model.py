@@ -29,9 +29,9 @@ from vembed.models.attention import (
     SHARED_PREFIX,
     TOKEN_INDEX,
     Packed,
-    packs,
     real_tokens,
     shared_indices,
+    takes_packed_texts,
 )
 from vembed.models.custom.modeling import UserModel, UserModelConfig
 from vembed.models.families.backbones import (
@@ -102,7 +102,7 @@ class EmbeddingModel(nn.Module):
         token ids [n, tokens] or pixels
           -> tower: hidden states [n, tokens, token_dim]
           -> pooling: vectors [n, width], which never change while the tower is frozen
-          -> projection of the family (CLIP, SigLIP, composed): vectors [n, width]
+          -> projection of the family (CLIP, SigLIP, composed): vectors [n, projection_dim]
           -> head, Dense modules and this run's MRL projection: embeddings [n, embedding_dim]
     """
 
@@ -116,7 +116,8 @@ class EmbeddingModel(nn.Module):
         logit_scale_and_bias: tuple[float, float] | None = None,
         language_head: LanguageHead | None = None,
     ) -> None:
-        """`head`: Dense modules, or a reranker's ScoreHead. `pooling`: the module of a trained pooling, None for others.
+        """`head`: Dense modules, or a reranker's ScoreHead. `pooling`: the module of a trained pooling. None for the
+        others, which have no weights: `description.pooling` names them.
         `logit_scale_and_bias`: those that CLIP or SigLIP was trained with (CLIP's bias is 0)."""
         super().__init__()
         self.description = description
@@ -182,30 +183,30 @@ class EmbeddingModel(nn.Module):
                     vectors = self.tower_output(modality, inputs).pooled
                 if stop_after == "embeddings":
                     vectors = self.project(modality, vectors)
-                wide = at_least_float32(vectors)
+                output_vectors = at_least_float32(vectors)
                 # A float32 tensor is returned as it is, and may be a view. FSDP takes no view as an output.
-                if wide is vectors:
-                    wide = wide.clone()
-                outputs.append(wide)
+                if output_vectors is vectors:
+                    output_vectors = output_vectors.clone()
+                outputs.append(output_vectors)
                 losses.append(slice_losses)
         return (outputs, losses) if with_auxiliary else outputs
 
     def tower_output(self, modality: Modality, inputs: Inputs) -> TowerOutput:
         """Run the tower of one modality on its collated inputs, or both towers of a vision-language model.
 
-        How depends on the family: `pooled_towers` (CLIP) pool themselves, `image` is an image encoder, `vision_language` a
-        vision-language model, `text` all other texts, padded or packed.
+        `family.forward_kinds[modality]` decides how: `pooled_towers` (CLIP) pool themselves, `image` is an image encoder,
+        `vision_language` a vision-language model, and `text` is for all other texts, padded or packed.
         """
         description = self.description
         family = description.family_traits
-        forward_kind = family.forwards[modality]
-        pooling = description.pooling
+        forward_kind = family.forward_kinds[modality]
+        pooling_name = description.pooling
         backbone = self.backbone
         # CLIP and composed models are called tower by tower, a vision-language model as a whole.
         if family.is_composed or forward_kind == "pooled_towers":
             (tower,) = TOWERS_OF_MODALITY[modality]
             backbone = tower_module(backbone, family, tower)
-        if SHARED_PREFIX in inputs and not packs(backbone):
+        if SHARED_PREFIX in inputs and not takes_packed_texts(backbone):
             inputs = with_shared_prefix(inputs)
         mask = padding_mask(inputs)
         if forward_kind == "pooled_towers":
@@ -214,12 +215,12 @@ class EmbeddingModel(nn.Module):
             if mask is None or family.has_fixed_length:
                 del arguments["attention_mask"]
             return TowerOutput(backbone(**arguments).pooler_output)
-        trained_pooling = self.pooling
-        is_packed = forward_kind == "text" and packs(backbone)
+        pooling_module = self.pooling
+        is_packed = forward_kind == "text" and takes_packed_texts(backbone)
         if forward_kind == "image":
-            pooling = description.image_pooling or pooling
+            pooling_name = description.image_pooling or pooling_name
             if family.is_composed:
-                trained_pooling = None  # that of the text tower
+                pooling_module = None  # that of the text tower
             output = run_image_encoder(backbone, inputs)
         elif forward_kind == "vision_language":
             output = run_vision_language(backbone, inputs, mask)
@@ -238,10 +239,10 @@ class EmbeddingModel(nn.Module):
         elif states.ndim == 4:
             # Convolutional: [n, channels, height, width] to [n, positions, channels].
             states = states.flatten(2).transpose(1, 2)
-        if pooling == MODEL_POOLING:
+        if pooling_name == MODEL_POOLING:
             pooled = output.pooler_output.flatten(1)
         else:
-            pooled = pool(pooling, states, mask, module=trained_pooling)
+            pooled = pool(pooling_name, states, mask, module=pooling_module)
         return TowerOutput(pooled, states, output.get("auxiliary") or {})
 
     def project(self, modality: Modality, pooled: Tensor) -> Tensor:
@@ -279,7 +280,7 @@ class EmbeddingModel(nn.Module):
         family = self.description.family_traits
         frozen = set(frozen_towers(self.backbone, family))
         modalities = []
-        for modality in family.forwards:
+        for modality in family.forward_kinds:
             # A trained pooling stands between the tower and the pooled output.
             has_trained_pooling = self.pooling is not None and not (
                 family.is_composed and modality == "image"
@@ -308,7 +309,7 @@ class EmbeddingModel(nn.Module):
         # In float32, as the forward returns them.
         return 4 * self.description.hidden_dim * num_vectors
 
-    def heads(self) -> dict[str, nn.Module]:
+    def modules_behind_towers(self) -> dict[str, nn.Module]:
         """Return the modules behind the towers by name: a trained pooling, projections and head.
 
         They compute in float32 in every precision, because they are small and give the
@@ -326,7 +327,7 @@ class EmbeddingModel(nn.Module):
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
         family = self.description.family_traits
-        return "text" in family.forwards and packs(
+        return "text" in family.forward_kinds and takes_packed_texts(
             tower_module(self.backbone, family, "text")
         )
 
@@ -552,7 +553,7 @@ def at_least_float32(values: Tensor) -> Tensor:
 
 
 def pool(
-    pooling: str,
+    pooling_name: str,
     hidden: Tensor,
     mask: Tensor | None,
     *,
@@ -566,7 +567,7 @@ def pool(
     hidden = at_least_float32(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         if module is None:
-            return POOLINGS[pooling].pool(hidden, mask)
+            return POOLINGS[pooling_name].pool(hidden, mask)
         vectors: Tensor = module(hidden, mask)
         return vectors
 
@@ -607,14 +608,14 @@ class LayerPooler(nn.Module):
         backbone: nn.Module,
         description: ModelDescription,
         layers: Literal["all"] | Sequence[int],
-        pooling: str | None,
+        pooling_name: str | None,
     ) -> None:
         """`model`: the module that is called, sharded or not. `backbone`: its submodule with the layers."""
         super().__init__()
         self.model = model
         tower = tower_module(backbone, description.family_traits, "text")
         self._transformer_layers = layers_of(tower)
-        self._packs = packs(tower)
+        self._takes_packed_texts = takes_packed_texts(tower)
         known = range(len(self._transformer_layers) + 1)
         numbers = known if layers == "all" else layers
         try:
@@ -625,13 +626,13 @@ class LayerPooler(nn.Module):
                 f"layers: this model has layers 0 (its embeddings) to {known[-1]}, and {list(numbers)} are asked for"
             ) from error
         # A pooling of the model itself, and a trained one, are for the last layer only.
-        default = description.pooling
-        if default == MODEL_POOLING or POOLINGS[default].is_trained:
-            default = "mean"
-        self.pooling = pooling or default
+        default_name = description.pooling
+        if default_name == MODEL_POOLING or POOLINGS[default_name].is_trained:
+            default_name = "mean"
+        self.pooling_name = pooling_name or default_name
         config: Any = tower.config
         hidden_dim = int(config.get_text_config().hidden_size)
-        self.width = POOLINGS[self.pooling].width(hidden_dim)
+        self.width = POOLINGS[self.pooling_name].width(hidden_dim)
 
     def forward(self, slices: list[ModalitySlice]) -> list[Tensor]:
         """Return for each slice (modality, inputs) [n, layers * width], layer by layer."""
@@ -646,7 +647,7 @@ class LayerPooler(nn.Module):
                 named: dict[str, Any],
             ) -> None:
                 hidden = arguments[0] if arguments else named["hidden_states"]
-                captured[0] = self.pooled(hidden, inputs)  # noqa: B023 - removed below
+                captured[0] = self.pool_layer(hidden, inputs)  # noqa: B023 - removed below
 
             def capture_output(
                 number: int,
@@ -655,7 +656,7 @@ class LayerPooler(nn.Module):
                 output: Any,
             ) -> None:
                 hidden = output[0] if isinstance(output, tuple) else output
-                captured[number] = self.pooled(hidden, inputs)  # noqa: B023
+                captured[number] = self.pool_layer(hidden, inputs)  # noqa: B023
 
             # Hooks, and not output_hidden_states: they are the same for padded, packed and sharded models.
             hooks = []
@@ -676,12 +677,12 @@ class LayerPooler(nn.Module):
             states.append(torch.cat([captured[layer] for layer in self.layers], dim=1))
         return states
 
-    def pooled(self, hidden: Tensor, inputs: Inputs) -> Tensor:
+    def pool_layer(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """Pool the states of a layer, padded [n, tokens, dim] or packed [1, all tokens, dim], to [n, width]."""
         mask = padding_mask(inputs)
-        if self._packs:
+        if self._takes_packed_texts:
             hidden = padded_states(hidden[0], inputs, mask)
-        return pool(self.pooling, hidden, mask).float()
+        return pool(self.pooling_name, hidden, mask).float()
 
 
 # ---- towers: their parameters, and freezing ----------------------------------------------------------------------------
@@ -721,10 +722,10 @@ def freeze_unused(backbone: nn.Module) -> None:
 def names_frozen_by(
     backbone: nn.Module,
     family: Family,
-    parts: Sequence[str],
+    selectors: Sequence[str],
 ) -> set[str]:
     """Return the names of the backbone parameters that the option `freeze` selects."""
-    every = [name for name, _ in backbone.named_parameters()]
+    all_names = [name for name, _ in backbone.named_parameters()]
     layer_ids = set(map(id, layers_of(backbone)))
     # Each tower's layers in the order of the forward pass, by the prefix of their parameters. Layers are numbered through
     # the whole tower, also where a hierarchical model groups them in stages.
@@ -734,37 +735,38 @@ def names_frozen_by(
             if id(module) in layer_ids and module_name.startswith(tower_prefix):
                 layers[tower].append(f"{module_name}.")
     frozen = set()
-    for part in parts:
-        kind, _, count = part.rpartition("=")
-        tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
-        beginnings = []
-        if part in family.towers:
-            beginnings = [family.towers[cast(Tower, part)]]
-        elif part == "embeddings":
+    for selector in selectors:
+        # Only a number of layers has a "=", as in text.first_n_layers=4.
+        key, _, count = selector.partition("=")
+        tower_name = key.removesuffix("first_n_layers").removesuffix(".")
+        prefixes = []
+        if selector in family.towers:
+            prefixes = [family.towers[cast(Tower, selector)]]
+        elif selector == "embeddings":
             # Embeddings inside of layers (of relative positions) belong to their layer.
             inside = tuple(chain.from_iterable(layers.values()))
-            for name in every:
+            for name in all_names:
                 if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside):
-                    beginnings.append(name)
-        elif kind.endswith("first_n_layers") and count.isdecimal():
+                    prefixes.append(name)
+        elif key.endswith("first_n_layers") and count.isdecimal():
             stacks = [layers[tower] for tower in layers if tower_name in ("", tower)]
             if int(count) <= max(map(len, stacks), default=0):
                 for stack in stacks:
-                    beginnings += stack[: int(count)]
+                    prefixes += stack[: int(count)]
         else:
-            path = part.removeprefix("backbone.").removesuffix(".")
+            path = selector.removeprefix("backbone.").removesuffix(".")
             # Whole names: layer.1 does not select layer.10.
-            beginnings = [f"{path}."]
-        names = {name for name in every if f"{name}.".startswith(tuple(beginnings))}
+            prefixes = [f"{path}."]
+        names = {name for name in all_names if f"{name}.".startswith(tuple(prefixes))}
         if not names:
-            near = difflib.get_close_matches(part, every, n=1, cutoff=0.0)[0]
+            near = difflib.get_close_matches(selector, all_names, n=1, cutoff=0.0)[0]
             numbers = {tower: len(stack) for tower, stack in layers.items()}
             raise UserError(
-                f"freeze: {part} selects nothing of this model. Give one of its towers ({', '.join(layers)}), embeddings, "
+                f"freeze: {selector} selects nothing of this model. Give one of its towers ({', '.join(layers)}), embeddings, "
                 f"first_n_layers=N or TOWER.first_n_layers=N with N up to the number of layers ({numbers}), or the "
                 f"name of a module or parameter (the nearest is {near})"
             )
-        log.info("freeze: %s, %d tensors", part, len(names))
+        log.info("freeze: %s, %d tensors", selector, len(names))
         frozen |= names
     return frozen
 

@@ -111,7 +111,7 @@ def shard(
     if is_half and isinstance(model, EmbeddingModel):
         # Units of their own: a unit that computes in 16 bits would gather their weights in 16 bits, and without sharding
         # they compute in float32.
-        wide = list(model.heads().values())
+        wide = list(model.modules_behind_towers().values())
     units = [
         unit for unit in choose_units(model, fsdp, layer_classes) if unit not in wide
     ]

@@ -58,7 +58,7 @@ def build_optimizer(
     heads = ["loss."]
     for module in model.modules():
         if isinstance(module, EmbeddingModel):
-            heads += [f"{name}." for name in module.heads()]
+            heads += [f"{name}." for name in module.modules_behind_towers()]
     # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     dtypes = set()

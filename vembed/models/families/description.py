@@ -381,7 +381,7 @@ def describe(
         source=str(files.backbone),
         embedding_dim=size,
         pooling=pooling,
-        modalities=tuple(family.forwards),
+        modalities=tuple(family.forward_kinds),
         layer_classes=layer_classes,
         max_length=_max_length(reading, family, tokenizer, for_inference=for_inference),
         padding_side=padding_side,
@@ -523,7 +523,7 @@ def _pooling(
     files = reading.files
     facts = {
         "is_causal": is_causal,
-        "is_image": "text" not in family.forwards,
+        "is_image": "text" not in family.forward_kinds,
         "has_class_token": shape.has_class_token,
     }
     path = "1_Pooling/config.json"
@@ -552,7 +552,7 @@ def _pooling(
                 break
         if not files.include_prompt:
             problem = "leaves the prompt out of the pooling, which is not supported"
-    elif "text" not in family.forwards:
+    elif "text" not in family.forward_kinds:
         pooling = _image_pooling(reading.config, shape)
         reason = "the class token of the image encoder, or the mean without one"
     elif is_causal and family.pooling != "last":
@@ -707,7 +707,7 @@ def _max_length(
     if positions and reading.config.model_type in POSITIONS_AFTER_PADDING:
         positions -= int(text.pad_token_id) + 1
     longest = family.longest_by_default
-    if "text" not in family.forwards:
+    if "text" not in family.forward_kinds:
         return option or longest
     if option is not None and (family.has_fixed_length or not for_inference):
         smallest = positions if family.has_fixed_length else 1

@@ -48,7 +48,7 @@ class Family:
     """Values of `model_type` in config.json that belong to the family. None: `describe` tells it by a model's inputs."""
 
     # ---- forward pass -------------------------------------------------------------------------------------------
-    forwards: Mapping[Modality, Forward]
+    forward_kinds: Mapping[Modality, Forward]
     """Modality of the inputs -> its forward pass. All models but image encoders have `text`."""
     towers: Mapping[Tower, str]
     """Tower -> prefix of its parameter names in the backbone. The prefix is empty if the backbone is the tower."""
@@ -88,9 +88,9 @@ class Family:
     @property
     def reads_only_text(self) -> bool:
         """True for models without images."""
-        return tuple(self.forwards) == ("text",)
+        return tuple(self.forward_kinds) == ("text",)
 
     @property
     def is_vision_language(self) -> bool:
         """True for language models with images inside their token sequence, which need a chat template."""
-        return "multimodal" in self.forwards
+        return "multimodal" in self.forward_kinds

@@ -21,7 +21,7 @@ _RECORDS = (
     Family(
         name="text_encoder",
         model_types=None,
-        forwards={"text": "text"},
+        forward_kinds={"text": "text"},
         towers={"text": ""},
         starter=Starter(
             model_name="BAAI/bge-base-en-v1.5",
@@ -38,7 +38,7 @@ _RECORDS = (
     Family(
         name="text_decoder",
         model_types=None,
-        forwards={"text": "text"},
+        forward_kinds={"text": "text"},
         towers={"text": ""},
         pooling_reason="a decoder with bidirectional attention (the model defines no pooling)",
         is_causal=True,
@@ -57,7 +57,7 @@ _RECORDS = (
     Family(
         name="clip",
         model_types=frozenset({"clip", "metaclip_2"}),
-        forwards={"text": "pooled_towers", "image": "pooled_towers"},
+        forward_kinds={"text": "pooled_towers", "image": "pooled_towers"},
         towers={"text": "text_model.", "vision": "vision_model."},
         projections={"text": "text_projection", "image": "visual_projection"},
         pools_itself=True,
@@ -80,7 +80,7 @@ _RECORDS = (
     Family(
         name="siglip",
         model_types=frozenset({"siglip", "siglip2"}),
-        forwards={"text": "pooled_towers", "image": "pooled_towers"},
+        forward_kinds={"text": "pooled_towers", "image": "pooled_towers"},
         towers={"text": "text_model.", "vision": "vision_model."},
         pools_itself=True,
         pooling="own",
@@ -99,7 +99,7 @@ _RECORDS = (
     Family(
         name="image_encoder",
         model_types=None,
-        forwards={"image": "image"},
+        forward_kinds={"image": "image"},
         towers={"vision": ""},
         starter=Starter(
             model_name="facebook/dinov2-base",
@@ -111,7 +111,7 @@ _RECORDS = (
     Family(
         name="vision_language",
         model_types=frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}),
-        forwards={"text": "text", "multimodal": "vision_language"},
+        forward_kinds={"text": "text", "multimodal": "vision_language"},
         towers={"text": "language_model.", "vision": "visual."},
         pooling="last",
         pooling_reason="the end-of-text token, default of the family (the model defines no pooling)",
@@ -128,7 +128,7 @@ _RECORDS = (
     Family(
         name="composed",
         model_types=None,
-        forwards={"text": "text", "image": "image"},
+        forward_kinds={"text": "text", "image": "image"},
         towers={"text": "text_model.", "vision": "vision_model."},
         projections={"text": "text_projection", "image": "visual_projection"},
         is_causal=None,
@@ -145,7 +145,7 @@ _RECORDS = (
     Family(
         name="own_text_image",
         model_types=None,
-        forwards={"text": "text", "image": "image"},
+        forward_kinds={"text": "text", "image": "image"},
         towers={"text": "", "vision": ""},
         is_causal=None,
         sentence_transformers=None,
@@ -173,7 +173,7 @@ FAMILY_OF_TYPE = check_parts(
     _RECORDS,
     lambda family: family.model_types or (),
     allowed={
-        "forwards": get_args(Modality),
+        "forward_kinds": get_args(Modality),
         "towers": get_args(Tower),
         "pooling": (*POOLINGS, MODEL_POOLING),
     },
