@@ -25,10 +25,10 @@ from vembed.training.interrupts import Interrupts, StopRequested
 def test_a_signal_is_obeyed_after_the_step(number, exit_code, resumes, way_on, capfd):
     before = signal.getsignal(number)
     with Interrupts() as interrupts:
-        assert not interrupts.share_requests()
+        assert not interrupts.agree_to_stop()
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # the terminal and the launcher both send it
-        assert interrupts.share_requests()
+        assert interrupts.agree_to_stop()
         stopped = interrupts.stopped(7, Path("run/checkpoint-7"), resumes=resumes)
     assert stopped.exit_code == exit_code
     assert "after step 7, saved in run/checkpoint-7" in str(stopped)
@@ -61,7 +61,7 @@ def test_what_was_to_be_ignored_stays_ignored():
         with Interrupts() as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
             time.sleep(0.05)
-            assert not interrupts.share_requests()
+            assert not interrupts.agree_to_stop()
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -76,7 +76,7 @@ def assert_stops(interrupts):
 def test_an_evaluation_does_not_use_up_the_time_for_its_checkpoint(monkeypatch):
     clock = Clock(monkeypatch)
     interrupts = Interrupts(100 / 60)
-    interrupts.share_requests(save_seconds=20.0)
+    interrupts.agree_to_stop(save_seconds=20.0)
     # 100 - 2 (slack) - 30 (half as much again as a save) = 68
     clock.now = 67.0
     for _ in range(16):
@@ -90,9 +90,9 @@ def test_an_evaluation_does_not_take_back_that_the_run_stops(monkeypatch):
     """No step fits into what is left, and an evaluation would."""
     clock = Clock(monkeypatch)
     interrupts = Interrupts(100 / 60)
-    interrupts.share_requests()
+    interrupts.agree_to_stop()
     clock.now = 60.0
-    assert interrupts.share_requests()  # a step took 60
+    assert interrupts.agree_to_stop()  # a step took 60
     assert_stops(interrupts)
 
 
@@ -102,7 +102,7 @@ def test_only_the_main_thread_may_catch_signals():
     def run():
         with Interrupts() as interrupts:
             assert signal.getsignal(signal.SIGTERM) is before
-            return interrupts.share_requests()
+            return interrupts.agree_to_stop()
 
     with ThreadPoolExecutor(1) as pool:
         assert not pool.submit(run).result()
@@ -112,7 +112,7 @@ def test_only_the_main_thread_may_catch_signals():
 def test_a_childs_signals_are_its_own():
     """A pool ends its forked workers by SIGTERM: that must not stop the run."""
     with Interrupts() as interrupts:
-        interrupts.share_requests()
+        interrupts.agree_to_stop()
         child = os.fork()
         if not child:
             time.sleep(10)
@@ -120,7 +120,7 @@ def test_a_childs_signals_are_its_own():
         os.kill(child, signal.SIGTERM)
         assert os.waitpid(child, 0)[1] == signal.SIGTERM
         time.sleep(0.05)
-        assert not interrupts.share_requests()
+        assert not interrupts.agree_to_stop()
 
 
 # ---- the time limit --------------------------------------------------------------------------------------------
@@ -137,9 +137,9 @@ def test_the_time_limit_leaves_room_for_a_step_and_a_checkpoint(monkeypatch):
     interrupts = Interrupts(100 / 60)
     # 100 - 2 (slack) - 5 (the longest step) - 30 (half as much again as a save) = 63
     for clock.now in range(5, 65, 5):
-        assert not interrupts.share_requests(save_seconds=20.0)
+        assert not interrupts.agree_to_stop(save_seconds=20.0)
     clock.now = 65
-    assert interrupts.share_requests(save_seconds=20.0)
+    assert interrupts.agree_to_stop(save_seconds=20.0)
     stopped = interrupts.stopped(13, Path("c"), resumes=False)
     assert stopped.exit_code == 0
     assert "max_train_minutes" in str(stopped)
@@ -149,9 +149,9 @@ def test_set_up_counts_for_the_limit_and_not_for_the_step(monkeypatch):
     clock = Clock(monkeypatch)
     interrupts = Interrupts(1)
     clock.now = 50.0
-    assert not interrupts.share_requests()
+    assert not interrupts.agree_to_stop()
     clock.now = 59.0
-    assert interrupts.share_requests()
+    assert interrupts.agree_to_stop()
 
 
 # ---- several ranks ---------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_set_up_counts_for_the_limit_and_not_for_the_step(monkeypatch):
 def time_is_up_on_one():
     interrupts = Interrupts(0.001 if os.environ["RANK"] == "0" else 1000)
     time.sleep(0.1)
-    is_stopped = interrupts.share_requests()
+    is_stopped = interrupts.agree_to_stop()
     return is_stopped, interrupts.stopped(3, Path("c"), resumes=False).exit_code
 
 

@@ -31,22 +31,22 @@ MANY = {"micro_batch_tokens": 32, "eval_steps": 3}
 
 def stop_in_evaluation(options, number):
     """Train; in that evaluation (from 1, without the one before the first step) the last rank gets SIGTERM."""
-    share_requests = Interrupts.share_requests
+    agree_to_stop = Interrupts.agree_to_stop
     check = Interrupts.check
-    calls = {"share_requests": 0, "check": 0}
+    calls = {"agree_to_stop": 0, "check": 0}
 
     def counted(self, save_seconds=0.0):
-        calls["share_requests"] += 1
-        return share_requests(self, save_seconds)
+        calls["agree_to_stop"] += 1
+        return agree_to_stop(self, save_seconds)
 
     def signalled(self):
-        calls["check"] += calls["share_requests"] == 3 * number
+        calls["check"] += calls["agree_to_stop"] == 3 * number
         if calls["check"] == 3 and is_last_rank():
             send_sigterm(self)
         check(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Interrupts, "share_requests", counted)
+        patch.setattr(Interrupts, "agree_to_stop", counted)
         patch.setattr(Interrupts, "check", signalled)
         with pytest.raises(Stopped) as stopped:
             vembed.train(options)

@@ -26,7 +26,7 @@ from vembed.training.interrupts import Interrupts
 
 def part_of_a_run(options, last_step):
     """Train until rank 1 is told to stop, after `last_step`."""
-    agree = Interrupts.share_requests
+    agree = Interrupts.agree_to_stop
     counted = []
 
     def signalled(self, save_seconds=0.0):
@@ -35,7 +35,7 @@ def part_of_a_run(options, last_step):
             send_sigterm(self)
         return agree(self, save_seconds)
 
-    Interrupts.share_requests = signalled
+    Interrupts.agree_to_stop = signalled
     try:
         vembed.train(options)
     except Stopped as stopped:

@@ -34,8 +34,8 @@ class StopRequested(Exception):  # noqa: N818 - not an error, as Stopped
 class Interrupts:
     """Signal handling while the with-block runs.
 
-    Before the first call of `share_requests`, a signal ends the run at once: there is nothing to save, and the launcher stops
-    the other ranks. From then on it sets a flag that the ranks share in `share_requests` and, during an evaluation, in `check`,
+    Before the first call of `agree_to_stop`, a signal ends the run at once: there is nothing to save, and the launcher stops
+    the other ranks. From then on it sets a flag that the ranks share in `agree_to_stop` and, during an evaluation, in `check`,
     so that the run can finish the step and save. Once `ignores_signals` is set, the flag has no effect: only final/ is
     left to write. A second signal ends the process at once, or, while it waits for other ranks, as soon as they come (the
     launcher ends all ranks at once). SIGUSR1 never does: it is a warning.
@@ -49,7 +49,7 @@ class Interrupts:
         self.ends_early = False
         """True once all ranks know that a rank asked for the end of the run. The run then ends well: with final/."""
         self.early_end_requested = False
-        """Set on a rank that asks for the end of the run. After the next `share_requests` or `share_early_end`,
+        """Set on a rank that asks for the end of the run. After the next `agree_to_stop` or `share_early_end`,
         `ends_early` is true on every rank."""
         self._number = 0
         self._first_at = 0.0
@@ -57,16 +57,16 @@ class Interrupts:
         self._last_step_at = self._began
         self._longest_step = 0.0
         self._is_armed = False
-        """True from the first `share_requests` on."""
+        """True from the first `agree_to_stop` on."""
         self.ignores_signals = False
         """Set when training is over: signals have no effect any more. A second one still ends the process at once."""
         self._num_checks = 0
         self._save_seconds = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
-    def share_requests(self, save_seconds: float = 0.0) -> bool:
-        """Return whether any rank was signalled, or the time is up by the clock of rank 0. All ranks call it after
-        every step.
+    def agree_to_stop(self, save_seconds: float = 0.0) -> bool:
+        """Return whether the run must stop: any rank was signalled, or the time is up by the clock of rank 0. Also set
+        `ends_early` if any rank asked for it. All ranks call it after every step.
 
         `save_seconds` is the duration of a checkpoint. `max_train_minutes` reserves that time, and the time of a step.
         """
@@ -99,7 +99,7 @@ class Interrupts:
             raise StopRequested
 
     def stopped(self, step: int, checkpoint: Path, *, resumes: bool) -> Stopped:
-        """Return the exception to raise after `share_requests` returned True. `resumes`: the same run started again goes
+        """Return the exception to raise after `agree_to_stop` returned True. `resumes`: the same run started again goes
         on from its newest checkpoint."""
         way_on = "run it again to go on" if resumes else "go on with --resume"
         reason = "max_train_minutes: the time is up;"
@@ -113,8 +113,9 @@ class Interrupts:
         )
 
     def _ask_ranks(self, step_seconds: float = 0.0) -> bool:
-        """Return whether any rank was signalled or the time is up, with `step_seconds` before the next chance to
-        stop. A positive answer is final, even if an evaluation would still fit into a time that is too short for a
+        """Return whether the run must stop, and set `ends_early`. `step_seconds` pass before the next chance to stop.
+
+        A positive answer is final, even if an evaluation would still fit into a time that is too short for a
         step."""
         if self.reason_to_stop:
             return True

@@ -2,8 +2,8 @@
 
 Each part of the set-up needs the ones before it:
 
-    checkpoint to resume from -> data and number of steps -> model, loss, optimizer -> intervals -> hooks -> step ->
-    restored state
+    checkpoint to resume from -> data and number of steps -> model, loss, optimizer -> intervals -> hooks ->
+    TrainingStep -> restored state
 
 A checkpoint holds the weights of model and loss, the optimizer's state, the tensors of hooks, and `LoopState`. Data
 order, dropout and learning rate are pure functions of the step, so nothing else is needed to resume. What watches the
@@ -118,11 +118,13 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
     rank = os.environ.get("RANK") or "0"  # as the launcher has set it
 
     def prepare_launch(rank_info: RankInfo) -> dict[str, Any]:
-        """Check what can be checked before devices are chosen. Return the facts that all ranks compare."""
+        """Before devices are chosen: check the paths, lock output_dir and open the Hub repository. Return the facts that all
+        ranks compare."""
         if rank_info.rank == 0:
             # Now, since a pass over large data takes minutes.
             require_paths(config.model, config.data, resolved.origins)
-            lock.take()  # before anything is read
+            # Here, and not where the with-block enters it: only now the rank is known. Nothing is read before.
+            lock.take()
             if hub is not None:
                 hub.open()
         return facts_of(resolved) if rank_info.world_size > 1 else {}
@@ -181,7 +183,7 @@ def facts_of(resolved: ResolvedRun) -> dict[str, Any]:
     }
     if resolved.fsdp is not None:
         for name, value in asdict(resolved.fsdp).items():
-            if name != "source":
+            if name != "origin":
                 facts[f"fsdp {name} (decided)"] = str(value)
     return facts
 
@@ -297,7 +299,7 @@ class Trainer:
         intervals = asdict(self.intervals)
         if config_after_build.optimizer.max_steps is None:
             intervals["epochs"] = data.epochs
-        # Fully resolved: a training with this config repeats the run.
+        # The fields of RunIntervals are named as their options. Fully resolved: a training with this config repeats the run.
         self.config = config_after_build.changed(**intervals)
         checkpointer.options = self.config.to_dict()
         self.schedule = Schedule(
@@ -308,7 +310,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_build(self)
 
-        self._build_step()
+        self._build_training_step()
         # All state of the loop. After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
         self.state = (
             LoopState() if resume_point is None else self._restore(resume_point)
@@ -322,10 +324,11 @@ class Trainer:
             self.state.scale,
         )
 
-    def _build_step(self) -> None:
-        """Open the stream of batches, and build the step.
+    def _build_training_step(self) -> None:
+        """Open the stream of batches, and build the TrainingStep.
 
-        Before a checkpoint is restored: the estimate takes the free memory and subtracts the optimizer's state itself.
+        Before a checkpoint is restored, because `find_budget` needs the optimizer without its state: it measures the free
+        memory and reserves the bytes of the state itself.
         """
         config = self.config
         session = self.session
@@ -393,8 +396,8 @@ class Trainer:
         if self.config.evaluation.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
-        # A run that was stopped during an evaluation resumes after the step, without its scores. `evaluate` returns at
-        # once if the checkpoint has them.
+        # If the run was stopped in the evaluation of this step, it is done now. If the checkpoint has the scores,
+        # `evaluate` returns at once.
         if state.step > 0 and _is_due(state.step, self.intervals.eval_steps):
             self.evaluate()
         fsdp_print_memory_usage("before the first step")
@@ -444,7 +447,7 @@ class Trainer:
                 interrupts.early_end_requested = True
             # All ranks decide here, so that they stop after the same step. It comes after `on_step`, because the same
             # collective shares a hook's wish to end the run. The time limit leaves room for a checkpoint.
-            must_stop = interrupts.share_requests(self.checkpointer.save_seconds)
+            must_stop = interrupts.agree_to_stop(self.checkpointer.save_seconds)
             is_logged = _is_due(state.step, self.intervals.logging_steps)
             if must_stop or is_logged or state.step == 1 or self._is_last_step():
                 self.log(report)
