@@ -342,7 +342,7 @@ def searched(trial: Trial) -> list[Options]:
     epochs = epochs_for(
         arguments.size,
         from_scratch=arguments.family in INITIAL,
-        has_scale="clip" in arguments.family,
+        has_logit_scale="clip" in arguments.family,
     )
     tried: list[Options] = [{"learning_rate": rate} for rate in rates]
     tried += [{"epochs": times * epochs} for times in PASSES]

@@ -59,5 +59,5 @@ def refused(resolved):
 
 def assert_options(config, **expected):
     """Compare some options with what they should be."""
-    options = config.options()
+    options = config.option_values()
     assert {name: options[name] for name in expected} == expected

@@ -208,8 +208,8 @@ def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_mea
         resolve_run({**base, "accelerate_config": str(path)}, env={}),
         resolve_run(base, env=env),
     ]
-    assert len({run.fsdp.source for run in runs}) == 3
-    first, *others = [replace(run.fsdp, source="") for run in runs]
+    assert len({run.fsdp.origin for run in runs}) == 3
+    first, *others = [replace(run.fsdp, origin="") for run in runs]
     assert others == [first, first]
     for run in runs:
         assert run.strategy.value == "fsdp"

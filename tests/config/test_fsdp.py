@@ -51,7 +51,7 @@ def accelerate_file(write_config):
 @pytest.mark.promise("B04", "B05", "B06", "B07", "D06", "D07", "D08")
 def test_use_fsdp_reads_the_packaged_file(fsdp):
     settings, notes = fsdp("use_fsdp: true\n")
-    assert settings == FsdpConfig(source="configs/accelerate_fsdp.yaml")
+    assert settings == FsdpConfig(origin="configs/accelerate_fsdp.yaml")
     assert settings.version == 2
     assert settings.sharding_strategy == "FULL_SHARD"
     assert settings.offload is False
@@ -70,7 +70,7 @@ def test_the_documents_file(accelerate_file, fsdp, resolved):
         assert settings.version == version
         assert settings.sharding_strategy == "FULL_SHARD"
         assert settings.offload is True
-        assert settings.source == "accelerate.yaml"
+        assert settings.origin == "accelerate.yaml"
         assert notes == []
     # bf16 in that file is for GPUs: the same file also runs on a CPU.
     run = resolved("accelerate_config: accelerate.yaml\n")
@@ -182,7 +182,7 @@ def test_the_launchers_values_hold_and_are_said(resolved, refused):
     }
     # Which the launcher has not set.
     run = resolved("fsdp_state_dict_type: full\n", env=env)
-    assert run.fsdp.source == "accelerate launch"
+    assert run.fsdp.origin == "accelerate launch"
     assert run.fsdp.state_dict_type == "FULL_STATE_DICT"
     assert run.fsdp.sharding_strategy == "SHARD_GRAD_OP"
     first, second, *_ = run.notes
@@ -228,7 +228,7 @@ def test_keys_that_only_accelerate_uses_are_named(accelerate_file):
         "use_cpu: true\ngpu_ids: 0,1\n"
     )
     assert file == AccelerateFile(
-        source="accelerate.yaml",
+        place="accelerate.yaml",
         distribution="fsdp",
         options={"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
         use_cpu=True,

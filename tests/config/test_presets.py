@@ -52,7 +52,7 @@ def test_preset_loads_in_accelerate_and_here(name, resolved):
         assert run.fsdp is None
     else:
         assert run.fsdp.version == (1 if name == "accelerate_fsdp1" else 2)
-        assert run.fsdp.source == f"configs/{name}.yaml"
+        assert run.fsdp.origin == f"configs/{name}.yaml"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def _words(annotation):
 
 def changed(run, name):
     field = option_fields()[name]
-    value = another(field.annotation, run.config.options()[name])
+    value = another(field.annotation, run.config.option_values()[name])
     return replace(run, config=run.config.changed(**{name: value}))
 
 

@@ -48,7 +48,7 @@ LONG = {"total_steps": 10_000}
 CLIP = {
     "family": "clip",
     "width": 512,
-    "has_scale": True,
+    "has_logit_scale": True,
 }
 
 
@@ -129,10 +129,10 @@ def test_the_config_of_a_run_repeats_its_temperatures(options, temperatures, tmp
     [(100, 6, 48), (1_000, 6, 25), (3_000, 4, 15), (10**7, 1, 1)],
 )
 def test_few_examples_are_seen_more_often(examples, texts, towers):
-    def epochs(has_scale, **options):
+    def epochs(has_logit_scale, **options):
         config = TrainConfig(**BASE, **options)
         decision = decide_epochs(
-            config.optimizer, config.model, examples, has_scale=has_scale
+            config.optimizer, config.model, examples, has_logit_scale=has_logit_scale
         )
         return decision.value
 

@@ -47,7 +47,7 @@ def test_a_declaration_is_complete_and_accepted(option, kind):
                 option: name,
             }
         )
-        value = config.options()[option]
+        value = config.option_values()[option]
         assert value in (kind.name, [kind.name])
     page = Path(__file__).parents[2] / "docs" / "options.md"
     assert kind.name in page.read_text()

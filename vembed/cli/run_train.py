@@ -158,13 +158,13 @@ def resolve_launch(
 
     In a dry run the number of this machine need not be known. `num_gpus`: of another machine that is planned for.
     """
-    file = run.file
+    accelerate_file = run.accelerate_file
     is_dry_run = arguments.is_dry_run
     changes = {}
-    if file is not None and file.use_cpu:
+    if accelerate_file is not None and accelerate_file.use_cpu:
         changes = {"CUDA_VISIBLE_DEVICES": ""}
-    elif file is not None and file.gpu_ids is not None:
-        changes = {"CUDA_VISIBLE_DEVICES": file.gpu_ids}
+    elif accelerate_file is not None and accelerate_file.gpu_ids is not None:
+        changes = {"CUDA_VISIBLE_DEVICES": accelerate_file.gpu_ids}
     num_devices = num_gpus
     if num_devices is None:
         num_devices = num_visible_devices({**env, **changes}) if starts_processes else 0
@@ -197,8 +197,12 @@ def resolve_launch(
         )
     if num_machines == 1:
         return Launch(num_processes, reason, num_machines, changes=changes)
-    ip = arguments.main_process_ip or (file.main_process_ip if file else None)
-    port = arguments.main_process_port or (file.main_process_port if file else None)
+    ip = arguments.main_process_ip or (
+        accelerate_file.main_process_ip if accelerate_file else None
+    )
+    port = arguments.main_process_port or (
+        accelerate_file.main_process_port if accelerate_file else None
+    )
     rank = arguments.machine_rank
     flags = {"--machine-rank": rank, "--main-process-ip": ip}
     missing = [flag for flag, value in flags.items() if value is None]

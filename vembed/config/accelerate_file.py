@@ -63,7 +63,8 @@ UNUSED = " has no effect: vembed does not use it"
 class AccelerateFile:
     """Contents of an Accelerate config."""
 
-    source: str
+    place: str
+    """The file as messages name it: its path, or configs/NAME.yaml for a preset."""
     distribution: Distribution
     options: Mapping[str, Any] = field(default_factory=dict)
     """Values of vembed's options: fsdp_*, mixed_precision, and the numbers of machines and of processes on each."""
@@ -104,50 +105,50 @@ def find_accelerate_file(name: str) -> Path:
 def read_accelerate_file(file_name: str) -> AccelerateFile:
     """Read a preset or a file. Unknown keys are errors, also inside fsdp_config, where Accelerate ignores them."""
     path = find_accelerate_file(file_name)
-    source = str(path)
+    place = str(path)
     if path.parent == PRESETS_FOLDER:
-        source = f"configs/{path.name}"
+        place = f"configs/{path.name}"
     notes = []
     keys = dict(read_tree(path).value)
     if "compute_device" in keys:
         device = keys.pop("compute_device")
         notes.append(
-            f"compute_device: {device.plain()} in {source} has no effect, and `accelerate launch` refuses the file "
+            f"compute_device: {device.plain()} in {place} has no effect, and `accelerate launch` refuses the file "
             "because of it: remove the line (the processes take the GPUs that they see)"
         )
     for key, node in keys.items():
         if key not in TOP_KEYS:
             hint = did_you_mean(key, TOP_KEYS)
-            raise UserError(f"{source}, line {node.line}: unknown key {key!r}{hint}")
+            raise UserError(f"{place}, line {node.line}: unknown key {key!r}{hint}")
         if key in IGNORED and node.plain():
-            notes.append(f"{key} in {source}{UNUSED}")
+            notes.append(f"{key} in {place}{UNUSED}")
     value = {key: node.plain() for key, node in keys.items()}
     distribution = DISTRIBUTIONS.get(str(value.get("distributed_type")).upper())
     if distribution is None:
         raise UserError(
-            f"{source}: distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO for vembed, but is "
+            f"{place}: distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO for vembed, but is "
             f"{quoted(value.get('distributed_type'))}"
         )
-    layer = Layer(source)
+    layer = Layer(place)
     for key in ("mixed_precision", "num_machines", "num_processes"):
         if value.get(key) is not None:
-            layer.take([key], keys[key], f"{source}, line {keys[key].line}")
+            layer.take([key], keys[key], f"{place}, line {keys[key].line}")
     if value.get("fsdp_config"):
         block = keys["fsdp_config"]
         if not isinstance(block.value, dict):
             raise UserError(
-                f"{source}, line {block.line}: fsdp_config must hold keys with values"
+                f"{place}, line {block.line}: fsdp_config must hold keys with values"
             )
         options_of_fsdp = {}
         for key, node in block.value.items():
             name = key.removeprefix("fsdp_")
             word = yaml_word(node.plain())
             if name in LAUNCHER_ONLY:
-                notes.append(f"{key} in {source}{UNUSED}")
+                notes.append(f"{key} in {place}{UNUSED}")
             elif name in FIXED_IN_FSDP:
                 if word != yaml_word(FIXED_IN_FSDP[name]):
                     reason = target_of(key, "fsdp")
-                    notes.append(f"{key}: {word} in {source} has no effect: {reason}")
+                    notes.append(f"{key}: {word} in {place} has no effect: {reason}")
             elif node.plain() is not None:
                 options_of_fsdp[key] = node
         layer.take_all(options_of_fsdp, block="fsdp_config")
@@ -157,14 +158,14 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
     if distribution == "fsdp" and "fsdp_version" not in options:
         options["fsdp_version"] = 1
         notes.append(
-            f"{source} gives no fsdp_version, which means 1 to Accelerate, and so it does here: fsdp_version: 2 in "
+            f"{place} gives no fsdp_version, which means 1 to Accelerate, and so it does here: fsdp_version: 2 in "
             "the file or in the training config chooses the newer one"
         )
     # bf16 is what `auto` means on a GPU that has it, and the same file is to run on a CPU too. "no" is what Accelerate
     # writes where nobody has answered. Neither is a decision.
     precision = options.get("mixed_precision")
     if precision == "no":
-        notes.append(f"mixed_precision: no in {source}{NOT_COUNTED}")
+        notes.append(f"mixed_precision: no in {place}{NOT_COUNTED}")
     if precision != "fp16":
         options.pop("mixed_precision", None)
     # Accelerate counts the processes of all machines together.
@@ -173,14 +174,14 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
     if processes != "auto":
         if processes % machines:
             raise UserError(
-                f"{source}: num_processes: {processes} (over all machines) must be a multiple of num_machines: {machines}"
+                f"{place}: num_processes: {processes} (over all machines) must be a multiple of num_machines: {machines}"
             )
         options["num_processes"] = processes // machines
     port = value.get("main_process_port")
     address = value.get("main_process_ip")
     gpu_ids = str(value.get("gpu_ids", "all"))
     return AccelerateFile(
-        source=source,
+        place=place,
         distribution=distribution,
         options=options,
         main_process_ip=str(address) if address else None,

@@ -50,8 +50,8 @@ class Decision(Generic[T]):
     origin: str = DEFAULT
     """Origin of the value: `cfg.yaml:7`, `command line`, `accelerate launch`, a preset's file, or `default`."""
 
-    def as_text(self) -> dict[str, str]:
-        """Return value, reason and origin as run.json has them, where the origin is called `source`."""
+    def as_record(self) -> dict[str, str]:
+        """Return value, reason and origin as run.json has them. There the origin is called `source`."""
         return {"value": self.text, "reason": self.reason, "source": self.origin}
 
     @property
@@ -89,7 +89,7 @@ class FsdpConfig:
         "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
     ] = "SHARDED_STATE_DICT"
     reduce_dtype: str = "float32"
-    source: str = "the defaults"
+    origin: str = "the defaults"
     """The file or launcher that the settings start from."""
 
     @property
@@ -105,7 +105,7 @@ class ResolvedRun:
 
     config: TrainConfig
     origins: Mapping[str, str]
-    """Option -> the source of its value."""
+    """Option -> the origin of its value, as in `Decision`."""
     notes: tuple[str, ...]
     """Lines for the log: values that lost against a stronger source, and options without effect."""
     strategy: Decision[AskedStrategy]
@@ -124,7 +124,7 @@ class ResolvedRun:
     machines: Decision[int]
     timeout_minutes: Decision[float]
     """Longest time that a collective waits for the other processes."""
-    file: AccelerateFile | None
+    accelerate_file: AccelerateFile | None
     """The Accelerate file that the config or the command line names."""
 
 
@@ -134,18 +134,18 @@ def decide(
     *,
     origins: Mapping[str, str],
     notes: Sequence[str],
-    file: AccelerateFile | None,
-    base: str,
+    accelerate_file: AccelerateFile | None,
+    fsdp_origin: str,
     env: Mapping[str, str],
 ) -> ResolvedRun:
     """Make every decision.
 
     `values`: each option that any source gives, as the strongest source gives it.
-    `base`: the file or launcher that the FSDP settings start from.
+    `fsdp_origin`: the file or launcher that the FSDP settings start from.
     """
     model = config.model
     parallel = config.parallel
-    strategy = _strategy(parallel, values, file, base)
+    strategy = _strategy(parallel, values, accelerate_file, fsdp_origin)
     lines = list(notes)
 
     # ---- FSDP
@@ -162,7 +162,7 @@ def decide(
     fsdp_notes: list[str] = []
     # For `auto` too: the placement may choose FSDP later, and then needs the settings.
     if strategy.value in ("auto", "fsdp"):
-        fsdp, fsdp_notes = resolve_fsdp(fsdp_values, base)
+        fsdp, fsdp_notes = resolve_fsdp(fsdp_values, fsdp_origin)
     elif parallel.strategy == "fsdp":
         fsdp_notes = [
             "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy "
@@ -192,7 +192,7 @@ def decide(
         machines=_asked("num_machines", parallel.num_machines, values),
         timeout_minutes=timeout,
         notes=(*lines, *timeout_notes),
-        file=file,
+        accelerate_file=accelerate_file,
     )
 
 
@@ -206,8 +206,8 @@ def default_recomputation(strategy: str) -> Decision[bool]:
 def _strategy(
     parallel: ParallelSection,
     values: Mapping[str, OptionValue],
-    file: AccelerateFile | None,
-    base: str,
+    accelerate_file: AccelerateFile | None,
+    fsdp_origin: str,
 ) -> Decision[AskedStrategy]:
     """Return the strategy that is asked for. Raise UserError if the Accelerate file is for another one."""
     if parallel.strategy == "auto":
@@ -216,24 +216,26 @@ def _strategy(
     asked = values["strategy"]
     if parallel.strategy != "fsdp":
         reason = "asked for" if asked.key == "strategy" else f"asked for by {asked.key}"
-        return Decision(parallel.strategy, reason, asked.source)
+        return Decision(parallel.strategy, reason, asked.origin)
     # No contradiction if a stronger source than the one that names the file asks for FSDP: it overrides the file.
     if (
-        file is not None
-        and file.distribution != "fsdp"
+        accelerate_file is not None
+        and accelerate_file.distribution != "fsdp"
         and asked.level <= values["accelerate_config"].level
     ):
         raise UserError(
-            f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} is for "
-            f"{file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
+            f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {accelerate_file.place} is for "
+            f"{accelerate_file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
             f"accelerate_fsdp), or leave {asked.key} out"
         )
     sharding = values.get("fsdp_sharding_strategy")
     if sharding is not None and sharding.value == "NO_SHARD":
         # A copy on each process, which ddp gives without wrapping.
         reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
-        return Decision("ddp", reason, asked.source)
-    return Decision("fsdp", f"asked for, with the options of {base}", asked.source)
+        return Decision("ddp", reason, asked.origin)
+    return Decision(
+        "fsdp", f"asked for, with the options of {fsdp_origin}", asked.origin
+    )
 
 
 def _timeout(
@@ -266,14 +268,14 @@ def _timeout(
 
 
 def resolve_fsdp(
-    values: Mapping[str, Any], source: str
+    values: Mapping[str, Any], origin: str
 ) -> tuple[FsdpConfig, list[str]]:
     """Return the settings that hold if the model is sharded, and notes for the log.
 
-    `values`: the fsdp_* options that any source gives, the preset included. `source`: what they start from.
+    `values`: the fsdp_* options that any source gives, the preset included. `origin`: the file or launcher that the settings start from.
     """
     # Keyword arguments of FsdpConfig: the options without their prefix, except for those that are renamed below.
-    settings: dict[str, Any] = {"source": source}
+    settings: dict[str, Any] = {"origin": origin}
     for name, value in values.items():
         settings[name.removeprefix("fsdp_")] = value
     policy = settings.pop("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
@@ -331,7 +333,7 @@ def _asked(
     if asked is None:
         return Decision(value, DEFAULT)
     reason = name if asked.level in USER_LEVELS else asked.place
-    return Decision(value, reason, asked.source)
+    return Decision(value, reason, asked.origin)
 
 
 # ---- learning rate
@@ -398,8 +400,8 @@ class RateFacts:
     """True if the model is an embedding model already: its folder names pooling and other modules."""
     is_new: bool
     """True if the weights are initial ones, from which nothing was trained yet."""
-    has_scale: bool = False
-    """True if the weights contain the scale of the loss that they were trained with, as those of CLIP and SigLIP do."""
+    has_logit_scale: bool = False
+    """True for CLIP and SigLIP: their weights contain the learned scale of their loss."""
     total_steps: int = SHORT_RUN_OF_ADAPTERS
     """Steps of the run."""
 
@@ -426,7 +428,7 @@ def peak_rate(
 
     # The peak for all pretrained weights, first without the rise for narrow models.
     kind = trained.family.replace("_", " ")
-    if trained.has_scale:
+    if trained.has_logit_scale:
         measured_width = TWO_TOWER_WIDTH
         base = TWO_TOWER_RATE
         rate_without_rise = base
@@ -451,7 +453,7 @@ def peak_rate(
 
     if trained.what == "weights":
         rate = all_weights
-        if steps > LONG_RUN_STEPS and not is_risen and not trained.has_scale:
+        if steps > LONG_RUN_STEPS and not is_risen and not trained.has_logit_scale:
             reason += f", {steps:,d} steps"
             shortening = LONG_RUN_STEPS / min(steps, MAX_LONG_RUN_STEPS)
             rate = max(all_weights * shortening**0.25, MIN_RATE)
@@ -512,12 +514,12 @@ def epochs_for(
     num_examples: int,
     *,
     from_scratch: bool = False,
-    has_scale: bool,
+    has_logit_scale: bool,
 ) -> float:
     """Return the passes over so many examples."""
     ratio = 1
     limit = MAX_EPOCHS
-    if has_scale:
+    if has_logit_scale:
         ratio = TWO_TOWERS_EPOCH_RATIO
         limit = MAX_EPOCHS_TWO_TOWERS
     if from_scratch:
@@ -531,20 +533,22 @@ def decide_epochs(
     model: ModelSection,
     num_examples: int,
     *,
-    has_scale: bool,
+    has_logit_scale: bool,
 ) -> Decision[float]:
-    """Return the passes over the data. `has_scale`: of a model with the scale of its own loss, as CLIP and SigLIP."""
+    """Return the passes over the data. `has_logit_scale`: see RateFacts."""
     if optimizer.epochs != "auto":
         return Decision(optimizer.epochs, "epochs")
     from_scratch = has_initial_weights(model)
-    epochs = epochs_for(num_examples, from_scratch=from_scratch, has_scale=has_scale)
+    epochs = epochs_for(
+        num_examples, from_scratch=from_scratch, has_logit_scale=has_logit_scale
+    )
     if from_scratch:
         reason = f"from scratch: initial weights see {num_examples:,d} examples {epochs:g} times"
     elif epochs == 1:
         reason = f"{num_examples:,d} examples are enough for one pass"
     else:
         reason = f"{num_examples:,d} examples are few: each is seen {epochs:g} times"
-        if has_scale:
+        if has_logit_scale:
             reason += ", and two towers with a low rate need more"
     return Decision(epochs, reason)
 

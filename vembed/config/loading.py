@@ -100,53 +100,62 @@ def resolve_run(
     config_file = Path(source) if isinstance(source, str | Path) else None
     notes = []
     command_line, chosen_stage = command_line_layer(overrides)
-    configs, presets = source_layers(source, stage or chosen_stage, command_line)
-    for layer in configs:
+    config_layers, presets = source_layers(source, stage or chosen_stage, command_line)
+    for layer in config_layers:
         # Before the layers are merged, since the Accelerate file is read for that.
         notes += resolve_paths(layer.values, ("accelerate_config",), config_file)
-    # The base of the FSDP options: the launcher's, those of a named file for FSDP, or the default preset.
+    # What the FSDP options start from: the launcher, a named file for FSDP, or the default preset.
     launcher, launcher_notes = launcher_layer(env)
-    naming = _naming_layer([*configs, command_line])
-    if naming is not None and naming.value("accelerate_config") in presets:
+    naming_layer = _layer_with_accelerate_config([*config_layers, command_line])
+    if naming_layer is not None and naming_layer.value("accelerate_config") in presets:
         # A block of the user's, as a layer in place of the option.
-        preset_name = naming.values.pop("accelerate_config").value
+        preset_name = naming_layer.values.pop("accelerate_config").value
         block = {"distributed": presets[preset_name]}
         place = str(config_file or "the config")
-        configs.append(Layer(place).take_all(block, f"{USER_PRESETS}.{preset_name}."))
-        naming = _naming_layer([*configs, command_line])
-    file = None
-    files = []
-    base = ""
-    if naming is not None:
-        file = read_accelerate_file(naming.values["accelerate_config"].value)
-        notes += file.notes
-        options = {"strategy": file.distribution, **file.options}
-        files.append(plain_layer(file.source, Level.FILE, options))
-        base = file.source
+        config_layers.append(
+            Layer(place).take_all(block, f"{USER_PRESETS}.{preset_name}.")
+        )
+        naming_layer = _layer_with_accelerate_config([*config_layers, command_line])
+    accelerate_file = None
+    accelerate_layers = []
+    fsdp_origin = ""
+    if naming_layer is not None:
+        accelerate_file = read_accelerate_file(
+            naming_layer.values["accelerate_config"].value
+        )
+        notes += accelerate_file.notes
+        options = {"strategy": accelerate_file.distribution, **accelerate_file.options}
+        accelerate_layers.append(
+            plain_layer(accelerate_file.place, Level.FILE, options)
+        )
+        fsdp_origin = accelerate_file.place
     if "strategy" in launcher.values:
-        base = launcher.name
-    elif file is None or file.distribution != "fsdp":
+        fsdp_origin = launcher.name
+    elif accelerate_file is None or accelerate_file.distribution != "fsdp":
         preset = read_accelerate_file(DEFAULT_PRESET)
         # Nobody has named it: it gives the FSDP options alone.
         options = {}
         for name, value in preset.options.items():
             if name.startswith("fsdp_"):
                 options[name] = value
-        files.insert(0, plain_layer(preset.source, Level.PRESET, options))
-        base = preset.source
+        accelerate_layers.insert(0, plain_layer(preset.place, Level.PRESET, options))
+        fsdp_origin = preset.place
     notes += launcher_notes
 
-    layers = [*files, launcher, *configs, command_line]
+    layers = [*accelerate_layers, launcher, *config_layers, command_line]
     # More than one config layer: the last one is a stage's block. It holds for any launch, and a file that the command
-    # line names is for this launch.
-    if naming is command_line and len(configs) > 1:
-        chosen = Layer(files[-1].name)
-        place = f"{chosen.name}, named on the command line"
-        for name in sorted(files[-1].values.keys() & configs[-1].values):
-            value = files[-1].values.pop(name)
-            level = Level.COMMAND_LINE
-            chosen.values[name] = replace(value, place=place, level=level)
-        layers.insert(-1, chosen)
+    # line names is for this launch. So where both set an option, the file's value wins.
+    if naming_layer is command_line and len(config_layers) > 1:
+        file_layer = accelerate_layers[-1]
+        stage_layer = config_layers[-1]
+        launch_layer = Layer(file_layer.name, Level.COMMAND_LINE)
+        place = f"{file_layer.name}, named on the command line"
+        for name in sorted(file_layer.values.keys() & stage_layer.values):
+            value = file_layer.values.pop(name)
+            launch_layer.values[name] = replace(
+                value, place=place, level=launch_layer.level
+            )
+        layers.insert(-1, launch_layer)
     problems = []
     for layer in layers:
         problems += layer.problems
@@ -173,7 +182,7 @@ def resolve_run(
         if value.level > Level.PRESET:
             set_options[name] = value.value
             places[name] = value.place
-            origins[name] = value.source
+            origins[name] = value.origin
     config = TrainConfig(**set_options)
     problems = rules.violations(config, places)
     if problems:
@@ -183,13 +192,13 @@ def resolve_run(
         values,
         origins=origins,
         notes=[*notes, *rules.remarks(config)],
-        file=file,
-        base=base,
+        accelerate_file=accelerate_file,
+        fsdp_origin=fsdp_origin,
         env=env,
     )
 
 
-def _naming_layer(layers: Sequence[Layer]) -> Layer | None:
+def _layer_with_accelerate_config(layers: Sequence[Layer]) -> Layer | None:
     """Return the strongest layer that sets `accelerate_config`. None if there is none, or if it sets null."""
     for layer in reversed(layers):
         if "accelerate_config" in layer.values:
@@ -224,8 +233,9 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
             for value in overridden:
                 # No note about the default preset, which the user has not named, nor about a stage's block that
                 # overrides the rest of its own config.
-                is_other = Level.PRESET < value.level != new.level
-                if is_other and value.value != new.value:
+                is_named = value.level > Level.PRESET
+                is_other_source = value.level != new.level
+                if is_named and is_other_source and value.value != new.value:
                     notes.append(f"{new} overrides {value}")
             values[name] = new
     return values, notes
@@ -233,13 +243,14 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
 
 def _resolve_values(
     values: dict[str, OptionValue],
-    file: Path | None,
+    config_file: Path | None,
     env: Mapping[str, str],
 ) -> tuple[list[str], list[str]]:
     """Resolve values that depend on other options or on files: batch size, paths, output_dir. Return notes and
     problems."""
     problems = []
-    # In other trainers an effective batch includes all accumulated batches. Here global_batch_size is one of them.
+    # In other trainers an effective batch includes all accumulated batches. Here global_batch_size is one of them. The
+    # key as written tells which of the two the user means.
     batch = values.get("global_batch_size")
     steps = values.get("gradient_accumulation_steps")
     is_effective = batch is not None and batch.key.endswith("effective_batch_size")
@@ -258,7 +269,7 @@ def _resolve_values(
 
     model = values.get("model_name")
     folder = values.get("output_dir")
-    notes = resolve_paths(values, PATH_OPTIONS, file)
+    notes = resolve_paths(values, PATH_OPTIONS, config_file)
     # After the path of the class is resolved. Without a model_name the class starts from new weights, and names the model.
     model_class = values.get("model_class")
     if model_class is not None and model_class.value and model is None:
@@ -280,12 +291,12 @@ def _resolve_values(
 def resolve_paths(
     values: dict[str, OptionValue],
     names: Sequence[str],
-    file: Path | None,
+    config_file: Path | None,
 ) -> list[str]:
     """Resolve relative paths: those that are not in the current directory, but in the config file's folder. Return a note
     for each."""
     notes: list[str] = []
-    if file is None:
+    if config_file is None:
         return notes
 
     def locate(name: str, value: Any) -> Any:
@@ -309,12 +320,12 @@ def resolve_paths(
             if not path.endswith(".py"):  # package.module:Class
                 return value
             attribute = f":{attribute}"
-        beside = file.parent / path
+        beside = config_file.parent / path
         stays = Path(path).is_absolute() or existing(path)
         if stays or not existing(beside):
             return value
         notes.append(
-            f"{name}: {path} is not in the current directory; using the one beside {file.name}"
+            f"{name}: {path} is not in the current directory; using the one beside {config_file.name}"
         )
         return f"{beside}{attribute}"
 
@@ -389,10 +400,10 @@ class PipelineStep:
     name: str
     kind: StepKind
     layer: Layer
-    """What a training stage gives."""
+    """Options of a training stage."""
     options: dict[str, Any]
-    """What it gives, by option. For a step that is no training, by the names of its command's options, which may
-    mean other things: `output_path` of a mining is a file."""
+    """Values by option. A step between has the options of its command. These may mean other things: `output_path` of a
+    mining is a file."""
     folder: Path
     before: tuple[PipelineStep, ...]
     """The steps before it."""
@@ -402,7 +413,8 @@ class PipelineStep:
     """The step whose model it starts from, by default the last one before it that has a model of its task. None: it
     starts from the config's own."""
     data_step: PipelineStep | None
-    """The step whose data it gets: a training the last one since the training before, a judgement the last of all."""
+    """The step whose data it gets. A training gets those of the last mining or judgement since the training before it. Any
+    other step gets those of the last one before it."""
 
     @property
     def has_model(self) -> bool:
@@ -419,11 +431,12 @@ class PipelineStep:
 class Pipeline:
     """The steps of a config in order."""
 
-    source: str
+    config_name: str
+    """Name of the config in messages."""
     root: str
     """Folder of the folders of all steps."""
     shared: Layer
-    """What stands outside of the stages."""
+    """Options outside of the stages."""
     steps: tuple[PipelineStep, ...]
 
     def layers(self, stage: str | None) -> list[Layer]:
@@ -438,16 +451,16 @@ class Pipeline:
                 problem = f"there is no training stage {stage!r}"
             names = ", ".join(trainings) or "none"
             raise UserError(
-                f"{self.source}: {problem}: choose with --stage NAME: {names}"
+                f"{self.config_name}: {problem}: choose with --stage NAME: {names}"
             )
         step = trainings[stage]
-        implied = Layer(self.source)
-        place = f"{self.source}, stage {stage}"
+        implied = Layer(self.config_name)
+        place = f"{self.config_name}, stage {stage}"
         implied.enter("output_dir", str(step.folder), "output_dir", place)
-        sources = {"model_name": step.model_step, "data_path": step.data_step}
-        for option, earlier in sources.items():
+        earlier_steps = {"model_name": step.model_step, "data_path": step.data_step}
+        for option, earlier in earlier_steps.items():
             if earlier is not None:
-                place = f"{self.source}{RESULT_OF}{earlier.name}"
+                place = f"{self.config_name}{RESULT_OF}{earlier.name}"
                 implied.enter(option, str(earlier.result), option, place)
         return [self.shared, implied, step.layer]
 
@@ -465,14 +478,14 @@ def source_layers(
         # Only what was set: defaults would win over the launcher and files.
         layer = plain_layer("TrainConfig", Level.CONFIG, source.given_options())
         return [layer], {}
-    tree, name = source_tree(source)
+    tree, config_name = source_tree(source)
     presets = tree.value.get(USER_PRESETS, Node({}, None))
     if not isinstance(presets.value, dict):
         raise UserError(
-            f"{name}, line {presets.line}: {USER_PRESETS} must hold blocks like "
+            f"{config_name}, line {presets.line}: {USER_PRESETS} must hold blocks like "
             "`distributed`, by name"
         )
-    pipeline = _pipeline_of(tree.value, name, command_line.value("output_dir"))
+    pipeline = _pipeline_of(tree.value, config_name, command_line.value("output_dir"))
     if pipeline is not None:
         command_line.values.pop("output_dir", None)
         if stage is None and "stage" in tree.value:
@@ -480,11 +493,11 @@ def source_layers(
         return pipeline.layers(stage), presets.value
     if stage is not None:
         raise UserError(
-            f"{name}: stage {stage!r} was asked for, but there is no {TRAINING_STAGES} block "
+            f"{config_name}: stage {stage!r} was asked for, but there is no {TRAINING_STAGES} block "
             "to choose it from"
         )
     keys = {key: node for key, node in tree.value.items() if key != USER_PRESETS}
-    return [Layer(name).take_all(keys)], presets.value
+    return [Layer(config_name).take_all(keys)], presets.value
 
 
 def chosen_pipeline(
@@ -494,8 +507,8 @@ def chosen_pipeline(
 ) -> Pipeline | None:
     """Return the steps to run; None where it is one training: no stages, or one of them by name."""
     command_line, chosen_stage = command_line_layer(overrides)
-    tree, file_name = source_tree(source)
-    pipeline = _pipeline_of(tree.value, file_name, command_line.value("output_dir"))
+    tree, config_name = source_tree(source)
+    pipeline = _pipeline_of(tree.value, config_name, command_line.value("output_dir"))
     name = stage or chosen_stage
     if pipeline is None or name is None:
         return pipeline
@@ -506,7 +519,7 @@ def chosen_pipeline(
 
 def _pipeline_of(
     keys: Mapping[str, Node],
-    source: str,
+    config_name: str,
     root: str | None,
 ) -> Pipeline | None:
     shared_keys = dict(keys)
@@ -516,11 +529,11 @@ def _pipeline_of(
         return None
     if None not in lists:
         raise UserError(
-            f"{source}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one"
+            f"{config_name}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one"
         )
     for key in (USER_PRESETS, "stage"):
         shared_keys.pop(key, None)
-    shared = Layer(source).take_all(shared_keys)
+    shared = Layer(config_name).take_all(shared_keys)
     entries: list[tuple[str | None, Node]] = []
     if isinstance(node.value, dict):
         entries += node.value.items()
@@ -528,20 +541,20 @@ def _pipeline_of(
         entries += [(None, tree_of_mapping(entry)) for entry in node.value]
     if not entries or not all(isinstance(entry.value, dict) for _, entry in entries):
         raise UserError(
-            f"{source}, line {node.line}: {STAGES} must be a list of stages with their options"
+            f"{config_name}, line {node.line}: {STAGES} must be a list of stages with their options"
         )
     if root is None:
         root = str(shared.value("output_dir", "output"))
     steps: list[PipelineStep] = []
     for name, entry in entries:
-        steps.append(_step(name, dict(entry.value), source, root, steps, shared))
-    return Pipeline(source, root, shared, tuple(steps))
+        steps.append(_step(name, dict(entry.value), config_name, root, steps, shared))
+    return Pipeline(config_name, root, shared, tuple(steps))
 
 
 def _step(
     name: str | None,
     block: dict[str, Node],
-    source: str,
+    config_name: str,
     root: str,
     before: Sequence[PipelineStep],
     shared: Layer,
@@ -556,9 +569,9 @@ def _step(
     by_name = {step.name: step for step in before}
     if name in by_name or "/" in name or name.startswith("."):
         raise UserError(
-            f"{source}: stage {name}: give each stage a name of its own, without / and not beginning with ."
+            f"{config_name}: stage {name}: give each stage a name of its own, without / and not beginning with ."
         )
-    layer = Layer(source)
+    layer = Layer(config_name)
     task = str(shared.value("task", "embed"))
     if kind == "train":
         layer.take_all(block, f"{name}.")
@@ -567,7 +580,7 @@ def _step(
     else:
         options = block[kind].plain()
         if not isinstance(options, dict):
-            raise UserError(f"{source}: stage {name}: {kind} must hold options")
+            raise UserError(f"{config_name}: stage {name}: {kind} must hold options")
         tasks = {"mine": "embed", "evaluate": "embed", "judge": "rerank"}
         task = tasks.get(kind, task)
     model_step = None
@@ -583,7 +596,7 @@ def _step(
         model_step = by_name.get(str(start.plain()))
         if model_step is None:
             raise UserError(
-                f"{source}: stage {name} starts from {start.plain()}, and the stages before it are "
+                f"{config_name}: stage {name} starts from {start.plain()}, and the stages before it are "
                 f"{', '.join(by_name) or 'none'}"
             )
     folder = Path(root, name)
@@ -605,8 +618,8 @@ def _step(
 def _kind_of(block: Mapping[str, Node]) -> StepKind:
     """Return what a step does. `block`: its options, without `from`.
 
-    A step between has its kind as its only key. Among other keys `mine` is the option of a training, and so it is with
-    `every_epochs` in it.
+    A step between has one key, its kind. `mine` beside other keys is an option of a training. A block with only `mine` is
+    also a training if `mine` has `every_epochs`.
     """
     for kind in OTHER_KINDS:
         if set(block) != {kind}:

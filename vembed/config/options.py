@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vembed.config.parsing import Node, parse_value
-from vembed.config.schema import options_of_sections
+from vembed.config.schema import sections_and_fields
 from vembed.config.values import ValueSyntax
 from vembed.errors import did_you_mean, printable
 from vembed.losses.table import LOSS_ENTRY_ONLY
@@ -61,13 +61,14 @@ class OptionValue:
     place: str
     """`cfg.yaml, line 7`."""
     level: Level = Level.CONFIG
-    is_weak: bool = False
-    """True: another value of the option in the same source wins. `bf16: false` is weak beside `fp16: true`."""
+    is_weak_in_source: bool = False
+    """True: another value of the option in the same source wins. `bf16: false` is weak beside `fp16: true`. A weak value
+    still overrides weaker sources."""
     written: str = ""
     """Value as written, in YAML, where an alias has translated it."""
 
     @property
-    def source(self) -> str:
+    def origin(self) -> str:
         """`cfg.yaml:7`."""
         return self.place.replace(", line ", ":")
 
@@ -178,7 +179,7 @@ class Layer:
 
         `key`, `written`: key and value as written.
         """
-        name = str(option)  # a WeakDefault is a str
+        name = str(option)  # a WeakInSource is a str
         try:
             final = canonical(name, value)
         except ValueError as error:
@@ -189,14 +190,18 @@ class Layer:
             self.problems.append(f"{place}: {reason}")
             return
         # `strategy: auto` beside `fsdp: {enabled: true}` leaves the choice to the switch.
-        is_weak = isinstance(option, WeakDefault) or final == "auto"
-        new = OptionValue(name, final, key, place, self.level, is_weak, written)
+        is_weak_in_source = isinstance(option, WeakInSource) or final == "auto"
+        new = OptionValue(
+            name, final, key, place, self.level, is_weak_in_source, written
+        )
         old = self.values.get(name)
         if old is None:
             self.values[name] = new
             return
-        is_conflict = old.value != final and not is_weak and not old.is_weak
-        if name == "report_to" and (is_weak or old.is_weak):
+        is_conflict = (
+            old.value != final and not is_weak_in_source and not old.is_weak_in_source
+        )
+        if name == "report_to" and (is_weak_in_source or old.is_weak_in_source):
             # `use_wandb` asks for one tracker, and agrees with a list of several.
             is_conflict = ("wandb" in old.value) != ("wandb" in final)
         # `use_fsdp: false` must not lose silently to `strategy: fsdp`, though it is weak.
@@ -205,7 +210,7 @@ class Layer:
             self.problems.append(
                 f"{place}: {new} and {old} both set {name}: keep one of them"
             )
-        elif not is_weak:
+        elif not is_weak_in_source:
             self.values[name] = new
 
     def _refuse_key(
@@ -367,8 +372,9 @@ Setting = tuple[str, Any]
 """An option and its value."""
 
 
-class WeakDefault(str):
-    """Option name in a `Setting` that applies only if nothing else sets the option: `bf16: false`."""
+class WeakInSource(str):
+    """Option name in a `Setting` that applies only if its source does not set the option otherwise: `bf16: false`. The
+    setting still overrides weaker sources."""
 
     __slots__ = ()
 
@@ -460,12 +466,13 @@ def _flag(
     when_true: Any,
     when_false: Any = None,
 ) -> Translation:
-    """Return the parser of a switch for one value of an option. Off sets `when_false` only if nothing else does."""
+    """Return the parser of a switch for one value of an option. Off sets `when_false` only if the same source does not set
+    the option otherwise."""
 
     def settings(value: Any) -> list[Setting]:
         if as_bool(value):
             return [(option, when_true)]
-        return [] if when_false is None else [(WeakDefault(option), when_false)]
+        return [] if when_false is None else [(WeakInSource(option), when_false)]
 
     return settings
 
@@ -490,7 +497,7 @@ _shard_switch = _flag("strategy", "fsdp", "ddp")
 
 def _qlora(value: Any) -> list[Setting]:
     if as_bool(value):
-        return [("quantize_weights", "nf4"), (WeakDefault("use_lora"), True)]
+        return [("quantize_weights", "nf4"), (WeakInSource("use_lora"), True)]
     return []
 
 
@@ -503,7 +510,7 @@ def _reshard(value: Any) -> list[Setting]:
     if str(value).lower() not in BOOLS:
         return [("fsdp_sharding_strategy", value)]
     if as_bool(value):
-        return [(WeakDefault("fsdp_sharding_strategy"), "FULL_SHARD")]
+        return [(WeakInSource("fsdp_sharding_strategy"), "FULL_SHARD")]
     return [("fsdp_sharding_strategy", "SHARD_GRAD_OP")]
 
 
@@ -523,7 +530,7 @@ def _fsdp_switch(value: Any) -> list[Setting]:
 
 def _wandb_switch(value: Any) -> list[Setting]:
     trackers = ["tensorboard", "wandb"] if as_bool(value) else ["tensorboard"]
-    return [(WeakDefault("report_to"), trackers)]
+    return [(WeakInSource("report_to"), trackers)]
 
 
 TRANSLATED: dict[str, Translation] = {
@@ -609,8 +616,8 @@ FIXED_IN_FSDP: dict[str, Any] = {
     "sync_module_states": True,
     "cpu_ram_efficient_loading": True,
 }
-"""FSDP options of other libraries, with or without `fsdp_`, that FSDP2 lacks since it always works in one way, and that
-FSDP1 gets in the same way: the value. They are accepted, with a note."""
+"""FSDP options of other libraries, with or without `fsdp_` -> their fixed value here. FSDP2 always works so, and FSDP1 is
+set so. They change nothing, and the log says so."""
 
 REFUSED = {
     "early_stopping": "patience: 3 ends a run after three evaluations without a better score",
@@ -636,7 +643,7 @@ REFUSED = {
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
 """Known keys for features that vembed does not have, with the message."""
-_FLAT: dict[str, str] = {
+_OPTION_OF_ALIAS: dict[str, str] = {
     name: option for option, names in ALIASES.items() for name in names.split()
 }
 
@@ -653,8 +660,8 @@ def target_of(key: str, block: str | None = None) -> str | Translation | None:
     for candidate in (prefix + name, name):
         if candidate in all_options():
             return candidate
-        if candidate in _FLAT:
-            return _FLAT[candidate]
+        if candidate in _OPTION_OF_ALIAS:
+            return _OPTION_OF_ALIAS[candidate]
         if candidate in TRANSLATED:
             return TRANSLATED[candidate]
         fixed = FIXED_IN_FSDP.get(candidate.removeprefix("fsdp_"))
@@ -666,7 +673,7 @@ def target_of(key: str, block: str | None = None) -> str | Translation | None:
 
 def known_names(block: str | None = None) -> list[str]:
     """Return every key that is valid in a block or at the top, for suggestions after a typing error."""
-    names = [*all_options(), *_FLAT, *TRANSLATED, *BLOCKS]
+    names = [*all_options(), *_OPTION_OF_ALIAS, *TRANSLATED, *BLOCKS]
     if block is None:
         return names
     prefix = PREFIXES.get(block, "")
@@ -762,7 +769,7 @@ class Option:
 def all_options() -> dict[str, Option]:
     """Return every option by name, in the order of the schema."""
     options = {}
-    for name, (section, option_field) in options_of_sections().items():
+    for name, (section, option_field) in sections_and_fields().items():
         options[name] = field_option(name, option_field, section)
     return options
 
@@ -858,7 +865,8 @@ def _accepted(
     if origin is Literal:
         values = get_args(annotation)
         texts = [value for value in values if isinstance(value, str)]
-        return [str(value) for value in values], texts, set() if texts else {"int"}
+        kinds = set() if texts else {"int"}
+        return [str(value) for value in values], texts, kinds
     if origin is list:
         words, choices, _ = _accepted(get_args(annotation)[0])
         return [f"a list, each entry {join_words(words)}"], choices, {"list"}

@@ -75,12 +75,13 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
         _model_rules(config),
         _loss_rules(config, terms),
         _source_rules(config.data, config.batch, config.model.task),
-        _task_rules(config.options(), terms),
+        _task_rules(config.option_values(), terms),
         _run_rules(config),
     ):
         # Sources of one loss break its rules alike.
         for sentence in dict.fromkeys(rules):
-            # Rules name the options that they are about, so words of the sentence are looked up among the options.
+            # A rule names the options that it is about. A word that is an option's name by chance, such as `loss`, only
+            # adds one more place.
             names = set(re.findall(r"\w+", sentence))
             if names & {"loss", *LOSS_OPTIONS}:
                 names.add("losses")  # an entry may have set it
@@ -122,7 +123,7 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
         )
     warmup = config.optimizer.warmup_steps
     max_steps = config.optimizer.max_steps
-    if isinstance(warmup, int) and warmup > (max_steps or warmup):
+    if isinstance(warmup, int) and max_steps is not None and warmup > max_steps:
         yield (
             f"warmup_steps: {warmup:,d} is more than max_steps: {max_steps:,d}, so the learning rate would never reach "
             "its peak: use fewer warm-up steps"
@@ -273,7 +274,7 @@ def _run_rules(config: TrainConfig) -> Iterator[str]:
     """Rules on names, evaluations, checkpoints and the files of the run."""
     run = config.run
     data = config.data
-    for name, value in config.options().items():
+    for name, value in config.option_values().items():
         if name in ("model_name", "data_path", "output_dir") and value in ("", []):
             yield f"{name} is empty: give it a value"
         if isinstance(value, str) and "\0" in value:
@@ -339,7 +340,7 @@ def _run_rules(config: TrainConfig) -> Iterator[str]:
 
 def remarks(config: TrainConfig) -> list[str]:
     """Return one sentence per option that has no effect or may be misunderstood."""
-    values = config.options()
+    values = config.option_values()
     data = config.data
     model = config.model
     optimizer = config.optimizer

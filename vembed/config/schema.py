@@ -760,9 +760,9 @@ class TrainConfig(ConfigModel):
         """Make a config from options by their flat names."""
         sections: dict[str, Any] = {name: {} for name in type(self).model_fields}
         for name, value in options.items():
-            if name not in options_of_sections():
+            if name not in sections_and_fields():
                 raise ValueError(f"there is no option {name!r}")
-            section, _ = options_of_sections()[name]
+            section, _ = sections_and_fields()[name]
             sections[section][name] = value
         super().__init__(**sections)
 
@@ -775,7 +775,7 @@ class TrainConfig(ConfigModel):
                     values[name] = value
         return values
 
-    def options(self) -> dict[str, Any]:
+    def option_values(self) -> dict[str, Any]:
         """Return all options by their flat names, in the order of the schema."""
         values: dict[str, Any] = {}
         for _, section in self:
@@ -793,13 +793,13 @@ class TrainConfig(ConfigModel):
         """Return a config with other values of some options, which count as given. They are not validated."""
         sections = dict(self)
         for name, value in options.items():
-            section, _ = options_of_sections()[name]
+            section, _ = sections_and_fields()[name]
             sections[section] = sections[section].model_copy(update={name: value})
         return self.model_copy(update=sections)
 
 
 @cache
-def options_of_sections() -> dict[str, tuple[str, FieldInfo]]:
+def sections_and_fields() -> dict[str, tuple[str, FieldInfo]]:
     """Return the section and the field of every option, in the order of the schema."""
     options: dict[str, tuple[str, FieldInfo]] = {}
     for section, field in TrainConfig.model_fields.items():
@@ -816,7 +816,7 @@ def options_of_sections() -> dict[str, tuple[str, FieldInfo]]:
 
 def option_fields() -> dict[str, FieldInfo]:
     """Return the pydantic field of every option, in the order of the schema."""
-    return {name: field for name, (_, field) in options_of_sections().items()}
+    return {name: field for name, (_, field) in sections_and_fields().items()}
 
 
 def json_schema() -> dict[str, Any]:

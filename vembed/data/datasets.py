@@ -154,12 +154,14 @@ def run_length(
     """Fix and log the order of the batches and the number of steps. Reads the model's description where `epochs` is left
     to `auto`. Otherwise the checkpoint is checked first, and a model of another kind is refused by name."""
     is_open = not optimizer.sets_length()
-    has_scale = False
+    has_logit_scale = False
     if is_open:
         from vembed.models.families.description import describe
 
-        has_scale = describe(model).family_traits.has_logit_scale_and_bias
-    epochs = decide_epochs(optimizer, model, len(store), has_scale=has_scale)
+        has_logit_scale = describe(model).family_traits.has_logit_scale_and_bias
+    epochs = decide_epochs(
+        optimizer, model, len(store), has_logit_scale=has_logit_scale
+    )
     if is_open:
         log.info(f"epochs: {epochs.value:g} (auto; {epochs.reason})")
     size = batch.global_batch_size or batch.batch_size * world_size

@@ -384,9 +384,13 @@ def fitting_batch(num_records: int, usual: int) -> int:
     return min(usual, max(1 << int(math.log2(fits)), 8), num_records)
 
 
-def fitting_epochs(num_records: int, *, has_scale: bool = False) -> int:
+def fitting_epochs(num_records: int, *, has_logit_scale: bool = False) -> int:
     """Return the passes over the data: more where there are few records, and for CLIP and SigLIP."""
-    return round(epochs_for(num_records, has_scale=has_scale)) if num_records else 1
+    return (
+        round(epochs_for(num_records, has_logit_scale=has_logit_scale))
+        if num_records
+        else 1
+    )
 
 
 def held_out_share(num_records: int) -> float | None:

@@ -91,7 +91,9 @@ def train(
     )
     done = None if last is None else finished_run(last.folder)
     if done is None:
-        raise RunError(f"{pipeline.source}: none of its stages is a finished training")
+        raise RunError(
+            f"{pipeline.config_name}: none of its stages is a finished training"
+        )
     return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
 
 

@@ -74,9 +74,12 @@ def training_time(
     steps = config.optimizer.max_steps
     if steps is None:
         num_train = data.num_examples * (1.0 - (config.data.val_split or 0.0))
-        has_scale = describe(config.model).family_traits.has_logit_scale_and_bias
+        has_logit_scale = describe(config.model).family_traits.has_logit_scale_and_bias
         epochs = decide_epochs(
-            config.optimizer, config.model, int(num_train), has_scale=has_scale
+            config.optimizer,
+            config.model,
+            int(num_train),
+            has_logit_scale=has_logit_scale,
         ).value
         batches = num_train // (placement.num_examples * world)
         steps = steps_of_epochs(epochs, batches, micro_steps)

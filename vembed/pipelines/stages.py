@@ -136,7 +136,7 @@ class _Stage:
         self.pipeline = pipeline
         self.all_arguments = arguments
         self.step = step
-        self.where = f"{pipeline.source}: stage {step.name}: "
+        self.where = f"{pipeline.config_name}: stage {step.name}: "
         self.folder = step.folder
         self.before = step.before
         self.options = _with_shared_data(pipeline, step)
@@ -439,7 +439,7 @@ def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[PipelineStep]
     for flag, name in flags.items():
         if name is not None and name not in names:
             raise UserError(
-                f"{flag} {name}: {pipeline.source} has the stages {', '.join(names)}"
+                f"{flag} {name}: {pipeline.config_name} has the stages {', '.join(names)}"
             )
     if arguments.stage is not None:
         if first is not None or last is not None:
@@ -451,7 +451,7 @@ def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[PipelineStep]
     stop = names.index(last) + 1 if last else len(names)
     if start >= stop:
         raise UserError(
-            f"--from {first} stands after --until {last} in {pipeline.source}"
+            f"--from {first} stands after --until {last} in {pipeline.config_name}"
         )
     return list(pipeline.steps[start:stop])
 

@@ -169,7 +169,7 @@ def save_final(trainer: Trainer, metric: str) -> Path:
         strategy=session.strategy,
         device=str(session.device),
         precision=session.mixed_precision,
-        decisions={name: decision.as_text() for name, decision in decisions},
+        decisions={name: decision.as_record() for name, decision in decisions},
         seconds=state.seconds,
         finished=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=collect_versions(),

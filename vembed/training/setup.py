@@ -489,7 +489,7 @@ def decide_rates(
         for name, weight in embedding_model.named_parameters()
         if weight.requires_grad
     ]
-    heads = tuple(f"{name}." for name in embedding_model.heads())
+    heads = tuple(f"{name}." for name in embedding_model.modules_behind_towers())
     what: TrainedPart = "weights"
     if config.adapters.use_lora:
         what = "adapters"
@@ -501,7 +501,7 @@ def decide_rates(
         width=description.text_hidden_dim or description.hidden_dim,
         is_tuned=is_embedding_model(Path(description.source)),
         is_new=is_new or has_initial_weights(config.model),
-        has_scale=description.family_traits.has_logit_scale_and_bias,
+        has_logit_scale=description.family_traits.has_logit_scale_and_bias,
         total_steps=total_steps,
     )
     decision = peak_rate(config.objective, config.adapters, facts)

@@ -201,7 +201,9 @@ def starter(
             held_out = held_out_share(num_records)
         num_train = int(num_records * (1 - (held_out or 0.0)))
         batch_size = fitting_batch(num_train, kind.batch_size)
-        epochs = fitting_epochs(num_train, has_scale=family.has_logit_scale_and_bias)
+        epochs = fitting_epochs(
+            num_train, has_logit_scale=family.has_logit_scale_and_bias
+        )
         num_steps = max(num_train // batch_size, 1) * epochs if num_train else 0
         return render_page(
             "starter.yaml.j2",

@@ -313,7 +313,7 @@ def kept_decisions(
     So a resumed run is the same run whatever vembed would choose today. `state`: the content of state.json.
     """
     saved = state["config"]
-    options = config.options()
+    options = config.option_values()
     names = ["learning_rate", "epochs", "logging_steps"]
     # Their `auto` follows from the cost of an evaluation: other data, other intervals.
     evaluation = ("val_data_path", "val_split")
