@@ -43,6 +43,7 @@ class TermModule(LossModule):
         start = start or StartValues()
         self.declared = term.loss
         self.teacher = term.teacher
+        self.follows_data = term.follows_data
         self.guide = term.guide
         self.run_similarity = similarity or Similarity()
         """Similarity of the run. Without Matryoshka it has no dims yet. `similarity` adds that of the embeddings."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal
 
 from vembed.config.values import PositiveFloat
 from vembed.losses.declaration import (
-    LABEL_SCORES,
     CandidateLoss,
     LossDeclaration,
     Negatives,
@@ -177,7 +176,7 @@ class ListedLoss(TeacherLoss):
         """Return [1, n + P] the scores that the student's are compared with, NaN for hard negatives without one."""
         from vembed.losses.batch import TeacherScores
 
-        if term.teacher not in (None, LABEL_SCORES):
+        if not term.follows_data:
             teaching = batch.teachers[str(term.teacher)]
             return batch.like_scores(teaching.scores_of(pairs))
         positive = batch.required_label_scores(self.name)
@@ -193,7 +192,7 @@ class ListedLoss(TeacherLoss):
         lists: ListedPairs,
     ) -> Tensor:
         """Return [n + P] the labels y."""
-        if term.teacher in (None, LABEL_SCORES) and batch.label_scores is None:
+        if term.follows_data and batch.label_scores is None:
             # Positives come first.
             labels = batch.embeddings.new_zeros(len(lists.groups))
             labels[: len(lists.rows)] = 1.0
@@ -486,7 +485,7 @@ class BCE(ListedLoss):
         lists = batch.listed_by_example()
         scores = term.scores(batch, lists)  # [K, n + P]
         labels = self.labels(batch, term, lists).expand_as(scores)
-        if term.teacher not in (None, LABEL_SCORES):
+        if not term.follows_data:
             labels = labels.sigmoid()
         losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
         num_documents = batch.num_rows + lists.num_negative_pairs
