@@ -80,7 +80,10 @@ def narrow_mistral(folder):
     return folder
 
 
-def test_a_sliding_window_shorter_than_the_texts():
-    packed = embedded(narrow_mistral, padding_free=True)
-    assert_same(packed, embedded(narrow_mistral, padding_free=False))
+@pytest.mark.parametrize("sees_all", [False, True])
+def test_a_sliding_window_shorter_than_the_texts(sees_all):
+    options = {"bidirectional_attention": sees_all, "pooling": "mean"}
+    packed = embedded(narrow_mistral, padding_free=True, **options)
+    padded = embedded(narrow_mistral, padding_free=False, **options)
+    assert_same(packed, padded)
     assert not torch.allclose(packed[0], embedded(tiny.tiny_mistral)[0])

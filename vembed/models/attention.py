@@ -307,6 +307,9 @@ def attention(
             pieces.append(Piece(tokens, stop - start, length, None, visible))
     else:
         window = sliding_window
+        if window is not None and not causal:
+            # The masks of Transformers for decoders that see all tokens include the one at the window's end.
+            window += 1
         if window is not None and window >= packed.longest:
             window = None  # it hides nothing
         if query.device.type == "cuda" and narrow is not None:
