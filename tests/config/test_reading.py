@@ -236,6 +236,13 @@ def test_value_of_the_command_line_wins(read):
     assert config.batch.global_batch_size == 64
 
 
+@pytest.mark.parametrize("name", ["max_steps", "global_batch_size"])
+def test_null_on_the_command_line_leaves_what_the_option_replaces(read, name):
+    config = read(f"epochs: 3\nbatch_size: 16\n{name}: 20\n", f"{name}=null")
+    assert config.batch.batch_size == 16
+    assert config.optimizer.epochs == 3
+
+
 def test_an_option_in_the_place_of_the_config_file():
     with pytest.raises(UserError, match="Give the config file first"):
         load_config("model_name=m")

@@ -74,14 +74,14 @@ def test_shared_batch_norms_are_those_of_one_process():
     assert "3 batch norms share" in ranks[0][3][0]
 
 
-def test_an_image_that_repeats_across_ranks_counts_as_often_as_it_occurs(tmp_path):
-    """A network with batch norms trained on two processes and on one, where the images 0 and 1 are on both ranks."""
+def run_options(tmp_path):
+    """A training of a network with batch norms, in which the images 0 and 1 are on both of two ranks."""
     images = [{"image": write_picture(tmp_path, number)} for number in range(6)]
     rows = []
     for query, positive in ((0, 1), (0, 2), (3, 1), (4, 5), (4, 1), (0, 5)):
         rows.append({"query": images[query], "positive": images[positive]})
     data = write_jsonl(tmp_path / "train.jsonl", rows)
-    options = {
+    return {
         "model_name": str(shared(tiny_resnet)),
         "data_path": str(data),
         "global_batch_size": 6,
@@ -92,6 +92,21 @@ def test_an_image_that_repeats_across_ranks_counts_as_often_as_it_occurs(tmp_pat
         "sync_batchnorm": True,
         "report_to": "none",
     }
+
+
+def test_measuring_memory_changes_no_statistics(tmp_path):
+    options = run_options(tmp_path) | {"strategy": "single"}
+    weights = []
+    for cache in (False, "auto"):
+        folder = tmp_path / str(cache)
+        config = {**options, "output_dir": str(folder), "use_gradient_cache": cache}
+        vembed.train(config)
+        weights.append(load_file(folder / "final" / "model.safetensors"))
+    torch.testing.assert_close(weights[1], weights[0])
+
+
+def test_an_image_that_repeats_across_ranks_counts_as_often_as_it_occurs(tmp_path):
+    options = run_options(tmp_path)
     weights = []
     for world_size, strategy in ((1, "single"), (2, "ddp")):
         folder = tmp_path / strategy

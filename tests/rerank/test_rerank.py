@@ -34,6 +34,7 @@ from tests.tiny import (
     tiny_answering,
     tiny_bert,
     tiny_distilbert,
+    tiny_llama,
     tiny_modernbert,
     tiny_qwen3,
     tiny_qwen3_reranker,
@@ -109,11 +110,20 @@ def scores_of(model):
     return vembed.Reranker(model).predict(PAIRS)
 
 
-@pytest.mark.parametrize(
-    "make", [tiny_reranker, tiny_bert, tiny_distilbert, tiny_roberta, tiny_modernbert]
-)
-def test_a_trained_encoder_loads_in_cross_encoder(make, tmp_path):
-    final = trained(tmp_path, shared(make))
+LABELLED = [
+    (tiny_reranker, {}),
+    (tiny_bert, {}),
+    (tiny_distilbert, {}),
+    (tiny_roberta, {}),
+    (tiny_modernbert, {}),
+    # Without a padding token in its config.
+    (tiny_llama, {"reranker_head": "label", "use_lora": True}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), LABELLED)
+def test_a_trained_label_loads_in_cross_encoder(make, options, tmp_path):
+    final = trained(tmp_path, shared(make), **options)
     scores = scores_of(final)
     other = CrossEncoder(str(final), device="cpu")
     expected = other.predict(PAIRS, activation_fn=torch.nn.Identity())

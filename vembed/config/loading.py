@@ -223,10 +223,11 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
                 continue
             overridden = [] if old is None else [old]
             twin = values.get(twins.get(name, ""))
-            # Both may stay: `auto` sets nothing, and one source may set both, which the rules check.
+            # Both may stay: `auto` and null set nothing, and one source may set both, which the rules check.
             if (
                 twin is not None
                 and twin.option not in layer.values
+                and new.value is not None
                 and "auto" not in (new.value, twin.value)
             ):
                 overridden.append(values.pop(twin.option))

@@ -236,6 +236,8 @@ def save_with_head(
             with safe_open(path, framework="pt") as file:
                 if name in set(file.keys()):
                     head[name] = file.get_tensor(name)
+    elif description.scores == "label":
+        name_padding(config, description)
     with torch.device("meta"):
         whole = choose_class_with_head(description, config)(config)
     prefix = f"{whole.base_model_prefix}."
@@ -247,6 +249,13 @@ def save_with_head(
 # ---- the score of a reranker -------------------------------------------------------------------------------------
 
 
+def name_padding(config: PretrainedConfig, description: ModelDescription) -> None:
+    """Set the config's padding token if it has none. The classifiers of decoders look for the last token that is no
+    padding."""
+    if config.pad_token_id is None:
+        config.pad_token_id = load_tokenizer(description).pad_token_id
+
+
 class ScoreHead(WholeHead):
     """The layers of a sequence classifier behind its base model."""
 
@@ -254,7 +263,6 @@ class ScoreHead(WholeHead):
         self,
         whole: PreTrainedModel,
         description: ModelDescription,
-        tokenizer: Any,
     ) -> None:
         """`whole`: the classifier."""
         base = whole.base_model
@@ -262,11 +270,9 @@ class ScoreHead(WholeHead):
         if pooler is not None:
             base.pooler = None
         super().__init__(whole, description, pooler)
-        if whole.config.pad_token_id is None:
-            pad_token = tokenizer.pad_token_id or tokenizer.eos_token_id
-            whole.config.pad_token_id = pad_token
-        # Decoders look for the last token that is no padding.
+        name_padding(whole.config, description)
         self.token = 0 if whole.config.pad_token_id else 1
+        """Any token that is no padding."""
 
     def forward(self, states: Tensor) -> Tensor:
         """Map pooled states [n, width] to scores [n, 1]."""
@@ -310,15 +316,14 @@ def build_score_head(
     description: ModelDescription, whole: PreTrainedModel
 ) -> ScoreHead | AnswerHead:
     """Return the head of a whole model. Its base model, whose states the head takes, is to be taken before."""
-    tokenizer = load_tokenizer(description)
     if description.scores == "answer":
         if whole.config.tie_word_embeddings:
             whole.get_input_embeddings().requires_grad_(False)
-        no, yes = answer_tokens(tokenizer, description.name)
+        no, yes = answer_tokens(load_tokenizer(description), description.name)
         answer_head = AnswerHead(whole, no, yes)
         refuse_changed_logits(whole, description)
         return answer_head
-    head = ScoreHead(whole, description, tokenizer)
+    head = ScoreHead(whole, description)
     log.info(
         "score: of %s, whose head is %s",
         type(whole).__name__,

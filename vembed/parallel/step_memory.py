@@ -393,6 +393,8 @@ def find_budget(
         limit = CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
         return Budget(limit, limit, cache)
     placement = session.placement
+    # Batch norms count the inputs of the probes too.
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     if on_gpu:
         demand = measure_demand(model, featuriser, session, sample)
         # What the first step adds to what is measured: the optimizer's state, and the loss.
@@ -411,6 +413,8 @@ def find_budget(
         # Nothing fixed: what is free now is asked for, with the weights in place.
         demand = Demand(0.0, bytes_per_token(model, featuriser, session, sample))
         memory = psutil.virtual_memory().available // session.local_world_size
+    for buffer, before in buffers:
+        buffer.copy_(before)
     longest = max((feature.length for feature in sample), default=1)
     limits = tokens_of(placement, demand, longest, memory)
     # The minimum over the ranks: all must agree whether a batch has a second phase.
