@@ -389,7 +389,7 @@ def test_a_line_that_is_no_object_is_left_out(refused, start, line):
     config = start("x.jsonl")
     assert config.data.on_bad_record == "skip"
     assert "1 of 61 records" in text() and "x.jsonl:2: " in text()
-    assert "the first 60 records have query, positive" in text()
+    assert "60 looked at, with query, positive" in text()
     Path("x.jsonl").write_text(line)
     refused(f"init --force --data x.jsonl --model {BERT}", "x.jsonl:1: ")
 

@@ -13,6 +13,7 @@ from vembed.cli.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import config_yaml, require_earlier_stage, resolve_run
 from vembed.config.rules import data_paths
+from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.files import existing
@@ -228,7 +229,11 @@ def describe_run(
     files = []
     for option, path in data_paths(run.config.data):
         state = "not here: a name on the Hub, or a path that is missing"
-        files.append((option, path, "here" if existing(path) else state))
+        if existing(path):
+            state = "here"
+        elif RESULT_OF in run.origins.get(option, ""):
+            state = "written by the stage before"
+        files.append((option, path, state))
     words = ["python", "-m", "vembed.entrypoints.train"]
     command = shlex.join([*words, *arguments.command_line()])
     for name, value in launch.changes.items():

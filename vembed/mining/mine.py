@@ -132,7 +132,8 @@ def mine(
             log_line(
                 f"warning: {maker.num_short:,d} of {len(inputs.rows):,d} rows got fewer than {config.num_negatives} "
                 f"negatives, and {maker.num_dropped:,d} of them were dropped: give more documents (corpus_path), raise "
-                "top_k, or loosen the limits that left candidates out"
+                "top_k if it is below their number, or loosen the limits that left candidates out (relative_margin, margin, "
+                "max_score, near_duplicate)"
             )
         if config.keep_work:
             log_line(

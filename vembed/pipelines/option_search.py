@@ -143,7 +143,7 @@ def run_tune(
             f"trials: {search.num_trials}, the first one the config as it is, {num_workers} at once",
             "options:",
             *listed,
-            f"written: {search.folder}/{BEST}, {TRIALS}, {JOURNAL}",
+            f"a run writes: {search.folder}/{BEST}, {TRIALS}, {JOURNAL}",
         )
         return None
     search.folder.mkdir(parents=True, exist_ok=True)

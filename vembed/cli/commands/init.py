@@ -315,7 +315,7 @@ def look_at(
     is_scored = layout.score is not None and not layout.negatives
     loss = starter_loss(task, is_scored=is_scored)
     about = "about " if sample.is_estimate else ""
-    about += f"{sample.num_records:,d} records; the first {len(records):,d} records have {', '.join(layout.read)}"
+    about += f"{sample.num_records:,d} records; {len(records):,d} looked at, with {', '.join(layout.read)}"
     return DataSummary(
         sample,
         mapping,
