@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -120,24 +121,22 @@ def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]])
             signal.signal(signum, handler)
 
 
+@dataclass
 class _Ranks:
     """The running processes and their state."""
 
-    def __init__(
-        self, command: Sequence[str], environments: Sequence[Mapping[str, str]]
-    ) -> None:
-        self.command = command
-        self.environments = environments
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
-        """By rank."""
-        self.pumps: list[_Pump] = []
-        self.stop_signal: signal.Signals | None = None
-        self.stopped_at = 0.0
-        self.ends_at_once = False
-        self.code: int | None = None
-        """Exit code, once the cause of a failure is known."""
-        self.failed_at: float | None = None
-        self.deadline: float | None = None
+    command: Sequence[str]
+    environments: Sequence[Mapping[str, str]]
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """By rank."""
+    pumps: list["_Pump"] = field(default_factory=list)
+    stop_signal: signal.Signals | None = None
+    stopped_at: float = 0.0
+    ends_at_once: bool = False
+    code: int | None = None
+    """Exit code, once the cause of a failure is known."""
+    failed_at: float | None = None
+    deadline: float | None = None
 
     def run(self) -> int:
         """Start all ranks, wait until they have ended, and return the exit code."""

@@ -234,14 +234,12 @@ OnStep = Callable[[StepInfo], str | None]
 OnEvaluation = Callable[[Evaluation], str | None]
 
 
+@dataclass
 class Callbacks(Hook):
     """The hook that calls a caller's functions."""
 
-    def __init__(
-        self, on_step: OnStep | None, on_evaluation: OnEvaluation | None = None
-    ) -> None:
-        self._on_step = on_step
-        self._on_evaluation = on_evaluation
+    _on_step: OnStep | None
+    _on_evaluation: OnEvaluation | None
 
     def on_step(self, report: StepReport) -> str | None:
         """Call the function for steps."""

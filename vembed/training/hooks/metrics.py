@@ -375,16 +375,16 @@ class ProgressBar(Hook):
         self.progress.stop()
 
 
+@dataclass
 class Profile(Hook):
     """Profiler that writes the steps from `first` to `last` of each rank (`profile_steps`).
 
     The file trace-rank<r>.json is for Perfetto and chrome://tracing.
     """
 
-    def __init__(self, first: int, last: int) -> None:
-        self.first = first
-        self.last = last
-        self.profiler: torch.profiler.profile | None = None
+    first: int
+    last: int
+    profiler: torch.profiler.profile | None = None
 
     def on_start(self, run: Trainer) -> None:
         """See Hook."""
