@@ -59,7 +59,7 @@ NOT_COUNTED = " is what Accelerate writes where nobody has answered, so it does 
 UNUSED = " has no effect: vembed does not use it"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AccelerateFile:
     """Contents of an Accelerate config."""
 

@@ -40,7 +40,7 @@ DEFAULT_MIN_NUM_PARAMS = 1_000_000
 FSDP_OPTIONS = tuple(name for name in option_fields() if name.startswith("fsdp_"))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Decision(Generic[T]):
     """A decision of a run: the value, and why it was chosen."""
 
@@ -64,7 +64,7 @@ class Decision(Generic[T]):
         return f"{self.text} ({self.reason})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FsdpConfig:
     """All resolved FSDP settings of a run."""
 
@@ -98,7 +98,7 @@ class FsdpConfig:
         return self.sharding_strategy != "SHARD_GRAD_OP"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ResolvedRun:
     """A config and the decisions that follow from it. `train`, `--dry-run`, `plan`, `doctor` and the log read them here, and
     decide none of them again."""
@@ -388,7 +388,7 @@ PAIR_RANKING_FACTOR = 0.25
 """Factor of the peak for initial weights with losses that rank pairs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RateFacts:
     """The facts about a model that its learning rate depends on."""
 
@@ -581,7 +581,7 @@ MAX_STEPS_PER_LOG_LINE = 50
 AUTO_PATIENCE = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunSize:
     """Facts about a run that its intervals depend on."""
 
@@ -596,7 +596,7 @@ class RunSize:
     """The user has said how many epochs or steps the run has."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RunIntervals:
     """Steps between the recurring parts of a run."""
 

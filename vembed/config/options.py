@@ -50,7 +50,7 @@ class Level(IntEnum):
     COMMAND_LINE = 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OptionValue:
     """Value of an option in one source."""
 

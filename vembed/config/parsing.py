@@ -53,7 +53,7 @@ for _name, _pattern, _first in _RESOLVERS:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Node:
     """A value with its line. The values of a mapping are nodes; those of a list are plain."""
 

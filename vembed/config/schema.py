@@ -56,7 +56,7 @@ SAMPLING = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sampling:
     """A value of `sampling`."""
 

@@ -18,7 +18,7 @@ from vembed.losses.declaration import LABEL_SCORES, LossDeclaration
 from vembed.losses.table import LOSSES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ResolvedTerm:
     """One term of the sum that is trained, with its options resolved."""
 

@@ -13,7 +13,6 @@ from vembed.errors import UserError
 END = "<|end|>"
 PAD = "<|pad|>"
 MASK_TOKEN = "<|mask|>"
-VOCAB_SIZE = 8192
 
 
 def tokenizer_of_data(

@@ -28,6 +28,7 @@ from vembed.inference.encoding import (
     encode_items,
     first_dims,
     quantized,
+    unit_rows,
 )
 from vembed.models.building import load_embedder
 from vembed.models.embedding_model import LayerPooler
@@ -263,8 +264,8 @@ class Embedder:
         first = np.atleast_2d(np.asarray(a, np.float32))
         second = np.atleast_2d(np.asarray(b, np.float32))
         if self.description.similarity == "cosine":
-            first = first_dims(first, first.shape[1], True)
-            second = first_dims(second, second.shape[1], True)
+            first = unit_rows(first)
+            second = unit_rows(second)
         return first @ second.T
 
     def _checked(self, truncate_dim: int | None) -> int | None:

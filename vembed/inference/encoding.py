@@ -216,11 +216,13 @@ def first_dims(
 ) -> np.ndarray:
     """Return the first `dim` coordinates of each row, normalised if `normalize`. The matrix itself is not changed."""
     cut = matrix_ND[:, :dim]
-    if not normalize:
-        return np.ascontiguousarray(cut)
-    norms = np.linalg.norm(cut, axis=1, keepdims=True)
-    # A row of zeros stays zero.
-    unit: np.ndarray = cut / np.maximum(norms, 1e-12)
+    return unit_rows(cut) if normalize else np.ascontiguousarray(cut)
+
+
+def unit_rows(matrix_ND: np.ndarray) -> np.ndarray:
+    """Return each row at length 1. A row of zeros stays zero."""
+    norms = np.linalg.norm(matrix_ND, axis=1, keepdims=True)
+    unit: np.ndarray = matrix_ND / np.maximum(norms, 1e-12)
     return unit
 
 

@@ -43,7 +43,7 @@ from vembed.errors import UserError
 from vembed.export.exporting import EXPORT_FORMATS, OnnxReranker
 from vembed.export.onnx_format import GraphReader
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import encode_features, first_dims
+from vembed.inference.encoding import encode_features, first_dims, unit_rows
 from vembed.inference.reranker import Reranker
 from vembed.models.families.model_files import EXPORT_FILE, is_reranker, read_object
 
@@ -148,7 +148,7 @@ class Service:
         inputs = self._inputs(values, "inputs", "prompt_name")
         embeddings, _ = await self.compute(request, inputs)
         if normalize:
-            embeddings = first_dims(embeddings, embeddings.shape[1], True)
+            embeddings = unit_rows(embeddings)
         return await asyncio.to_thread(embeddings.tolist)
 
     async def rerank(self, request: Request, values: Values) -> Any:

@@ -198,14 +198,12 @@ def discard_passes(model: nn.Module) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def global_grad_norm(
-    model: nn.Module, replicated: Iterable[nn.Parameter] = ()
-) -> Tensor:
-    """Return the float64 norm of all gradients of the whole model and of `replicated`. Collective under FSDP.
+def global_grad_norm(model: nn.Module) -> Tensor:
+    """Return the float64 norm of all gradients of the whole model. Collective under FSDP.
 
     The result equals the norm in one process under every strategy.
     """
-    return gradient_norm(model.parameters(), fsdp1_group(model), replicated)
+    return gradient_norm(model.parameters(), fsdp1_group(model), ())
 
 
 def fsdp1_group(model: nn.Module) -> ProcessGroup | None:
@@ -219,7 +217,7 @@ def gradient_norm(
     fsdp1_group: ProcessGroup | None,
     replicated: Iterable[nn.Parameter],
 ) -> Tensor:
-    """Return `global_grad_norm` of the parameters of a model."""
+    """Return `global_grad_norm` of the parameters of a model, and of those in `replicated`, which each rank holds whole."""
     whole = [weight.grad for weight in replicated if weight.grad is not None]
     sharded: dict[ProcessGroup | None, list[Tensor]] = {}
     if fsdp1_group is not None:

@@ -23,7 +23,7 @@ from vembed.evaluation.dataset import EvalData, open_test_data
 from vembed.evaluation.scores import evaluate
 from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import first_dims
+from vembed.inference.encoding import unit_rows
 from vembed.models.embedding_model import EmbeddingModel, tower_module
 from vembed.models.families.backbones import layers_of, unwrapped_name
 from vembed.models.families.description import ModelDescription
@@ -272,17 +272,15 @@ class Editor:
         set to its counterpart in the second, where they are paired), and the scores on the evaluation data."""
         first = self._vectors(self.first)
         second = self._vectors(self.second)
-        size = first.shape[1]
         if self.embedder.description.normalize:
-            first = first_dims(first, size, True)
-            second = first_dims(second, size, True)
+            first = unit_rows(first)
+            second = unit_rows(second)
         # Even texts have estimated the direction (`apply`), odd ones test: the probe is fitted on the former as well.
         train = (first[0::2], second[0::2])
         test = (first[1::2], second[1::2])
         scores = {"probe": linear_probe(train, test)}
         if self.is_paired:
-            queries = first_dims(test[0], size, True)
-            similarities = queries @ first_dims(test[1], size, True).T
+            similarities = unit_rows(test[0]) @ unit_rows(test[1]).T
             right = np.diag(similarities)[:, None]
             # Pessimistic: candidates that tie with the right one count as ranked before it, so that equal vectors score
             # low.
