@@ -108,6 +108,14 @@ def pytest_sessionstart(session):
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.fixture
+def cache_home(tmp_path_factory, monkeypatch):
+    """An empty cache folder of the test's own."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_at_the_start():
     """Reset the logger "vembed", which an earlier test may have left as a run sets it."""

@@ -46,8 +46,7 @@ def says(prompt, _):
 
 
 @pytest.fixture
-def options(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def options(tmp_path, cache_home):
     data = write_jsonl(tmp_path / "train.jsonl", ROWS)
     return {"data_path": str(data), "output_path": str(tmp_path / "judged.jsonl")}
 

@@ -84,8 +84,7 @@ def serve():
 
 
 @pytest.fixture
-def options(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def options(tmp_path, cache_home):
     return write_data(tmp_path)
 
 

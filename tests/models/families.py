@@ -2,6 +2,7 @@
 processors."""
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
@@ -39,6 +40,7 @@ TWO_TOWERS = [tiny.tiny_clip, tiny.tiny_siglip, tiny.tiny_siglip2]
 VISION_LANGUAGE = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl]
 EVERY = [*TEXT_ENCODERS, *TEXT_DECODERS, *IMAGE_ENCODERS, *TWO_TOWERS, *VISION_LANGUAGE]
 COMPOSED = "composed"
+every_model = pytest.mark.parametrize("make", [*EVERY, COMPOSED])
 SENTENCES = [
     "red cat",
     "the list of every old house in this city, first and last",

@@ -14,6 +14,7 @@ from tests.models.families import (
     EVERY,
     TEXT_DECODERS,
     built,
+    every_model,
     loss_of,
     parts_for,
     text_inputs,
@@ -72,7 +73,7 @@ def _adapted_names(model):
     }
 
 
-@pytest.mark.parametrize("make", [*EVERY, COMPOSED])
+@every_model
 def test_adapters_alone_are_trained_and_all_of_them_are(make):
     model = built(make, use_lora=True, lora_r=4)
     assert len(_adapted_names(model)) == ADAPTED_LAYERS[make]
@@ -89,7 +90,7 @@ def test_adapters_alone_are_trained_and_all_of_them_are(make):
     assert others == new
 
 
-@pytest.mark.parametrize("make", [*EVERY, COMPOSED])
+@every_model
 @pytest.mark.parametrize(
     "options",
     [{"lora_variant": "dora"}, {"quantize_weights": "nf4"}],

@@ -12,10 +12,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import vembed
 from tests import tiny
 from tests.models.families import (
-    COMPOSED,
-    EVERY,
     built,
     config_for,
+    every_model,
     gradients_of,
     loss_of,
     parts_for,
@@ -108,7 +107,7 @@ def results(make, in_bf16):
     return outputs, gradients_of(model)
 
 
-@pytest.mark.parametrize("make", [*EVERY, COMPOSED])
+@every_model
 def test_every_family_computes_in_bf16(make):
     expected, gradients = results(make, in_bf16=False)
     outputs, actual = results(make, in_bf16=True)

@@ -10,11 +10,11 @@ from tests.built import described
 from tests.measure import gradient_errors
 from tests.models.families import (
     COMPOSED,
-    EVERY,
     TWO_TOWERS,
     VISION_LANGUAGE,
     built,
     config_for,
+    every_model,
     gradients_of,
     inputs_for,
     loss_of,
@@ -33,7 +33,7 @@ NUM_LAYERS = {
 }
 
 
-@pytest.mark.parametrize("make", [*EVERY, COMPOSED])
+@every_model
 def test_an_item_is_the_same_whatever_it_is_batched_with(make):
     model = built(make).eval()
     description = model.description
@@ -98,7 +98,7 @@ def test_what_pretraining_did_at_random_is_off(make):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("make", [*EVERY, COMPOSED])
+@every_model
 def test_gradients_of_every_parameter_with_and_without_checkpointed_layers(make):
     plain = built(make).train()
     saving = built(make, gradient_checkpointing=True).train()

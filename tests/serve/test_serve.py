@@ -488,11 +488,14 @@ def test_sigterm_answers_what_has_arrived():
         idle.close()
 
 
+MANY = {"inputs": [f"{number} red green " * 8 for number in range(20_000)]}
+"""A request that takes long."""
+
+
 def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(capfd):
     limits = {"drain_seconds": 1, "inputs": 20_000}
-    texts = [f"{number} red green " * 8 for number in range(20_000)]
     with started(model_folder(), limits) as server, ThreadPoolExecutor(2) as pool:
-        running = pool.submit(server.send, "/embed", {"inputs": texts})
+        running = pool.submit(server.send, "/embed", MANY)
         time.sleep(1.5)
         waiting = pool.submit(server.send, "/embed", {"inputs": ["a"]})
         time.sleep(0.5)
@@ -505,12 +508,11 @@ def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(c
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_server_at_once(second):
-    texts = [f"{number} red green " * 8 for number in range(20_000)]
     with (
         started(model_folder(), {"inputs": 20_000}) as server,
         ThreadPoolExecutor(1) as pool,
     ):
-        answer = pool.submit(server.send, "/embed", {"inputs": texts})
+        answer = pool.submit(server.send, "/embed", MANY)
         time.sleep(1)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.5)

@@ -11,9 +11,8 @@ from vembed.files import cache_folder
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert cache_folder() == tmp_path / "cache" / "vembed"
+def own_cache(cache_home):
+    assert cache_folder() == cache_home / "vembed"
 
 
 def small_bert(folder):

@@ -30,10 +30,9 @@ FROZEN = {
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """A cache folder of the test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "vembed" / "features"
+def cache(cache_home):
+    """Where outputs of frozen towers are kept."""
+    return cache_home / "vembed" / "features"
 
 
 def options(folder, output, **more):

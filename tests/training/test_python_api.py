@@ -22,9 +22,7 @@ ROWS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache_home")
 
 
 def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path):
