@@ -59,7 +59,7 @@ class RetrievalData:
     """A Corpus, whose texts stay in their file, if the data are a BEIR-style folder."""
     relevance: tuple[dict[int, int], ...]
     """Per query: document index -> grade, 1 or more. Unlisted documents are not relevant."""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
     """Notes for the log on records left out or joined while reading."""
     query_ids: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Of a BEIR-style folder: id -> index of the query."""

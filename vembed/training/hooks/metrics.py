@@ -384,7 +384,7 @@ class Profile(Hook):
 
     first: int
     last: int
-    profiler: torch.profiler.profile | None = None
+    profiler: torch.profiler.profile | None = field(default=None, init=False)
 
     def on_start(self, run: Trainer) -> None:
         """See Hook."""
