@@ -257,6 +257,7 @@ class NegativeSelection(ConfigModel):
         """True if claimed candidates come first."""
         if self.prefer_claimed != "auto":
             return self.prefer_claimed
+        # A limit that is written as its default counts too. So `config_yaml` writes only the options that were given.
         return NEGATIVE_LIMITS.isdisjoint(self.model_fields_set)
 
     @property

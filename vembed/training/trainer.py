@@ -588,7 +588,7 @@ class Trainer:
         log_store_use(components.input_builder.stores)
         self.checkpointer.wait()
 
-        # The weights that final/ gets.
+        # The weights that final/ gets: those of `step`, with its scores and the reason. None: those that are in the model.
         step = None
         if state.guard_drop is not None:
             reason = "the last checkpoint at which every guard held"
