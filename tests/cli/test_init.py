@@ -101,6 +101,14 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(
     assert "10% of the queries of faq.csv" in report
 
 
+@pytest.mark.parametrize("is_swapped", [True, False])
+def test_answers_under_the_name_of_questions_are_suspected(start, is_swapped):
+    first, second = ("Answer", "Question") if is_swapped else ("Question", "Answer")
+    rows = [{first: row["Question"], second: row["Answer"]} for row in QUESTIONS]
+    start(write_rows("faq.jsonl", rows))
+    assert ("swapped" in text()) == is_swapped
+
+
 @pytest.mark.parametrize("has_negatives", [True, False])
 def test_a_reranker_is_trained_in_two_commands(trained, start, faq, has_negatives):
     """Pairs alone get hard negatives in a stage before the training."""

@@ -178,6 +178,7 @@ def guess(
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
     mapping = {}
     reasons = {}
+    questions = {}
     unassigned = list(missing)
     # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
     while unassigned and candidates:
@@ -189,6 +190,9 @@ def guess(
         reasons[best.name] = (
             f"{best.mean_length:,.0f} characters on average, {best.questions:.0%} end with a question mark"
         )
+        questions[role] = best.questions
+        if questions.get("positive", 0.0) > 0.5 and questions.get("query", 1.0) < 0.1:
+            reasons[best.name] += "; only queries usually do: are the columns swapped?"
         candidates.remove(best)
         unassigned.remove(role)
     in_file_order = {name: mapping[name] for name in record_names if name in mapping}
