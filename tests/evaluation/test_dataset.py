@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,7 +19,7 @@ from vembed.evaluation.dataset import (
     from_examples,
     open_eval_data,
 )
-from vembed.evaluation.scores import evaluate
+from vembed.evaluation.scores import evaluate, retrieval_metrics
 
 
 def write_lines(path, records):
@@ -66,7 +67,7 @@ def test_every_positive_is_the_corpus_and_negatives_are_not(tmp_path):
     )
     data = opened(path)
     assert isinstance(data, RetrievalData)
-    assert [item.text for item in data.documents] == ["A", "B", "BB"]
+    assert {item.text for item in data.documents} == {"A", "B", "BB"}
     assert found(data) == {"a": {"A": 1}, "b": {"B": 1, "BB": 1}}
     summary = f"2 queries over 3 documents, 3 relevant pairs, from {path}"
     assert data.summary() == summary
@@ -83,7 +84,7 @@ def graded(*records):
 def test_equal_contents_are_one_document_and_equal_queries_one_query():
     data = graded(("a", "A", None), ("b", "A", None), ("a", "CA", None))
     assert found(data) == {"a": {"A": 1, "C": 1}, "b": {"A": 1}}
-    assert [item.text for item in data.documents] == ["A", "C"]
+    assert len(data.documents) == 2
     again = graded(("a", "AB", (1.0, 1.0)), ("a", "A", (2.0,)))
     assert found(again) == {"a": {"A": 2, "B": 1}}, "the higher grade counts"
 
@@ -102,8 +103,19 @@ def test_equal_contents_are_one_document_and_equal_queries_one_query():
 def test_scores_of_positives_are_grades(scores, grades):
     data = graded(("a", "AB", scores))
     assert found(data) == {"a": grades}
-    assert [item.text for item in data.documents] == ["A", "B"]
+    assert {item.text for item in data.documents} == {"A", "B"}
     assert bool(data.notes) == (min(scores) <= 0)
+
+
+def test_equal_scores_do_not_favour_relevant_documents():
+    """A collapsed model finds a relevant document by chance alone."""
+    examples = [example(f"q{number}", f"d{number}") for number in range(50)]
+    others = [Item(text=f"other {number}") for number in range(450)]
+    data = from_examples(examples, "test", documents=others)
+    queries = np.ones((50, 2), np.float32)
+    documents = np.ones((500, 2), np.float32)
+    scores = retrieval_metrics(queries, documents, data, [100])
+    assert 0.1 < scores["recall@100"] < 0.4
 
 
 # ---- scored pairs ----------------------------------------------------------------------------------------------

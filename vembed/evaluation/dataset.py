@@ -226,10 +226,10 @@ def from_examples(
     for members in classes.values():
         for item in members.values():
             # Part of the corpus even if it is the only one of its class, and so has no relevant document.
-            judgements.index_of(item)
+            judgements.key_of(item)
             for other in members.values():
                 if other is not item:
-                    judgements.add(item, judgements.index_of(other), 1)
+                    judgements.add(item, judgements.key_of(other), 1)
     if num_left_out:
         all_notes.append(
             f"at most {MAX_OF_CLASS:,d} of a class, {num_left_out:,d} left out"
@@ -256,12 +256,21 @@ def from_examples(
                 # At least 1: a score above 0 means relevant, however small it is compared with the highest.
                 grade = max(1, round(MAX_GRADE * score / top))
             # A document without a relevant query is part of the corpus too.
-            document = judgements.index_of(positive)
+            document = judgements.key_of(positive)
             judgements.add(example.query, document, grade)
     for item in documents:
-        judgements.index_of(item)
-    corpus = tuple(judgements.documents.values())
-    return judgements.retrieval_data(name, corpus, all_notes)
+        judgements.key_of(item)
+    # By a hash of the content: a search puts the lower number first where scores are equal, and relevant documents must
+    # not profit from that.
+    keys = sorted(judgements.documents)
+    index_of = {key: index for index, key in enumerate(keys)}
+    corpus = tuple(judgements.documents[key] for key in keys)
+    data = judgements.retrieval_data(name, corpus, all_notes)
+    relevance = [
+        {index_of[key]: grade for key, grade in grades.items()}
+        for grades in data.relevance
+    ]
+    return replace(data, relevance=tuple(relevance))
 
 
 def read_beir(
@@ -326,15 +335,14 @@ class _Judgements:
     def __init__(self) -> None:
         self.queries: dict[int, Item] = {}
         self.grades: dict[int, dict[int, int]] = {}
-        """Per query: document index -> grade."""
+        """Per query: document -> grade. A document is an index in a corpus, or the key of one that was collected."""
         self.documents: dict[int, Item] = {}
-        self.indices: dict[int, int] = {}
 
-    def index_of(self, document: Item) -> int:
-        """Return the index of a document, which is added if it is new."""
+    def key_of(self, document: Item) -> int:
+        """Return the key of a document, which is added if it is new."""
         key = document.key()
         self.documents.setdefault(key, document)
-        return self.indices.setdefault(key, len(self.indices))
+        return key
 
     def add(
         self,
