@@ -1,5 +1,6 @@
 """`vembed encode`: rows in the order of the lines, in both formats, from all kinds of input, by one process and two."""
 
+import datetime
 import gzip
 import io
 import shutil
@@ -17,6 +18,7 @@ from tests.data.pictures import write
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
+from vembed.cli import encode_files
 from vembed.cli.commands import encode
 from vembed.files import replaced_file
 from vembed.inference.encoding import quantized, ranges_of
@@ -110,7 +112,11 @@ def test_a_training_config_stands_for_the_model_of_its_run(texts, folder, stages
 
 def test_kind_and_cut(texts):
     model = str(shared(tiny_qwen3_st))
-    for options in ({"truncate_dim": 8, "normalize": True}, {"normalize": False}):
+    for options in (
+        {"truncate_dim": 8},
+        {"truncate_dim": 8, "normalize": True},
+        {"normalize": False},
+    ):
         vectors = vectors_of(
             texts, model=model, kind="query", batch_tokens=20, **options
         )
@@ -142,6 +148,35 @@ def test_forms_of_records(folder, record_of):
         assert ids_in("out.parquet") == [record["_id"] for record in records]
     else:
         assert table.column_names == ["embedding"]
+
+
+def test_the_kind_chooses_the_side_of_a_pair(folder, capsys):
+    records = [{"query": f"query {text}", "positive": text} for text in TEXTS]
+    write_jsonl(folder / "pairs.jsonl", records)
+    assert_close(vectors_of("pairs.jsonl"))
+    log = capsys.readouterr().err.replace("\n", " ")
+    assert "pairs.jsonl: encoding positive, not query" in log
+    queries = Embedder(BERT).encode([record["query"] for record in records], "query")
+    assert_close(vectors_of("pairs.jsonl", kind="query"), queries)
+
+
+def test_what_holds_for_all_is_not_decided_by_the_rows_read_first(folder, monkeypatch):
+    """Neither the levels of int8 nor whether there are ids."""
+    monkeypatch.setattr(encode_files, "FIRST_ROWS", 2)
+    records = [{"text": text} for text in TEXTS]
+    records[3]["id"] = "d3"
+    write_jsonl(folder / "data.jsonl", [{"text": ""}, {"text": ""}, *records])
+    options = {"precision": "int8", "on_bad_record": "skip"}
+    vectors_of("data.jsonl", "out.parquet", **options)
+    assert ids_in("out.parquet") == [None, None, None, "d3", None, None]
+    ranges = np.load("out.ranges.npy")
+    np.testing.assert_allclose(ranges, ranges_of(expected()), atol=1e-6)
+
+
+def test_several_files(folder):
+    (folder / "a.jsonl").write_text('{"text": "red"}\n')
+    (folder / "b.jsonl").write_text('{"text": "red"}\n{broken\n')
+    refuses(r"\n  b\.jsonl:2: not JSON", "*.jsonl")
 
 
 def test_two_commands_that_write_one_file(texts, folder):
@@ -268,6 +303,16 @@ def test_a_folder_of_images(pictures, folder):
     (folder / "empty").mkdir()
     refuses("empty is a folder without images", "empty")
     refuses("image", pictures, "text.parquet")
+
+
+def test_images_in_a_table(pictures):
+    picture = pictures / "b.png"
+    images = [{"bytes": picture.read_bytes(), "path": None}]
+    dates = [datetime.date(2026, 1, 2)]
+    pq.write_table(pa.table({"id": dates, "image": images}), "images.parquet")
+    vectors = vectors_of("images.parquet", "out.parquet", CLIP)
+    assert_close(vectors, Embedder(CLIP, device="cpu").encode([picture]))
+    assert ids_in("out.parquet") == ["2026-01-02"]
 
 
 def test_images_that_cannot_be_read_are_named_together(damaged):

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vembed.data.example_store import IMAGE_THREADS, NUM_NAMED
-from vembed.data.examples import BadRecord, ImageRoot, Item
+from vembed.data.examples import BadRecord, ImageRoot, Item, Kind
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
     CODECS,
@@ -39,15 +39,18 @@ from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
 FIRST_ROWS = 256
-"""Rows that are read and checked before the model is loaded."""
-TEXT_COLUMNS = ("text", "query", *TEXT_FIELDS[1:])
+"""Inputs that are read and checked before the model is loaded."""
+TEXT_COLUMNS: dict[Kind, tuple[str, ...]] = {
+    "query": ("text", "query", *TEXT_FIELDS[1:]),
+    "document": (*TEXT_FIELDS, "query"),
+}
 """Fields that are taken for the text of a record when nobody names one; the first that is there. A title goes before
 `text`, as in evaluation."""
-ENCODED_COLUMNS = frozenset({*TEXT_COLUMNS, *IMAGE_FIELDS, "title"})
+ENCODED_COLUMNS = frozenset({*TEXT_COLUMNS["document"], *IMAGE_FIELDS, "title"})
 """Fields of which a record needs one, unless --column names another."""
 BOM = b"\xef\xbb\xbf"
-RawRow = tuple[int, Any]
-"""Number of the line, and the record. A BadRecord where it cannot be read."""
+RawRow = tuple[str, Any]
+"""Place for messages, and the record. A BadRecord where it cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,14 @@ class EncodeRow:
 
 @dataclass
 class EncodeInput:
-    """Inputs in chunks of rows, which every process reads. Iterating is collective.
+    """Inputs in chunks, which every process reads. Making it, which reads the first ones, and iterating are collective.
 
     Inputs that cannot be encoded are refused together with the others of their chunk, or left out.
     """
 
     source: str
     session: Session
+    kind: Kind
     column: str | None
     keep: Sequence[str]
     """Columns that are written too."""
@@ -90,6 +94,10 @@ class EncodeInput:
         self.has_images = is_folder and not is_saved_dataset(self.path)
         folder = self.path if is_folder else self.path.absolute().parent
         self.images = ImageRoot(self.image_root or str(folder), allow_urls=False)
+        self.written = {*ID_FIELDS, *self.keep}
+        self.num_read = 0
+        self.rows = self._rows()
+        self.first_rows = self._filled([], min(FIRST_ROWS, self.chunk_rows))
 
     def _rows(self) -> Iterator[RawRow]:
         """Return the rows of the source."""
@@ -129,7 +137,7 @@ class EncodeInput:
             )
         self.total = len(images)
         for number, name in enumerate(sorted(images), 1):
-            yield number, {"id": name, "image": name}
+            yield f"{self.name}:{number}", {"id": name, "image": name}
 
     def _reader_rows(self) -> Iterator[RawRow]:
         """Return the records of a source of data."""
@@ -142,15 +150,12 @@ class EncodeInput:
         names = set(reader.columns or ())
         # Where a column is missing, all are read, so that the refusal can list them.
         if names.issuperset(self.keep) and not names.isdisjoint(encoded):
-            needed = {*ID_FIELDS, *self.keep, *encoded, "title"}
+            needed = {*self.written, *encoded, "title"}
             columns = [name for name in reader.columns or () if name in needed]
             reader.select(columns)
         self.total = reader.num_records()
         for _, line, record in reader.rows():
-            if not isinstance(record, BadRecord):
-                # Dates of tables become text.
-                record = json.loads(json.dumps(record, default=str))  # noqa: PLW2901
-            yield line, record
+            yield reader.where(line), record
 
     def _text_rows(self, file: BinaryIO) -> Iterator[RawRow]:
         """Return the lines of a text file."""
@@ -169,23 +174,30 @@ class EncodeInput:
                         )
                     if not row.strip():
                         row = BadRecord("empty: each line has to give one embedding")
-                yield number, row
+                yield f"{self.name}:{number}", row
 
     def __iter__(self) -> Iterator[list[EncodeRow]]:
-        rows = self._rows()
-        first = 1
-        count = min(FIRST_ROWS, self.chunk_rows)
-        while chunk := list(itertools.islice(rows, count)):
-            yield self._checked(chunk, first)
-            first += len(chunk)
-            count = self.chunk_rows
+        chunk = self._filled(self.first_rows, self.chunk_rows)
+        while chunk:
+            yield chunk
+            chunk = self._filled([], self.chunk_rows)
 
-    def _checked(self, chunk: Sequence[RawRow], first: int) -> list[EncodeRow]:
-        """Return the inputs of a chunk, of which the first row has this number. Collective."""
+    def _filled(self, inputs: list[EncodeRow], count: int) -> list[EncodeRow]:
+        """Return inputs with those that follow, so many in all where the source has them. Collective."""
+        while len(inputs) < count:
+            chunk = list(itertools.islice(self.rows, count - len(inputs)))
+            if not chunk:
+                break
+            inputs = inputs + self._checked(chunk)
+        return inputs
+
+    def _checked(self, chunk: Sequence[RawRow]) -> list[EncodeRow]:
+        """Return the inputs of the next rows. Collective."""
         rows = []
         problems = []
-        for number, (line, record) in enumerate(chunk, first):
-            where = f"{self.name}:{line}"
+        first = self.num_read + 1
+        self.num_read += len(chunk)
+        for number, (where, record) in enumerate(chunk, first):
             value = record
             fields = record if isinstance(record, dict) else {}
             try:
@@ -195,12 +207,16 @@ class EncodeInput:
                         raise BadRecord(
                             f"{self.column} is empty or not there (it has {listed(fields)})"
                         )
-                item = document_item(value, self.images, TEXT_COLUMNS)
+                item = document_item(value, self.images, TEXT_COLUMNS[self.kind])
                 item = item.read_from("" if self.has_images else where)
             except BadRecord as error:
                 problems.append((number, f"{where}: {error}"))
                 continue
-            rows.append(EncodeRow(number, item, document_id(record), fields))
+            written = {name: fields[name] for name in self.written if name in fields}
+            # Dates of tables become text.
+            written = json.loads(json.dumps(written, default=str))
+            identity = document_id(written)
+            rows.append(EncodeRow(number, item, identity, fields | written))
         # With the first rows wrong folders are found before the model is loaded.
         if (first == 1 or self.skips) and any(row.item.images for row in rows):
             part = rows[self.session.rank :: self.session.world_size]

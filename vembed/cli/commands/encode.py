@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -115,7 +114,12 @@ def encode(
     use.share(input_file)
     import numpy as np
 
-    from vembed.cli.encode_files import EncodeInput, broken_images, vector_writer
+    from vembed.cli.encode_files import (
+        TEXT_COLUMNS,
+        EncodeInput,
+        broken_images,
+        vector_writer,
+    )
     from vembed.inference.embedder import Embedder
     from vembed.inference.encoding import (
         encode_items,
@@ -132,32 +136,34 @@ def encode(
         rows = EncodeInput(
             input_file,
             session,
+            kind,
             column=column,
             keep=kept_fields,
             image_root=image_root,
             skips=on_bad_record == "skip",
             chunk_rows=CHUNK_ROWS,
         )
-        chunks = iter(rows)
         # Mistakes in the first rows are found before the model is loaded.
-        first_chunk = next(chunks, [])
+        first_rows = rows.first_rows
         for name in kept_fields:
-            if first_chunk and not any(name in row.fields for row in first_chunk):
+            if first_rows and not any(name in row.fields for row in first_rows):
                 raise UserError(
-                    f"--keep {name}: no such column in {rows.name} (it has {listed(first_chunk[0].fields)})"
+                    f"--keep {name}: no such column in {rows.name} (it has {listed(first_rows[0].fields)})"
                 )
-        has_ids = target.suffix == ".parquet" and bool(
-            first_chunk and first_chunk[0].identity
-        )
+        if first_rows and column is None and session.is_main:
+            fields = first_rows[0].fields
+            texts = [name for name in TEXT_COLUMNS[kind] if name in fields]
+            if len(texts) > 1:
+                console.print(
+                    f"{rows.name}: encoding {texts[0]}, not {listed(texts[1:])} (--kind {kind}; --column names another)"
+                )
         if rows.has_images and target.suffix == ".npy":
             raise UserError(
                 f"{target} would not say which image a vector is of: give NAME.parquet"
             )
         embedder = Embedder(model_path, truncate_dim=truncate_dim, **options)
-        description = embedder.description
-        dim = embedder.truncate_dim or description.embedding_dim
+        dim = embedder.truncate_dim or embedder.description.embedding_dim
         levels = None if ranges is None else read_ranges(ranges, dim)
-        is_unit = description.normalize if normalize is None else normalize
 
         def vectors_of(items: list[Item], progress: Progress) -> np.ndarray:
             """Return what is written for some inputs. Collective."""
@@ -172,17 +178,17 @@ def encode(
                 )
                 progress(len(items), len(items))
                 return states
-            vectors = encode_items(
+            full = encode_items(
                 embedder.model,
                 embedder.featuriser,
                 items,
                 kind,
                 budget_tokens=batch_tokens,
                 session=session,
-                normalize=is_unit,
-                truncate_dim=embedder.truncate_dim,
+                normalize=False,
                 progress=progress,
             )
+            vectors = embedder.finish(full, embedder.truncate_dim, normalize)
             if levels is None and len(vectors) > 1:
                 # Of the first inputs, for all: levels mean the same in the whole file.
                 levels = ranges_of(vectors)
@@ -208,9 +214,10 @@ def encode(
         def advance(count: int, _: int) -> None:
             progress(num_done + count, rows.total)
 
-        for chunk in itertools.chain([first_chunk], chunks):
-            if not chunk:
-                continue
+        has_ids = False
+        for chunk in rows:
+            if not num_done and target.suffix == ".parquet":
+                has_ids = any(row.identity for row in chunk)
             try:
                 vectors = vectors_of([row.item for row in chunk], advance)
             except UserError:
