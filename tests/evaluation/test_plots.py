@@ -1,19 +1,11 @@
 """Plots: what is drawn where on the page."""
 
+import re
+
 import pytest
 
 from vembed.evaluation.report.page import render_page
-from vembed.evaluation.report.plots import (
-    ACCENT,
-    BOTTOM,
-    LEFT,
-    RIGHT,
-    TOP,
-    Curve,
-    Stroke,
-    Text,
-    plot_curves,
-)
+from vembed.evaluation.report.plots import ACCENT, Curve, plot_curves
 
 
 def curve(values, **options):
@@ -23,14 +15,19 @@ def curve(values, **options):
 
 def test_values_rise_upwards_between_the_edges_and_the_axes_have_round_numbers():
     plot = plot_curves([(ACCENT, curve([0.31, 0.52, 0.87]))])
-    # The lines of the grid are thinner.
-    strokes = [mark for mark in plot.marks if isinstance(mark, Stroke)]
-    (stroke,) = [mark for mark in strokes if mark.width != 0.8]
-    xs, ys = zip(*stroke.points, strict=True)
-    assert LEFT <= xs[0] < xs[1] < xs[2] <= RIGHT
-    assert BOTTOM >= ys[0] > ys[1] > ys[2] >= TOP
-    texts = [mark.text for mark in plot.marks if isinstance(mark, Text)]
+    (line,) = plot.lines
+    xs, ys = zip(*line.points, strict=True)
+    assert 0 <= xs[0] < xs[1] < xs[2] <= 1
+    assert 0 <= ys[0] < ys[1] < ys[2] <= 1
+    svg = render_page("plot.html.j2", plot=plot)
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     assert texts == ["0.4", "0.6", "0.8", "0", "1", "2", "step"]
+    # Of the last path, which is the curve's: y counts downwards in SVG.
+    *_, path = re.findall(r'<path d="M([^"]*)"', svg)
+    places = [list(map(float, place.split())) for place in path.split("L")]
+    xs, ys = zip(*places, strict=True)
+    assert xs[0] < xs[1] < xs[2]
+    assert ys[0] > ys[1] > ys[2]
 
 
 @pytest.mark.parametrize("from_zero", [False, True])
