@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from PIL import Image
+from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import vembed
@@ -93,6 +94,17 @@ def test_intervals_cover_chance_and_find_differences():
     many = np.tile(noise, 30)
     (interval,) = paired_intervals(many[:, None])
     assert interval.high - interval.low == pytest.approx(2 * half / 30**0.5, rel=0.05)
+
+
+def test_intervals_of_few_queries():
+    """Those of Student's t distribution, and none that says something of fewer than six."""
+    differences = np.array([0.3, 0.1, 0.4, -0.1, 0.2, 0.25])
+    (interval,) = paired_intervals(differences[:, None])
+    bounds = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+    assert (interval.low, interval.high) == pytest.approx(tuple(bounds))
+    for num_queries in (1, 5):
+        (interval,) = paired_intervals(np.full((num_queries, 1), 0.5))
+        assert (interval.low, interval.high) == (-1, 1)
 
 
 def test_images_of_changed_queries_are_shown_as_thumbnails(tmp_path):

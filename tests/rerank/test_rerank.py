@@ -233,7 +233,8 @@ def test_it_is_evaluated_on_the_first_stage(tmp_path, capfd):
 
 
 def test_a_run_file_is_the_first_stage(tmp_path):
-    """Of ids and of texts: the relevant document is the second of each query's."""
+    """Of ids and of texts: the relevant document is the second of each query's, behind a wrong one. The document that
+    equals the query does not count."""
     beir = tmp_path / "beir"
     records = text_records(8)
     corpus = {}
@@ -244,11 +245,13 @@ def test_a_run_file_is_the_first_stage(tmp_path):
     for row, record in enumerate(records):
         wrong = (row + 1) % 8
         corpus[f"d{row}"] = record["positive"]
+        corpus[f"same{row}"] = record["query"]
         queries[f"q{row}"] = record["query"]
         relevant[f"q{row}"] = [f"d{row}"]
         # By score, not by place in the file.
         run += f"q{row} Q0 d{row} 2 0.5 bm25\nq{row} Q0 d{wrong} 1 0.9 bm25\n"
-        ranking = [records[wrong]["positive"], record["positive"]]
+        run += f"q{row} Q0 same{row} 0 1.0 bm25\n"
+        ranking = [record["query"], records[wrong]["positive"], record["positive"]]
         rankings.append({"query": record["query"], "documents": ranking})
     write_beir(beir, corpus, queries, relevant)
     (tmp_path / "run.trec").write_text(run)

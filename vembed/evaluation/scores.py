@@ -445,10 +445,9 @@ def _first_stage(
     """Return [Q, k] documents of the first stage, best first, -1 where it has fewer. The same on every rank."""
     num_documents = len(data.documents)
     k = min(evaluation.rerank_top_k, num_documents)
+    excluded = excluded_pairs(data, range(len(data.queries)))
     if evaluation.first_stage.endswith(RUN_FILES):
-        return run_file_rankings(data, Path(evaluation.first_stage), k)
-    num_queries = len(data.queries)
-    excluded = excluded_pairs(data, range(num_queries))
+        return run_file_rankings(data, Path(evaluation.first_stage), k, excluded)
     if evaluation.first_stage == BM25:
         index = build_bm25_index(item.text for item in data.documents)
         texts = {row: query.text for row, query in enumerate(data.queries)}
@@ -467,6 +466,7 @@ def _first_stage(
         embedder.featuriser,
         session=session,
         normalize=embedder.description.compares_unit_vectors,
+        truncate_dim=embedder.truncate_dim,
     )
     queries = encode(data.queries, "query")
     documents = encode(data.documents, "document")
@@ -477,8 +477,9 @@ def run_file_rankings(
     data: RetrievalData,
     path: Path,
     k: int,
+    excluded: Pairs,
 ) -> np.ndarray:
-    """Return [Q, k] documents of a run file, best first, -1 where it has fewer.
+    """Return [Q, k] documents of a run file without the excluded ones, best first, -1 where it has fewer.
 
     .trec: lines `query-id Q0 corpus-id rank score name` with the ids of a BEIR-style folder, by score. .jsonl: lines
     {"query": ..., "documents": [...]} with texts, as `vembed rerank` reads them, the best first.
@@ -525,10 +526,15 @@ def run_file_rankings(
     if not scored:
         raise UserError(f"first_stage: {path} has no query of {data.name}")
     rankings = np.full((len(data.queries), k), -1, np.int64)
+    # A query has its own content once, so at most one is excluded.
+    excluded_of = dict(
+        zip(excluded.queries.tolist(), excluded.documents.tolist(), strict=True)
+    )
     for row, entries in scored.items():
         # Stable: of equal scores the earlier line comes first. A document that is named twice counts once.
         entries.sort(key=lambda entry: -entry[0])
         documents = dict.fromkeys(document for _, document in entries)
+        documents.pop(excluded_of.get(row, -1), None)
         best = list(documents)[:k]
         rankings[row, : len(best)] = best
     return rankings

@@ -152,7 +152,8 @@ def encode(
                 )
         if first_rows and column is None and session.is_main:
             fields = first_rows[0].fields
-            texts = [name for name in TEXT_COLUMNS[kind] if name in fields]
+            names = TEXT_COLUMNS[kind]
+            texts = [name for name in names if isinstance(fields.get(name), str)]
             if len(texts) > 1:
                 console.print(
                     f"{rows.name}: encoding {texts[0]}, not {listed(texts[1:])} (--kind {kind}; --column names another)"
