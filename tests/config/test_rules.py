@@ -47,6 +47,10 @@ def config(**values):
             "mrl_weights has 1 entries and mrl_dims has 2",
         ),
         ("use_mrl: true\nmrl_weights: [1]", "needs mrl_dims"),
+        (
+            "from_scratch: true\nuse_lora: true\nsave_merged: false",
+            "the initial weights of from_scratch: true would be lost",
+        ),
         ("use_lora: false\nuse_qlora: true", "set use_lora: true"),
         (
             "model_family: composed",

@@ -75,6 +75,7 @@ def test_merged_or_not_the_embeddings_are_the_same(make, options, tmp_path):
         (tiny.tiny_clip, {}),
         (tiny.tiny_siglip, {}),
         (tiny.tiny_qwen2, {"bidirectional_attention": True}),
+        (tiny.tiny_bert, {"model_arguments": {"num_hidden_layers": 1}}),
     ],
 )
 def test_models_that_are_more_than_their_adapters_are_saved_whole(

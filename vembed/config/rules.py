@@ -110,6 +110,11 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
             "quantize_weights: int8 rounds weights that are trained, and use_lora: true trains adapters beside weights "
             "that are not: keep one of them"
         )
+    if model.from_scratch and not adapters.save_merged:
+        yield (
+            "save_merged: false keeps the adapter alone, and the initial weights of from_scratch: true would be lost: leave "
+            "save_merged out"
+        )
     if batch.cache_frozen_features and not adapters.freeze:
         yield (
             "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "

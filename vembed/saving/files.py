@@ -82,13 +82,14 @@ def save_model(
     refuse_unclaimed("the model", state)
     has_lora = has_adapters(backbone)
     family = description.family_traits
-    # Adapters alone would lose scale, bias, projections or a head, or other programs would use causal attention, or mask
-    # parts of each image.
+    # Adapters alone would lose scale, bias, projections, a head or a changed config, or other programs would use causal
+    # attention, or mask parts of each image.
     is_more_than_adapters = (
         family.has_logit_scale_and_bias
         or family.is_composed
         or description.bidirectional_attention
         or description.scores is not None
+        or bool(description.config_changes)
         or (model.language_head is not None and model.language_head.is_new)
         or "mask_ratio" in backbone.config.to_dict()
     )
