@@ -135,6 +135,19 @@ def test_the_best_checkpoint_of_another_folder_is_no_candidate(tmp_path, capsys)
     assert_is_checkpoint(result, 6, tmp_path / "whole")
 
 
+def test_a_step_whose_checkpoint_is_in_another_folder_is_not_the_best_one(tmp_path):
+    """Step 2 has no score in the first run. The second one evaluates it, and has no checkpoint of it."""
+    options = settings(tmp_path, **BEST)
+    others = {"load_best_model_at_end": False, "save_total_limit": 4}
+    scores = [0.1, 0.5, 0.5]
+    first = train_with_scores({**options, **others, "eval_steps": 4}, scores)
+    options["output_dir"] = str(tmp_path / "other")
+    options["resume"] = str(first.output_dir / "checkpoint-2")
+    result = train_with_scores(options, [0.9, 0.5, 0.4, 0.3])
+    assert result.metrics["ndcg@10"] == 0.5
+    assert_is_checkpoint(result, 4, tmp_path / "whole")
+
+
 def test_a_skipped_step_without_a_checkpoint_is_not_the_best_one(
     tmp_path, monkeypatch, capsys
 ):

@@ -690,9 +690,14 @@ class Trainer:
         """Return whether this step gets a checkpoint.
 
         None after a step that was skipped because of non-finite values: weights that may be broken must not replace the
-        good ones of earlier checkpoints. A run that is stopped saves in any case.
+        good ones of earlier checkpoints. A run that is stopped saves in any case. The step that a resumed run begins with
+        gets none: it has one, which may be in another folder.
         """
-        is_due = _is_due(self.state.step, self.intervals.save_steps)
+        step = self.state.step
+        is_due = _is_due(step, self.intervals.save_steps)
+        point = self.resume_point
+        if point is not None and point.step == step:
+            is_due &= self.checkpointer.path_of(step).is_dir()
         return is_due and not self.state.skipped_in_a_row
 
     def _is_last_step(self) -> bool:
