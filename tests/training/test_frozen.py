@@ -193,6 +193,7 @@ def test_other_weights_other_pictures_and_other_settings_have_features_of_their_
     others = {
         "dropout": {"model_name": str(shared(tiny_clip))},
         "half": {"torch_dtype": "bfloat16"},
+        "int8": {"quantize_weights": "int8"},
     }
     for number, (name, changes) in enumerate(others.items(), start=2):
         other = train(options(tmp_path, name, **changes))

@@ -39,6 +39,7 @@ from vembed.models.embedding_model import (
 )
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
+from vembed.models.precision import RoundedLinear
 from vembed.models.processors import load_image_processor
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -322,7 +323,7 @@ class InputSource:
 # ---- fingerprint of a modality's towers, for what is kept of frozen ones --------------
 
 
-FINGERPRINT_VERSION = 1
+FINGERPRINT_VERSION = 2
 """Version of the fingerprint. Increase it when towers give other outputs for the same inputs and weights."""
 _FIELDS = (
     "family",
@@ -362,6 +363,9 @@ def tower_identity(
     for tower in TOWERS_OF_MODALITY[modality]:
         module: Any = tower_module(backbone, description.family_traits, tower)
         settings.append(type(module).__name__)
+        for name, layer in module.named_modules():
+            if isinstance(layer, RoundedLinear):
+                settings.append(f"{name} in int8")
         for name, value in module.state_dict().items():
             if isinstance(value, Tensor):
                 # The header separates tensors: equal bytes under another name or shape give another hash.
