@@ -4,12 +4,14 @@ import logging
 
 import numpy as np
 import pytest
+import transformers
 from transformers import AutoTokenizer
 
 from tests import tiny
 from tests.built import described
 from tests.harness import run_ranks
 from tests.models.families import SENTENCES, config_for
+from tests.tiny_tokenizers import llama_tokenizer
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
@@ -89,3 +91,17 @@ def test_shards_compute_as_one_process_does():
         for of_rank, arithmetic in ranks:
             assert arithmetic == "bfloat16"
             np.testing.assert_allclose(of_rank, vectors, atol=2e-6)
+
+
+def test_a_class_with_a_table_of_attentions_is_loaded(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {
+        "vocab_size": len(llama_tokenizer()),
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    config = transformers.FalconConfig(**sizes)
+    transformers.FalconModel(config).save_pretrained(tmp_path)
+    llama_tokenizer().save_pretrained(tmp_path)
+    vectors, _ = encoded(tmp_path)
+    assert np.isfinite(vectors).all()

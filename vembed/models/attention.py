@@ -152,6 +152,14 @@ def register(name: str, *, compiled_layers: bool = False) -> str:
     return name
 
 
+def takes_registered(model: type[PreTrainedModel]) -> bool:
+    """Return whether a class looks up its attention where `register` puts it. Falcon and Data2VecVision have a table of
+    their own."""
+    module = sys.modules[model.__module__]
+    looks_up = "ALL_ATTENTION_FUNCTIONS" in vars(module)
+    return looks_up or model._supports_attention_backend
+
+
 def mask_without_wait(
     *args: Any,
     attention_mask: Tensor | None = None,

@@ -416,7 +416,11 @@ def _load(
     # The attention of vembed takes the kernel's place, and calls it or its own (vembed.models.attention).
     if why_padded is None:
         kernel = attention.register(attention.PACKED_ATTENTION)
-    elif kernel == "sdpa" and implementation == "auto":
+    elif (
+        kernel == "sdpa"
+        and implementation == "auto"
+        and attention.takes_registered(base_class)
+    ):
         kernel = attention.register(attention.PADDED_ATTENTION)
 
     # ---- weights
