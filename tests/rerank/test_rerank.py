@@ -317,6 +317,7 @@ def test_it_resumes_bit_by_bit(tmp_path):
         ({"mine": {"every_epochs": 1}}, "mine"),
         ({"task": "embed", "rerank_top_k": 5}, "rerank_top_k"),
         ({"reranker_head": "answer"}, "reranker_head"),
+        ({"document_prompt": "a: "}, 'set document_prompt: ""'),
     ],
 )
 def test_what_does_not_go_with_it_is_named(options, named, tmp_path):

@@ -313,6 +313,13 @@ def describe_model(config: TrainConfig, data: RunData) -> ModelDescription:
         use_qlora=config.adapters.use_qlora,
     )
     log.info(f"model: {description.summary()}")
+    if description.scores == "label":
+        for name in ("query_prompt", "document_prompt"):
+            if prompt := getattr(description, name):
+                raise UserError(
+                    f"{name}: {prompt!r} does not work with reranker_head: label, because CrossEncoder would not add it in "
+                    f'final/: put it into the texts of the data, and set {name}: ""'
+                )
     # Options that are given, and that a model of this kind does not look at.
     unused = []
     if "multimodal" not in description.modalities:
