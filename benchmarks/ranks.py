@@ -117,8 +117,8 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
         "rank": lambda: world_size // 2,
         "all_gather_ints": gathered_ints,
         "number_device": lambda: torch.device("cpu"),
-        "all_gather_rows": gathered_rows,
-        "reduce_scatter_rows": own_rows,
+        "all_gather_parts": gathered_rows,
+        "reduce_scatter_parts": own_rows,
         "max_ints": list,
         "sum_ints": list,
     }

@@ -250,7 +250,7 @@ class CachedTeacher(ABC):
 
     def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
         column = to_device(torch.from_numpy(values), self.session.device)
-        return collectives.all_gather_rows(column, counts)
+        return collectives.all_gather_parts(column, counts)
 
 
 class VectorTeacher(CachedTeacher):

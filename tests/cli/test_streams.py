@@ -80,10 +80,10 @@ def test_a_rank_whose_neighbour_ended_says_it_in_a_sentence(capsys):
 
     def gather():
         error = RuntimeError("Connection closed by peer [127.0.0.1]:13487")
-        error.add_note("rank 0 of 2, in the collective all_gather_rows (call 7)")
+        error.add_note("rank 0 of 2, in the collective all_gather_parts (call 7)")
         raise error
 
     assert guarded(gather) == 1
     shown = capsys.readouterr().err
-    assert "rank 0 of 2" in shown and "all_gather_rows" in shown
+    assert "rank 0 of 2" in shown and "all_gather_parts" in shown
     assert "Traceback" not in shown

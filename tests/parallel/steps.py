@@ -151,13 +151,13 @@ def sharded_step(
             with torch.no_grad():
                 for parts in forward_parts:
                     model(parts)
-        parameters.set_gradient_sync(model, False)
+        parameters.set_fsdp_reduction(model, False)
         kept_outputs = []
         if pattern == "kept":
             kept_outputs = [model(parts) for parts in forward_parts]
         for number, parts in enumerate(forward_parts):
             last = number == NUM_MICRO_BATCHES - 1
-            parameters.set_gradient_sync(model, last or pattern == "each")
+            parameters.set_fsdp_reduction(model, last or pattern == "each")
             if pattern == "gathered":
                 parameters.set_keep_gathered(model, not last)
             outputs = kept_outputs[number] if kept_outputs else model(parts)

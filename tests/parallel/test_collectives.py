@@ -31,10 +31,10 @@ def everything(counts):
         "max": collectives.max_ints([rank, -rank]),
         "sum": collectives.sum_ints([1, rank]),
         "scalars": collectives.sum_scalars([0.5, rank / 3]),
-        "rows": collectives.all_gather_rows(leaf),
-        "rows_by_counts": collectives.all_gather_rows(local_rows, counts),
-        "numbers": collectives.all_gather_rows(numbers),
-        "scattered": collectives.reduce_scatter_rows(everybody * (rank + 1), counts),
+        "rows": collectives.all_gather_parts(leaf),
+        "rows_by_counts": collectives.all_gather_parts(local_rows, counts),
+        "numbers": collectives.all_gather_parts(numbers),
+        "scattered": collectives.reduce_scatter_parts(everybody * (rank + 1), counts),
         "tensor": collectives.sum_tensor(torch.tensor(2.0)),
         "broadcast": values,
         "object": collectives.broadcast_object({"rank": rank, "names": ["a", None]}),
@@ -42,8 +42,8 @@ def everything(counts):
     }
     collectives.barrier()
     collectives.calls.clear()
-    collectives.all_gather_rows(local_rows, counts)
-    collectives.all_gather_rows(local_rows)
+    collectives.all_gather_parts(local_rows, counts)
+    collectives.all_gather_parts(local_rows)
     return recorded, dict(collectives.calls)
 
 
@@ -73,7 +73,7 @@ def check_everything(counts, results):
         torch.testing.assert_close(recorded, expected, rtol=1e-12, atol=0)
         assert not recorded["rows"].requires_grad
         assert calls == (
-            {"all_gather_rows": 2, "all_gather_ints": 1} if size > 1 else {}
+            {"all_gather_parts": 2, "all_gather_ints": 1} if size > 1 else {}
         )
 
 
@@ -190,11 +190,11 @@ def test_buckets_start_during_the_last_backward_pass(num_ranks, fails):
 
 def wrong_counts():
     with pytest.raises(ValueError, match="2 rows where its counts say 3") as caught:
-        collectives.all_gather_rows(torch.ones(2, 2), [3, 3])
+        collectives.all_gather_parts(torch.ones(2, 2), [3, 3])
     return caught.value.__notes__
 
 
 def test_wrong_counts_are_found_before_anything_is_sent():
     for rank, notes in enumerate(run_ranks(wrong_counts, 2, process_group=True)):
-        place = "in the collective all_gather_rows (call 1)"
+        place = "in the collective all_gather_parts (call 1)"
         assert notes == [f"rank {rank} of 2, {place}"]

@@ -199,7 +199,7 @@ def norms_in_bf16(options):
                 model(parts[0])
                 parameters.forget_forward(model)
             for number in range(2):
-                parameters.set_gradient_sync(model, number == 1)
+                parameters.set_fsdp_reduction(model, number == 1)
                 (share_of_loss(model(parts[number])) * session.world_size).backward()
             norms.append(float(parameters.global_grad_norm(model)))
             model.zero_grad(set_to_none=True)

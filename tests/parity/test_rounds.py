@@ -66,9 +66,9 @@ def test_one_round_of_gradients_per_step():
         assert rows["reduce_scatters"] == whole["reduce_scatters"]
         # FSDP2 waits for its reductions in the last backward pass alone.
         assert rows["waits"] == whole["waits"]
-    once = ("all_gather_ints", "reduce_scatter_rows", "sum_scalars")
+    once = ("all_gather_ints", "reduce_scatter_parts", "sum_scalars")
     # The embeddings, and how the rows refer to them.
-    expected = {"all_gather_rows": 2, **dict.fromkeys(once, 1)}
+    expected = {"all_gather_parts": 2, **dict.fromkeys(once, 1)}
     assert shards[0]["ours"] == expected
     assert copies[0]["ours"] == {**expected, "all_reduce_gradients": 1}
     num_units = 2 + 1 + 1  # layers, input embeddings, the rest

@@ -132,7 +132,7 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
     layer = Layer(place)
     for key in ("mixed_precision", "num_machines", "num_processes"):
         if value.get(key) is not None:
-            layer.take([key], keys[key], f"{place}, line {keys[key].line}")
+            layer.add_key([key], keys[key], f"{place}, line {keys[key].line}")
     if value.get("fsdp_config"):
         block = keys["fsdp_config"]
         if not isinstance(block.value, dict):
@@ -151,7 +151,7 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
                     notes.append(f"{key}: {word} in {place} has no effect: {reason}")
             elif node.plain() is not None:
                 options_of_fsdp[key] = node
-        layer.take_all(options_of_fsdp, block="fsdp_config")
+        layer.add_keys(options_of_fsdp, block="fsdp_config")
     if layer.problems:
         raise UserError(layer.problems[0])
     options = {name: value.value for name, value in layer.values.items()}
@@ -228,7 +228,7 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
         ):
             notes.append(f"{name}: false, set by {LAUNCHER},{NOT_COUNTED}")
         else:
-            layer.take([name], text, LAUNCHER)
+            layer.add_key([name], text, LAUNCHER)
     layer.notes.clear()
     # Accelerate exports a size with every policy; layers are units whatever their size unless somebody asks otherwise.
     if layer.value("fsdp_auto_wrap_policy") != "SIZE_BASED_WRAP":

@@ -224,7 +224,7 @@ def _strategy(
         and asked.level <= values["accelerate_config"].level
     ):
         raise UserError(
-            f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {accelerate_file.place} is for "
+            f"{asked.key}: {asked.written_value or yaml_word(asked.value)}, but {accelerate_file.place} is for "
             f"{accelerate_file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
             f"accelerate_fsdp), or leave {asked.key} out"
         )

@@ -113,7 +113,7 @@ def resolve_run(
         block = {"distributed": presets[preset_name]}
         place = str(config_file or "the config")
         config_layers.append(
-            Layer(place).take_all(block, f"{USER_PRESETS}.{preset_name}.")
+            Layer(place).add_keys(block, f"{USER_PRESETS}.{preset_name}.")
         )
         naming_layer = _layer_with_accelerate_config([*config_layers, command_line])
     accelerate_file = None
@@ -126,7 +126,7 @@ def resolve_run(
         notes += accelerate_file.notes
         options = {"strategy": accelerate_file.distribution, **accelerate_file.options}
         accelerate_layers.append(
-            plain_layer(accelerate_file.place, Level.FILE, options)
+            plain_layer(accelerate_file.place, Level.ACCELERATE_FILE, options)
         )
         fsdp_origin = accelerate_file.place
     if "strategy" in launcher.values:
@@ -146,12 +146,12 @@ def resolve_run(
     # More than one config layer: the last one is a stage's block. It holds for any launch, and a file that the command
     # line names is for this launch. So where both set an option, the file's value wins.
     if naming_layer is command_line and len(config_layers) > 1:
-        file_layer = accelerate_layers[-1]
+        accelerate_layer = accelerate_layers[-1]
         stage_layer = config_layers[-1]
-        launch_layer = Layer(file_layer.name, Level.COMMAND_LINE)
-        place = f"{file_layer.name}, named on the command line"
-        for name in sorted(file_layer.values.keys() & stage_layer.values):
-            value = file_layer.values.pop(name)
+        launch_layer = Layer(accelerate_layer.name, Level.COMMAND_LINE)
+        place = f"{accelerate_layer.name}, named on the command line"
+        for name in sorted(accelerate_layer.values.keys() & stage_layer.values):
+            value = accelerate_layer.values.pop(name)
             launch_layer.values[name] = replace(
                 value, place=place, level=launch_layer.level
             )
@@ -223,7 +223,8 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
                 continue
             overridden = [] if old is None else [old]
             twin = values.get(twins.get(name, ""))
-            # Both may stay: `auto` and null set nothing, and one source may set both, which the rules check.
+            # The twin stays where either is `auto` or the new one is null: they set nothing. It also stays where one source sets
+            # both, which the rules then refuse.
             if (
                 twin is not None
                 and twin.option not in layer.values
@@ -498,7 +499,7 @@ def source_layers(
             "to choose it from"
         )
     keys = {key: node for key, node in tree.value.items() if key != USER_PRESETS}
-    return [Layer(config_name).take_all(keys)], presets.value
+    return [Layer(config_name).add_keys(keys)], presets.value
 
 
 def chosen_pipeline(
@@ -513,7 +514,7 @@ def chosen_pipeline(
     name = stage or chosen_stage
     if pipeline is None or name is None:
         return pipeline
-    # A name that no step has counts as a training, which refuses it with the names that there are.
+    # For an unknown name too: loading it as a training raises the error that lists the names.
     kinds = {step.name: step.kind for step in pipeline.steps}
     return None if kinds.get(name, "train") == "train" else pipeline
 
@@ -534,7 +535,7 @@ def _pipeline_of(
         )
     for key in (USER_PRESETS, "stage"):
         shared_keys.pop(key, None)
-    shared = Layer(config_name).take_all(shared_keys)
+    shared = Layer(config_name).add_keys(shared_keys)
     entries: list[tuple[str | None, Node]] = []
     if isinstance(node.value, dict):
         entries += node.value.items()
@@ -575,7 +576,7 @@ def _step(
     layer = Layer(config_name)
     task = str(shared.value("task", "embed"))
     if kind == "train":
-        layer.take_all(block, f"{name}.")
+        layer.add_keys(block, f"{name}.")
         options = {key: value.value for key, value in layer.values.items()}
         task = str(layer.value("task", task))
     else:

@@ -41,7 +41,7 @@ class Level(IntEnum):
 
     PRESET = 0
     """`configs/accelerate_fsdp.yaml`, if no Accelerate file is named."""
-    FILE = 1
+    ACCELERATE_FILE = 1
     """The Accelerate file or preset that the config or the command line names."""
     LAUNCHER = 2
     """What `accelerate launch` has set in the environment."""
@@ -64,7 +64,7 @@ class OptionValue:
     is_weak_in_source: bool = False
     """True: another value of the option in the same source wins. `bf16: false` is weak beside `fp16: true`. A weak value
     still overrides weaker sources."""
-    written: str = ""
+    written_value: str = ""
     """Value as written, in YAML, where an alias has translated it."""
 
     @property
@@ -73,7 +73,9 @@ class OptionValue:
         return self.place.replace(", line ", ":")
 
     def __str__(self) -> str:
-        return f"{self.key}: {self.written or yaml_word(self.value)} ({self.place})"
+        return (
+            f"{self.key}: {self.written_value or yaml_word(self.value)} ({self.place})"
+        )
 
 
 @dataclass
@@ -92,7 +94,7 @@ class Layer:
         option_value = self.values.get(option)
         return default if option_value is None else option_value.value
 
-    def take_all(
+    def add_keys(
         self,
         keys: Mapping[str, Node],
         prefix: str = "",
@@ -104,10 +106,10 @@ class Layer:
         """
         for key, node in keys.items():
             place = f"{self.name}, line {node.line}" if node.line else self.name
-            self.take(key.split("."), node, place, block=block, prefix=prefix)
+            self.add_key(key.split("."), node, place, block=block, prefix=prefix)
         return self
 
-    def take(
+    def add_key(
         self,
         path: Sequence[str],
         value: Node | str,
@@ -124,14 +126,14 @@ class Layer:
         """
         key, *inner = path
         name = key.strip().replace("-", "_")
-        written = prefix + key
+        written_key = prefix + key
         # A block: its keys one by one.
         if name in BLOCKS:
             if inner:
-                self.take(inner, value, place, block=name, prefix=f"{written}.")
+                self.add_key(inner, value, place, block=name, prefix=f"{written_key}.")
                 return
             if isinstance(value, Node) and isinstance(value.value, dict):
-                self.take_all(value.value, f"{written}.", name)
+                self.add_keys(value.value, f"{written_key}.", name)
                 return
         # What the key stands for: None (unknown), an option's name, a NoEffect, or a function from the value to several
         # (option, value) pairs.
@@ -143,29 +145,31 @@ class Layer:
             plain = option.parse(value)
         else:
             plain = parse_value(value)
-        word = yaml_word(plain)  # the value as messages show it
+        written_value = yaml_word(plain)
         if target is None or (inner and target != "column_mapping"):
             self._refuse_key(name, block, place)
         elif isinstance(target, NoEffect):
-            self.notes.append(f"{written}: {word} has no effect: {target} ({place})")
+            self.notes.append(
+                f"{written_key}: {written_value} has no effect: {target} ({place})"
+            )
         elif inner:
             # Its keys are the user's column names: `column_mapping.query=title`.
             earlier = self.values.pop(name, None)
             columns = dict(earlier.value) if earlier is not None else {}
             columns[".".join(inner)] = plain
-            self.enter(name, columns, written, place)
+            self.enter(name, columns, written_key, place)
         elif not callable(target):
-            self.enter(target, plain, written, place)
+            self.enter(target, plain, written_key, place)
         else:
             try:
                 settings = target(plain)
             except ValueError as error:
                 self.problems.append(
-                    f"{place}: {written} {error}, but is {quoted(plain)}"
+                    f"{place}: {written_key} {error}, but is {quoted(plain)}"
                 )
                 return
             for target_name, setting in settings:
-                self.enter(target_name, setting, written, place, word)
+                self.enter(target_name, setting, written_key, place, written_value)
 
     def enter(
         self,
@@ -173,11 +177,11 @@ class Layer:
         value: Any,
         key: str,
         place: str,
-        written: str = "",
+        written_value: str = "",
     ) -> None:
         """Add an option under its own name, with its canonical value, or record a problem.
 
-        `key`, `written`: key and value as written.
+        `key`, `written_value`: key and value as written.
         """
         name = str(option)  # a WeakInSource is a str
         try:
@@ -192,7 +196,7 @@ class Layer:
         # `strategy: auto` beside `fsdp: {enabled: true}` leaves the choice to the switch.
         is_weak_in_source = isinstance(option, WeakInSource) or final == "auto"
         new = OptionValue(
-            name, final, key, place, self.level, is_weak_in_source, written
+            name, final, key, place, self.level, is_weak_in_source, written_value
         )
         old = self.values.get(name)
         if old is None:
@@ -259,7 +263,7 @@ def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
         elif path == ["stage"]:
             stage = value
         else:
-            layer.take(path, value, COMMAND_LINE)
+            layer.add_key(path, value, COMMAND_LINE)
     return layer, stage
 
 

@@ -257,7 +257,8 @@ class NegativeSelection(ConfigModel):
         """True if claimed candidates come first."""
         if self.prefer_claimed != "auto":
             return self.prefer_claimed
-        # A limit that is written as its default counts too. So `config_yaml` writes only the options that were given.
+        # Setting a limit to its default value counts as setting it too. So `config_yaml` leaves out options that were not
+        # given: a saved config would otherwise change `auto`.
         return NEGATIVE_LIMITS.isdisjoint(self.model_fields_set)
 
     @property
@@ -440,8 +441,8 @@ class DataSection(Section):
     the same losses, temperature and batch size. The option `task` is another one: the kind of model."""
     sampling: SamplingName = "proportional"
     """With several sources: how often each is drawn, for a source of n examples. `proportional`: in proportion to its
-    weight times n. `temperature(0.5)`: to its weight times n ** 0.5, so that small sources are drawn more often. The number is
-    the power, from 0 to 1. `weights`: to its weight alone. `round_robin`: a batch of each source in turn. An epoch
+    weight times n. `temperature(0.5)`: in proportion to its weight times n ** 0.5, so that small sources are drawn more
+    often. The number is the power, from 0 to 1. `weights`: in proportion to its weight alone. `round_robin`: a batch of each source in turn. An epoch
     has as many examples as with `proportional`."""
     mine: Annotated[EpochMining | None, FileReference("data")] = None
     """Mine hard negatives between epochs with the model as it is then, and add them to those of the data: {every_epochs: 1,
@@ -622,8 +623,8 @@ class ParallelSection(Section):
     fsdp_transformer_layer_cls_to_wrap: str | list[str] | None = None
     """Layer classes (name, dotted path, or a list). Default: the classes that the backbone declares."""
     fsdp_min_num_params: NonNegativeInt | None = None
-    """Minimum number of parameters of a unit. SIZE_BASED_WRAP: 0 or none is 1,000,000. TRANSFORMER_BASED_WRAP: smaller
-    layers are no units. 0 or none: every layer is one."""
+    """Minimum number of parameters of a unit. SIZE_BASED_WRAP: 0 or null means 1,000,000. TRANSFORMER_BASED_WRAP:
+    layers with fewer do not become units, and with 0 or null all layers do."""
     fsdp_forward_prefetch: bool | None = None
     """Gather the next unit before the current one has finished its forward pass."""
     fsdp_state_dict_type: (

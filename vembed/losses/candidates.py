@@ -43,7 +43,7 @@ from vembed.losses.similarity import length_of
 NO_KEY_COLUMN = -2
 """Fills the keys of columns up to a rectangle. Rows are filled with another number, NO_KEY_ROW, so that two unused slots
 are never equal."""
-FORWARD_LOSS = 0
+MAIN_LOSS = 0
 """The loss of a row in which its query seeks its positive."""
 REVERSE_LOSS = 1
 """That in which its positive seeks its query."""
@@ -84,7 +84,7 @@ class ColumnGroup:
     """Entries of the columns."""
     masks: tuple[ExclusionMask, ...]
     """A score is excluded where one of them is true."""
-    direction: int = FORWARD_LOSS
+    direction: int = MAIN_LOSS
     """The loss that the scores enter. Scores of two queries, or of two documents, enter the forward one."""
 
 
@@ -110,9 +110,9 @@ class ScorePlan:
     """[N] index of each entry's vector in E."""
     occurrence: Tensor
     """[N] occurrence of each entry."""
-    rank_queries: slice
+    local_queries: slice
     """Entries of the queries of this rank's rows."""
-    rank_positives: slice
+    local_positives: slice
     """Entries of the positives of this rank's rows."""
     column_groups: tuple[ColumnGroup, ...]
     negative_pairs: tuple[NegativePairs, ...] = ()
@@ -145,9 +145,9 @@ class _Layout:
     queries: slice
     rows_with_query: slice
     """Rows whose queries are in the table."""
-    rank_queries: slice
+    local_queries: slice
     """Queries of this rank's rows."""
-    rank_positives: slice
+    local_positives: slice
     """Positives of this rank's rows."""
 
 
@@ -172,8 +172,8 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
         documents=slice(0, first_query),
         queries=slice(first_query, first_paired_negative),
         rows_with_query=rows_with_query,
-        rank_queries=shifted(rank_rows, first_query - rows_with_query.start),
-        rank_positives=shifted(rank_rows, num_negatives),
+        local_queries=shifted(rank_rows, first_query - rows_with_query.start),
+        local_positives=shifted(rank_rows, num_negatives),
     )
     keys = _mask_keys(batch, rule, layout)
     tensors = {}
@@ -181,8 +181,8 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     paired_positions = batch.negative[:0]
     if is_own or rule.own_negatives_as_pairs:
         tensors["pair_row"], negative_position = batch.example_negatives(rank_rows)
-        # `place` [P]: position of each pair's hard negative among the distinct ones, since a negative of several rows has one
-        # entry.
+        # `paired_positions`: the distinct hard negatives. `place` [P]: which of them each pair has. Rows of one example share
+        # them.
         paired_positions, place = torch.unique(negative_position, return_inverse=True)
         tensors["negative_entry"] = first_paired_negative + place
     # [N] the occurrence of each entry, in the order of the table. Occurrences count from 0 for queries, from R for
@@ -202,19 +202,19 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     negative_pairs = []
     if paired_positions.numel():
         pairs = NegativePairs(
-            row_entries=layout.rank_queries,
+            row_entries=layout.local_queries,
             row=on_device["pair_row"],
             host_row=tensors["pair_row"],
             negative_entry=on_device["negative_entry"],
         )
         negative_pairs.append(pairs)
         if rule.document_document:
-            negative_pairs.append(replace(pairs, row_entries=layout.rank_positives))
+            negative_pairs.append(replace(pairs, row_entries=layout.local_positives))
     return ScorePlan(
         index=on_device["index"],
         occurrence=on_device["occurrence"],
-        rank_queries=layout.rank_queries,
-        rank_positives=layout.rank_positives,
+        local_queries=layout.local_queries,
+        local_positives=layout.local_positives,
         column_groups=_column_groups(device_keys, rule, layout),
         negative_pairs=tuple(negative_pairs),
     )
@@ -294,22 +294,22 @@ def _column_groups(
         example_mask = ExclusionMask(keys.row_example, keys.document_example)
         document_masks.append(example_mask)
     masks = tuple(document_masks)
-    groups = [ColumnGroup(layout.rank_queries, documents, masks)]
+    groups = [ColumnGroup(layout.local_queries, documents, masks)]
     if rule.query_query:
         # Excluded: queries with the content of the row's query or of one of its positives.
         query_mask = ExclusionMask(keys.row_keys, keys.query_content_keys)
-        groups.append(ColumnGroup(layout.rank_queries, queries, (query_mask,)))
+        groups.append(ColumnGroup(layout.local_queries, queries, (query_mask,)))
     if rule.document_document:
-        groups.append(ColumnGroup(layout.rank_positives, documents, masks))
+        groups.append(ColumnGroup(layout.local_positives, documents, masks))
     if rule.both_directions:
         # Excluded: queries that equal the row's positive, or have it as a positive, and queries that equal the row's query.
-        row_positive = keys.document_keys[layout.rank_positives, :1]
+        row_positive = keys.document_keys[layout.local_positives, :1]
         row_query = keys.row_keys[:, :1]
         query_masks = (
             ExclusionMask(row_positive, keys.query_and_positive_keys),
             ExclusionMask(row_query, keys.query_content_keys),
         )
-        group = ColumnGroup(layout.rank_positives, queries, query_masks, REVERSE_LOSS)
+        group = ColumnGroup(layout.local_positives, queries, query_masks, REVERSE_LOSS)
         groups.append(group)
     return tuple(group for group in groups if length_of(group.columns))
 

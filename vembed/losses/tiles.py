@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vembed.losses.batch import TeacherVectors
-from vembed.losses.candidates import FORWARD_LOSS, ScorePlan, shifted
+from vembed.losses.candidates import MAIN_LOSS, ScorePlan, shifted
 from vembed.losses.similarity import (
     Entries,
     KnownGradients,
@@ -188,9 +188,11 @@ class SoftmaxRows(RowLoss):
     `others` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
     precision of small losses.
 
-    `stretch` (hardness_alpha): a candidate enters the softmax with stretch * logit. Its term is exp(logit), weighted by
-    exp((stretch - 1) * logit). The weight counts as a constant, so the gradient lacks the factor stretch.
-    `stretches_own_only`: only single logits do, which are those of the row's own hard negatives (hardness_scope: own).
+    `stretch` (hardness_alpha): a candidate enters the softmax with stretch * logit, where stretch is 1 + hardness_alpha /
+    logit_scale. Its term is exp(logit), weighted by exp((stretch - 1) * logit). The weight counts as a constant, so the
+    gradient lacks the factor stretch.
+    `stretches_own_only` (hardness_scope: own): only single logits are stretched, those of the row's own hard negatives.
+    Tiles are not.
     `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
     """
 
@@ -645,7 +647,7 @@ class _ScorePass:
         # of the size of a tile.
         widest_group = max(widths, default=0)
         widest_tile = min(widest_group, self.tiling.columns)
-        max_rows = min(self.tiling.rows, length_of(plan.rank_queries))
+        max_rows = min(self.tiling.rows, length_of(plan.local_queries))
         width = num_columns if self.keeps_tiles else widest_tile
         num_logits = self.num_matrices * max_rows * width
         self.logits_buffer = self.logit_scale.new_empty(num_logits)
@@ -656,7 +658,7 @@ class _ScorePass:
 
     def run(self) -> None:
         """Accumulate `loss`, `d_logit_scale`, `d_bias` and the table's gradient."""
-        num_rows = length_of(self.plan.rank_queries)
+        num_rows = length_of(self.plan.local_queries)
         for rows in chunks(num_rows, self.tiling.rows):
             # The positives first: they start the online softmax and define the ceilings.
             block = self._start_block(rows)
@@ -689,8 +691,8 @@ class _ScorePass:
 
     def _start_block(self, rows: slice) -> _RowBlock:
         """Start the losses of a row block with its positives."""
-        queries = shifted(rows, self.plan.rank_queries.start)
-        positives = shifted(rows, self.plan.rank_positives.start)
+        queries = shifted(rows, self.plan.local_queries.start)
+        positives = shifted(rows, self.plan.local_positives.start)
         positive_scores = self.vector_table.pair_scores(queries, positives)  # [K, n]
         teacher_scores = None
         if self.teacher_table is not None:
@@ -750,7 +752,7 @@ class _ScorePass:
             all_logits = scores * self.logit_scale
             for logits, by_direction in zip(all_logits, block.losses, strict=True):
                 candidates = CandidateLogits(logits, teacher_scores, row=row)
-                by_direction[FORWARD_LOSS].add(candidates)
+                by_direction[MAIN_LOSS].add(candidates)
                 by_dim.append(candidates)
             negative_pairs.append(_ScoredPairs(left, right, scores, tuple(by_dim)))
         return negative_pairs
@@ -764,7 +766,7 @@ class _ScorePass:
             d_by_dim = []
             for k, by_direction in enumerate(block.losses):
                 if pairs.candidates_by_dim:
-                    gradient = by_direction[FORWARD_LOSS].d_candidates(
+                    gradient = by_direction[MAIN_LOSS].d_candidates(
                         pairs.candidates_by_dim[k]
                     )
                 else:
@@ -863,7 +865,7 @@ class _ScorePass:
         for k in reversed(range(self.num_dims)):
             logits = tile.logits[k]
             # The largest dim first. Its derivative overwrites its logits, and `add_gradient` adds that of each smaller dim into
-            # the same buffer, so that one matrix product serves all. A smaller dim needs its own logits until then.
+            # the same buffer. So each segment of coordinates needs one matrix product, whichever dims contain it.
             is_largest = k == self.num_dims - 1
             out = logits if is_largest else derivative_buffer
             row_loss = block.losses[k][tile.direction]

@@ -215,8 +215,8 @@ def _squared_errors(
     plan = ScorePlan(
         index=batch.occurrence_indices()[occurrence],
         occurrence=occurrence,
-        rank_queries=row_entries,
-        rank_positives=row_entries,
+        local_queries=row_entries,
+        local_positives=row_entries,
         column_groups=(ColumnGroup(row_entries, column_entries, masks),),
     )
     embeddings = batch.embeddings

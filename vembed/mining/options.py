@@ -482,7 +482,7 @@ def load_options(
         problems.append(f"{place}: unknown key {quoted(name)}{hint}")
 
     # Weaker than the options of the command.
-    training = Layer(source_name, Level.FILE)
+    training = Layer(source_name, Level.ACCELERATE_FILE)
     if source is not None:
         tree = tree_of_mapping(source) if file is None else read_tree(file)
         nodes = {key: key.replace("-", "_") for key in tree.value}
@@ -496,7 +496,7 @@ def load_options(
             is_command_option = name in options and name not in all_options()
             if is_training and not is_command_option and _is_training_key(name):
                 if name not in TRAINING_ONLY_KEYS:
-                    training.take(key.split("."), node, place)
+                    training.add_key(key.split("."), node, place)
             elif name in options:
                 values[name] = OptionValue(
                     name,

@@ -529,7 +529,7 @@ class VectorStore:
         if session.world_size > 1:
             parts = [keys[:0]]
             for part in torch.split(keys, GATHERED_QUERIES):
-                gathered = collectives.all_gather_rows(part)
+                gathered = collectives.all_gather_parts(part)
                 of_ranks = gathered.view(session.world_size, *part.shape)
                 joined = torch.cat(of_ranks.unbind(), dim=1)
                 parts.append(joined.topk(k, dim=1).values)

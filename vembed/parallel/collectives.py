@@ -124,17 +124,17 @@ def _reduced(
         return result
 
 
-def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+def all_gather_parts(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Tensor:
     """Return the rows of all ranks concatenated by rank. Ranks may have different numbers of rows, also zero.
 
     `counts` (rows per rank) avoids the exchange of sizes if the caller knows them. The result carries no gradient;
-    `reduce_scatter_rows` is the backward pass.
+    `reduce_scatter_parts` is the backward pass.
     """
     if world_size() == 1:
         return rows_ND.detach()
     if counts is None:
         counts = [row[0] for row in all_gather_ints([rows_ND.shape[0]])]
-    with _collective("all_gather_rows"):
+    with _collective("all_gather_parts"):
         _check_rows(rows_ND.shape[0], counts[rank()])
         # NCCL gathers equal sizes only: pad to the longest rank, and remove the padding afterwards.
         longest = max(counts)
@@ -156,18 +156,18 @@ def all_gather_dealt(rows_ND: Tensor, num_rows: int) -> Tensor:
     num_ranks = world_size()
     counts = [len(range(rank, num_rows, num_ranks)) for rank in range(num_ranks)]
     # [num_rows, D] in the order of the ranks: all rows of rank 0, then all of rank 1.
-    gathered = all_gather_rows(rows_ND, counts)
+    gathered = all_gather_parts(rows_ND, counts)
     ordered = torch.empty_like(gathered)
     for rank, part in enumerate(torch.split(gathered, counts)):
         ordered[rank::num_ranks] = part
     return ordered
 
 
-def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
-    """Sum [sum of counts, D] over ranks and return this rank's own rows: the backward pass of `all_gather_rows`."""
+def reduce_scatter_parts(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
+    """Sum [sum of counts, D] over ranks and return this rank's own rows: the backward pass of `all_gather_parts`."""
     if world_size() == 1:
         return rows_ND
-    with _collective("reduce_scatter_rows"):
+    with _collective("reduce_scatter_parts"):
         _check_rows(rows_ND.shape[0], sum(counts))
         longest = max(counts)
         # NCCL scatters equal sizes only, as above: each rank's rows begin at a multiple of the longest.

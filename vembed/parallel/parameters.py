@@ -118,7 +118,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def set_gradient_sync(
+def set_fsdp_reduction(
     model: nn.Module,
     on: bool,
     *,
@@ -370,11 +370,11 @@ class _RowsOfAllRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, counts: list[int]) -> Tensor:
         ctx.counts = counts
-        return collectives.all_gather_rows(values, counts)
+        return collectives.all_gather_parts(values, counts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return collectives.reduce_scatter_rows(gradients[0], ctx.counts), None
+        return collectives.reduce_scatter_parts(gradients[0], ctx.counts), None
 
 
 class GatheredBatchNorm(_Base):

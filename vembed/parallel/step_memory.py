@@ -28,7 +28,7 @@ from vembed.parallel.devices import GIB, is_shortage, memory_snapshot, seed_draw
 from vembed.parallel.parameters import (
     discard_passes,
     num_parameters,
-    set_gradient_sync,
+    set_fsdp_reduction,
     set_keep_gathered,
 )
 from vembed.training.optimizer_kinds import OPTIMIZERS
@@ -454,7 +454,7 @@ def measure_demand(
 
     # Whole gradients between micro-batches, as in a step. FSDP1 would keep them where `discard_passes` cannot see them.
     reduces_each = session.reduces_each_micro_batch or _is_fsdp1(session.fsdp)
-    set_gradient_sync(model, reduces_each)
+    set_fsdp_reduction(model, reduces_each)
     if session.keeps_gathered:
         set_keep_gathered(model, True)
     try:

@@ -243,10 +243,10 @@ class InputSource:
         self.builder = builder
         self.features = features
         self._cached: dict[Modality, CachedRows] = {}
-        self.missing: dict[Modality, list[int]] = {}
+        self.uncached: dict[Modality, list[int]] = {}
         """Indices of the inputs that each frozen tower must encode."""
         if builder.frozen_modalities:
-            self._cached, self.missing = builder.look_up(features)
+            self._cached, self.uncached = builder.look_up(features)
         self._tables: dict[Modality, Tensor] = {}
         self._keeps_images = False
         self._images: list[Any] = []
@@ -268,15 +268,15 @@ class InputSource:
     def feed(
         self,
         micro_batches: Sequence[MicroBatch],
-        first: int = 0,
+        starts_at: int = 0,
         first_replayed: int | None = None,
     ) -> Iterator[ModelInputs]:
-        """Yield the model's input for each forward pass, from the micro-batch `first` on. Those from `first_replayed` on
+        """Yield the model's input for each forward pass, from the micro-batch `starts_at` on. Those from `first_replayed` on
         will be fed again."""
         builder = self.builder
         # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
-        for micro_index in range(first, len(micro_batches)):
+        for micro_index in range(starts_at, len(micro_batches)):
             if micro_index not in self._tokens:
                 micro_batch = micro_batches[micro_index]
                 trained.append(
@@ -287,7 +287,7 @@ class InputSource:
                     ]
                 )
         fed = builder.feeder.feed(trained, self.features)
-        for micro_index in range(first, len(micro_batches)):
+        for micro_index in range(starts_at, len(micro_batches)):
             inputs = self._tokens.pop(micro_index, None)
             if inputs is None:
                 inputs = next(fed)

@@ -19,7 +19,7 @@ row           A query and one of its positives, as two indices of inputs. L is a
 example       The record of the data that a row comes from. One with several positives has several rows.
 hard negative A document that an example names as not relevant to its query.
 content       A hash of an input's text or image. Inputs of equal content are not negatives of each other.
-vector        A row of E. Dense models give one per input. Others give several: E is then [T, D], the number of each input's
+vector        One line of E. Dense models give one per input. Others give several: E is then [T, D], the number of each input's
               vectors follows from its tokens before the forward pass, and `starts` says where they begin.
 slice         Inputs of one modality that pass the model together.
 micro-batch   The inputs of one forward pass: one slice, or one of each modality. Every rank runs equally many.
@@ -47,9 +47,10 @@ After the last batch of an optimizer step, `synchronise` completes the gradients
 over the ranks. Under DDP those of the model are averaged, which begins during the last backward pass.
 
 A rank that runs out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks
-raise OutOfMemory there, to repeat the step with a smaller budget. A smaller budget keeps fewer graphs, which leaves more
-memory to the loss. If no graph was kept, a smaller budget cannot help the loss. The rank then raises RunError, and the
-others, which wait for it in a collective, are ended with it.
+raise OutOfMemory there, to repeat the step with a smaller budget. Under FSDP a shortage in a forward or backward pass ends
+the run, because the other ranks wait inside a layer. One in the loss can be repeated. A smaller budget keeps fewer graphs,
+which leaves more memory to the loss. If no graph was kept, a smaller budget cannot help the loss. The rank then raises
+RunError, and the others, which wait for it in a collective, are ended with it.
 """
 
 import time
@@ -80,7 +81,7 @@ from vembed.models.families.family import Modality
 from vembed.models.precision import bf16_weights_of
 from vembed.parallel import collectives
 from vembed.parallel.devices import is_shortage, matmul_precision, seed_draws
-from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
+from vembed.parallel.parameters import reshard, set_fsdp_reduction, set_keep_gathered
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import SMALLEST_BUDGET, Budget, OutOfMemory, advice
 from vembed.teachers import Teachers
@@ -318,7 +319,7 @@ class TrainingStep:
                 )
             with self.timer("wait"):
                 self.split(batch)
-            # Under FSDP the step cannot be repeated: the other ranks wait inside a layer's all-gather. A model that is not
+            # Not under FSDP: the other ranks wait inside a layer's all-gather. A model that is not
             # sharded has no collective in its passes, apart from shared batch norms.
             session = self.session
             shares_norms = session.syncs_batch_norms and session.world_size > 1
@@ -373,7 +374,7 @@ class TrainingStep:
         limit = budget.micro_batch_tokens
         model_split = rank_batch.split(limit)
         lengths = model_split.lengths
-        frozen_split = LockstepSplit(lengths, batch.input_source.missing, limit)
+        frozen_split = LockstepSplit(lengths, batch.input_source.uncached, limit)
         rank_counts = {
             "inputs": len(features),
             "vectors": sum(rank_batch.num_vectors),
@@ -472,7 +473,7 @@ class TrainingStep:
         # Before the embeddings, which a rank without memory does not have.
         self._raise_if_any(on_host.pop("failed").tolist())
         # The gather itself is not differentiated; `differentiate` does its backward by hand.
-        embeddings = collectives.all_gather_rows(batch.embeddings, counts.vectors)
+        embeddings = collectives.all_gather_parts(batch.embeddings, counts.vectors)
         embeddings.requires_grad_()
         num_vectors = on_host.pop("num_vectors", None)
         if num_vectors is not None:
@@ -486,8 +487,8 @@ class TrainingStep:
         loss_batch = LossBatch(
             embeddings=embeddings,
             **fields,
-            rank_rows=rank_slice(rank, counts.rows),
-            rank_negatives=rank_slice(rank, counts.negatives),
+            rank_rows=rank_range(rank, counts.rows),
+            rank_negatives=rank_range(rank, counts.negatives),
             batch_number=batch.batch_number,
             source_index=rank_batch.source_index,
             embeddings_are_scores=self.input_builder.feeder.featuriser.reads_pairs,
@@ -536,7 +537,7 @@ class TrainingStep:
             gradient = embeddings.grad
             if gradient is None:
                 gradient = torch.zeros_like(embeddings)
-            gradient = collectives.reduce_scatter_rows(gradient, batch.counts.vectors)
+            gradient = collectives.reduce_scatter_parts(gradient, batch.counts.vectors)
             if batch.auxiliary_sums is not None:
                 batch.auxiliary_sums.sum_over_ranks()
                 loss_share = loss_share + batch.auxiliary_sums.loss_share()
@@ -554,7 +555,9 @@ class TrainingStep:
         Micro-batches whose graphs were not kept are replayed. Collective.
         """
         num_kept = batch.num_kept_graphs
-        replayed_inputs = batch.input_source.feed(batch.micro_batches, first=num_kept)
+        replayed_inputs = batch.input_source.feed(
+            batch.micro_batches, starts_at=num_kept
+        )
         for micro_index, micro_batch in enumerate(batch.micro_batches):
             is_last_backward = batch.is_last_backward(micro_index)
             self._set_fsdp_reduction(is_last_backward)
@@ -665,7 +668,7 @@ class TrainingStep:
             return
         # HYBRID_SHARD: earlier micro-batches are summed inside each machine, and between the machines only with the
         # last.
-        set_gradient_sync(
+        set_fsdp_reduction(
             self.model,
             is_last_backward or session.reduces_each_micro_batch,
             all_reduce=is_last_backward or not session.all_reduces_once,
@@ -715,7 +718,7 @@ class FieldPart:
     """Length of each rank's part, known to all ranks."""
 
 
-def rank_slice(rank: int, counts: Sequence[int]) -> slice:
+def rank_range(rank: int, counts: Sequence[int]) -> slice:
     """Return where a rank's part is in a field that the ranks have gathered."""
     first = sum(counts[:rank])
     return slice(first, first + counts[rank])
@@ -724,8 +727,8 @@ def rank_slice(rank: int, counts: Sequence[int]) -> slice:
 def gather_fields(parts: Mapping[str, FieldPart]) -> dict[str, Tensor]:
     """Return the fields of all ranks on the host, each concatenated by rank. One collective, however many fields there are.
 
-    Every rank passes the same names and dtypes. Of two ranks with the fields a [2], b [1] and a [1], b [2] the numbers of all
-    ranks are a a b a b b, the pieces aa b a bb, and the field a is the pieces 0 and 2.
+    Every rank passes the same names and dtypes. Example: rank 0 has 2 numbers of the field a and 1 of b, rank 1 has 1 and 2.
+    Gathered they are [a a | b | a | b b], and the field a is the pieces 0 and 2.
     """
     # All fields share one int64 collective. Floating-point ones are sent as their bits, without conversion.
     flat = [part.values.view(np.int64) for part in parts.values()]
@@ -738,7 +741,7 @@ def gather_fields(parts: Mapping[str, FieldPart]) -> dict[str, Tensor]:
     rank_numbers = torch.from_numpy(np.concatenate(flat))
     rank_numbers = rank_numbers.to(collectives.number_device())
     # [numbers of all ranks], rank by rank, and field by field within a rank.
-    gathered = collectives.all_gather_rows(rank_numbers, per_rank).cpu()
+    gathered = collectives.all_gather_parts(rank_numbers, per_rank).cpu()
     pieces = torch.split(gathered, list(chain.from_iterable(sizes)))
     fields = {}
     for index, (name, part) in enumerate(parts.items()):

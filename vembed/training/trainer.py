@@ -123,7 +123,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         if rank_info.rank == 0:
             # Now, since a pass over large data takes minutes.
             require_paths(config.model, config.data, resolved.origins)
-            # Here, and not where the with-block enters it: only now the rank is known. Nothing is read before.
+            # Entering the with-block below does not take the lock. Rank 0 takes it here, before anything is read.
             lock.take()
             if hub is not None:
                 hub.open()
@@ -396,7 +396,7 @@ class Trainer:
         if self.config.evaluation.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
-        # If the run was stopped in the evaluation of this step, it is done now. If the checkpoint has the scores,
+        # A run that was stopped during this step's evaluation repeats it now. If the checkpoint has the scores,
         # `evaluate` returns at once.
         if state.step > 0 and _is_due(state.step, self.intervals.eval_steps):
             self.evaluate()

@@ -200,10 +200,10 @@ def split_by_length(
 
 @dataclass
 class LockstepSplit:
-    """Micro-batches of the inputs of each modality, of which every rank must run equally many.
+    """Slices of the inputs of each modality, of which every rank must run equally many.
 
     A forward pass of a sharded model is collective. So each rank splits its own inputs, the ranks exchange `counts`,
-    and a rank below the maximum of a modality splits its micro-batches further, or adds empty ones.
+    and a rank below the maximum of a modality splits its slices further, or adds empty ones.
     """
 
     lengths: Sequence[int]
@@ -218,23 +218,21 @@ class LockstepSplit:
         self.padded_tokens = 0
         """Padded tokens of this rank before the ranks have agreed."""
         for modality, places in self.places_of.items():
-            micro_batches = split_by_length(
+            slices = split_by_length(
                 self.lengths, self.budget, self.max_inputs, places=places
             )
-            self.splits[modality] = micro_batches
-            self.padded_tokens += padded_tokens(self.lengths, micro_batches)
+            self.splits[modality] = slices
+            self.padded_tokens += padded_tokens(self.lengths, slices)
         self.counts = list(map(len, self.splits.values()))
-        """Number of this rank's micro-batches of each modality, in the order of `places_of`."""
+        """Number of this rank's slices of each modality, in the order of `places_of`."""
 
     def split_into(self, counts: Sequence[int]) -> dict[Modality, list[list[int]]]:
-        """Return micro-batches of positions in `lengths`, exactly `counts` of each modality: the maxima over the ranks.
+        """Return slices of positions in `lengths`, exactly `counts` of each modality: the maxima over the ranks.
         Modalities that no rank has inputs of are left out."""
         agreed = {}
-        for (modality, micro_batches), count in zip(
-            self.splits.items(), counts, strict=True
-        ):
-            if count > len(micro_batches):
-                # Split anew, and not padded with dummies: more, smaller micro-batches cost this rank less padding.
+        for (modality, slices), count in zip(self.splits.items(), counts, strict=True):
+            if count > len(slices):
+                # Split anew, and not padded with dummies: more, smaller slices cost this rank less padding.
                 agreed[modality] = split_by_length(
                     self.lengths,
                     self.budget,
@@ -242,8 +240,8 @@ class LockstepSplit:
                     count,
                     self.places_of[modality],
                 )
-            elif micro_batches:
-                agreed[modality] = micro_batches
+            elif slices:
+                agreed[modality] = slices
         return agreed
 
 
