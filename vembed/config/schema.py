@@ -442,8 +442,8 @@ class DataSection(Section):
     sampling: SamplingName = "proportional"
     """With several sources: how often each is drawn, for a source of n examples. `proportional`: in proportion to its
     weight times n. `temperature(0.5)`: in proportion to its weight times n ** 0.5, so that small sources are drawn more
-    often. The number is the power, from 0 to 1. `weights`: in proportion to its weight alone. `round_robin`: a batch of each source in turn. An epoch
-    has as many examples as with `proportional`."""
+    often. The number is the power, from 0 to 1. `weights`: in proportion to its weight alone. `round_robin`: a
+    batch of each source in turn. An epoch has as many examples as with `proportional`."""
     mine: Annotated[EpochMining | None, FileReference("data")] = None
     """Mine hard negatives between epochs with the model as it is then, and add them to those of the data: {every_epochs: 1,
     num_negatives: 5, ...}, with the options of `vembed mine` that choose negatives. Checkpoints hold them."""
