@@ -148,7 +148,7 @@ def teacher_kind(
     return "embedder" if kind == "yes_no" and needs_vectors else kind
 
 
-IDENTITY_VERSION = 3
+IDENTITY_VERSION = 4
 """Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
 LARGEST_SHARE = 0.8
 """Share of a process's memory that a copy of a teacher may take."""
@@ -271,7 +271,8 @@ class VectorTeacher(CachedTeacher):
                 document_prompt=teacher.document_prompt,
             )
         )
-        self.dim = self.description.embedding_dim
+        described = self.description
+        self.dim = described.truncate_dim or described.embedding_dim
         super().__init__(teacher, *args, **options)
 
     def input_settings(self) -> list[Any]:
@@ -296,7 +297,7 @@ class VectorTeacher(CachedTeacher):
             self.session.device,
             world_size=self.session.world_size,
         )
-        return unit_rows(vectors)
+        return unit_rows(vectors[:, : self.dim])
 
     def questions(self, example: Example) -> Iterator[tuple[bytes, tuple[Item, Kind]]]:
         """Yield the key of each input of an example, and the input."""

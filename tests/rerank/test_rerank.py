@@ -33,6 +33,7 @@ from tests.tiny import (
     texts,
     tiny_answering,
     tiny_bert,
+    tiny_bert_st,
     tiny_distilbert,
     tiny_llama,
     tiny_modernbert,
@@ -270,6 +271,40 @@ def test_a_run_file_is_the_first_stage(tmp_path):
         assert scores["recall@10"] == 1.0
     with pytest.raises(UserError, match=r"bad\.trec: 'd9'"):
         scores_with("bad.trec")
+
+
+def test_an_embedder_as_first_stage_keeps_as_many_dimensions_as_its_folder_says(
+    tmp_path,
+):
+    folder = tiny_bert_st(tmp_path / "embedder")
+    change_json(folder / "config_sentence_transformers.json", truncate_dim=2)
+    records = text_records(20)
+    queries = [record["query"] for record in records]
+    documents = [record["positive"] for record in records]
+    write_beir(
+        tmp_path / "beir",
+        {f"d{row}": document for row, document in enumerate(documents)},
+        {f"q{row}": query for row, query in enumerate(queries)},
+        {f"q{row}": [f"d{row}"] for row in range(20)},
+    )
+    final = trained(
+        tmp_path,
+        shared(tiny_reranker),
+        max_steps=1,
+        val_data_path=str(tmp_path / "beir"),
+        first_stage=str(folder),
+    )
+    embedder = vembed.Embedder(folder)
+    options = {"truncate_dim": 2, "normalize": True}
+    similarities = (
+        embedder.encode_query(queries, **options)
+        @ embedder.encode_document(documents, **options).T
+    )
+    is_better = similarities > similarities.diagonal()[:, None]
+    ranks = is_better.sum(1)
+    expected = np.where(ranks < 10, 1 / (1 + ranks), 0).mean()
+    scores = evaluations(final)[-1]
+    assert scores["first_stage/mrr@10"] == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from tests.harness import run_ranks
-from tests.tiny import shared, texts, tiny_bert, tiny_reranker
+from tests.tiny import (
+    change_json,
+    shared,
+    texts,
+    tiny_bert,
+    tiny_bert_st,
+    tiny_reranker,
+)
+from vembed import Embedder
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.row_store import RowStore
@@ -175,6 +183,17 @@ def test_answers_do_not_depend_on_what_was_asked_for_first(tmp_path, config):
     )
     for number in (1, 2):
         assert np.abs(actual[0] - actual[number]).max() > 0.01
+
+
+def test_a_teacher_keeps_as_many_dimensions_as_its_folder_says(tmp_path):
+    folder = tiny_bert_st(tmp_path / "teacher")
+    texts_of_items = texts(3, seed=4)
+    items = [Item(text) for text in texts_of_items]
+    change_json(folder / "config_sentence_transformers.json", truncate_dim=8)
+    actual = vectors_of(config_of(model=str(folder)), tmp_path / "cache", items)
+    expected = Embedder(folder).encode(texts_of_items, "query", normalize=True)
+    assert expected.shape == (3, 8)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
 def test_two_runs_at_once_share_a_folder(tmp_path):
