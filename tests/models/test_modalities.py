@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
 
 from tests import tiny
 from tests.built import described
@@ -23,6 +24,8 @@ from tests.models.families import (
     pictures,
     text_inputs,
 )
+from tests.tiny_tokenizers import llama_tokenizer
+from vembed.errors import UserError
 from vembed.models.families.backbones import layers_of
 
 NUM_LAYERS = {
@@ -46,6 +49,22 @@ def test_an_item_is_the_same_whatever_it_is_batched_with(make):
                 inputs = inputs_for(description, modality, [item])
                 (alone,) = model([(modality, inputs)])
                 torch.testing.assert_close(alone[0], row, atol=1e-5, rtol=1e-5)
+
+
+def gpt_neo(folder):
+    """A decoder with a fixed causal mask."""
+    tokenizer = llama_tokenizer()
+    sizes = {"hidden_size": 32, "num_layers": 2, "num_heads": 2}
+    sizes |= {"vocab_size": len(tokenizer), "attention_types": [[["global"], 2]]}
+    config = transformers.GPTNeoConfig(**sizes, bos_token_id=1, eos_token_id=2)
+    transformers.GPTNeoModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_a_decoder_that_stays_causal_refuses_to_be_bidirectional():
+    described(config_for(gpt_neo))
+    with pytest.raises(UserError, match="bidirectional_attention: true has no effect"):
+        described(config_for(gpt_neo, bidirectional_attention=True))
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_qwen3, tiny.tiny_mistral, tiny.tiny_gemma])

@@ -46,6 +46,19 @@ ENCODER_ONLY = {
     "umt5": "UMT5EncoderModel",
 }
 """Encoder-decoder types of which only the encoder is used."""
+ALWAYS_CAUSAL = frozenset(
+    [
+        "gpt_neo",
+        "openai-gpt",
+        "mamba",
+        "mamba2",
+        "falcon_mamba",
+        "rwkv",
+        "recurrent_gemma",
+        "xlstm",
+    ]
+)
+"""Decoder types that no option makes bidirectional: their causal mask is fixed, or they are recurrent."""
 POSITIONS_AFTER_PADDING = frozenset(
     {
         "roberta",

@@ -17,6 +17,7 @@ from vembed.errors import UserError
 from vembed.models.custom.modeling import UserModelConfig
 from vembed.models.custom.own_code import own_folder
 from vembed.models.families.backbones import (
+    ALWAYS_CAUSAL,
     POSITIONS_AFTER_PADDING,
     Shape,
     is_decoder_only,
@@ -295,6 +296,11 @@ def describe(
     is_decoder = family.is_causal
     if is_decoder is None:
         is_decoder = is_decoder_only(config)
+    if model.bidirectional_attention and config.model_type in ALWAYS_CAUSAL:
+        raise UserError(
+            f"bidirectional_attention: true has no effect on {model.model_name}, of the type {config.model_type}, whose tokens "
+            "see only earlier ones: leave it out"
+        )
     values = config.to_dict()
     # EmbeddingGemma's config says the first, other decoders the second.
     sees_all = is_decoder and (
