@@ -115,7 +115,7 @@ def test_configs_load(block, tmp_path):
     pipeline = chosen_pipeline(values) if isinstance(values, dict) else None
     stages = [None]
     if pipeline is not None:
-        stages = [step.name for step in pipeline.steps if step.kind == "train"]
+        stages = [stage.name for stage in pipeline.stages if stage.kind == "train"]
     for stage in stages:
         try:
             resolve_run(path, stage=stage)

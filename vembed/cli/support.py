@@ -352,7 +352,7 @@ def usable_model(name: str) -> str:
     if pipeline is None:
         folder = Path(load_config(name).run.output_dir)
     else:
-        trainings = [step for step in pipeline.steps if step.kind == "train"]
+        trainings = [stage for stage in pipeline.stages if stage.kind == "train"]
         folder = trainings[-1].folder
     if not folder.is_dir():
         raise UserError(

@@ -1,6 +1,6 @@
 """Loading of a TrainConfig: layers of options from files, the launcher and the command line, merged and checked.
 
-A config with stages has the layers of one stage. Its steps are a Pipeline.
+A config with stages has the layers of one stage. They are a Pipeline.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ STAGES = "stages"
 TRAINING_STAGES = "training_stages"
 USER_PRESETS = "distributed_examples"
 DATA_FILES = {"mine": "mined.jsonl", "judge": "judged.jsonl"}
-"""StepKind of a step that leaves training data -> their file in its folder."""
+"""Kind of a stage that leaves training data -> their file in its folder."""
 
-StepKind = Literal["train", "mine", "judge", "merge", "evaluate"]
-OTHER_KINDS: tuple[StepKind, ...] = ("mine", "judge", "merge", "evaluate")
+StageKind = Literal["train", "mine", "judge", "merge", "evaluate"]
+OTHER_KINDS: tuple[StageKind, ...] = ("mine", "judge", "merge", "evaluate")
 
 ConfigSource = str | Path | Mapping[str, Any] | TrainConfig
 
@@ -396,55 +396,57 @@ def expand_output_dir(
 
 
 @dataclass(frozen=True)
-class PipelineStep:
-    """One step: a training stage, or a mining, a judgement, a merge or an evaluation between stages."""
+class PipelineStage:
+    """One stage: a training stage, or a mining, a judgement, a merge or an evaluation between trainings."""
 
     name: str
-    kind: StepKind
+    kind: StageKind
     layer: Layer
     """Options of a training stage."""
     options: dict[str, Any]
-    """Values by option. A step between has the options of its command. These may mean other things: `output_path` of a
+    """Values by option. A stage between trainings has the options of its command. These may mean other things: `output_path` of a
     mining is a file."""
     folder: Path
-    before: tuple[PipelineStep, ...]
-    """The steps before it."""
+    before: tuple[PipelineStage, ...]
+    """The stages before it."""
     task: str
     """Task of the model that it trains, or starts from."""
-    model_step: PipelineStep | None
-    """The step whose model it starts from, by default the last one before it that has a model of its task. None: it
+    model_stage: PipelineStage | None
+    """The stage whose model it starts from, by default the last one before it that has a model of its task. None: it
     starts from the config's own."""
-    data_step: PipelineStep | None
-    """The step whose data it gets. A training gets those of the last mining or judgement since the training before it. Any
-    other step gets those of the last one before it."""
+    data_stage: PipelineStage | None
+    """The stage whose data it gets. A training gets those of the last mining or judgement since the training before it. Any
+    other stage gets those of the last one before it."""
 
     @property
     def has_model(self) -> bool:
-        """True if the step leaves a model in `final/` of its folder."""
+        """True if the stage leaves a model in `final/` of its folder."""
         return self.kind in ("train", "merge")
 
     @property
     def result(self) -> Path:
-        """The model of a step that leaves one, the file of one that leaves training data."""
+        """The model of a stage that leaves one, the file of one that leaves training data."""
         return self.folder / DATA_FILES.get(self.kind, "final")
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The steps of a config in order."""
+    """The stages of a config in order."""
 
     config_name: str
     """Name of the config in messages."""
     root: str
-    """Folder of the folders of all steps."""
+    """Folder of the folders of all stages."""
     shared: Layer
     """Options outside of the stages."""
-    steps: tuple[PipelineStep, ...]
+    stages: tuple[PipelineStage, ...]
 
     def layers(self, stage: str | None) -> list[Layer]:
-        """Return the layers of a training stage: the shared options, those that follow from the order of the steps,
+        """Return the layers of a training stage: the shared options, those that follow from the order of the stages,
         and its own."""
-        trainings = {step.name: step for step in self.steps if step.kind == "train"}
+        trainings = {
+            stage.name: stage for stage in self.stages if stage.kind == "train"
+        }
         if stage is None and len(trainings) == 1:
             stage = next(iter(trainings))
         if stage not in trainings:
@@ -455,16 +457,19 @@ class Pipeline:
             raise UserError(
                 f"{self.config_name}: {problem}: choose with --stage NAME: {names}"
             )
-        step = trainings[stage]
+        chosen = trainings[stage]
         implied = Layer(self.config_name)
         place = f"{self.config_name}, stage {stage}"
-        implied.enter("output_dir", str(step.folder), "output_dir", place)
-        earlier_steps = {"model_name": step.model_step, "data_path": step.data_step}
-        for option, earlier in earlier_steps.items():
+        implied.enter("output_dir", str(chosen.folder), "output_dir", place)
+        earlier_stages = {
+            "model_name": chosen.model_stage,
+            "data_path": chosen.data_stage,
+        }
+        for option, earlier in earlier_stages.items():
             if earlier is not None:
                 place = f"{self.config_name}{RESULT_OF}{earlier.name}"
                 implied.enter(option, str(earlier.result), option, place)
-        return [self.shared, implied, step.layer]
+        return [self.shared, implied, chosen.layer]
 
 
 def source_layers(
@@ -507,7 +512,7 @@ def chosen_pipeline(
     overrides: Sequence[str] = (),
     stage: str | None = None,
 ) -> Pipeline | None:
-    """Return the steps to run; None where it is one training: no stages, or one of them by name."""
+    """Return the stages to run; None where it is one training: no stages, or one of them by name."""
     command_line, chosen_stage = command_line_layer(overrides)
     tree, config_name = source_tree(source)
     pipeline = _pipeline_of(tree.value, config_name, command_line.value("output_dir"))
@@ -515,7 +520,7 @@ def chosen_pipeline(
     if pipeline is None or name is None:
         return pipeline
     # For an unknown name too: loading it as a training raises the error that lists the names.
-    kinds = {step.name: step.kind for step in pipeline.steps}
+    kinds = {stage.name: stage.kind for stage in pipeline.stages}
     return None if kinds.get(name, "train") == "train" else pipeline
 
 
@@ -547,20 +552,22 @@ def _pipeline_of(
         )
     if root is None:
         root = str(shared.value("output_dir", "output"))
-    steps: list[PipelineStep] = []
+    stages: list[PipelineStage] = []
     for name, entry in entries:
-        steps.append(_step(name, dict(entry.value), config_name, root, steps, shared))
-    return Pipeline(config_name, root, shared, tuple(steps))
+        stages.append(
+            _stage(name, dict(entry.value), config_name, root, stages, shared)
+        )
+    return Pipeline(config_name, root, shared, tuple(stages))
 
 
-def _step(
+def _stage(
     name: str | None,
     block: dict[str, Node],
     config_name: str,
     root: str,
-    before: Sequence[PipelineStep],
+    before: Sequence[PipelineStage],
     shared: Layer,
-) -> PipelineStep:
+) -> PipelineStage:
     if not name and "name" in block:
         name = str(block.pop("name").plain())
     start = block.pop("from", None)
@@ -568,7 +575,7 @@ def _step(
     number = len(before) + 1
     if not name:
         name = f"train{number}" if kind == "train" else f"{kind}-{number}"
-    by_name = {step.name: step for step in before}
+    by_name = {stage.name: stage for stage in before}
     if name in by_name or "/" in name or name.startswith("."):
         raise UserError(
             f"{config_name}: stage {name}: give each stage a name of its own, without / and not beginning with ."
@@ -585,18 +592,18 @@ def _step(
             raise UserError(f"{config_name}: stage {name}: {kind} must hold options")
         tasks = {"mine": "embed", "evaluate": "embed", "judge": "rerank"}
         task = tasks.get(kind, task)
-    model_step = None
-    data_step = None
-    for step in before:
-        if step.has_model and step.task == task:
-            model_step = step
-        if step.kind in DATA_FILES:
-            data_step = step
-        elif step.kind == kind == "train":
-            data_step = None
+    model_stage = None
+    data_stage = None
+    for stage in before:
+        if stage.has_model and stage.task == task:
+            model_stage = stage
+        if stage.kind in DATA_FILES:
+            data_stage = stage
+        elif stage.kind == kind == "train":
+            data_stage = None
     if start is not None:
-        model_step = by_name.get(str(start.plain()))
-        if model_step is None:
+        model_stage = by_name.get(str(start.plain()))
+        if model_stage is None:
             raise UserError(
                 f"{config_name}: stage {name} starts from {start.plain()}, and the stages before it are "
                 f"{', '.join(by_name) or 'none'}"
@@ -604,7 +611,7 @@ def _step(
     folder = Path(root, name)
     if "output_dir" in options:
         folder = Path(str(options["output_dir"]))
-    return PipelineStep(
+    return PipelineStage(
         name,
         kind,
         layer,
@@ -612,15 +619,15 @@ def _step(
         folder,
         tuple(before),
         task,
-        model_step,
-        data_step,
+        model_stage,
+        data_stage,
     )
 
 
-def _kind_of(block: Mapping[str, Node]) -> StepKind:
-    """Return what a step does. `block`: its options, without `from`.
+def _kind_of(block: Mapping[str, Node]) -> StageKind:
+    """Return what a stage does. `block`: its options, without `from`.
 
-    A step between has one key, its kind. `mine` beside other keys is an option of a training. A block with only `mine` is
+    A stage between trainings has one key, its kind. `mine` beside other keys is an option of a training. A block with only `mine` is
     also a training if `mine` has `every_epochs`.
     """
     for kind in OTHER_KINDS:

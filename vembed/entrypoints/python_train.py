@@ -87,7 +87,7 @@ def train(
             f"a step between the stages has failed with exit code {code}; what it said is above"
         )
     last = next(
-        (step for step in reversed(pipeline.steps) if step.kind == "train"), None
+        (stage for stage in reversed(pipeline.stages) if stage.kind == "train"), None
     )
     done = None if last is None else finished_run(last.folder)
     if done is None:

@@ -1,4 +1,4 @@
-"""Stages: the steps of a config in order, each in a folder of its own; what is done stays done."""
+"""Stages: the stages of a config in order, each in a folder of its own; what is done stays done."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
 from vembed.cli.support import is_first_rank, print_lines, print_progress
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import DATA_FILES, Pipeline, PipelineStep, resolve_run
+from vembed.config.loading import DATA_FILES, Pipeline, PipelineStage, resolve_run
 from vembed.config.options import command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS
@@ -37,9 +37,9 @@ from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local
 from vembed.training.trackers.table import require_trackers
 
 STATE_FILE = "stage.json"
-"""In the folder of each step: its fingerprint, and whether it is done."""
+"""In the folder of each stage: its fingerprint, and whether it is done."""
 RESULTS = {**DATA_FILES, "merge": "final/merge.json", "evaluate": "scores.json"}
-"""Kind of a step between -> the file that it writes last, in its folder."""
+"""Kind of a stage between trainings -> the file that it writes last, in its folder."""
 REPORT_FILE = "stages.md"
 Train = Callable[[TrainArguments], int]
 """Runs one training and returns its exit code."""
@@ -53,64 +53,64 @@ def run_stages(
     arguments: TrainArguments,
     train: Train,
 ) -> int:
-    """Run the steps and return the exit code of the first that fails, or 0. All are checked before one is run.
+    """Run the stages and return the exit code of the first that fails, or 0. All are checked before one is run.
 
-    A step is skipped if it is done and nothing that it depends on has changed. A training that was stopped goes on
+    A stage is skipped if it is done and nothing that it depends on has changed. A training that was stopped goes on
     where it stood. Under a launcher all ranks run this. `train` runs one training.
     """
     chosen = _chosen(pipeline, arguments)
-    stages = [_Stage(pipeline, step, arguments) for step in pipeline.steps]
-    for stage in stages:
-        if stage.step in chosen:
-            # A mistake in the last step must not come out after days of training.
-            stage.check()
+    stage_runs = [_StageRun(pipeline, stage, arguments) for stage in pipeline.stages]
+    for stage_run in stage_runs:
+        if stage_run.stage in chosen:
+            # A mistake in the last stage must not come out after days of training.
+            stage_run.check()
             if not arguments.is_dry_run:
-                _require_earlier(stage.step, chosen)
+                _require_earlier(stage_run.stage, chosen)
     fingerprints: dict[str, str] = {}
-    for stage in stages:
-        step = stage.step
-        # Also of steps that are not run: those behind them depend on it.
-        fingerprints[step.name] = stage.fingerprint(fingerprints)
-        if step not in chosen:
+    for stage_run in stage_runs:
+        stage = stage_run.stage
+        # Also of stages that are not run: those behind them depend on it.
+        fingerprints[stage.name] = stage_run.fingerprint(fingerprints)
+        if stage not in chosen:
             continue
         code = 0
         if not arguments.is_dry_run:
             try:
-                code = stage.run(fingerprints[step.name], train)
+                code = stage_run.run(fingerprints[stage.name], train)
             finally:
                 # Also where this stage failed: the page says how far the others came.
                 if is_first_rank() and Path(pipeline.root).is_dir():
                     _write_report(pipeline)
         else:
-            print_lines(f"==== {step.name} ({step.kind}) in {stage.folder}")
-            if step.kind == "train":
-                code = train(stage.arguments)
+            print_lines(f"==== {stage.name} ({stage.kind}) in {stage_run.folder}")
+            if stage.kind == "train":
+                code = train(stage_run.arguments)
             else:
-                name, args = stage.command()
+                name, args = stage_run.command()
                 print_lines(f"would run: vembed {name} {' '.join(args)}")
         if code:
             return code
     if not arguments.is_dry_run and is_first_rank():
         done = "all done"
-        if len(chosen) < len(pipeline.steps):
-            names = ", ".join(step.name for step in chosen)
-            done = f"{names} done, {len(chosen)} of {len(pipeline.steps)}"
+        if len(chosen) < len(pipeline.stages):
+            names = ", ".join(stage.name for stage in chosen)
+            done = f"{names} done, {len(chosen)} of {len(pipeline.stages)}"
         print_progress(f"stages: {done}; report: {Path(pipeline.root) / REPORT_FILE}")
     return 0
 
 
-def _require_earlier(step: PipelineStep, chosen: Collection[PipelineStep]) -> None:
-    """Raise UserError if a step between trainings needs the result of one that is neither there nor run now."""
+def _require_earlier(stage: PipelineStage, chosen: Collection[PipelineStage]) -> None:
+    """Raise UserError if a stage between trainings needs the result of one that is neither there nor run now."""
     if (
-        step.kind == "train"
+        stage.kind == "train"
     ):  # it may get another model and other data on the command line
         return
-    for earlier in (step.model_step, step.data_step):
+    for earlier in (stage.model_stage, stage.data_stage):
         if earlier is None or earlier in chosen:
             continue
         if not earlier.result.exists():
             raise UserError(
-                f"stage {step.name} needs {earlier.result}, which stage {earlier.name} makes: run that one first "
+                f"stage {stage.name} needs {earlier.result}, which stage {earlier.name} makes: run that one first "
                 f"(--from {earlier.name})"
             )
 
@@ -118,29 +118,29 @@ def _require_earlier(step: PipelineStep, chosen: Collection[PipelineStep]) -> No
 def results_of(pipeline: Pipeline) -> list[dict[str, Any]]:
     """Return the result of each training that has finished, in order, as JSON values."""
     return [
-        {"stage": step.name, **result_of(step.folder)}
-        for step in pipeline.steps
-        if step.kind == "train" and step.result.is_dir()
+        {"stage": stage.name, **result_of(stage.folder)}
+        for stage in pipeline.stages
+        if stage.kind == "train" and stage.result.is_dir()
     ]
 
 
-class _Stage:
-    """One step of a pipeline, with what it takes to run it."""
+class _StageRun:
+    """One stage of a pipeline, with what it takes to run it."""
 
     def __init__(
         self,
         pipeline: Pipeline,
-        step: PipelineStep,
+        stage: PipelineStage,
         arguments: TrainArguments,
     ) -> None:
         self.pipeline = pipeline
         self.all_arguments = arguments
-        self.step = step
-        self.where = f"{pipeline.config_name}: stage {step.name}: "
-        self.folder = step.folder
-        self.before = step.before
-        self.options = _with_shared_data(pipeline, step)
-        """Of a step between; its paths may stand beside the config file."""
+        self.stage = stage
+        self.where = f"{pipeline.config_name}: stage {stage.name}: "
+        self.folder = stage.folder
+        self.before = stage.before
+        self.options = _with_shared_data(pipeline, stage)
+        """Of a stage between trainings; its paths may stand beside the config file."""
         for key in (*DATA_FILE_OPTIONS, *MODELS):
             if key in self.options:
                 self.options[key] = _with_names(self.options[key], self._located)
@@ -149,23 +149,23 @@ class _Stage:
         self.config_model = self.command_line.value("model_name", model)
         overwrite = pipeline.shared.value("overwrite", False)
         self.starts_over = bool(self.command_line.value("overwrite", overwrite))
-        """The step runs even if it is done, and replaces what is there."""
+        """The stage runs even if it is done, and replaces what is there."""
         self.arguments = replace(
             arguments,
-            stage=step.name,
+            stage=stage.name,
             first_stage=None,
             last_stage=None,
             overrides=self._overrides(),
         )
 
     def check(self) -> None:
-        """Raise UserError where this step cannot work, as far as can be told before the steps before it have run."""
-        future_folders = [step.folder for step in self.before]
-        if self.step.kind == "train":
+        """Raise UserError where this stage cannot work, as far as can be told before the stages before it have run."""
+        future_folders = [stage.folder for stage in self.before]
+        if self.stage.kind == "train":
             run = self._resolve()
             require_trackers(run.config.logging.report_to)
             config = run.config
-            by_name = {step.name: step for step in self.pipeline.steps}
+            by_name = {stage.name: stage for stage in self.pipeline.stages}
             for teacher in needed_teachers(config.objective, config.data, config.model):
                 name = teacher.model
                 if name in by_name and not Path(name).exists():
@@ -182,8 +182,8 @@ class _Stage:
                 problem = missing_path(key, path, future_folders)
                 if problem is not None:
                     raise UserError(self.where + problem)
-        before = [step.name for step in self.before if step.has_model]
-        others = {step.name for step in self.pipeline.steps} - set(before)
+        before = [stage.name for stage in self.before if stage.has_model]
+        others = {stage.name for stage in self.pipeline.stages} - set(before)
         for key in MODELS:
             for name in _names_in(self.options.get(key)):
                 is_folder = Path(name).expanduser().exists()
@@ -209,11 +209,11 @@ class _Stage:
             raise UserError(self.where + problem)
 
     def fingerprint(self, known: Mapping[str, str]) -> str:
-        """Return what this step depends on. `known`: the fingerprints of the steps before it."""
-        if self.step.kind != "train":
-            before = [known[step.name] for step in self.before]
+        """Return what this stage depends on. `known`: the fingerprints of the stages before it."""
+        if self.stage.kind != "train":
+            before = [known[stage.name] for stage in self.before]
             facts = {"options": _contents(self.options), "before": before}
-            if self.step.model_step is None and self._takes_model():
+            if self.stage.model_stage is None and self._takes_model():
                 facts["model_name"] = _contents(self.config_model)
             return _digest(facts)
         run = self._resolve()
@@ -221,8 +221,8 @@ class _Stage:
         for name, value in run.config.to_dict().items():
             if name in COUNTED or name not in MAY_CHANGE:
                 facts[name] = _contents(value) if name in FILE_OPTIONS else value
-        start = self.step.model_step
-        if start is not None and "model_name" not in self.step.options:
+        start = self.stage.model_stage
+        if start is not None and "model_name" not in self.stage.options:
             facts["model_name"] = known[start.name]
         world_size = 1
         if os.environ.get("WORLD_SIZE"):
@@ -233,15 +233,15 @@ class _Stage:
         batch = run.config.batch
         facts["global batch"] = batch.global_batch_size or batch.batch_size * world_size
         fingerprint = _digest(facts)
-        if self.step.data_step is None:
+        if self.stage.data_stage is None:
             return fingerprint
-        # Such data are made anew with their step; their file need not be there yet.
+        # Such data are made anew with their stage; their file need not be there yet.
         return _digest(
-            {"training": fingerprint, "data": known[self.step.data_step.name]}
+            {"training": fingerprint, "data": known[self.stage.data_stage.name]}
         )
 
     def run(self, fingerprint: str, train: Train) -> int:
-        """Run the step unless it is done, and remember that it is."""
+        """Run the stage unless it is done, and remember that it is."""
         state = _read_state(self.folder)
         if state.get("fingerprint") != fingerprint:
             if state and is_first_rank():
@@ -257,18 +257,18 @@ class _Stage:
             if damage is None:
                 self._log("done already (nothing that it depends on has changed)")
                 return 0
-            final = self.step.result
+            final = self.stage.result
             if final.is_dir():
                 # The user may have changed it on purpose.
                 raise UserError(
-                    f"stage {self.step.name}: {self.folder}: {damage}; delete {final} to make it again"
+                    f"stage {self.stage.name}: {self.folder}: {damage}; delete {final} to make it again"
                 )
             self._log(f"{self.folder}: {damage}, so it runs again")
-        self._log(f"{self.step.kind} in {self.folder}")
+        self._log(f"{self.stage.kind} in {self.folder}")
         began = time.time()
-        # "started" is noted first: a step that is killed is not done, and a start with another fingerprint moves its
+        # "started" is noted first: a stage that is killed is not done, and a start with another fingerprint moves its
         # folder away.
-        facts = {"fingerprint": fingerprint, "kind": self.step.kind}
+        facts = {"fingerprint": fingerprint, "kind": self.stage.kind}
         self._write_state({**facts, "state": "started"})
         # No rank may write into the folder before an old one is moved away.
         if not _comes_true(
@@ -279,7 +279,7 @@ class _Stage:
                 "that all machines share"
             )
         scores = None
-        if self.step.kind == "train":
+        if self.stage.kind == "train":
             code = train(self.arguments)
         else:
             code, scores = self._run_between()
@@ -292,22 +292,22 @@ class _Stage:
         return code
 
     def _outputs(self) -> dict[str, dict[str, Any]]:
-        """Return the checksums of what the steps after this one read."""
-        if not self.step.has_model:
-            return checksums_of(self.folder, [self.folder / RESULTS[self.step.kind]])
+        """Return the checksums of what the stages after this one read."""
+        if not self.stage.has_model:
+            return checksums_of(self.folder, [self.folder / RESULTS[self.stage.kind]])
         # users edit the card
         paths = [
             path
-            for path in self.step.result.rglob("*")
+            for path in self.stage.result.rglob("*")
             if path.is_file() and path.name != "README.md"
         ]
         return checksums_of(self.folder, paths)
 
     def command(self) -> tuple[str, list[str]]:
-        """Return the command of a step between, and its arguments."""
-        kind = self.step.kind
+        """Return the command of a stage between trainings, and its arguments."""
+        kind = self.stage.kind
         options = dict(self.options)
-        layers = [step.layer for step in self.before if step.kind == "train"]
+        layers = [stage.layer for stage in self.before if stage.kind == "train"]
         if kind in ("mine", "evaluate") and any(
             "model_class" in layer.values for layer in [self.pipeline.shared, *layers]
         ):
@@ -322,8 +322,8 @@ class _Stage:
                 options["model_name"] = self._model()
             return "mine", _pairs({**options, "output_path": target})
         if kind == "judge":
-            if "data_path" not in options and self.step.data_step is not None:
-                options["data_path"] = str(self.step.data_step.result)
+            if "data_path" not in options and self.stage.data_stage is not None:
+                options["data_path"] = str(self.stage.data_stage.result)
             if self._takes_model():
                 options["judges"] = [{"model": self._model()}]
             return "judge", _pairs({**options, "output_path": target})
@@ -335,17 +335,19 @@ class _Stage:
             return "eval", [*words, "--json", target, *_flags(options)]
         models = options.pop("models", None)
         if models is None:
-            models = [str(step.result) for step in self.before if step.kind == "train"]
+            models = [
+                str(stage.result) for stage in self.before if stage.kind == "train"
+            ]
         if "last" in options:
             # A run, with its checkpoints.
             models = [model.removesuffix(f"/{FINAL}") for model in models]
-        final = str(self.step.result)
+        final = str(self.stage.result)
         return "merge", [*models, "--output", final, *_flags(options)]
 
     def _run_between(self) -> tuple[int, dict[str, Any] | None]:
-        """Run a step between. Return the exit code and, of an evaluation, the scores."""
-        path = self.folder / RESULTS[self.step.kind]
-        if is_first_rank() and self.step.kind != "merge":
+        """Run a stage between trainings. Return the exit code and, of an evaluation, the scores."""
+        path = self.folder / RESULTS[self.stage.kind]
+        if is_first_rank() and self.stage.kind != "merge":
             # Of an earlier start: nobody may take it for the result.
             path.unlink(missing_ok=True)
         code = run_process(*self.command())
@@ -353,7 +355,7 @@ class _Stage:
             return code, None
         # Under a launcher the other ranks may be here before rank 0 has written it.
         _comes_true(lambda: path.is_file() and path.stat().st_size > 0)
-        if self.step.kind != "evaluate":
+        if self.stage.kind != "evaluate":
             return 0, None
         scores = read_json_object(path)
         by_name = {name.lower(): value for name, value in scores.items()}
@@ -366,32 +368,32 @@ class _Stage:
                 )
             if not COMPARE[sign](score, limit):
                 raise RunError(
-                    f"stage {self.step.name}: {name} is {score:.4f}, and {sign} {limit:g} is required; the stages after "
+                    f"stage {self.stage.name}: {name} is {score:.4f}, and {sign} {limit:g} is required; the stages after "
                     "it are not run"
                 )
         return 0, scores
 
     def _takes_model(self) -> bool:
-        """Return whether a step between uses a model and names none of its own."""
-        kind = self.step.kind
+        """Return whether a stage between trainings uses a model and names none of its own."""
+        kind = self.stage.kind
         names = MODELS_IN_USE.get(kind, ())
         return kind in MODELS_IN_USE and not any(map(self.options.get, names))
 
     def _model(self) -> str:
-        """Return the model of the last step before this one that leaves one, else the config's own."""
-        if self.step.model_step is not None:
-            return str(self.step.model_step.result)
+        """Return the model of the last stage before this one that leaves one, else the config's own."""
+        if self.stage.model_stage is not None:
+            return str(self.stage.model_stage.result)
         if self.config_model is None:
             raise UserError(
-                f"{self.where}no step before it leaves a model, and the config has no model_name to begin with"
+                f"{self.where}no stage before it leaves a model, and the config has no model_name to begin with"
             )
         return str(self.config_model)
 
     def _model_named(self, name: str) -> str:
         """Return the model of a stage by its name; any other name as it is."""
-        for step in self.before:
-            if step.name == name and step.has_model:
-                return str(step.result)
+        for stage in self.before:
+            if stage.name == name and stage.has_model:
+                return str(stage.result)
         return name
 
     def _located(self, name: str) -> str:
@@ -406,10 +408,12 @@ class _Stage:
         """Return the overrides of a training: those of the command line that are for it."""
         kept_overrides = []
         for override in self.all_arguments.overrides:
-            layer, stage = command_line_layer([override])
+            layer, stage_name = command_line_layer([override])
             # A model that the command line names is the one that the first stage starts from.
-            is_model = self.step.model_step is not None and "model_name" in layer.values
-            if stage is None and not is_model:
+            is_model = (
+                self.stage.model_stage is not None and "model_name" in layer.values
+            )
+            if stage_name is None and not is_model:
                 kept_overrides.append(override)
         is_run = not self.all_arguments.is_dry_run and not self.starts_over
         if is_run and "resume" not in self.command_line.values:
@@ -419,7 +423,7 @@ class _Stage:
 
     def _resolve(self) -> ResolvedRun:
         arguments = self.arguments
-        return resolve_run(arguments.source, arguments.overrides, stage=self.step.name)
+        return resolve_run(arguments.source, arguments.overrides, stage=self.stage.name)
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
         if is_first_rank():
@@ -428,11 +432,11 @@ class _Stage:
 
     def _log(self, line: str) -> None:
         if is_first_rank():
-            print_progress(f"stage {self.step.name}: {line}")
+            print_progress(f"stage {self.stage.name}: {line}")
 
 
-def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[PipelineStep]:
-    names = [step.name for step in pipeline.steps]
+def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[PipelineStage]:
+    names = [stage.name for stage in pipeline.stages]
     first = arguments.first_stage
     last = arguments.last_stage
     flags = {"--stage": arguments.stage, "--from": first, "--until": last}
@@ -446,32 +450,32 @@ def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[PipelineStep]
             raise UserError(
                 "--stage runs one stage alone: leave out --from and --until"
             )
-        return [pipeline.steps[names.index(arguments.stage)]]
+        return [pipeline.stages[names.index(arguments.stage)]]
     start = names.index(first) if first else 0
     stop = names.index(last) + 1 if last else len(names)
     if start >= stop:
         raise UserError(
             f"--from {first} stands after --until {last} in {pipeline.config_name}"
         )
-    return list(pipeline.steps[start:stop])
+    return list(pipeline.stages[start:stop])
 
 
 def _write_report(pipeline: Pipeline) -> None:
     """Write one report over all stages: what each was, how long it took, what it scored, and where its report is."""
     rows = []
-    for step in pipeline.steps:
-        folder = step.folder
+    for stage in pipeline.stages:
+        folder = stage.folder
         state = _read_state(folder)
         scores = state.get("scores", {})
         link = ""
-        if step.kind == "train" and (folder / "config.yaml").is_file():
+        if stage.kind == "train" and (folder / "config.yaml").is_file():
             scores = read_run(folder).after
         if (folder / "report.html").is_file():
             link = f"{folder.name}/report.html"
         texts = [
             f"{name} {scores[name]:.4f}" for name in REPORTED_METRICS if name in scores
         ]
-        rows.append((step, state, ", ".join(texts), link))
+        rows.append((stage, state, ", ".join(texts), link))
     path = Path(pipeline.root) / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, render_page("stages.md.j2", rows=rows))
@@ -518,7 +522,7 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
     return True
 
 
-# ---- checks before any step is run --------------------------------------------------------------------------------
+# ---- checks before any stage is run --------------------------------------------------------------------------------
 
 DATA_FILE_OPTIONS = ("data_path", "corpus_path", "qrels_path", "data")
 """Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
@@ -528,7 +532,7 @@ MODELS_IN_USE = {
     "judge": ("judges",),
     "evaluate": ("model",),
 }
-"""Kind of a step between -> the options that name its models. Without them it takes that of the step before, or the
+"""Kind of a stage between trainings -> the options that name its models. Without them it takes that of the stage before, or the
 config's."""
 COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 # An optional comparison and a decimal number, also `.5` and `1e-3`.
@@ -561,11 +565,11 @@ def _names_in(value: Any) -> list[str]:
     return names
 
 
-def _with_shared_data(pipeline: Pipeline, step: PipelineStep) -> dict[str, Any]:
-    """Return the options of a step. `mine` reads the data of the whole config unless it names its own."""
+def _with_shared_data(pipeline: Pipeline, stage: PipelineStage) -> dict[str, Any]:
+    """Return the options of a stage. `mine` reads the data of the whole config unless it names its own."""
     shared = pipeline.shared.values
-    options = dict(step.options)
-    if step.kind != "mine" or "data_path" not in shared:
+    options = dict(stage.options)
+    if stage.kind != "mine" or "data_path" not in shared:
         return options
     path = shared["data_path"].value
     # The names of the columns belong to these data.
@@ -587,7 +591,7 @@ def _parse(name: str, condition: Any) -> tuple[str, float]:
     return match[1] or ">=", float(match[2])
 
 
-# ---- fingerprints: what a step depends on ------------------------------------------------------------------------
+# ---- fingerprints: what a stage depends on ------------------------------------------------------------------------
 
 COUNTED = (
     "data_path",
