@@ -24,8 +24,9 @@ from tests.models.families import (
     pictures,
     text_inputs,
 )
-from tests.tiny_tokenizers import llama_tokenizer
+from tests.tiny_tokenizers import llama_tokenizer, wordpiece_tokenizer
 from vembed.errors import UserError
+from vembed.inference.embedder import Embedder
 from vembed.models.families.backbones import layers_of
 
 NUM_LAYERS = {
@@ -49,6 +50,20 @@ def test_an_item_is_the_same_whatever_it_is_batched_with(make):
                 inputs = inputs_for(description, modality, [item])
                 (alone,) = model([(modality, inputs)])
                 torch.testing.assert_close(alone[0], row, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_that_reads_padding_is_warned_of(tmp_path, caplog):
+    tokenizer = wordpiece_tokenizer()
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
+    config = transformers.FNetConfig(**sizes, vocab_size=len(tokenizer))
+    transformers.FNetModel(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    model = Embedder(tmp_path)
+    (warning,) = [log for log in caplog.records if log.levelname == "WARNING"]
+    assert "fnet reads padding" in warning.getMessage()
+    alone = model.encode(["red"])[0]
+    beside = model.encode(["red", "cat " * 20])[0]
+    assert abs(alone - beside).max() > 1e-3
 
 
 def gpt_neo(folder):

@@ -413,6 +413,12 @@ def _load(
             )
         texts = f"padded ({why_padded})" if why_padded else "without padding"
         log.log(level, "texts: %s", texts)
+        if config.model_type in attention.READ_PADDING and not meta:
+            log.warning(
+                "%s reads padding: embeddings and losses depend on the longest text of a micro-batch, and so on "
+                "micro_batch_tokens and the number of processes; micro_batch_tokens: 1 runs each text alone",
+                config.model_type,
+            )
     # The attention of vembed takes the kernel's place, and calls it or its own (vembed.models.attention).
     if why_padded is None:
         kernel = attention.register(attention.PACKED_ATTENTION)
