@@ -130,15 +130,19 @@ class WeightCopies:
         # Outside `held` weights may change at any time, and old copies would pile up.
         if not self.num_holders or not self.may_keep:
             return weight.detach().to(torch.bfloat16)
-        weights = [weight]
+        # This weight first, and on a GPU all others of `layers` that have no copy yet: one kernel converts many weights.
+        missing = {_version_of(weight): weight}
         if weight.is_cuda:
-            weights += self._not_copied(weight)
+            for layer in self.layers:
+                for other in layer.parameters(recurse=False):
+                    version = _version_of(other)
+                    if other.device == weight.device and version not in self.by_weight:
+                        missing[version] = other
+        weights = list(missing.values())
         copies = [torch.empty_like(each, dtype=torch.bfloat16) for each in weights]
         with torch.no_grad():
-            # One kernel converts many weights.
             torch._foreach_copy_(copies, weights)
-        for each, copy in zip(weights, copies, strict=True):
-            self.by_weight[_version_of(each)] = copy
+        self.by_weight.update(zip(missing, copies, strict=True))
         return copies[0]
 
     def trained(self, weight: Tensor | None) -> Tensor | None:
@@ -183,17 +187,6 @@ class WeightCopies:
                 torch._foreach_copy_(converted, list(waiting.values()))
             _add_gradients(dict(zip(waiting, converted, strict=True)))
             _add_gradients(earlier)
-
-    def _not_copied(self, but: Tensor) -> list[Tensor]:
-        """Return the weights of `layers` on the device of a weight that have no copy yet, without this weight."""
-        weights = {}
-        for layer in self.layers:
-            for weight in layer.parameters(recurse=False):
-                is_copied = _version_of(weight) in self.by_weight
-                if weight.device == but.device and not is_copied:
-                    weights[id(weight)] = weight
-        weights.pop(id(but), None)
-        return list(weights.values())
 
 
 def _add_gradients(gradients: Mapping[nn.Parameter, Tensor]) -> None:
@@ -491,8 +484,8 @@ def rounded_to_four_bits(weight: Tensor) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    rounded_to_int8: Tensor = dequantize_4bit(packed, state)
-    return rounded_to_int8.to(weight.dtype)
+    rounded: Tensor = dequantize_4bit(packed, state)
+    return rounded.to(weight.dtype)
 
 
 # ---- linear layers that are trained through int8 rounding ----------------------------

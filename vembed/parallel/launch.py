@@ -199,14 +199,14 @@ class _Ranks:
         """Poll the ranks and handle those that ended; return True while any rank is running."""
         current_time = time.monotonic()
         codes = {rank: process.poll() for rank, process in self.processes.items()}
-        stop_codes = {None, 0, *STOPPED_CODES}
+        stop_codes = set(STOPPED_CODES)
         if self.stop_signal is not None:
             # A rank that has not installed its handlers yet is killed by the signal itself.
             stop_codes |= {-signal.SIGINT, -signal.SIGTERM, -signal.SIGUSR1}
         failed = {
             rank: code
             for rank, code in codes.items()
-            if code not in stop_codes and code
+            if code and code not in stop_codes
         }
         is_any_running = None in codes.values()
         if failed and self.code is None and not self.ends_at_once:

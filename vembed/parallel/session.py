@@ -379,7 +379,10 @@ def start_command_session(
     """
     session = Session(lambda _: {}, timeout_minutes=timeout_minutes)
     try:
-        if strategy == "auto" and session.world_size > 1:
+        chosen: Strategy = "single"
+        if session.world_size > 1 and strategy != "auto":
+            chosen = strategy
+        elif session.world_size > 1:
             assert model is not None
             options = ModelSection(
                 model_name=model, trust_remote_code=trust_remote_code
@@ -388,20 +391,14 @@ def start_command_session(
             files = folder.rglob("*.safetensors")
             num_bytes = sum(path.stat().st_size for path in files)
             fits = num_bytes <= FITS_SHARE * session.memory
-            strategy = "ddp" if fits else "fsdp"
-        is_sharded = strategy == "fsdp" and session.world_size > 1
-        chosen: Strategy = "ddp"
-        if session.world_size == 1:
-            chosen = "single"
-        elif is_sharded:
-            chosen = "fsdp"
+            chosen = "ddp" if fits else "fsdp"
         session.lay_out(
             Layout(
                 ranks=session.ranks,
                 device=session.device,
                 memory=session.memory,
                 strategy=Decision(chosen, "strategy"),
-                fsdp=FsdpConfig() if is_sharded else None,
+                fsdp=FsdpConfig() if chosen == "fsdp" else None,
                 precision=Decision("no", "the dtype of the weights"),
             )
         )
@@ -418,10 +415,9 @@ def _choose_interface() -> None:
     address = os.environ["MASTER_ADDR"]
     interface = interface_to(address)
     why = f"it leads to {address}"
-    is_loopback_by_name = interface == interface_to("127.0.0.1")
-    if address == "localhost" or address.startswith("127."):
-        is_loopback_by_name = False  # several "machines" on this one
-    if is_loopback_by_name:
+    # Of several "machines" on this one, loopback is the right interface.
+    is_meant = address == "localhost" or address.startswith("127.")
+    if interface == interface_to("127.0.0.1") and not is_meant:
         # Debian's /etc/hosts maps a machine's own name to 127.0.1.1; other machines resolve it to the real address.
         interface = interface_to(ELSEWHERE)
         why = f"the default route's, because {address} is loopback on this machine"

@@ -37,7 +37,6 @@ from vembed.config.decisions import FsdpConfig
 from vembed.errors import UserError
 from vembed.models.custom.own_code import find
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.precision import is_quantized
 from vembed.parallel import collectives
 from vembed.parallel.parameters import unify_model_dtype_for_fsdp
 from vembed.parallel.placement import PRECISION_DTYPES, Layout
@@ -121,11 +120,6 @@ def shard(
     for name, module in model.named_modules():
         if module in units:
             log.debug(f"unit: {name} ({type(module).__name__})")
-    if only_rank0_reads and any(is_quantized(module) for module in model.modules()):
-        log.info(
-            "4-bit weights cannot be distributed from rank 0: every process has read its own copy"
-        )
-        only_rank0_reads = False
     if not only_rank0_reads:
         collectives.broadcast_tensors(model.parameters())
     # Master weights keep their dtype. Gathered copies and computation use that of the arithmetic. The output dtype is
@@ -195,12 +189,11 @@ def shard_by_fsdp2(
     only_rank0_reads: bool,
 ) -> nn.Module:
     """Shard units, inner modules first, and the model. All ranks must call it. `wide`: units that compute in float32."""
-    parameters: dict[str, Tensor] = {}
-    buffers = dict(model.named_buffers())
+    weights: dict[str, Tensor] = {}
     if only_rank0_reads:
         if collectives.rank() == 0:
-            for name, parameter in model.named_parameters():
-                parameters[name] = parameter.detach()
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                weights[name] = tensor.detach()
         model.to(torch.device("meta"))  # where sharding is free
     offload = OffloadPolicy()
     if fsdp.offload:
@@ -211,17 +204,18 @@ def shard_by_fsdp2(
         "ignored_params": set(_scalars(model)),
     }
     reshards = fsdp.reshard_after_forward
+    float32 = replace(policy, param_dtype=None)
     # fully_shard must see a child before its parent.
-    for unit in wide:
-        float32 = replace(policy, param_dtype=None)
-        fully_shard(unit, reshard_after_forward=reshards, mp_policy=float32, **options)
-    for unit in units:
-        fully_shard(unit, reshard_after_forward=reshards, mp_policy=policy, **options)
+    for unit in (*wide, *units):
+        unit_policy = float32 if unit in wide else policy
+        fully_shard(
+            unit, reshard_after_forward=reshards, mp_policy=unit_policy, **options
+        )
     # By default the root stays gathered up to its backward pass, which follows at once.
     fully_shard(model, mp_policy=policy, **options)
     if only_rank0_reads:
         shard_device = torch.device("cpu") if fsdp.offload else device
-        _hand_out(model, parameters, buffers, shard_device)
+        _hand_out(model, weights, shard_device)
     for scalar in _scalars(model):  # anew: `_hand_out` replaces the parameters
         scalar.data = scalar.data.to(device)
     if fsdp.forward_prefetch:
@@ -300,11 +294,11 @@ def _scalars(model: nn.Module) -> list[nn.Parameter]:
 
 def _hand_out(
     model: nn.Module,
-    parameters: dict[str, Tensor],
-    buffers: dict[str, Tensor],
+    weights: dict[str, Tensor],
     device: torch.device,
 ) -> None:
-    """Allocate each rank's shards and fill them from the weights of rank 0. All ranks must call it."""
+    """Allocate each rank's shards and fill them from `weights`, which rank 0 alone has: parameters and buffers. All
+    ranks must call it."""
     model.to_empty(device=device)
     # FSDP leaves scalars and buffers unsharded, and set_model_state_dict is given the sharded parameters only.
     sharded: dict[str, Any] = {}
@@ -312,17 +306,17 @@ def _hand_out(
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             whole[name] = parameter
-        elif name in parameters:
-            sharded[name] = parameters[name]
+        elif name in weights:
+            sharded[name] = weights[name]
     whole |= dict(model.named_buffers())
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, strict=False
     )
     set_model_state_dict(model, sharded, options=options)
-    if collectives.rank() == 0:
+    if weights:
         with torch.no_grad():
             for name, tensor in whole.items():
-                tensor.copy_(parameters[name] if name in parameters else buffers[name])
+                tensor.copy_(weights[name])
     collectives.broadcast_tensors(whole.values())
 
 

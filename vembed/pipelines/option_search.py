@@ -4,13 +4,13 @@ The study is a journal in the search's folder, to which each trial is added as i
 goes on with the trials that are missing, and several processes share it, one trial each at a time.
 """
 
-import json
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from vembed.config.loading import config_yaml, load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms
 from vembed.errors import RunError, Stopped, UserError
-from vembed.files import require_regular
+from vembed.files import require_regular, write_json
 from vembed.parallel.environment import num_cores
 from vembed.parallel.launch import STOPPED_CODES, num_visible_devices, run_ranks
 
@@ -222,14 +222,14 @@ def _begin(search: Search) -> None:
     print_lines("trial 0: the config as it is")
     scores, folder = _run(search, 0, {}, None)
     space = ranges(load_config(folder / "config.yaml"), search.options)
-    best_until = [max(scores[: number + 1]) for number in range(len(scores))]
     study = _study(search)
     study.add_trial(
         create_trial(
             params={entry.option: entry.start for entry in space},
             distributions={entry.option: entry.distribution for entry in space},
             value=max(scores),
-            intermediate_values=dict(enumerate(best_until)),
+            # The best score up to each evaluation.
+            intermediate_values=dict(enumerate(accumulate(scores, max))),
         )
     )
     print_lines(f"trial 0: {max(scores):.4f}", *(f"  {entry}" for entry in space))
@@ -420,7 +420,7 @@ def _write_outcome(search: Search) -> dict[str, Any]:
         }
         for trial in trials
     ]
-    (search.folder / TRIALS).write_text(json.dumps(plain, indent=1) + "\n", "utf-8")
+    write_json(search.folder / TRIALS, plain)
     values = {}
     if best.number != first.number:
         values = {name: _rounded(value) for name, value in best.params.items()}

@@ -42,7 +42,8 @@ from vembed.training.checkpoint.checkpointer import (
     restore,
     stored_tensors,
 )
-from vembed.training.hooks.evaluations import averages_of, put_averages
+from vembed.training.hooks.base import Hooks
+from vembed.training.hooks.evaluations import WeightAverage
 
 log = logging.getLogger("vembed")
 
@@ -324,12 +325,16 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         shape = stored[name].size
         if parameter.shape != shape:
             parameter.data = torch.empty(shape)
-    averages = averages_of(embedder) if config.optimizer.ema else {}
+    hooks = Hooks([])
+    if config.optimizer.ema is not None:
+        average = WeightAverage(config.optimizer.ema)
+        average.follow(embedder)
+        hooks.append(average)
     # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
-    trained = TrainedState(embedder, loss, of_hooks=averages)
+    trained = TrainedState(embedder, loss, of_hooks=hooks.tensors())
     restore(trained, checkpoint, no_dist=True)
-    if averages:
-        put_averages(embedder, averages)
+    if hooks:
+        average.put(average.tensors())
     weights = full_state_dict(embedder)
     learned = loss.logit_scale_and_bias()
     if learned is not None:

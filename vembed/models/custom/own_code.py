@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-import json
 import os
 import re
 import shutil
@@ -30,7 +29,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.dynamic_module_utils import get_relative_imports
 
 from vembed.errors import UserError, did_you_mean
-from vembed.files import cache_folder, write_json
+from vembed.files import (
+    cache_folder,
+    sha256_of,
+    short_hash,
+    write_json,
+    written_aside,
+)
 from vembed.models.custom import modeling
 from vembed.models.custom.modeling import (
     WEIGHTS_FILE,
@@ -133,8 +138,7 @@ def _import_file(path: Path, option: str) -> ModuleType:
         if file and Path(str(file)) == path:
             return module
     # A package of its own, so that `from .layers import Block` finds the file beside it.
-    digest = hashlib.blake2b(str(path.parent).encode(), digest_size=6)
-    package = f"vembed_own_{digest.hexdigest()}"
+    package = f"vembed_own_{short_hash(str(path.parent))}"
     if package not in sys.modules:
         parent = ModuleType(package)
         parent.__path__ = [str(path.parent)]
@@ -181,12 +185,8 @@ def own_folder(options: ModelSection) -> Path:
     if source is not None:
         files += sorted(source.glob("*.safetensors"))
     settings = settings_of(code, arguments or {})
-    digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
-    for path in (*files, *_code_files(code)):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "blake2b").digest())
-    folder = _cache() / f"{code.__name__}-{digest.hexdigest()}"
+    contents = [[path.name, sha256_of(path)] for path in (*files, *_code_files(code))]
+    folder = _cache() / f"{code.__name__}-{short_hash(settings, contents)}"
     if not folder.is_dir():
         partial = folder.with_name(f".{folder.name}.{os.getpid()}")
         partial.mkdir(parents=True, exist_ok=True)
@@ -226,10 +226,8 @@ def store_weights(module: nn.Module) -> str:
     digest = hashlib.blake2b(data, digest_size=8)
     folder = _cache() / f"weights-{digest.hexdigest()}"
     if not (folder / WEIGHTS_FILE).is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".{os.getpid()}"
-        partial.write_bytes(data)
-        partial.replace(folder / WEIGHTS_FILE)
+        with written_aside(folder / WEIGHTS_FILE) as partial:
+            partial.write_bytes(data)
     return str(folder)
 
 

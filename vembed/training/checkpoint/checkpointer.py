@@ -77,7 +77,6 @@ from vembed.training.checkpoint.folders import (
     LOCK,
     MANIFEST,
     MAY_CHANGE,
-    METRICS_FILE,
     PARTIAL,
     STATE,
     FinishedRun,
@@ -183,11 +182,10 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 f"none of the {len(paths)} checkpoint(s) to resume from is intact ({paths[0].name}: {problems[0]}); "
                 "restore one, or start anew with resume: auto or in another output_dir"
             )
-        if not self._is_alone:
-            # A path to resume from may be a folder of each machine's own.
-            seal = None if point is None else sha256_of(point.path / MANIFEST)
-            advice = "give every machine the same one"
-            require_equal("the checkpoint to resume from", seal, advice)
+        # A path to resume from may be a folder of each machine's own.
+        seal = None if point is None else sha256_of(point.path / MANIFEST)
+        advice = "give every machine the same one"
+        require_equal("the checkpoint to resume from", seal, advice)
         if point is not None:
             self._saved_step = point.step
             log.info(f"resuming from {point.path} (step {point.step})")
@@ -211,11 +209,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         forbidden = []
         changed = []
         for name, before, value, is_allowed in self._differences(point):
+            difference = f"{name} {before} -> {value}"
             is_named = name not in ("resume", "output_dir")
             if not is_allowed:
-                forbidden.append(f"{name} {before} -> {value}")
+                forbidden.append(difference)
             elif is_named and value != "auto":  # that is decided again, later
-                changed.append(f"{name} {before} -> {value}")
+                changed.append(difference)
         listed = "; ".join(forbidden)
         if forbidden and self.run.resume == "force":
             log.warning(
@@ -283,9 +282,11 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         # Checkpoints later than the chosen one must not be taken for the resumed run's. All steps here are later than a
         # checkpoint of another folder.
         last = -1
+        first_step = -1
         is_scored = True
         num_bytes = 0
         if point is not None:
+            first_step = point.step
             loop = point.state["loop"]
             is_scored = loop["scored_step"] == point.step
             if self._has(point):
@@ -297,9 +298,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 shutil.rmtree(renamed, ignore_errors=True)
                 path.rename(renamed)
                 log.info(f"renamed {path} to {renamed.name}")
-        first_step = -1 if point is None else point.step
-        if point is not None or (output / METRICS_FILE).exists():
-            trim_metrics(output, first_step, is_scored=is_scored, num_bytes=num_bytes)
+        trim_metrics(output, first_step, is_scored=is_scored, num_bytes=num_bytes)
         collectives.barrier()
 
     def load(self, point: ResumePoint, trained: TrainedState) -> dict[str, Any]:

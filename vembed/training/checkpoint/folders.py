@@ -259,10 +259,10 @@ def require_output_folder(name: str) -> None:
     try:
         output = Path(name).resolve()
         output.exists()  # a name may be too long
-        is_system = output == Path(output.anchor)
-        for system in ("/proc", "/sys", "/dev"):
-            is_system |= output.is_relative_to(system)
+        systems = ("/proc", "/sys", "/dev")
+        is_system = any(map(output.is_relative_to, systems))
         is_refused = is_system and not output.is_relative_to("/dev/shm")
+        is_refused |= output == Path(output.anchor)
     except (OSError, ValueError):  # a NUL character
         is_refused = True
     if is_refused:

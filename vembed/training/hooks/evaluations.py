@@ -252,6 +252,10 @@ class WeightAverage(Hook):
             raise UserError(
                 f"ema: {self.decay} cannot average the flat parameters of FSDP1: use fsdp_version: 2, or leave ema out"
             )
+        self.follow(model)
+
+    def follow(self, model: nn.Module) -> None:
+        """Make room for the averages of a model's trained weights, which begin as the weights are."""
         self._model = model
         for name, weight in model.named_parameters():
             if weight.requires_grad:
@@ -291,37 +295,18 @@ class WeightAverage(Hook):
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         """See Hook."""
-        reshard(self._model)  # what is still gathered would keep the trained weights
         trained = {}
-        with torch.no_grad():
-            for name, weight in self._trained.items():
-                local = local_tensor(weight)
-                trained[name] = local.clone()
-                local.copy_(local_tensor(self._averages[name]))
+        for name, weight in self._trained.items():
+            trained[name] = local_tensor(weight).detach().clone()
+        self.put(self._averages)
         try:
             yield
         finally:
-            reshard(self._model)
-            with torch.no_grad():
-                for name, weight in self._trained.items():
-                    local_tensor(weight).copy_(trained[name])
+            self.put(trained)
 
-
-def averages_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return room for the averages of a model's trained weights, by the names that they have in a checkpoint."""
-    averages = {}
-    for name, weight in model.named_parameters():
-        if weight.requires_grad:
-            key = f"{WeightAverage.name}.{unwrapped_name(name)}"
-            averages[key] = torch.zeros_like(weight, dtype=torch.float32)
-    return averages
-
-
-def put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:
-    """Put the averages of a checkpoint into a model, as evaluations of the run and `final/` had them."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                parameter.copy_(
-                    averages[f"{WeightAverage.name}.{unwrapped_name(name)}"]
-                )
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Write values, whole or this rank's shards, into the model's trained weights."""
+        reshard(self._model)  # what is still gathered would keep the earlier ones
+        with torch.no_grad():
+            for name, weight in self._trained.items():
+                local_tensor(weight).copy_(local_tensor(values[name]))
