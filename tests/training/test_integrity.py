@@ -96,7 +96,7 @@ def test_the_limit_spares_the_best_and_the_newest(tmp_path, limit, keep, left):
     for step in (10, 1, 3, 2):
         fake_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-5.abandoned").mkdir()
-    assert len(integrity.prune(tmp_path, limit, keep)) == 4 - len(left)
+    integrity.prune(tmp_path, limit, keep)
     names = {f"checkpoint-{step}" for step in left}
     names.add("checkpoint-5.abandoned")
     assert {path.name for path in tmp_path.iterdir()} == names

@@ -83,7 +83,6 @@ from vembed.training.checkpoint.folders import (
     NothingToTrain,
     candidates,
     checkpoint_name,
-    commit,
     finished_run,
     list_checkpoints,
     refuse_own_model,
@@ -370,12 +369,26 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         start = time.monotonic()
         final = self.path_of(step)
         unfinished = final.with_name(final.name + PARTIAL)
-        # Order: rank 0 makes the folder, all agree that it is there, then all write into it.
+        # Order: rank 0 makes the folder and writes the state, all agree that it is there, then all write into it.
         try:
             if self.session.is_main:
                 if unfinished.exists():
                     shutil.rmtree(unfinished)
                 unfinished.mkdir(parents=True)
+                content = {
+                    "loop": dict(state),
+                    "config": dict(self.options),
+                    "identity": self.identity,
+                    "strategy": self.session.strategy,
+                    "precision": self.session.mixed_precision,
+                    "world_size": self.session.world_size,
+                    "versions": {
+                        "torch": torch.__version__,
+                        "python": platform.python_version(),
+                    },
+                }
+                text = json.dumps(content, indent=1)
+                write_durably(unfinished / STATE, text.encode())
             self._agree(step, None)
             if write_more is not None:
                 write_more(unfinished)
@@ -383,25 +396,9 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         except (OSError, SafetensorError) as error:
             self._agree(step, error)
         kept_steps = {state["best_step"], state["guarded_step"]} - {None}
-        writer = CheckpointWriter(
-            unfinished,
-            final,
-            {
-                "loop": dict(state),
-                "config": dict(self.options),
-                "identity": self.identity,
-                "strategy": self.session.strategy,
-                "precision": self.session.mixed_precision,
-                "world_size": self.session.world_size,
-                "versions": {
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                },
-            },
-            on_commit=partial(self._on_commit, final, kept_steps, start),
-        )
+        commit = partial(self._commit, unfinished, final, kept_steps, start)
         arguments: dict[str, Any] = {
-            "storage_writer": writer,
+            "storage_writer": CheckpointWriter(unfinished, commit),
             "planner": CheckpointPlanner(flatten_state_dict=False),
             "no_dist": self._is_alone,
         }
@@ -503,21 +500,22 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             f"Make room in {self.output} if its disk is full, and resume"
         )
 
-    def _on_commit(
+    def _commit(
         self,
+        unfinished: Path,
         final: Path,
         kept_steps: set[int],
         start: float,
+        checksums: Mapping[str, str],
     ) -> None:
-        """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
+        """Complete the checkpoint, and prune the oldest ones. Runs on rank 0."""
+        folders.commit(unfinished, final, checksums)
         files = [path for path in final.rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
         seconds = time.monotonic() - start
         log.info(f"saved {final.name} ({size / 1e9:.2f} GB, {seconds:.1f} s)")
-        limit = self.run.save_total_limit
         try:
-            for path in folders.prune(self.output, limit, kept_steps):
-                log.info(f"removed {path.name} (save_total_limit: {limit})")
+            folders.prune(self.output, self.run.save_total_limit, kept_steps)
         except OSError as error:
             log.warning(f"an old checkpoint could not be removed: {error}")
 
@@ -543,24 +541,18 @@ FILE_BYTES = 256 * 2**20
 
 
 class CheckpointWriter(HuggingFaceStorageWriter):
-    """Torch's writer of safetensors into `partial`, which adds checksums and state, and renames the folder to `final`.
+    """Torch's writer of safetensors into a folder, which calls `commit` with the checksums of the files when all are
+    written.
 
     Torch calls its methods, so a failure on one process is known to all, and an asynchronous save commits by itself.
     """
 
     def __init__(
-        self,
-        partial: Path,
-        final: Path,
-        state: dict[str, Any],
-        *,
-        on_commit: Callable[[], None],
+        self, folder: Path, commit: Callable[[Mapping[str, str]], None]
     ) -> None:
-        super().__init__(str(partial), save_distributed=True)
-        self.partial = partial
-        self.final = final
-        self.state = state
-        self.on_commit = on_commit
+        super().__init__(str(folder), save_distributed=True)
+        self.folder = folder
+        self.commit = commit
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Divide the pieces of each process among files of FILE_BYTES. Runs on the coordinator."""
@@ -582,7 +574,7 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         """Write and flush this process's pieces, and return the name and the checksum of each one's file."""
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
-        checksums = {name: sha256_of(self.partial / name) for name in names}
+        checksums = {name: sha256_of(self.folder / name) for name in names}
         with_checksums = []
         for result in results:
             name = result.storage_data.relative_path
@@ -592,14 +584,12 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write state and manifest, then rename. Runs on the coordinator after all have written."""
+        """Commit. Runs on the coordinator after all have written."""
         del metadata
-        write_durably(self.partial / STATE, json.dumps(self.state, indent=1).encode())
         checksums: dict[str, str] = {}
         for of_rank in results:
             checksums.update(result.storage_data for result in of_rank)
-        commit(self.partial, self.final, checksums)
-        self.on_commit()
+        self.commit(checksums)
 
 
 class CheckpointPlanner(DefaultSavePlanner):

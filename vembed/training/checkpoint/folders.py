@@ -622,14 +622,13 @@ def prune(
     output_dir: Path,
     limit: int | None,
     keep: set[int],
-) -> list[Path]:
+) -> None:
     """Remove the oldest checkpoints until `limit` are left. The newest and the steps in `keep` are never removed."""
     checkpoints = list_checkpoints(output_dir)
     if limit is None or len(checkpoints) <= limit:
-        return []
+        return
     # The list is sorted by step: the last one, the newest, is no candidate.
     removable = [path for step, path in checkpoints[:-1] if step not in keep]
-    removed = removable[: len(checkpoints) - limit]
-    for path in removed:
+    for path in removable[: len(checkpoints) - limit]:
         remove(path)
-    return removed
+        log.info(f"removed {path.name} (save_total_limit: {limit})")

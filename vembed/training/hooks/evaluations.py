@@ -127,10 +127,12 @@ class Guards(Hook):
         """See Hook."""
         self._run = run
         self._before: dict[str, float] = {}
-        self._guards: list[Guard] = run.config.evaluation.listed_guards()
+        self._guards: dict[str, Guard] = {}
+        """By the key of their scores."""
         self._data: dict[str, EvalData] = {}
-        for guard in self._guards:
+        for guard in run.config.evaluation.listed_guards():
             data = open_eval_data(run.config.data, guard.path, run.config.objective)
+            self._guards[f"{guard.label}/{data.metric}"] = guard
             self._data[guard.label] = data
             log.info(
                 f"guard {guard.label}: {data.summary()}; may fall by {guard.max_drop:g}"
@@ -147,8 +149,7 @@ class Guards(Hook):
         if evaluation.step > 0:
             scores = main_scores(self._run, self._data.items())
         drops = []
-        for guard in self._guards:
-            key = f"{guard.label}/{self._data[guard.label].metric}"
+        for key, guard in self._guards.items():
             score = scores[key]
             before = self._before[key]
             # The same dictionary goes to metrics.jsonl, the report and the model card.
@@ -184,9 +185,8 @@ class Guards(Hook):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See Hook."""
-        keys = {f"{label}/{data.metric}" for label, data in self._data.items()}
-        if set(state["before"]) == keys:
-            self._before = dict(state["before"])
+        if state["before"].keys() == self._guards.keys():
+            self._before = state["before"]
         else:
             log.info(
                 "guards have changed: they are measured against the current weights"

@@ -106,10 +106,13 @@ class StepMetrics(Hook):
     def metrics(self, report: StepReport) -> dict[str, Any]:
         """Return the metrics of all ranks since the last call. Collective; the same on every rank."""
         del report
-        seconds_spent = self._timer.take()
+        spent = {name: round(value, 6) for name, value in self._timer.take().items()}
         of_rank = {
             **self._counts,
-            "seconds": {name: round(value, 6) for name, value in seconds_spent.items()},
+            "seconds": spent,
+            # Without the time in collectives: it includes waiting for the slowest rank, so it would hide which one that is.
+            "work": sum(spent.values()) - spent["wait"],
+            "padding": 1 - self._counts["useful"] / max(self._counts["padded"], 1),
             "memory": memory_snapshot(self._device),
         }
         ranks = collectives.gather_objects(of_rank)
@@ -118,16 +121,7 @@ class StepMetrics(Hook):
             return [entry[name] for entry in ranks]
 
         useful = column("useful")
-        padded = column("padded")
-        padding = [
-            1 - useful_tokens / max(padded_tokens, 1)
-            for useful_tokens, padded_tokens in zip(useful, padded, strict=True)
-        ]
-        # Without the time in collectives: it includes waiting for the slowest rank, so it would hide which one that is.
-        work = [
-            sum(rank_seconds.values()) - rank_seconds["wait"]
-            for rank_seconds in column("seconds")
-        ]
+        work = column("work")
         seconds = max(self._seconds, 1e-9)
         # The lower one of an even number: of two ranks, the slower one is compared with the other.
         median_work = sorted(work)[(len(work) - 1) // 2]
@@ -135,12 +129,12 @@ class StepMetrics(Hook):
             "samples_per_second": sum(column("examples")) / seconds,
             "tokens_per_second": sum(useful) / seconds,
             "step_seconds": seconds / max(self._counts["steps"], 1),
-            "padding_fraction": 1 - sum(useful) / max(sum(padded), 1),
+            "padding_fraction": 1 - sum(useful) / max(sum(column("padded")), 1),
             "duplicate_fraction": 1
             - sum(column("distinct")) / max(sum(column("inputs")), 1),
             "seconds": column("seconds"),
             "tokens": useful,
-            "padding": padding,
+            "padding": column("padding"),
             "forwards": column("forwards"),
             "skew": max(work) / max(median_work, 1e-9),
             "slowest_rank": work.index(max(work)),
@@ -260,7 +254,6 @@ class MetricsLog(Hook):
         for tracker in self.trackers:
             with suppress(OSError):
                 tracker.finish()
-        self.trackers = []
 
     def _close_file(self) -> None:
         if self.file is not None:

@@ -50,7 +50,6 @@ class EpochMiner(Hook):
 
     def __init__(self, options: EpochMining) -> None:
         self._options = options
-        self._epoch: int | None = None
         self._metrics: dict[str, float] = {}
 
     def on_build(self, run: Trainer) -> None:
@@ -93,7 +92,6 @@ class EpochMiner(Hook):
         num_mined = int((mined >= 0).sum())
         # In place: the stream and the checkpoints hold this tensor.
         self._numbers.copy_(mined)
-        self._epoch = epoch
         self._run.restart_stream()  # batches of this epoch were prepared with the earlier negatives
         seconds = time.monotonic() - began
         self._metrics = {
@@ -117,7 +115,7 @@ class EpochMiner(Hook):
 
     def state(self) -> dict[str, Any]:
         """See Hook."""
-        return {"epoch": self._epoch, "documents": self._miner.fingerprint}
+        return {"documents": self._miner.fingerprint}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See Hook."""
@@ -125,7 +123,6 @@ class EpochMiner(Hook):
             raise UserError(
                 "mine: the documents that are mined have changed: restore them, or start anew in another output_dir"
             )
-        self._epoch = state["epoch"]
 
     def tensors(self) -> Mapping[str, Tensor]:
         """See Hook."""
