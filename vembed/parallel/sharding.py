@@ -131,7 +131,7 @@ def shard(
     sharded: nn.Module
     if fsdp.version == 1:
         precision = None
-        if is_half or reduce_dtype is not None:
+        if reduce_dtype is not None:
             buffer_dtype = torch.float32 if is_half else None
             precision = MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)
         for unit in wide:

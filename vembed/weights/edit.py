@@ -519,16 +519,14 @@ def _search(
 
 def _write_result(result: EditResult) -> None:
     """Write edit.json and a section of the card."""
-    summary: dict[str, Any] = {
-        "plan": asdict(result.plan),
-        "before": result.before,
-        "after": result.after,
-    }
+    summary = asdict(result)
+    del summary["model_dir"]
+    trials = summary.pop("trials")
     card = result.model_dir / "README.md"
     section = f"\n## Edit\n\n```json\n{json.dumps(summary, indent=2)}\n```\n"
     replace_text(card, card.read_text(encoding="utf-8") + section)
-    if result.trials:
-        summary["trials"] = [asdict(trial) for trial in result.trials]
+    if trials:
+        summary["trials"] = trials
     write_json(result.model_dir / EDIT_FILE, summary)
 
 

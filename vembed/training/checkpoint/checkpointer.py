@@ -21,6 +21,7 @@ import re
 import shutil
 import time
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -55,7 +56,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
@@ -369,26 +369,12 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         start = time.monotonic()
         final = self.path_of(step)
         unfinished = final.with_name(final.name + PARTIAL)
-        # Order: rank 0 makes the folder and writes the state, all agree that it is there, then all write into it.
+        # Order: rank 0 makes the folder, all agree that it is there, then all write into it.
         try:
             if self.session.is_main:
                 if unfinished.exists():
                     shutil.rmtree(unfinished)
                 unfinished.mkdir(parents=True)
-                content = {
-                    "loop": dict(state),
-                    "config": dict(self.options),
-                    "identity": self.identity,
-                    "strategy": self.session.strategy,
-                    "precision": self.session.mixed_precision,
-                    "world_size": self.session.world_size,
-                    "versions": {
-                        "torch": torch.__version__,
-                        "python": platform.python_version(),
-                    },
-                }
-                text = json.dumps(content, indent=1)
-                write_durably(unfinished / STATE, text.encode())
             self._agree(step, None)
             if write_more is not None:
                 write_more(unfinished)
@@ -396,7 +382,19 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         except (OSError, SafetensorError) as error:
             self._agree(step, error)
         kept_steps = {state["best_step"], state["guarded_step"]} - {None}
-        commit = partial(self._commit, unfinished, final, kept_steps, start)
+        content = {
+            "loop": dict(state),
+            "config": dict(self.options),
+            "identity": self.identity,
+            "strategy": self.session.strategy,
+            "precision": self.session.mixed_precision,
+            "world_size": self.session.world_size,
+            "versions": {
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        commit = partial(self._commit, unfinished, final, content, kept_steps, start)
         arguments: dict[str, Any] = {
             "storage_writer": CheckpointWriter(unfinished, commit),
             "planner": CheckpointPlanner(flatten_state_dict=False),
@@ -504,11 +502,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         self,
         unfinished: Path,
         final: Path,
+        content: Mapping[str, Any],
         kept_steps: set[int],
         start: float,
         checksums: Mapping[str, str],
     ) -> None:
-        """Complete the checkpoint, and prune the oldest ones. Runs on rank 0."""
+        """Write the state, complete the checkpoint, and prune the oldest ones. Runs on rank 0."""
+        write_durably(unfinished / STATE, json.dumps(content, indent=1).encode())
         folders.commit(unfinished, final, checksums)
         files = [path for path in final.rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
@@ -570,26 +570,19 @@ class CheckpointWriter(HuggingFaceStorageWriter):
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
-    ) -> torch.futures.Future[list[WriteResult]]:
-        """Write and flush this process's pieces, and return the name and the checksum of each one's file."""
+    ) -> torch.futures.Future[Any]:
+        """Write and flush this process's pieces, and return the checksums of their files by name. Torch only hands them
+        on to `finish`."""
         results = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in results}
-        checksums = {name: sha256_of(self.folder / name) for name in names}
-        with_checksums = []
-        for result in results:
-            name = result.storage_data.relative_path
-            with_checksums.append(replace(result, storage_data=(name, checksums[name])))
-        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        done.set_result(with_checksums)
-        return done
+        checksums: torch.futures.Future[dict[str, str]] = torch.futures.Future()
+        checksums.set_result({name: sha256_of(self.folder / name) for name in names})
+        return checksums
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Commit. Runs on the coordinator after all have written."""
         del metadata
-        checksums: dict[str, str] = {}
-        for of_rank in results:
-            checksums.update(result.storage_data for result in of_rank)
-        self.commit(checksums)
+        self.commit(dict(ChainMap(*results)))
 
 
 class CheckpointPlanner(DefaultSavePlanner):
