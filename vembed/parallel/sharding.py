@@ -237,12 +237,12 @@ def shard_for_use(
     `only_rank0_reads`: only rank 0 holds the weights.
     """
     # Layers alone: embeddings may be tied to a head, and shared weights must be in one unit.
-    chosen = set(layer_units(model, layer_classes or layer_candidates(model)))
+    units = layer_units(model, layer_classes or layer_candidates(model))
     return shard_by_fsdp2(
         model,
         FsdpConfig(),
         device,
-        _inner_first(model, chosen),
+        _inner_first(model, units),
         policy=MixedPrecisionPolicy(),
         only_rank0_reads=only_rank0_reads,
     )
@@ -323,9 +323,9 @@ def _hand_out(
 # ---- units ---------------------------------------------------------------------------------------------------------
 
 
-def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+def layer_units(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
     """Return the modules of the named classes (`BertLayer`, or a dotted path). Raise UserError if a name has none."""
-    units = {}
+    units: set[nn.Module] = set()
     for name in names:
         fitting = []
         for module in model.modules():
@@ -338,8 +338,8 @@ def layer_units(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
                 f"fsdp_transformer_layer_cls_to_wrap: the model has no {name}; its layer classes: "
                 f"{candidates or 'none found: use SIZE_BASED_WRAP'}."
             )
-        units.update(dict.fromkeys(fitting))
-    return list(units)
+        units.update(fitting)
+    return units
 
 
 def layer_candidates(model: nn.Module) -> list[str]:
@@ -370,13 +370,13 @@ def size_units(
     min_num_params: int,
     *,
     leaves: bool = True,
-) -> list[nn.Module]:
+) -> set[nn.Module]:
     """Return modules with at least `min_num_params` parameters outside smaller units, as FSDP1's own policy does.
 
     `leaves`: modules without children may be units. A single linear layer is a bad unit: little to overlap, and FSDP2
     warns about its output, which is a view.
     """
-    units = []
+    units = set()
 
     def visit(module: nn.Module) -> int:
         """Return the number of the module's parameters in units."""
@@ -391,24 +391,24 @@ def size_units(
             return wrapped
         if not leaves and not _has_children(module):
             return 0
-        units.append(module)
+        units.add(module)
         return total
 
     visit(model)
     return units
 
 
-def embedding_units(model: nn.Module) -> list[nn.Module]:
+def embedding_units(model: nn.Module) -> set[nn.Module]:
     """Return the token embeddings of every tower."""
-    units: dict[nn.Module, None] = {}
+    units: set[nn.Module] = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             # Raised for a model of several towers, or without token embeddings.
             with suppress(NotImplementedError):
                 embedding = module.get_input_embeddings()
                 if isinstance(embedding, nn.Embedding):
-                    units[embedding] = None
-    return list(units)
+                    units.add(embedding)
+    return units
 
 
 def choose_units(
@@ -417,38 +417,32 @@ def choose_units(
     layer_classes: Sequence[str],
 ) -> list[nn.Module]:
     """Return all units except the root, inner modules first."""
-    units = []
+    units: set[nn.Module] = set()
     if fsdp.wrap_function is not None:
         chooses = find(fsdp.wrap_function, "fsdp_auto_wrap_policy")
         for module in model.modules():
             if module is not model and chooses(module):
-                units.append(module)
+                units.add(module)
     elif fsdp.wrap_policy == "SIZE_BASED_WRAP":
         units = size_units(model, fsdp.min_num_params, leaves=fsdp.version == 1)
     elif fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP":
         names = fsdp.layer_classes or layer_classes or layer_candidates(model)
         layers = layer_units(model, names)
-        units = [
+        units = {
             layer for layer in layers if _num_values(layer) >= fsdp.min_layer_params
-        ]
+        }
         if len(units) < len(layers):
             log.info(
                 f"fsdp_min_num_params: {len(layers) - len(units):,d} layers have less than {fsdp.min_layer_params:,d} "
                 "parameters and are no units of their own"
             )
-        inside: set[nn.Module] = set()
-        for unit in units:
-            inside.update(unit.modules())
-        for embedding in embedding_units(model):
-            if embedding not in inside:
-                units.append(embedding)
-    chosen = set(units)
+        inside = itertools.chain.from_iterable(unit.modules() for unit in units)
+        units |= embedding_units(model).difference(inside)
     if isinstance(model, EmbeddingModel) and model.language_head is not None:
         # A weight that the language-model head uses too stays in the root unit, which is gathered while the head runs.
-        for unit in units:
-            if model.language_head.lends(unit, model.backbone):
-                chosen.discard(unit)
-    return _inner_first(model, chosen)
+        head = model.language_head
+        units = {unit for unit in units if not head.lends(unit, model.backbone)}
+    return _inner_first(model, units)
 
 
 def _inner_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:

@@ -393,7 +393,10 @@ def configured_hooks(trainer: Trainer) -> list[Hook]:
         hooks.append(TaskScores())
     if trainer.data.evaluation is not None:
         hooks.append(QueryRecord())
-    return [*hooks, StepMetrics(), Watch(), MetricsLog()]
+    hooks += [StepMetrics(), Watch()]
+    if trainer.session.is_main:
+        hooks.append(MetricsLog())
+    return hooks
 
 
 def open_stream(

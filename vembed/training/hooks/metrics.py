@@ -9,7 +9,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -193,16 +193,15 @@ def log_line(
 
 @dataclass
 class MetricsLog(Hook):
-    """metrics.jsonl and the trackers. On ranks other than 0 every call is a no-op."""
+    """metrics.jsonl and the trackers, of rank 0 alone."""
 
     name = "metrics"
     trackers: list[Tracker] = field(default_factory=list)
-    file: LineFile | None = None
+    _closing: ExitStack = field(default_factory=ExitStack)
+    """Closes the file, once it is open."""
 
     def on_start(self, run: Trainer) -> None:
         """Open the file and start the trackers."""
-        if not run.session.is_main:
-            return
         options = run.config.logging
         settings = run.config.to_dict()
         tracked = TrackedRun(
@@ -218,6 +217,7 @@ class MetricsLog(Hook):
             tracker.start(tracked)
             self.trackers.append(tracker)
         self.file = LineFile(run.output / METRICS_FILE)
+        self._closing.callback(self.file.close)
 
     def on_log(self, values: Mapping[str, Any]) -> None:
         """Write one logged step to metrics.jsonl and its numbers to the trackers."""
@@ -238,27 +238,20 @@ class MetricsLog(Hook):
 
     def state(self) -> dict[str, Any]:
         """Flush the file to the disk: a checkpoint must not be newer than its lines. Return the file's length."""
-        if self.file is None:
-            return {}
         self.file.sync()
         return {"bytes": self.file.path.stat().st_size}
 
     def on_finish(self, run: Trainer) -> None:
         """Close the file: the report reads it."""
         del run
-        self._close_file()
+        self._closing.close()
 
     def close(self) -> None:
         """Close the file and end the trackers."""
-        self._close_file()
+        self._closing.close()
         for tracker in self.trackers:
             with suppress(OSError):
                 tracker.finish()
-
-    def _close_file(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
 
     def _write(
         self,
@@ -266,8 +259,6 @@ class MetricsLog(Hook):
         numbers: dict[str, float],
         step: int,
     ) -> None:
-        if self.file is None:
-            return
         # A line without a newline was cut by a crash; resuming drops it.
         text = json.dumps({**line, "time": round(time.time(), 3)})
         # JSON has no NaN and no infinity: they become null.
