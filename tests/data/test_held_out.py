@@ -18,6 +18,7 @@ from tests.data.files import (
 from tests.data.pictures import write
 from tests.tiny import WORDS
 from vembed.config.schema import TrainConfig
+from vembed.data import datasets
 from vembed.data.datasets import example_groups, hold_out, open_sets, overlap_warnings
 from vembed.data.examples import Item
 from vembed.data.near_duplicates import normal_text
@@ -184,6 +185,20 @@ def opened(folder, rows, share=0.2, **more):
     options = TrainConfig(model_name="m", data_path=path, val_split=share, **more)
     return open_sets(
         options.data, options.objective, model_name="m", seed=0, compares=False
+    )
+
+
+def test_a_small_source_is_searched_as_a_large_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets, "MAX_SEARCHED_DOCUMENTS", 20)
+    paths = []
+    for name, count in (("large", 200), ("small", 20), ("tiny", 2)):
+        queries = random_queries(random.Random(name), count)
+        rows = [pair(query, f"{name} {query}") for query in queries]
+        paths.append(str(write_jsonl(tmp_path / f"{name}.jsonl", rows)))
+    parts = hold_out(open_path(paths), 0.1, seed=1)
+    sources = [source for source, _ in parts.documents]
+    assert [sources.count(source) for source in range(3)] == [11, 7, 2], (
+        "every third of the small source"
     )
 
 

@@ -270,11 +270,22 @@ class HeldOut:
 
     @cached_property
     def documents(self) -> Sequence[tuple[int, Item]]:
-        """Documents of all examples, each with the number of its source: all, or of large data a sample that is spread
-        evenly. `max_negatives`, an option of the training step, leaves none out."""
+        """Documents of all examples, each with the number of its source: all, or of large data a sample, spread over
+        equally many examples of each source where it has them. `max_negatives`, an option of the training step, leaves
+        none out."""
+        sizes = self.store.sizes
+        starts = np.cumsum((0, *sizes)).tolist()
+        indices: list[int] = []
+        num_sources_left = len(sizes)
+        # Small sources come first: what they leave is for the others.
+        for source in np.argsort(sizes, kind="stable").tolist():
+            share = (MAX_SEARCHED_DOCUMENTS - len(indices)) // num_sources_left
+            num_sources_left -= 1
+            for number in spread(sizes[source], max(share, 1)):
+                indices.append(starts[source] + number)
         documents: dict[tuple[int, int], Item] = {}
         num_unreadable = 0
-        for index in spread(len(self.store), MAX_SEARCHED_DOCUMENTS):
+        for index in sorted(indices):
             example = self.store[index]
             # The texts of a class are relevant to each other: those of training would count as wrong.
             if example.label is not None:
