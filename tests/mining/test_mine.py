@@ -215,36 +215,27 @@ TREES = (
 )
 
 
-@pytest.mark.parametrize("has_corpus", [False, True])
-def test_ids_belong_to_their_beir_folder(has_corpus, tmp_path):
+def test_ids_that_two_folders_share(tmp_path):
     folders = []
     for name, (corpus, queries, relevant) in {"cats": CATS, "trees": TREES}.items():
         write_beir(tmp_path / name, corpus, queries, relevant)
         folders.append(str(tmp_path / name))
-    files = {
-        "data_path": folders,
-        "output_path": "x.jsonl",
-        "retrievers": ["bm25"],
-    }
-    if has_corpus:
-        files["corpus_path"] = folders
-    inputs = read_mining_inputs(MineConfig(**files))
+    files = {"output_path": "x.jsonl", "retrievers": ["bm25"]}
+    inputs = read_mining_inputs(MineConfig(data_path=folders, **files))
     positives = inputs.known.positives
     known = []
     for query, document in zip(positives.queries, positives.documents, strict=True):
         text = inputs.documents.item(int(document)).text
         known.append((inputs.known.item(int(query)).text, text))
     assert known == [("red cat", "a red cat"), ("green tree", "a green tree")]
-    # What belongs to no folder, and may be in both.
-    qrels = tmp_path / "more.tsv"
-    qrels.write_text("query-id\tcorpus-id\tscore\nq1\td1\t1\n")
-    with pytest.raises(UserError, match=r"more.tsv:2: query id q1 is in .*cats and "):
-        read_mining_inputs(MineConfig(**files, qrels_path=str(qrels)))
-    row = {**pair("red cat", "a red cat"), "positive_id": "d1"}
-    files["data_path"] = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    # The qrels of both corpora name queries of either folder.
     files["corpus_path"] = folders
-    with pytest.raises(UserError, match=r"id d1 of a positive is in .*cats.* and in "):
-        read_mining_inputs(MineConfig(**files))
+    with pytest.raises(UserError, match="id q1 stands for different queries"):
+        read_mining_inputs(MineConfig(data_path=folders, **files))
+    row = {**pair("red cat", "a red cat"), "positive_id": "d1"}
+    rows = str(write_jsonl(tmp_path / "rows.jsonl", [row]))
+    with pytest.raises(UserError, match="id d1 of a positive stands for different"):
+        read_mining_inputs(MineConfig(data_path=rows, **files))
 
 
 def test_parquet_in_and_out_keeps_every_column(options, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     Corpus,
     choose_qrels,
-    folder_of_qrels,
     is_beir_folder,
     qrels_files,
     read_beir,
@@ -67,7 +65,6 @@ class BeirTable:
     ) -> None:
         self.name = str(folder)
         self.image_folder = str(folder)
-        self.id_folder = _id_folder(folder)
         splits = [options.split] if options.split else SPLITS
         skip_bad = options.on_bad_record == "skip"
         self._data = read_beir(folder, choose_qrels(folder, splits), skip_bad=skip_bad)
@@ -174,35 +171,10 @@ def content_key(item: Item) -> int:
     return item.key(casefolded)
 
 
-def id_key(file: int, identity: object) -> int:
-    """A 63-bit number for an id in the file of this number; 7 and "7" are the same id."""
-    text = f"{file}/{identity}"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+def id_key(identity: object) -> int:
+    """A 63-bit number for an id; 7 and "7" are the same id."""
+    digest = hashlib.blake2b(str(identity).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _id_folder(path: Path) -> str:
-    """Return the BEIR-style folder whose ids a folder, or a file of documents, has; "" for other files."""
-    for folder in (path, path.parent):
-        corpus = texts_path(folder, "corpus")
-        if corpus is not None and path in (folder, corpus):
-            return str(folder.resolve())
-    return ""
-
-
-def _sharing_ids(id_folder: str, others: Sequence[str]) -> list[int]:
-    """Return the places among the id folders `others` where an id of `id_folder` may stand.
-
-    In the same folder, if it is there. Otherwise ids of two folders are different ones, also where they are equal, and
-    files outside of any folder may have the ids of any.
-    """
-    if id_folder and id_folder in others:
-        return [others.index(id_folder)]
-    places = []
-    for place, other in enumerate(others):
-        if not id_folder or not other:
-            places.append(place)
-    return places
 
 
 def array_identity(values: np.ndarray) -> str:
@@ -219,7 +191,6 @@ class CorpusFile:
         options: RecordOptions,
     ) -> None:
         place = Path(path).expanduser()
-        self.id_folder = _id_folder(place)
         self.reader = open_document_reader(texts_path(place, "corpus") or place)
         folder = options.image_root or str(self.reader.folder)
         self._images = ImageRoot(folder, allow_urls=options.allow_image_urls)
@@ -250,7 +221,7 @@ def read_corpus(
                     problems.append(f"{file.reader.where(line)}: {error}")
                 continue
             identity = document_id(record)
-            key = 0 if identity is None else id_key(number, identity)
+            key = 0 if identity is None else id_key(identity)
             table.extend((number, start, 0, content_key(item), item.key(), key))
     refuse_bad_records(
         problems,
@@ -325,6 +296,10 @@ class Documents:
         self._by_id = KeyIndex(with_id[:, ID])
         self._number_of_id = self.find_contents(with_id[:, KEY])
         self.has_ids = len(with_id) > 0
+        ids, counts = np.unique(
+            np.unique(with_id[:, [ID, KEY]], axis=0)[:, 0], return_counts=True
+        )
+        self._ambiguous_ids = ids[counts > 1]
 
     def __len__(self) -> int:
         return len(self._table)
@@ -347,28 +322,19 @@ class Documents:
         """The numbers of documents with these contents, -1 where there is none."""
         return self._by_content.find(np.asarray(keys, np.int64))
 
-    def find_ids(self, identities: Sequence[str], id_folder: str) -> np.ndarray:
-        """The numbers of documents with these ids of a BEIR-style folder ("": of none), -1 where there is none."""
-        numbers = np.full(len(identities), -1)
-        files = numbers.copy()
-        id_folders = [file.id_folder for file in self._files]
-        for file in _sharing_ids(id_folder, id_folders):
-            keys = [id_key(file, identity) for identity in identities]
-            places = self._by_id.find(np.array(keys, np.int64))
-            is_here = places >= 0
-            numbers_here = self._number_of_id[places[is_here]]
-            earlier = numbers[is_here]
-            differs = (earlier >= 0) & (earlier != numbers_here)
-            if differs.any():
-                place = np.flatnonzero(is_here)[differs.argmax()]
-                raise UserError(
-                    f"corpus_path: id {identities[place]} of a positive is in {self._files[files[place]].reader.name} and in "
-                    f"{self._files[file].reader.name}, for different documents: give them different ids, or mine "
-                    "with each corpus alone"
-                )
-            numbers[is_here] = numbers_here
-            files[is_here] = file
-        return numbers
+    def find_ids(self, identities: Sequence[str]) -> np.ndarray:
+        """The numbers of documents with these ids, -1 where there is none."""
+        keys = np.array(list(map(id_key, identities)), np.int64)
+        is_ambiguous = np.isin(keys, self._ambiguous_ids)
+        if is_ambiguous.any():
+            raise UserError(
+                f"the id {identities[int(is_ambiguous.argmax())]} of a positive stands for different documents: give them "
+                "different ids, or mine each corpus alone"
+            )
+        places = self._by_id.find(keys)
+        is_known = places >= 0
+        places[is_known] = self._number_of_id[places[is_known]]
+        return places
 
 
 def _as_table(values: array[int]) -> np.ndarray:
@@ -431,38 +397,34 @@ class KnownPositives:
         positives = array("q")
         negatives = array("q")
         texts = array("q")
-        query_of_id: dict[tuple[int, str], int] = {}
-        """By the place of the table and the id."""
-        by_id: dict[str, list[tuple[int, str]]] = defaultdict(list)
-        """Queries and ids of positives, by the folder of the ids."""
-        id_folders = []
-        for source, table in enumerate(rows.tables):
-            id_folder = table.id_folder if isinstance(table, BeirTable) else ""
-            id_folders.append(id_folder)
-            for number in range(len(table)):
-                example = table.example(number)
-                key = content_key(example.query)
-                # Queries are numbered by first occurrence: the same on every rank.
-                query = number_of.setdefault(key, len(number_of))
-                if query == len(first_row):
-                    first_row.append(len(query_of_row))
-                    exact.append(example.query.key())
-                    texts.extend((query, key))
-                query_of_row.append(query)
-                for item in example.positives:
-                    positives.extend((query, content_key(item)))
-                for item in example.negatives:
-                    negatives.extend((query, content_key(item)))
-                record = table.record(number)
-                identity = _first_value(record, options.query_id_field, QUERY_ID_FIELDS)
-                if identity is not None:
-                    query_of_id[source, str(identity)] = query
-                ids = _first_value(
-                    record, options.positive_id_field, POSITIVE_ID_FIELDS
-                )
-                if ids is not None:
-                    for identity in ids if isinstance(ids, list) else [ids]:
-                        by_id[id_folder].append((query, str(identity)))
+        query_of_id: dict[str, int] = {}
+        ambiguous_ids = set()
+        by_id = []
+        for row in range(len(rows)):
+            example = rows.example(row)
+            key = content_key(example.query)
+            # Queries are numbered by first occurrence: the same on every rank.
+            query = number_of.setdefault(key, len(number_of))
+            query_of_row.append(query)
+            if query == len(first_row):
+                first_row.append(row)
+                exact.append(example.query.key())
+                texts.extend((query, key))
+            for item in example.positives:
+                positives.extend((query, content_key(item)))
+            for item in example.negatives:
+                negatives.extend((query, content_key(item)))
+            record = rows.record(row)
+            identity = _first_value(record, options.query_id_field, QUERY_ID_FIELDS)
+            if identity is not None:
+                earlier = query_of_id.setdefault(str(identity), query)
+                if earlier != query:
+                    ambiguous_ids.add(str(identity))
+            ids = _first_value(record, options.positive_id_field, POSITIVE_ID_FIELDS)
+            # The positives of a BEIR-style folder are known by their content, and another folder may have the same ids.
+            if ids is not None and not isinstance(rows.locate(row)[0], BeirTable):
+                for identity in ids if isinstance(ids, list) else [ids]:
+                    by_id.append((query, str(identity)))
         for option, field, values in (
             ("query_id_field", options.query_id_field, query_of_id),
             ("positive_id_field", options.positive_id_field, by_id),
@@ -483,38 +445,25 @@ class KnownPositives:
         self._first_row = first_row
         self.notes: list[str] = []
         """Lines for the log."""
-        num_judged = 0
-        num_of_rows = 0
+        judged = set()
         for path in _qrels_of(options):
-            folder = folder_of_qrels(path)
-            id_folder = "" if folder is None else _id_folder(folder)
-            sources = _sharing_ids(id_folder, id_folders)
             for where, judgement in read_judgements(path):
                 if isinstance(judgement, str):
                     raise UserError(f"{where}: {judgement}")
                 identity, document, grade = judgement
-                names_of_query = {}
-                for source in sources:
-                    if (source, identity) in query_of_id:
-                        query = query_of_id[source, identity]
-                        names_of_query[query] = rows.tables[source].name
-                if len(names_of_query) > 1:
+                if identity in ambiguous_ids:
                     raise UserError(
-                        f"{where}: query id {identity} is in {' and '.join(names_of_query.values())}, for different queries: "
-                        "give them different ids, or mine each file alone"
+                        f"{where}: the id {identity} stands for different queries: give them different ids, or mine "
+                        "each file alone"
                     )
-                num_judged += 1
-                num_of_rows += len(names_of_query)
-                if grade > 0:
-                    for query in names_of_query:
-                        by_id[id_folder].append((query, document))
-        if num_judged and not num_of_rows:
+                judged.add(identity)
+                if grade > 0 and identity in query_of_id:
+                    by_id.append((query_of_id[identity], document))
+        if judged and judged.isdisjoint(query_of_id):
             self.notes.append(
                 "qrels: no row has the id of a query in them, so they add no known positive"
             )
-        known = [_pairs(positives, documents)]
-        for id_folder, pairs in by_id.items():
-            known.append(self._pairs_by_id(pairs, id_folder, documents))
+        known = [_pairs(positives, documents), self._pairs_by_id(by_id, documents)]
         self.positives = Pairs.union(known)
         """Known positives of each query: of all its rows, by content, and by id."""
         self.negatives = _pairs(negatives, documents)
@@ -536,12 +485,11 @@ class KnownPositives:
     def _pairs_by_id(
         self,
         by_id: list[tuple[int, str]],
-        id_folder: str,
         documents: Documents,
     ) -> Pairs:
         queries = np.array([query for query, _ in by_id], np.int64)
         identities = [identity for _, identity in by_id]
-        numbers = documents.find_ids(identities, id_folder)
+        numbers = documents.find_ids(identities)
         missing = np.flatnonzero(numbers < 0)
         if documents.has_ids and len(missing):
             self.notes.append(
