@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import reprlib
-import signal
 import socket
 import time
 from abc import ABC, abstractmethod
@@ -33,7 +32,7 @@ from scipy.special import expit
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -191,7 +190,7 @@ class Service:
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002
         """Say that the server runs. It needs no key."""
-        return json_response(200, {"status": "ok"})
+        return JSONResponse({"status": "ok"})
 
     async def get(self, request: Request) -> Response:
         """Return the metrics, or the served model as OpenAI and TEI list their own."""
@@ -204,9 +203,9 @@ class Service:
         if request.url.path == "/info":
             max_length = self.batcher.encoder.max_length
             info = {"model_id": self.name, "max_input_length": max_length}
-            return json_response(200, info)
+            return JSONResponse(info)
         model = {"id": self.name, "object": "model", "owned_by": "vembed"}
-        return json_response(200, {"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [model]})
 
     async def no_such_route(self, request: Request, error: Any) -> Response:
         """Answer a request for another path or with another method."""
@@ -233,7 +232,7 @@ class Service:
                         f"truncate is false, and this server cuts inputs at {max_length:,d} tokens; leave it out",
                     )
                 answer = await self.answers[path](request, values)
-                response = await asyncio.to_thread(json_response, 200, answer)
+                response: Response = await asyncio.to_thread(JSONResponse, answer)
         except Refusal as refusal:
             if "Connection" in refusal.headers:
                 await discard_body(request)
@@ -498,16 +497,7 @@ def refusal_response(refusal: Refusal) -> Response:
         "type": "server_error" if is_fault else "invalid_request_error",
         "code": refusal.status,
     }
-    return json_response(refusal.status, {"error": error}, refusal.headers)
-
-
-def json_response(
-    status: int,
-    value: Any,
-    headers: Mapping[str, str] | None = None,
-) -> Response:
-    """Return an answer in JSON."""
-    return Response(json.dumps(value), status, headers, media_type="application/json")
+    return JSONResponse({"error": error}, refusal.status, refusal.headers)
 
 
 # ---- uvicorn around the application, with limits on connections and an orderly end -------------------------------------
@@ -579,12 +569,13 @@ class Connection(H11Protocol):
 class Server(uvicorn.Server):
     """Server that a second signal ends at once, without the requests that the first one leaves it to answer."""
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """Stop taking requests, or end the process where that is asked for again."""
         if self.should_exit:
             # No exception: the thread that runs the model would be waited for.
             os._exit(128 + sig)
-        super().handle_exit(sig, frame)
+        # uvicorn's own handler has the signal raised again at the end, but the process lives on.
+        self.should_exit = True
 
 
 def serve(
@@ -630,15 +621,7 @@ def serve(
             timeout_graceful_shutdown=int(limits.drain_seconds),
         )
         on_ready(listener.getsockname()[1], encoder.gives_scores)
-        # uvicorn, having answered, raises the signals again that ended it. The process lives on.
-        before = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, lambda *_: None)
-        try:
-            Server(config).run(sockets=[listener])
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        Server(config).run(sockets=[listener])
     finally:
         listener.close()
 
