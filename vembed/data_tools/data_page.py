@@ -20,7 +20,7 @@ from vembed.data.datasets import open_sets, run_length, short_item
 from vembed.data.examples import Example, spread
 from vembed.data.near_duplicates import normal_key
 from vembed.data_tools.starter import local_model
-from vembed.progress import counted
+from vembed.evaluation.report.page import render_page
 
 if TYPE_CHECKING:
     from vembed.data.features import BaseFeaturiser
@@ -30,9 +30,6 @@ MAX_READ = 20_000
 MAX_MEASURED = 2_000
 NUM_SAMPLES = 2
 SAMPLE_CHARACTERS = 300
-
-PageSection = tuple[str, list[str], dict[str, Any]]
-"""Title and lines of a part of the page, and the same figures for programs, by name."""
 
 
 def data_facts(
@@ -50,7 +47,7 @@ def data_facts(
         sets = open_sets(
             config.data,
             config.objective,
-            model_name=config.model.model_name,
+            model_name=name,
             seed=config.run.seed,
             compares=True,
         )
@@ -66,31 +63,20 @@ def data_facts(
                 world_size=world_size,
             )
     store = sets.examples
-    lines = store.summary()
     validation = None
     if sets.evaluation is not None:
         validation = sets.evaluation.summary()
-        lines.append(f"validation: {validation}")
-    if length is not None:
-        schedule = length.batch_schedule
-        per_epoch = schedule.batches_per_epoch / length.batches_per_step
-        lines += [
-            schedule.summary(),
-            f"steps: {length.total_steps:,d} in all, {per_epoch:,.6g} per epoch",
-        ]
-    elif world_size is not None:
-        lines.append(
-            f"steps: known when the model is here (epochs: auto): {name} is not on this machine yet"
-        )
-    lines += [f"warning: {warning}" for warning in sets.warnings]
     sizes = zip(store.names, store.sizes, strict=True)
+    sample = [store[number] for number in spread(len(store), MAX_READ)]
     figures = {
         "num_examples": len(store),
         "sources": [{"name": name, "num_examples": size} for name, size in sizes],
         "validation": validation,
         "warnings": list(sets.warnings),
+        "num_counted": len(sample),
+        "repetitions": _repetitions(sample, config.model.task == "rerank"),
+        **_negatives(sample),
     }
-    sample = [store[number] for number in spread(len(store), MAX_READ)]
     featuriser = None
     if is_here:
         # These import torch, which takes seconds.
@@ -98,25 +84,18 @@ def data_facts(
         from vembed.models.families.description import describe
 
         featuriser = build_featuriser(describe(config.model))
-    sections = [
-        ("what was read", lines, figures),
-        _repetitions(sample, len(store), config.model.task == "rerank"),
-        _negatives(sample),
-    ]
-    if featuriser is None:
-        missing = f"{name} is not on this machine yet"
-        sections.append(("lengths", [f"not measured, since {missing}"], {}))
-        title = f"samples, without prompts and special tokens, since {missing}"
-    else:
-        sections.append(_lengths(sample, featuriser))
-        title = "samples, as the model reads them"
-    samples = _samples(sample[:NUM_SAMPLES], featuriser)
-    sections.append((title, samples, {}))
-    blocks = []
-    for section_title, section_lines, section_figures in sections:
-        figures |= section_figures
-        blocks.append("\n  ".join([f"{section_title}:", *section_lines]))
-    return "\n\n".join(blocks) + "\n", figures
+        figures["lengths"] = _lengths(sample, featuriser)
+        figures["max_length"] = featuriser.description.max_length
+    page = render_page(
+        "data.txt.j2",
+        model_name=name,
+        summary=store.summary(),
+        counts_steps=world_size is not None,
+        length=length,
+        samples=_samples(sample[:NUM_SAMPLES], featuriser),
+        **figures,
+    )
+    return page, figures
 
 
 @contextmanager
@@ -133,9 +112,8 @@ def unlogged() -> Iterator[None]:
 
 def _repetitions(
     examples: Sequence[Example],
-    total: int,
     reads_pairs: bool,
-) -> PageSection:
+) -> dict[str, dict[str, int]]:
     contents: dict[str, list[Any]] = {"queries": [], "positives": [], "pairs": []}
     positives_of: dict[int, set[int]] = {}
     split_queries = set()
@@ -152,47 +130,28 @@ def _repetitions(
         contents["positives"] += positives
         contents["pairs"] += [(query, positive) for positive in positives]
     figures = {}
-    lines = []
     for name, keys in contents.items():
         different = len(set(keys))
-        repeated = len(keys) - different
-        figures[name] = {"different": different, "repeated": repeated}
-        repetitions = counted(repeated, "repetition")
-        lines.append(f"{name}: {different:,d} different, {repetitions}")
+        figures[name] = {"different": different, "repeated": len(keys) - different}
     figures["queries_with_several_records"] = {"queries": len(split_queries)}
-    if split_queries:
-        lines.append(
-            f"warning: queries with other positives in another record: {len(split_queries):,d}. Where such records meet "
-            "in a batch, each takes the other's positives for negatives: write them into one record, or set "
-            "no_duplicates: true"
-        )
-    title = "repetitions, where case, spaces and punctuation do not count"
-    if len(examples) < total:
-        title += f" (of {len(examples):,d} examples spread over all {total:,d})"
-    return title, lines, {"num_counted": len(examples), "repetitions": figures}
+    return figures
 
 
-def _negatives(examples: Sequence[Example]) -> PageSection:
+def _negatives(examples: Sequence[Example]) -> dict[str, Any]:
     counts = Counter(len(example.negatives) for example in examples)
     num_wrong = 0
     for example in examples:
         positives = set(map(normal_key, example.positives))
         num_wrong += any(normal_key(item) in positives for item in example.negatives)
-    by_number = sorted(counts.items())
-    if set(counts) == {0}:
-        lines = [
-            "none given; the other documents of the batch serve (vembed mine finds hard ones)"
-        ]
-    else:
-        lines = [f"{number} in {count:,d} examples" for number, count in by_number[:8]]
-    if num_wrong:
-        lines.append(
-            f"warning: {num_wrong:,d} examples have one of their positives among their negatives"
-        )
-    return "negatives", lines, {"negatives_per_example": dict(by_number)}
+    return {
+        "negatives_per_example": dict(sorted(counts.items())),
+        "positives_among_negatives": num_wrong,
+    }
 
 
-def _lengths(examples: Sequence[Example], featuriser: BaseFeaturiser) -> PageSection:
+def _lengths(
+    examples: Sequence[Example], featuriser: BaseFeaturiser
+) -> dict[str, dict[str, int]]:
     units_by_name: dict[str, list[Any]] = {"queries": [], "documents": [], "pairs": []}
     for number in spread(len(examples), MAX_MEASURED):
         units = featuriser.units(examples[number])
@@ -201,8 +160,6 @@ def _lengths(examples: Sequence[Example], featuriser: BaseFeaturiser) -> PageSec
         else:
             units_by_name["queries"].append(units.pop(0))
             units_by_name["documents"] += units
-    limit = featuriser.description.max_length
-    lines = []
     figures = {}
     for name, units in units_by_name.items():
         features = featuriser.features(units)
@@ -210,6 +167,7 @@ def _lengths(examples: Sequence[Example], featuriser: BaseFeaturiser) -> PageSec
         if not lengths:
             continue
         median, most = np.quantile(lengths, [0.5, 0.99])
+        limit = featuriser.description.max_length
         num_full = 0
         if not featuriser.description.family_traits.has_fixed_length:
             num_full = sum(length >= limit for length in lengths)
@@ -220,12 +178,7 @@ def _lengths(examples: Sequence[Example], featuriser: BaseFeaturiser) -> PageSec
             "measured": len(lengths),
             "fill_max_length": num_full,
         }
-        lines.append(
-            f"{name}: median {median:,.0f}, 99 % at most {most:,.0f}, longest {max(lengths):,d}; {num_full:,d} of "
-            f"{len(lengths):,d} fill max_length, and what is longer is cut there"
-        )
-    title = f"lengths in tokens, with prompts and special tokens (at most {limit:,d})"
-    return title, lines, {"lengths": figures, "max_length": limit}
+    return figures
 
 
 def _samples(
