@@ -9,6 +9,7 @@ from contextlib import redirect_stderr
 from copy import copy
 from dataclasses import fields
 from importlib import import_module
+from types import NoneType
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -62,11 +63,8 @@ HEADINGS = {
     "Look at finished runs": "report compare card",
 }
 """Headings in `vembed --help`, with their commands."""
-WITHOUT_JSON = ("score", "rerank", "demo", "serve", "init", "schema")
 DATA_COMMANDS = ("mine", "judge", "audit", "generate")
 """Commands with a config of their own."""
-TAKE_CONFIGS = ("train", "plan", "data", "config", *DATA_COMMANDS)
-"""Commands that parse words themselves, because every option of the config is a flag."""
 
 
 ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
@@ -132,14 +130,16 @@ def load_command(name: str) -> Any:
     module = import_module(f"vembed.cli.commands.{COMMANDS[name][0]}")
     function = getattr(module, name.replace("-", "_"))
     settings: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
-    if name in TAKE_CONFIGS:
-        # Options of the config are flags too, in kebab or snake case.
+    hints = get_type_hints(function)
+    if "args" in hints:
+        # The command parses words itself: options of the config are flags too, in kebab or snake case.
         settings["ignore_unknown_options"] = True
         settings["token_normalize_func"] = lambda flag: flag.replace("_", "-")
     if name in DATA_COMMANDS:
         settings["help_option_names"] = []  # theirs lists the options of their config
     command = command_of(name, function, **settings)
-    if name not in WITHOUT_JSON:
+    # A command that returns nothing, or an exit code, has no result.
+    if hints["return"] not in (int, NoneType):
         command.params += command_of("json", json_option).params
     return command
 
