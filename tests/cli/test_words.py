@@ -32,7 +32,7 @@ def test_flags_become_options(words, overrides):
     before = train_arguments(["cfg.yaml", *words.split()])
     after = train_arguments([*words.split(), "cfg.yaml"])
     assert (
-        before == after == TrainArguments(config="cfg.yaml", overrides=tuple(overrides))
+        before == after == TrainArguments(source="cfg.yaml", overrides=tuple(overrides))
     )
 
 
@@ -41,7 +41,7 @@ def test_what_only_the_launcher_needs():
     words = "--config cfg.toml --machine-rank 1 --main-process-ip 10.0.0.1 --main_process_port 1234"
     words += " --stage stage2 --run-id a --dry-run"
     assert train_arguments(words.split()) == TrainArguments(
-        config="cfg.toml",
+        source="cfg.toml",
         stage="stage2",
         machine_rank=1,
         main_process_ip="10.0.0.1",

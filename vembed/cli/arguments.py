@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from typer import Option
@@ -65,7 +65,9 @@ class LaunchFlags(MachineFlags):
     def with_words(self, words: Sequence[str] | None) -> "TrainArguments":
         """Return the arguments of a command with these flags. Raise UserError for words that are no config or option."""
         config, overrides = parse_words(words or (), is_switch)
-        return TrainArguments(**vars(self), config=config, overrides=tuple(overrides))
+        return TrainArguments(
+            **vars(self), source=config or {}, overrides=tuple(overrides)
+        )
 
 
 NO_FLAGS = LaunchFlags()
@@ -75,24 +77,15 @@ NO_FLAGS = LaunchFlags()
 class TrainArguments(LaunchFlags):
     """Parsed arguments of `vembed train`."""
 
-    config: str | None = None
-    """Config file; None: all options are on the command line."""
+    source: str | Mapping[str, Any] = field(default_factory=dict)
+    """Config file. Empty: all options are on the command line. From Python also the config as a dict."""
     overrides: tuple[str, ...] = ()
     """`key=value` pairs in the order of the command line."""
-    mapping: Mapping[str, Any] | None = None
-    """The config as a dict, in place of a file; from Python alone."""
-
-    @property
-    def source(self) -> str | Mapping[str, Any]:
-        """Input of `resolve_run`."""
-        if self.mapping is not None:
-            return self.mapping
-        return {} if self.config is None else self.config
 
     def command_line(self) -> list[str]:
         """Return the config and options as command-line arguments, for the processes that are started."""
         # With `=`: no value can be taken for a flag or for the config.
-        config = [] if self.config is None else [f"--config={self.config}"]
+        config = [f"--config={self.source}"] if isinstance(self.source, str) else []
         stage = [f"--stage={self.stage}"] if self.stage else []
         return [*config, *stage, *(f"--set={override}" for override in self.overrides)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,11 +68,10 @@ def train(
     from vembed.cli.arguments import TrainArguments
     from vembed.pipelines.stages import run_stages
 
-    arguments = TrainArguments(overrides=tuple(overrides))
-    if isinstance(source, Mapping):
-        arguments = replace(arguments, mapping=source)
-    else:
-        arguments = replace(arguments, config=str(source))
+    arguments = TrainArguments(
+        source=source if isinstance(source, Mapping) else str(source),
+        overrides=tuple(overrides),
+    )
 
     def train_stage(stage: TrainArguments) -> int:
         train_run(

@@ -398,8 +398,8 @@ class _StageRun:
 
     def _located(self, name: str) -> str:
         """Return a path that is not in the current folder, but beside the config file, as there; others as they are."""
-        config = self.all_arguments.config
-        if config is None or Path(name).exists():
+        config = self.all_arguments.source
+        if not isinstance(config, str) or Path(name).exists():
             return name
         beside = Path(config).parent / name
         return str(beside) if beside.exists() else name

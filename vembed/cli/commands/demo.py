@@ -148,7 +148,7 @@ def demo(
         f"{len(val):,d} from other modules to measure with: {data}"
     )
     overrides = tuple(options or ())
-    arguments = TrainArguments(config=str(settings), overrides=overrides)
+    arguments = TrainArguments(source=str(settings), overrides=overrides)
     # One process unless more are asked for, so that the figures are the same everywhere.
     code, _ = run_train(arguments, starts_processes=False)
     if code:
