@@ -214,7 +214,12 @@ def test_the_same_for_any_number_of_ranks(options, tmp_path):
 
 @pytest.mark.parametrize(
     "text, expected",
-    [(' "What is it?" \nBecause ...', "What is it?"), ("\n \n", ""), ("x" * 999, "")],
+    [
+        (' "What is it?" \nBecause ...', "What is it?"),
+        ("Query: what?", "what?"),
+        ("\n \n", ""),
+        ("x" * 999, ""),
+    ],
 )
 def test_what_models_write_is_cleaned(text, expected):
     assert cleaned(text) == expected

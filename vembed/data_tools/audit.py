@@ -369,9 +369,9 @@ class Checks:
     def leakage(self, validation: AuditedRows) -> None:
         """Training rows whose query is in the validation data too, or nearly."""
         data = self.data
-        held_out = set(validation.query_keys)
-        num_held_out_equal = len(held_out.intersection(data.query_keys))
         in_validation = dict.fromkeys(validation.query_keys, "the same query")
+        num_held_out = len(in_validation)
+        num_held_out_equal = len(in_validation.keys() & data.query_keys)
         num_equal = sum(key in in_validation for key in data.query_keys)
         if self.config.near_duplicate is not None:
             # Each query once: rows of one query leak together.
@@ -382,7 +382,7 @@ class Checks:
             texts = list(queries.values())
             index = NearIndex(map(ngrams, texts), self.config.near_duplicate)
             for number, key in enumerate(queries):
-                if number < len(held_out):
+                if number < num_held_out:
                     index.add(number)
                     continue
                 other = next(index.near(number), None)
@@ -398,7 +398,7 @@ class Checks:
             "error",
             "Training rows with a query of the validation data",
             f"{num_equal:,d} rows have the same query and {len(leaks) - num_equal:,d} a similar one. Of the "
-            f"{len(held_out):,d} validation queries, {num_held_out_equal:,d} are in the training data. Scores on these "
+            f"{num_held_out:,d} validation queries, {num_held_out_equal:,d} are in the training data. Scores on these "
             "say what was memorised.",
             leaks,
             (

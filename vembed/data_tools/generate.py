@@ -61,12 +61,6 @@ DOCUMENTS_PER_WRITE = 64
 """Documents whose queries are written together."""
 MAX_EXAMPLES = 1000
 """Rows of the user from which examples are drawn."""
-NOUNS = {
-    "question": "question",
-    "keywords": "query",
-    "claim": "claim",
-    "instruction": "instruction",
-}
 PROMPTS = {
     "question": "Write one question that the document below answers.",
     "keywords": "Write a search query of two to six keywords for which the document below should be found.",
@@ -79,6 +73,7 @@ MAX_QUERY_CHARACTERS = 400
 MIN_QUERY_WORDS = 2
 MIN_DOCUMENT_WORDS = 5
 CROP_WORDS = (8, 64)
+_LABEL = re.compile("(?:question|query|claim|instruction):", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])\s+")
 # `## Title ##`: spaces and closing marks are no part of the title.
 _HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
@@ -396,6 +391,7 @@ def prompt_for(
 ) -> str:
     """The prompt for one document. Documents take turns with the personas, and draw their examples by the seed."""
     assert config.writer is not None, "the config asks for it"
+    noun = "query" if kind == "keywords" else kind
     persona = config.personas[number % len(config.personas)] if config.personas else ""
     language = config.language or "the language of the document"
     drawn = []
@@ -404,7 +400,7 @@ def prompt_for(
         count = min(config.num_examples, len(examples))
         for index in random.choice(len(examples), count, replace=False):
             query, positive = examples[index]
-            drawn.append(f"Document: {positive}\n{NOUNS[kind]}: {query}")
+            drawn.append(f"Document: {positive}\n{noun}: {query}")
     example_text = "\n\n".join(drawn)
     # About four characters to a token; a local writer is cut exactly, by its tokenizer.
     cut = document[: 4 * config.writer.max_length]
@@ -415,19 +411,19 @@ def prompt_for(
     parts = [PROMPTS[kind]]
     if persona:
         parts.append(f"Write it as {persona} would.")
-    parts += [f"Write in {language}.", RULES.format(noun=NOUNS[kind])]
+    parts += [f"Write in {language}.", RULES.format(noun=noun)]
     if example_text:
         parts.append(f"Examples:\n\n{example_text}\n")
-    parts.append(f"Document: {cut}\n{NOUNS[kind]}:")
+    parts.append(f"Document: {cut}\n{noun}:")
     return "\n".join(parts)
 
 
 def cleaned(text: str) -> str:
     """Return the first line without quotes and labels. Empty where nothing usable was written."""
     line = text.strip().partition("\n")[0].strip()
-    for noun in NOUNS.values():
-        if line.lower().startswith(f"{noun}:"):
-            line = line[len(noun) + 1 :]
+    label = _LABEL.match(line)
+    if label:
+        line = line[label.end() :]
     line = line.strip().strip("\"'").strip()
     return line if len(line) <= MAX_QUERY_CHARACTERS else ""
 
