@@ -11,11 +11,14 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from vembed.config.schema import option_fields
 from vembed.data.example_store import ExampleStore
 from vembed.data.language import MAX_SAMPLED_TEXTS, is_english, language_of
 from vembed.errors import RunError
-from vembed.evaluation.report.record import RunSummary, collect_versions
+from vembed.evaluation.report.record import (
+    RunSummary,
+    changed_settings,
+    collect_versions,
+)
 from vembed.evaluation.report.report import write_report
 from vembed.models.precision import is_quantized, saved_dtype, store_rounded
 from vembed.parallel import collectives
@@ -101,16 +104,11 @@ def save_final(trainer: Trainer, metric: str) -> Path:
     language = None
     if session.is_main:
         language = _language(data.examples)
-        settings = {}
-        fields = option_fields()
-        for name, value in config.to_dict().items():
-            if value != fields[name].get_default(call_default_factory=True):
-                settings[name] = value
         # The scores are those of the newest evaluation.
         card = Card(
             data=tuple(data.examples.summary()),
             language=language,
-            settings=settings,
+            settings=changed_settings(config.to_dict()),
             scores=state.scores,
             before=state.before,
             evaluation=evaluation.partition(", from")[0],

@@ -45,14 +45,9 @@ def schema(
 
 def version() -> dict[str, str]:
     """Print the versions of vembed, Python and its main dependencies."""
-    import platform
-    from importlib.metadata import version as version_of
+    from vembed.evaluation.report.record import collect_versions
 
-    import vembed
-
-    versions = {"vembed": vembed.__version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "accelerate", "peft"):
-        versions[name] = version_of(name)
+    versions = collect_versions()
     for name, number in versions.items():
         print_lines(f"{name} {number}")
     return versions

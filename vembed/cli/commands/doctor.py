@@ -1,15 +1,12 @@
 """`vembed doctor`: hardware and software of this machine, a self-test of sharded training, and checks of a config."""
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 from typer import Argument
 
-import vembed
 from vembed.cli.support import LINE, PositiveNumber, option, print_lines
+from vembed.evaluation.report.record import collect_versions
 
-PACKAGES = ("torch", "accelerate", "transformers", "peft", "datasets", "safetensors")
 OPTIONAL_PACKAGES = ("flash-attn", "bitsandbytes", "torchao")
 
 
@@ -42,12 +39,12 @@ def doctor(
             print_lines(f"{number}. {rule}: {state}")
             code = code if problem is None else 1
         return None, code
-    system = f"{platform.system()} {platform.machine()}"
-    machine = [
-        f"vembed {vembed.__version__}, Python {platform.python_version()}, {system}",
-        ", ".join(f"{name} {installed_version(name)}" for name in PACKAGES),
-    ]
-    machine += [f"{name}: {installed_version(name)}" for name in OPTIONAL_PACKAGES]
+    versions = collect_versions()
+    optional = []
+    for name in OPTIONAL_PACKAGES:
+        optional.append(f"{name}: {versions.pop(name, 'not installed')}")
+    installed = [f"{name} {version}" for name, version in versions.items()]
+    machine = [", ".join(installed), *optional]
     print_lines("vembed doctor", LINE, *machine)
     try:
         import torch  # noqa: F401
@@ -58,11 +55,3 @@ def doctor(
     from vembed.cli.machine_checks import check_machine
 
     return check_machine(config, nproc, machine)
-
-
-def installed_version(package: str) -> str:
-    """Return the version of a package, without importing it."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

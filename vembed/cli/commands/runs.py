@@ -80,7 +80,7 @@ def card(model: str) -> dict[str, Any]:
         model: The output_dir of a finished run, or its final/.
     """
     from vembed.config.loading import resolve_run
-    from vembed.evaluation.report.record import read_run
+    from vembed.evaluation.report.record import changed_settings, read_run
     from vembed.models.families.description import describe
     from vembed.saving.card import Card, render_card
     from vembed.saving.publication import CARD, MODEL_FOLDER
@@ -98,7 +98,7 @@ def card(model: str) -> dict[str, Any]:
     facts = Card(
         data=tuple(summary.data),
         language=summary.language,
-        settings=record.changed_settings(),
+        settings=changed_settings(record.config),
         scores=record.after,
         before=record.before,
         evaluation=summary.evaluation.partition(", from")[0],

@@ -101,14 +101,14 @@ def eval(
         if options["session"].is_main:
             console = Console()
             console.print(metrics_table(scores))
-            stored = stored_values(scores)
-            table = stored["stored"]
             if compressed is not None:
+                stored = stored_values(scores)
+                table = stored["table"]
                 console.print(" ", number_table(table.header, table.rows), sep="\n")
                 page = render_page(
                     "stored.html.j2",
                     title=f"{model} - vembed eval",
-                    **stored,
+                    stored=stored,
                 )
                 replace_text(Path(compressed), page)
     return scores

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from vembed import __version__
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.files import (
@@ -23,7 +24,6 @@ from vembed.files import (
 
 SUMMARY_FILE = "run.json"
 REPORTED_PACKAGES = (
-    "vembed",
     "torch",
     "transformers",
     "tokenizers",
@@ -31,6 +31,8 @@ REPORTED_PACKAGES = (
     "peft",
     "bitsandbytes",
     "flash-attn",
+    "torchao",
+    "safetensors",
     "datasets",
     "numpy",
 )
@@ -172,15 +174,6 @@ class RunRecord:
         steps += [evaluation.step for evaluation in self.evaluations]
         return max(steps)
 
-    def changed_settings(self) -> dict[str, Any]:
-        """Settings that differ from their defaults."""
-        defaults = TrainConfig(model_name="", data_path="").to_dict()
-        return {
-            key: value
-            for key, value in self.config.items()
-            if (key, value) not in defaults.items()
-        }
-
     def name(self) -> str:
         """Name of the run, by default its folder's."""
         return str(self.config.get("run_name") or self.folder.resolve().name)
@@ -188,6 +181,16 @@ class RunRecord:
     def model_name(self) -> str:
         """Short name of the model: the last part of a path or Hub name."""
         return short_name(str(self.config.get("model_name", "model")))
+
+
+def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a config that differ from their defaults."""
+    defaults = TrainConfig(model_name="", data_path="").to_dict()
+    return {
+        key: value
+        for key, value in config.items()
+        if (key, value) not in defaults.items()
+    }
 
 
 def run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
@@ -251,6 +254,7 @@ def collect_versions() -> dict[str, str]:
     """Return versions of Python, the system and packages that can affect a result. Packages not installed are left
     out."""
     versions = {
+        "vembed": __version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }

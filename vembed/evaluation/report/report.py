@@ -28,6 +28,7 @@ from vembed.evaluation.report.record import (
     TABLE,
     ReportTable,
     RunRecord,
+    changed_settings,
     metric_name,
     read_run,
 )
@@ -290,8 +291,8 @@ def _evaluations_curve(record: RunRecord, key: str) -> Curve:
 
 
 def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
-    """Return what the template of the stored forms shows: a table with the share of the float score at full size, which
-    is None without their scores, and nDCG@10 by the bytes of a document, a line for each form."""
+    """Return what the template of the stored forms shows: a table with the share of the float score at full size, and
+    nDCG@10 by the bytes of a document, a line for each form. Nothing without their scores."""
     scores_by_dim: dict[str, dict[int, float]] = {form: {} for form in FORMS}
     for key, value in scores.items():
         if key.startswith("compressed/"):
@@ -314,7 +315,7 @@ def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
         if values:
             lines.append((colour, curve))
     if not rows:
-        return {"stored": None, "stored_lines": [], "stored_plot": None}
+        return {}
     plot = plot_curves(
         lines,
         x_label="bytes per document",
@@ -322,7 +323,7 @@ def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
     )
     header = ("vectors", "size", "bytes", "nDCG@10", "of float32")
     table = ReportTable(header, tuple(rows))
-    return {"stored": table, "stored_lines": lines, "stored_plot": plot}
+    return {"table": table, "lines": lines, "plot": plot}
 
 
 def _rate(value: float) -> str:
@@ -356,7 +357,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     intervals = changes.intervals if changes else None
     key = record.headline
     changed = {}
-    for name, value in record.changed_settings().items():
+    for name, value in changed_settings(record.config).items():
         changed[name] = masked_option(name, value)
     changed_yaml = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     figures = [(curve, plot_curves([(ACCENT, curve)])) for curve in curves(record)]
@@ -380,7 +381,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "all_scores": score_table(record, intervals=intervals),
         "scores_plot": scores_plot,
         "dims": dims_table(record),
-        **stored_values(record.after),
+        "stored": stored_values(record.after),
         "better": changed_table(changes.better) if changes else None,
         "worse": changed_table(changes.worse) if changes else None,
         "figures": figures,
@@ -434,21 +435,22 @@ class SeveralRuns:
                 names.append(key)
         return names
 
-    def comparable(self, key: str) -> dict[str, float]:
-        """Return a metric by run, of those that were evaluated on the queries of the first."""
-        scores = {}
-        for run in self.runs:
-            if key in run.record.after and not run.has_other_data:
-                scores[run.name] = run.record.after[key]
-        return scores
+    def comparable(self, key: str) -> list[ComparedRun]:
+        """Return the runs with a metric that were evaluated on the queries of the first."""
+        return [
+            run
+            for run in self.runs
+            if key in run.record.after and not run.has_other_data
+        ]
 
-    @property
-    def best(self) -> ComparedRun | None:
-        """The run with the highest deciding metric."""
-        scores = self.comparable(self.metric)
+    def best(self, key: str) -> ComparedRun | None:
+        """Return the run with the highest value of a metric."""
         # Of equal scores the first run counts.
-        name = max(scores, key=scores.__getitem__, default=None)
-        return next((run for run in self.runs if run.name == name), None)
+        return max(
+            self.comparable(key),
+            key=lambda run: run.record.after[key],
+            default=None,
+        )
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options and versions that differ, with the value of each run."""
@@ -558,13 +560,14 @@ def score_lines(runs: SeveralRuns) -> str:
 def as_json(runs: SeveralRuns) -> dict[str, Any]:
     """Return the comparison as JSON values."""
     names = [run.name for run in runs.runs]
+    best = runs.best(runs.metric)
     settings = {}
     for option, values in runs.differing_settings().items():
         settings[option] = dict(zip(names, values, strict=True))
     return {
         "metric": runs.metric or None,
         "compared_with": names[0],
-        "best": None if runs.best is None else runs.best.name,
+        "best": None if best is None else best.name,
         "runs": [run_json(run.name, run.record) for run in runs.runs],
         "differences": [_changes_json(run) for run in runs.runs[1:]],
         "settings": settings,
@@ -657,7 +660,7 @@ def write_comparison(runs: SeveralRuns, path: Path) -> None:
 
 def _verdict(runs: SeveralRuns) -> str:
     """Return whether the highest score is more than chance against the first run."""
-    best = runs.best
+    best = runs.best(runs.metric)
     if best is None:
         return "None of them was evaluated after a step."
     first = runs.runs[0]
