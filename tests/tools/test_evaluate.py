@@ -7,6 +7,7 @@ from tests.data.files import pair, write_jsonl
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_reranker, tiny_reranker
 from vembed import Embedder, Reranker, UserError, evaluate
 from vembed.cli.commands.scores import eval as evaluate_command
+from vembed.data.examples import Item
 
 WORDS = ("red", "green", "cat", "dog", "house")
 
@@ -100,13 +101,16 @@ def test_compressed_documents(pairs, tmp_path, printed):
         assert scores[f"compressed/float32/{size}/ndcg@10"] == plain
     model = Embedder(shared(tiny_bert_st))
     asked = model.encode(WORDS, "query")
-    documents = model.encode([f"a {word} thing" for word in WORDS])
+    texts = [f"a {word} thing" for word in WORDS]
+    # Of equal scores the document whose content has the lower key comes first.
+    corpus = sorted(texts, key=lambda text: Item(text).key())
+    relevant = np.array([corpus.index(text) for text in texts])
+    documents = model.encode(corpus)
     equal = ((asked[:, None] > 0) == (documents[None] > 0)).sum(axis=2)
     signs = np.where(documents > 0, 1, -1)
     for name, similarity in (("binary", equal), ("binary_rescored", asked @ signs.T)):
         order = np.argsort(-similarity, axis=1, kind="stable")
-        # Document i is the relevant one of query i.
-        ranks = np.nonzero(order == np.arange(len(WORDS))[:, None])[1]
+        ranks = np.nonzero(order == relevant[:, None])[1]
         expected = np.mean(1 / np.log2(ranks + 2))
         actual = scores[f"compressed/{name}/32/ndcg@10"]
         assert actual == pytest.approx(expected)
