@@ -144,9 +144,12 @@ def edit(
     before = editor.scores()
     tried = []
     if trials:
-        tried = _search(editor, plan, trials, seed)
-        assert editor.metric is not None
         metric = editor.metric
+        if metric is None:
+            raise UserError(
+                "a search weighs the probe against a main score: give data, or sets of equal length"
+            )
+        tried = _search(editor, metric, plan, trials, seed)
         lowest = before[metric] - max_drop
         holding = [trial for trial in tried if trial.scores[metric] >= lowest]
         if not holding:
@@ -469,16 +472,12 @@ def residual_writers(
 
 def _search(
     editor: Editor,
+    metric: str,
     plan: EditPlan,
     num_trials: int,
     seed: int,
 ) -> list[EditTrial]:
     """Try plans that rank 0 proposes, by strength, range of layers and number of components."""
-    metric = editor.metric
-    if metric is None:
-        raise UserError(
-            "a search weighs the probe against a main score: give data, or sets of equal length"
-        )
     import optuna
 
     # Rank 0 alone uses the study. The others apply what it proposes, since every method of the editor is collective.

@@ -68,12 +68,9 @@ class Pixels:
         """`decoders`: images that are decoded at once; None: one per core of this process."""
         self._processor = load_image_processor(description)
         self._recipe = find_recipe(self._processor)
-        if description.image_source is None:
-            config = description.read_config().to_dict()
-        else:
-            trust = description.trust_remote_code
-            folder = Path(description.image_source)
-            config = read_config(folder, trust_remote_code=trust).to_dict()
+        folder = Path(description.image_source or description.source)
+        trust = description.trust_remote_code
+        config = read_config(folder, trust_remote_code=trust).to_dict()
         vision = config.get("vision_config", config)
         # A network that halves its resolution at each stage (ConvNeXt) has the patches of its last stage.
         num_halvings = len(vision.get("depths") or [0]) - 1

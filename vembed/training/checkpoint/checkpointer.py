@@ -22,9 +22,9 @@ import shutil
 import time
 import warnings
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -370,17 +370,14 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         final = self.path_of(step)
         unfinished = final.with_name(final.name + PARTIAL)
         # Order: rank 0 makes the folder, all agree that it is there, then all write into it.
-        try:
+        with self._agreed(step):
             if self.session.is_main:
                 if unfinished.exists():
                     shutil.rmtree(unfinished)
                 unfinished.mkdir(parents=True)
-            self._agree(step, None)
-            if write_more is not None:
+        if write_more is not None:
+            with self._agreed(step):
                 write_more(unfinished)
-                self._agree(step, None)
-        except (OSError, SafetensorError) as error:
-            self._agree(step, error)
         kept_steps = {state["best_step"], state["guarded_step"]} - {None}
         content = {
             "loop": dict(state),
@@ -465,10 +462,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 differences.append((name, before, value, False))
         return differences
 
-    def _agree(self, step: int, error: Exception | None) -> None:
-        """Raise RunError on every rank if the disk is full on one of them. Collective."""
+    @contextmanager
+    def _agreed(self, step: int) -> Iterator[None]:
+        """Raise RunError on every rank if the disk is full on one of them inside the with-block. Collective."""
         problem = None
-        if error is not None:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
             problem = f"rank {self.session.rank}: {error}"
         for reason in collectives.gather_objects(problem):
             if reason is not None:
@@ -705,7 +705,10 @@ def restore(
     if not state:
         optimizer.state.clear()
         return
-    _put_numbers(state, tensors)
+    # Numbers were loaded as tensors.
+    for name, holder, key in _leaves(state):
+        if not isinstance(holder[key], Tensor):
+            holder[key] = tensors[name].item()
     # Drops state that the checkpoint lacks (created by the step above).
     set_optimizer_state_dict(
         modules,
@@ -736,7 +739,10 @@ def _state_tensors(state: Any) -> dict[str, Any]:
     A quantised shard (torchao) is stored as its parts: its blocks do not fit shards of another size, so their names
     contain the rank and the world size. Collective where the state is sharded.
     """
-    values = _flat_state(state, _OPTIMIZER)
+    values = {}
+    for name, holder, key in _leaves(state):
+        value = holder[key]
+        values[name] = value if isinstance(value, Tensor) else torch.tensor(value)
     quantised = set()
     for name, value in values.items():
         if is_traceable_wrapper_subclass(local_tensor(value)):
@@ -759,32 +765,16 @@ def _state_tensors(state: Any) -> dict[str, Any]:
     return tensors
 
 
-def _flat_state(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the tensors of nested state by name. Numbers become tensors."""
-    values: dict[str, Any] = {}
+def _leaves(
+    state: Any, prefix: str = _OPTIMIZER
+) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield each tensor and number of nested state: its name, the dictionary that holds it, and its key there."""
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            values |= _flat_state(value, f"{name}.")
-        elif isinstance(value, Tensor):
-            values[name] = value
+            yield from _leaves(value, f"{name}.")
         else:
-            values[name] = torch.tensor(value)
-    return values
-
-
-def _put_numbers(
-    state: Any,
-    tensors: Mapping[str, Any],
-    prefix: str = _OPTIMIZER,
-) -> None:
-    """Write numbers, which were loaded as tensors, back into the optimizer's state."""
-    for key, value in state.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            _put_numbers(value, tensors, f"{name}.")
-        elif not isinstance(value, Tensor):
-            state[key] = tensors[name].item()
+            yield name, state, key
 
 
 def _movable(value: Any) -> Any:
