@@ -391,11 +391,9 @@ def configured_hooks(trainer: Trainer) -> list[Hook]:
         hooks.append(Profile(*config.logging.profile_steps))
     if trainer.data.by_task:
         hooks.append(TaskScores())
-    if trainer.data.evaluation is not None:
-        hooks.append(QueryRecord())
     hooks += [StepMetrics(), Watch()]
     if trainer.session.is_main:
-        hooks.append(MetricsLog())
+        hooks += [QueryRecord(), MetricsLog()]
     return hooks
 
 

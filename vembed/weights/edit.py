@@ -216,9 +216,10 @@ def _check(
         )
     if plan.layers is not None and plan.where == "embedding":
         raise UserError("layers are of where: layers; the embedding has none")
-    searched = {"strength": (plan.strength, 1.0), "layers": (plan.layers, None)}
-    for name, (value, default) in searched.items():
-        if trials and value != default:
+    default = EditPlan()
+    for name in ("strength", "layers"):
+        value = getattr(plan, name)
+        if trials and value != getattr(default, name):
             raise UserError(
                 f"{name}: {value} has no effect with trials: {trials}, which searches over {name}. Leave out one of them"
             )

@@ -202,28 +202,27 @@ class Guards(Hook):
 
 
 class QueryRecord(Hook):
-    """Writes the results of every query of an evaluation, which the report compares before and after.
+    """Writes the results of every query of an evaluation, which the report compares before and after. Of rank 0 alone.
 
     It keeps the evaluations before training, of the best step and of the newest one. Other steps' files are removed.
     """
 
     def on_start(self, run: Trainer) -> None:
         """See Hook."""
-        self._data = run.data.evaluation if run.session.is_main else None
-        self._output = run.output
-        self._state = run.state
+        self._run = run
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """See Hook."""
-        data = self._data
+        run = self._run
+        data = run.data.evaluation
         if not isinstance(data, RetrievalData) or evaluation.queries is None:
             return
         metrics = list(dict.fromkeys((evaluation.metric, *TABLE)))
         try:
             content = evaluation.queries.content(data, metrics)
-            write_queries(path_of(self._output, evaluation.step), content)
-            recorded = (0, self._state.best_step, evaluation.step)
-            for path in (self._output / EVALUATIONS_FOLDER).glob("step-*.json"):
+            write_queries(path_of(run.output, evaluation.step), content)
+            recorded = (0, run.state.best_step, evaluation.step)
+            for path in (run.output / EVALUATIONS_FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) not in recorded:
                     path.unlink()
         except OSError as error:
