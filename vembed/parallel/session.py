@@ -66,7 +66,7 @@ class Session(AbstractContextManager["Session"]):
         self,
         rank_facts: RankFacts,
         *,
-        timeout_minutes: float = DEFAULT_TIMEOUT_MINUTES,
+        timeout_minutes: float,
         num_machines: int = 1,
         debug: bool = False,
     ) -> None:

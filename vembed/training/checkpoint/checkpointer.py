@@ -82,7 +82,6 @@ from vembed.training.checkpoint.folders import (
     FinishedRun,
     NothingToTrain,
     candidates,
-    checkpoint_name,
     finished_run,
     list_checkpoints,
     refuse_own_model,
@@ -415,7 +414,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
 
     def path_of(self, step: int) -> Path:
         """Return the folder of a step's checkpoint of this run, whether or not it exists."""
-        return self.output / checkpoint_name(step)
+        return self.output / f"checkpoint-{step}"
 
     # ---- parts ---------------------------------------------------------------
 
@@ -488,7 +487,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             self._fail(step, "; ".join(problems))
 
     def _fail(self, step: int, problem: str) -> NoReturn:
-        name = checkpoint_name(step)
+        name = self.path_of(step).name
         if self.session.is_main:
             folder = self.output / f"{name}{PARTIAL}"
             shutil.rmtree(folder, ignore_errors=True)

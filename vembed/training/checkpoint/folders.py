@@ -290,7 +290,7 @@ def refuse_own_model(run: RunSection, model: ModelSection) -> None:
         if folder == output and not (folder / "config.json").is_file():
             folder = folder / FINAL
         is_inside = folder == output
-        if folder.is_dir() and folder.is_relative_to(output) and folder != output:
+        if folder.is_dir() and output in folder.parents:
             top = folder.relative_to(output).parts[0]
             is_inside = top == FINAL or step_of(top) is not None
         if is_inside:
@@ -524,11 +524,6 @@ ABANDONED = ".abandoned"
 # No run takes more steps, and longer names leave no room for the suffix of a folder that is removed.
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _FORMAT = 3
-
-
-def checkpoint_name(step: int) -> str:
-    """Return the folder name of a checkpoint."""
-    return f"checkpoint-{step}"
 
 
 def step_of(name: str) -> int | None:
