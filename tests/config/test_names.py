@@ -284,4 +284,4 @@ def test_the_table_is_sound():
 )
 def test_flags_of_translated_names_take_their_values(words, overrides):
     parsed = NO_FLAGS.with_words(words)
-    assert (parsed.config, parsed.overrides) == ("cfg.yaml", overrides)
+    assert (parsed.source, parsed.overrides) == ("cfg.yaml", overrides)

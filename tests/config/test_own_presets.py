@@ -35,6 +35,8 @@ def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(resolved):
     assert run.origins["num_machines"] == "cfg.yaml:6"
     text = CONFIG + "accelerate_config: small\n"
     assert resolved(text, needed="").config.parallel.strategy == "ddp"
+    config = resolved(text, "accelerate_config=my_cluster", needed="").config
+    assert_options(config, strategy="fsdp", num_machines=2)
     run = resolved(text, "accelerate_config=single_node_fsdp", needed="")
     assert run.config.parallel.num_processes == 8
 

@@ -177,7 +177,7 @@ def check_vembed(arguments):
         read_hardware(values.get("gpu"), values.get("memory"))
         parsed = NO_FLAGS.with_words(values["args"] or ["cfg.yaml"])
         if chosen_pipeline(parsed.source, parsed.overrides, parsed.stage) is None:
-            resolve_run(parsed.config)
+            resolve_run(parsed.source)
     elif command != "--help":
         load_command(command).make_context(command, list(others))
 

@@ -218,8 +218,10 @@ def test_a_connection_stays_open_between_requests(server):
         for _ in range(3):
             connection.sendall(request)
             answer = b""
-            while not answer.endswith(b'{"status": "ok"}'):
-                answer += connection.recv(65536)
+            while not answer.endswith(b'{"status":"ok"}'):
+                part = connection.recv(65536)
+                assert part, "the server has closed the connection"
+                answer += part
 
 
 def test_what_is_known_about_the_server(server):

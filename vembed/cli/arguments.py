@@ -66,7 +66,9 @@ class LaunchFlags(MachineFlags):
         """Return the arguments of a command with these flags. Raise UserError for words that are no config or option."""
         config, overrides = parse_words(words or (), is_switch)
         return TrainArguments(
-            **vars(self), source=config or {}, overrides=tuple(overrides)
+            **vars(self),
+            source={} if config is None else config,
+            overrides=tuple(overrides),
         )
 
 

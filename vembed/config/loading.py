@@ -100,17 +100,24 @@ def resolve_run(
     config_file = Path(source) if isinstance(source, str | Path) else None
     notes = []
     command_line, chosen_stage = command_line_layer(overrides)
-    config_layers, presets = source_layers(source, stage or chosen_stage, command_line)
+    config_layers, user_presets = source_layers(
+        source, stage or chosen_stage, command_line
+    )
     for layer in config_layers:
         # Before the layers are merged, since the Accelerate file is read for that.
         notes += resolve_paths(layer.values, ("accelerate_config",), config_file)
     # What the FSDP options start from: the launcher, a named file for FSDP, or the default preset.
     launcher, launcher_notes = launcher_layer(env)
     naming_layer = _layer_with_accelerate_config([*config_layers, command_line])
-    if naming_layer is not None and naming_layer.value("accelerate_config") in presets:
+    if (
+        naming_layer is not None
+        and naming_layer.value("accelerate_config") in user_presets
+    ):
         # A block of the user's, as a layer in place of the option.
-        preset_name = naming_layer.values.pop("accelerate_config").value
-        block = {"distributed": presets[preset_name]}
+        preset_name = naming_layer.value("accelerate_config")
+        for layer in (*config_layers, command_line):
+            layer.values.pop("accelerate_config", None)
+        block = {"distributed": user_presets[preset_name]}
         place = str(config_file or "the config")
         config_layers.append(
             Layer(place).add_keys(block, f"{USER_PRESETS}.{preset_name}.")

@@ -43,9 +43,9 @@ from vembed.losses.similarity import length_of
 NO_KEY_COLUMN = -2
 """Fills the keys of columns up to a rectangle. Rows are filled with another number, NO_KEY_ROW, so that two unused slots
 are never equal."""
-MAIN_LOSS = 0
+FORWARD_DIRECTION = 0
 """The loss of a row in which its query seeks its positive."""
-REVERSE_LOSS = 1
+REVERSE_DIRECTION = 1
 """That in which its positive seeks its query."""
 
 
@@ -84,7 +84,7 @@ class ColumnGroup:
     """Entries of the columns."""
     masks: tuple[ExclusionMask, ...]
     """A score is excluded where one of them is true."""
-    direction: int = MAIN_LOSS
+    direction: int = FORWARD_DIRECTION
     """The loss that the scores enter. Scores of two queries, or of two documents, enter the forward one."""
 
 
@@ -309,7 +309,9 @@ def _column_groups(
             ExclusionMask(row_positive, keys.query_and_positive_keys),
             ExclusionMask(row_query, keys.query_content_keys),
         )
-        group = ColumnGroup(layout.local_positives, queries, query_masks, REVERSE_LOSS)
+        group = ColumnGroup(
+            layout.local_positives, queries, query_masks, REVERSE_DIRECTION
+        )
         groups.append(group)
     return tuple(group for group in groups if length_of(group.columns))
 

@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vembed.losses.batch import TeacherVectors
-from vembed.losses.candidates import MAIN_LOSS, ScorePlan, shifted
+from vembed.losses.candidates import FORWARD_DIRECTION, ScorePlan, shifted
 from vembed.losses.similarity import (
     Entries,
     KnownGradients,
@@ -752,7 +752,7 @@ class _ScorePass:
             all_logits = scores * self.logit_scale
             for logits, by_direction in zip(all_logits, block.losses, strict=True):
                 candidates = CandidateLogits(logits, teacher_scores, row=row)
-                by_direction[MAIN_LOSS].add(candidates)
+                by_direction[FORWARD_DIRECTION].add(candidates)
                 by_dim.append(candidates)
             negative_pairs.append(_ScoredPairs(left, right, scores, tuple(by_dim)))
         return negative_pairs
@@ -766,7 +766,7 @@ class _ScorePass:
             d_by_dim = []
             for k, by_direction in enumerate(block.losses):
                 if pairs.candidates_by_dim:
-                    gradient = by_direction[MAIN_LOSS].d_candidates(
+                    gradient = by_direction[FORWARD_DIRECTION].d_candidates(
                         pairs.candidates_by_dim[k]
                     )
                 else:

@@ -37,6 +37,7 @@ from vembed.config.decisions import FsdpConfig
 from vembed.errors import UserError
 from vembed.models.custom.own_code import find
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.precision import is_quantized
 from vembed.parallel import collectives
 from vembed.parallel.parameters import unify_model_dtype_for_fsdp
 from vembed.parallel.placement import PRECISION_DTYPES, Layout
@@ -120,6 +121,11 @@ def shard(
     for name, module in model.named_modules():
         if module in units:
             log.debug(f"unit: {name} ({type(module).__name__})")
+    if only_rank0_reads and any(is_quantized(module) for module in model.modules()):
+        log.info(
+            "4-bit weights cannot be distributed from rank 0: every process has read its own copy"
+        )
+        only_rank0_reads = False
     if not only_rank0_reads:
         collectives.broadcast_tensors(model.parameters())
     # Master weights keep their dtype. Gathered copies and computation use that of the arithmetic. The output dtype is

@@ -372,8 +372,8 @@ class TrainingStep:
         budget = self.budget
         features = rank_batch.features
         limit = budget.micro_batch_tokens
-        model_split = rank_batch.split(limit)
-        lengths = model_split.lengths
+        input_split = rank_batch.split(limit)
+        lengths = input_split.lengths
         frozen_split = LockstepSplit(lengths, batch.input_source.uncached, limit)
         rank_counts = {
             "inputs": len(features),
@@ -381,7 +381,7 @@ class TrainingStep:
             "rows": len(rank_batch.query),
             "negatives": len(rank_batch.negative),
             "has_label_scores": rank_batch.label_scores is not None,
-            "padded_tokens": model_split.padded_tokens,
+            "padded_tokens": input_split.padded_tokens,
             "longest": max(lengths, default=0),
             "failed": self._ran_out_of_memory,  # in the batch before
         }
@@ -390,18 +390,18 @@ class TrainingStep:
         # run equally many.
         numbers = [int(count) for count in rank_counts.values()]
         table = collectives.all_gather_ints(
-            [*numbers, *model_split.counts, *frozen_split.counts]
+            [*numbers, *input_split.counts, *frozen_split.counts]
         )
-        # One list for each number, with an entry per rank.
-        by_number = [list(values) for values in zip(*table, strict=True)]
+        # The columns of the table: one for each number, with an entry per rank.
+        columns = [list(values) for values in zip(*table, strict=True)]
         num_counts = len(rank_counts)
-        counts = dict(zip(rank_counts, by_number[:num_counts], strict=True))
+        counts = dict(zip(rank_counts, columns[:num_counts], strict=True))
         batch.counts = BatchCounts(**counts)
         self._raise_if_any(batch.counts.failed)
         # The maximum over the ranks for each modality. A rank with fewer slices splits its inputs finer, or runs dummies.
-        num_slices = [max(values) for values in by_number[num_counts:]]
-        num_modalities = len(model_split.counts)
-        slices = model_split.split_into(num_slices[:num_modalities])
+        num_slices = [max(values) for values in columns[num_counts:]]
+        num_modalities = len(input_split.counts)
+        slices = input_split.split_into(num_slices[:num_modalities])
         batch.frozen_slices = frozen_split.split_into(num_slices[num_modalities:])
         frozen = self.input_builder.frozen_modalities
         batch.micro_batches = join_slices(slices, frozen)

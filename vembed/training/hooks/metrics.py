@@ -143,10 +143,10 @@ class StepMetrics(Hook):
             ],
         }
         # All ranks have had the same tasks in the same steps, and so the same names in the same order.
-        sums = [
-            float(torch.stack(shares).to(torch.float64).sum())
-            for shares in self._shares.values()
-        ]
+        sums = []
+        for shares in self._shares.values():
+            share_sum = torch.stack(shares).to(torch.float64).sum()
+            sums.append(float(share_sum))
         totals = collectives.sum_scalars(sums) if sums else []
         for (name, shares), loss_sum in zip(self._shares.items(), totals, strict=True):
             values[name] = loss_sum / len(shares)
