@@ -270,6 +270,10 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
         ({"method": "ties", "seed": 1}, "seed: 1 .* or use method: dare"),
         ({"method": "weighted", "weights": [0, 0, 0]}, "not only zeros"),
         ({"sweep_points": [0, 1], "data": "x"}, "line between two models"),
+        (
+            {"sweep_points": [0, 1], "data": "x", "method": "slerp", "weights": [1, 1]},
+            "sweep: .* weights has no effect",
+        ),
         ({"method": "slerp"}, "slerp is between two models, and 3 are given"),
         ({"method": "ties"}, "give it as base"),
         ({"last": 3}, "no run's output folder"),

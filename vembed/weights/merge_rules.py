@@ -78,6 +78,10 @@ def check_merge(
     changes_alone = (
         interpolate != 1.0 or sweep_points is not None or method in OF_DIFFERENCES
     )
+    if sweep_points is not None and weights is not None:
+        raise UserError(
+            "sweep: its points are the weights that are tried, so weights has no effect. Leave one of the two out"
+        )
     if base is not None and method != "slerp" and not changes_alone:
         raise UserError(
             f"base: {base} has no effect with method: {method} and interpolate: 1. Leave it out, or lower interpolate"
