@@ -21,11 +21,13 @@ load(name, [source], build_directory=folder, is_python_module=False,
 
 
 def why_not_built():
-    """Return what this machine lacks to build the library; None: it can be built."""
+    """Return why the device cannot be built or used here; None: it can."""
     compiler = os.environ.get("CXX", "g++")
     for program in (compiler, "ninja"):
         if shutil.which(program) is None:
             return f"the imitation device is built by {compiler} and ninja: {program} is not installed"
+    if list((torch_folder() / "lib").glob("libtorch_cuda.*")):
+        return "the imitation device takes the place of CUDA, which this build of torch has"
     return None
 
 
