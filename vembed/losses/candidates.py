@@ -44,9 +44,9 @@ NO_KEY_COLUMN = -2
 """Fills the keys of columns up to a rectangle. Rows are filled with another number, NO_KEY_ROW, so that two unused slots
 are never equal."""
 FORWARD_DIRECTION = 0
-"""The loss of a row in which its query seeks its positive."""
+"""Direction of the loss in which a row's query seeks its positive."""
 REVERSE_DIRECTION = 1
-"""That in which its positive seeks its query."""
+"""Direction of the loss in which a row's positive seeks its query."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ColumnGroup:
     masks: tuple[ExclusionMask, ...]
     """A score is excluded where one of them is true."""
     direction: int = FORWARD_DIRECTION
-    """The loss that the scores enter. Scores of two queries, or of two documents, enter the forward one."""
+    """Direction of the loss that the scores enter. Scores of two queries, or of two documents, enter the forward one."""
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,14 @@ class CandidateRule:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Ranges of entries in the table of one batch."""
+    """Ranges of entries in the table of one batch. Only `rows_with_query` is a range of rows."""
 
     num_negatives: int
     """Hard negatives that are columns."""
     documents: slice
     queries: slice
     rows_with_query: slice
-    """Rows whose queries are in the table."""
+    """Rows, of all R, whose queries are in the table."""
     local_queries: slice
     """Queries of this rank's rows."""
     local_positives: slice
@@ -177,14 +177,15 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     )
     keys = _mask_keys(batch, rule, layout)
     tensors = {}
-    # Which hard negatives of the batch are in negative pairs, by their position among the H.
-    paired_positions = batch.negative[:0]
+    # The distinct hard negatives that are in negative pairs, by their position among the H.
+    paired_negatives = batch.negative[:0]
     if is_own or rule.own_negatives_as_pairs:
-        tensors["pair_row"], negative_position = batch.example_negatives(rank_rows)
-        # `paired_positions`: the distinct hard negatives. `place` [P]: which of them each pair has. Rows of one example share
-        # them.
-        paired_positions, place = torch.unique(negative_position, return_inverse=True)
-        tensors["negative_entry"] = first_paired_negative + place
+        # [P] the row of each pair, and the position of its hard negative among the H.
+        tensors["pair_row"], negative_of_pair = batch.example_negatives(rank_rows)
+        # Rows of one example share its hard negatives, and the table has each of them once. `number` [P]: which of
+        # `paired_negatives` each pair has.
+        paired_negatives, number = torch.unique(negative_of_pair, return_inverse=True)
+        tensors["negative_entry"] = first_paired_negative + number
     # [N] the occurrence of each entry, in the order of the table. Occurrences count from 0 for queries, from R for
     # positives, from 2 R for hard negatives.
     occurrences = torch.arange(2 * num_rows + num_negatives, device=batch.query.device)
@@ -192,7 +193,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
         occurrences[2 * num_rows :],
         occurrences[num_rows : 2 * num_rows],
         occurrences[rows_with_query],
-        2 * num_rows + paired_positions,
+        2 * num_rows + paired_negatives,
     )
     occurrence = torch.cat(parts)
     tensors["index"] = batch.occurrence_indices()[occurrence]
@@ -200,7 +201,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     on_device = to_device_together(tensors, device)
     device_keys = _MaskKeys(**to_device_together(keys._asdict(), device))
     negative_pairs = []
-    if paired_positions.numel():
+    if paired_negatives.numel():
         pairs = NegativePairs(
             row_entries=layout.local_queries,
             row=on_device["pair_row"],
@@ -221,23 +222,24 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
 
 
 class _MaskKeys(NamedTuple):
-    """int32 keys of the exclusion masks. Those that a rule does not need are empty.
+    """int32 keys of the exclusion masks, named by what they belong to and what they stand for. Those that a rule does not
+    need are empty.
 
-    Of n rows of this rank, C documents, C' queries. S: 1 + the largest number of positives of an example.
+    Of n rows of this rank, C documents and C' queries as columns. S: 1 + the largest number of positives of an example.
     """
 
-    row_keys: Tensor
-    """[n, S] contents of the row's query, in the first column, and of its example's positives."""
-    document_keys: Tensor
-    """[C, 1 or 2] content of each document. A mixture of two hard negatives has the keys of both."""
-    query_content_keys: Tensor
+    row_contents: Tensor
+    """[n, S] contents of the row's query, in the first slot, and of its example's positives."""
+    row_contents_as_columns: Tensor
+    """[C', S] the same of the row that each query column comes from. A row's positive is compared with them."""
+    document_contents: Tensor
+    """[C, 1 or 2] content of each document. A mixture of two hard negatives has the contents of both."""
+    query_contents: Tensor
     """[C', 1] content of each query."""
-    row_example: Tensor
-    """[n, 1] example of the row."""
-    document_example: Tensor
+    row_examples: Tensor
+    """[n, 1] example of each row."""
+    document_examples: Tensor
     """[C, 1] example of each hard negative. Positives have no key."""
-    query_and_positive_keys: Tensor
-    """[C', S] contents of each query, as a column, and of its example's positives. A row's positive is compared with them."""
 
 
 def _mask_keys(
@@ -249,33 +251,33 @@ def _mask_keys(
     rank_rows = batch.rank_rows
     num_negatives = layout.num_negatives
     content = compact_keys(batch.content)
-    row_keys, negative_keys = batch.content_keys(content)
-    query_keys = content[batch.query][:, None]
-    positive_keys = content[batch.positive][:, None]
+    row_contents, negative_contents = batch.content_keys(content)  # [R, S], [H, 1 or 2]
+    query_contents = content[batch.query][:, None]  # [R, 1]
+    positive_contents = content[batch.positive][:, None]  # [R, 1]
     # A positive's key is repeated where a mixture has two, so that all documents have the same number of slots.
-    repeated = positive_keys.expand(-1, negative_keys.shape[1])
-    empty = query_keys[:0]
+    repeated = positive_contents.expand(-1, negative_contents.shape[1])
+    empty = query_contents[:0]
     keys = _MaskKeys(
-        row_keys=row_keys[rank_rows],
-        document_keys=torch.cat((negative_keys[:num_negatives], repeated)),
-        query_content_keys=query_keys[layout.rows_with_query],
-        row_example=empty,
-        document_example=empty,
-        query_and_positive_keys=empty,
+        row_contents=row_contents[rank_rows],
+        row_contents_as_columns=empty,
+        document_contents=torch.cat((negative_contents[:num_negatives], repeated)),
+        query_contents=query_contents[layout.rows_with_query],
+        row_examples=empty,
+        document_examples=empty,
     )
     if rule.own_negatives_as_pairs:
         of_negatives = batch.negative_example[:num_negatives]
         of_positives = torch.full_like(batch.example, NO_KEY_COLUMN)
-        document_example = torch.cat((of_negatives, of_positives))
+        document_examples = torch.cat((of_negatives, of_positives))
         keys = keys._replace(
-            row_example=batch.example[rank_rows, None].int(),
-            document_example=document_example[:, None].int(),
+            row_examples=batch.example[rank_rows, None].int(),
+            document_examples=document_examples[:, None].int(),
         )
     if rule.both_directions:
-        column_keys = row_keys[layout.rows_with_query]
-        is_key = column_keys != NO_KEY_ROW
-        column_keys = column_keys.where(is_key, NO_KEY_COLUMN)
-        keys = keys._replace(query_and_positive_keys=column_keys)
+        as_columns = row_contents[layout.rows_with_query]
+        is_key = as_columns != NO_KEY_ROW
+        as_columns = as_columns.where(is_key, NO_KEY_COLUMN)
+        keys = keys._replace(row_contents_as_columns=as_columns)
     return keys
 
 
@@ -288,26 +290,26 @@ def _column_groups(
     documents = layout.documents
     queries = layout.queries
     # Excluded: documents with the content of the row's query or of one of its positives.
-    document_masks = [ExclusionMask(keys.row_keys, keys.document_keys)]
+    document_masks = [ExclusionMask(keys.row_contents, keys.document_contents)]
     if rule.own_negatives_as_pairs:
         # Excluded: hard negatives of the row's example. They are negative pairs.
-        example_mask = ExclusionMask(keys.row_example, keys.document_example)
+        example_mask = ExclusionMask(keys.row_examples, keys.document_examples)
         document_masks.append(example_mask)
     masks = tuple(document_masks)
     groups = [ColumnGroup(layout.local_queries, documents, masks)]
     if rule.query_query:
         # Excluded: queries with the content of the row's query or of one of its positives.
-        query_mask = ExclusionMask(keys.row_keys, keys.query_content_keys)
+        query_mask = ExclusionMask(keys.row_contents, keys.query_contents)
         groups.append(ColumnGroup(layout.local_queries, queries, (query_mask,)))
     if rule.document_document:
         groups.append(ColumnGroup(layout.local_positives, documents, masks))
     if rule.both_directions:
         # Excluded: queries that equal the row's positive, or have it as a positive, and queries that equal the row's query.
-        row_positive = keys.document_keys[layout.local_positives, :1]
-        row_query = keys.row_keys[:, :1]
+        row_positive = keys.document_contents[layout.local_positives, :1]  # [n, 1]
+        row_query = keys.row_contents[:, :1]  # [n, 1]
         query_masks = (
-            ExclusionMask(row_positive, keys.query_and_positive_keys),
-            ExclusionMask(row_query, keys.query_content_keys),
+            ExclusionMask(row_positive, keys.row_contents_as_columns),
+            ExclusionMask(row_query, keys.query_contents),
         )
         group = ColumnGroup(
             layout.local_positives, queries, query_masks, REVERSE_DIRECTION

@@ -26,9 +26,8 @@ hard_negatives_scope: own: a hard negative is in D_i only for rows of its own ex
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from vembed.config.values import (
     FileReference,
@@ -76,14 +75,15 @@ class GuidedLoss(CandidateLoss):
         self,
         batch: LossBatch,
         term: TermModule,
-        make_row_loss: Callable[..., RowLoss],
+        row_loss: type[RowLoss],
+        row_loss_options: Mapping[str, Any],
         scale: Tensor,
         bias: Tensor | None = None,
         *,
         both_directions: bool = False,
         own_negatives_as_pairs: bool = False,
     ) -> Tensor:
-        """Return 1/N times the sum of the row losses of this rank's rows."""
+        """Return 1/N times the sum of the row losses of this rank's rows. `row_loss_options`: keyword arguments of `row_loss`."""
         from vembed.losses.candidates import CandidateRule, plan_scores
         from vembed.losses.tiles import Guide, Scoring, tiled_loss
 
@@ -100,16 +100,17 @@ class GuidedLoss(CandidateLoss):
             # "5%" leaves out c with g(q,c) > g(q,p) - 0.05 |g(q,p)|, and 0.05 those with g(q,c) > g(q,p) - 0.05.
             if isinstance(self.guide_margin, str):
                 share_of_score = float(self.guide_margin.rstrip("%")) / 100
-                guide = Guide(vectors, share_of_score, True)
+                guide = Guide(vectors, share_of_score, is_relative=True)
             else:
-                guide = Guide(vectors, self.guide_margin, False)
+                guide = Guide(vectors, self.guide_margin, is_relative=False)
         # N counts the rows of all ranks, of which this rank adds up its own. With both directions L is their mean.
         share = 1.0 / max(1, batch.num_rows)
         direction_weights = (share / 2, share / 2) if both_directions else (share,)
         scoring = Scoring(
             plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
-            make_row_loss=make_row_loss,
+            row_loss=row_loss,
+            row_loss_options=row_loss_options,
             direction_weights=direction_weights,
             margin_above_positive=self.false_negative_margin,
             guide=guide,
@@ -171,16 +172,16 @@ class InfoNCE(GuidedLoss, Temperature):
             # s/T + a s = (1 + a T) s/T, with the scale 1/T.
             stretch = 1.0 + self.hardness_alpha / scale.detach()
         stretches_own_only = self.hardness_scope == "own"
-        make_row_loss = partial(
-            SoftmaxRows,
-            stretch=stretch,
-            stretches_own_only=stretches_own_only,
-            focal_gamma=self.focal_gamma,
-        )
+        row_loss_options = {
+            "stretch": stretch,
+            "stretches_own_only": stretches_own_only,
+            "focal_gamma": self.focal_gamma,
+        }
         return self.tiled_share(
             batch,
             term,
-            make_row_loss,
+            SoftmaxRows,
+            row_loss_options,
             scale,
             both_directions=self.bidirectional,
             own_negatives_as_pairs=stretches_own_only,
@@ -217,10 +218,14 @@ class Circle(GuidedLoss):
         from vembed.losses.tiles import CircleRows
 
         margin = 0.25 if self.margin is None else self.margin
-        make_row_loss = partial(CircleRows, temperature=self.temperature, margin=margin)
-        scale = term.scale(batch.embeddings)
+        row_loss_options = {"temperature": self.temperature, "margin": margin}
         return self.tiled_share(
-            batch, term, make_row_loss, scale, both_directions=self.bidirectional
+            batch,
+            term,
+            CircleRows,
+            row_loss_options,
+            term.scale(batch.embeddings),
+            both_directions=self.bidirectional,
         )
 
 
@@ -277,7 +282,7 @@ class Sigmoid(GuidedLoss):
         # Each logit is t s + b, whose sign says yes or no. No logit depends on another one.
         scale = term.parameter("log_scale", batch.embeddings).exp()
         bias = term.parameter("bias", batch.embeddings)
-        return self.tiled_share(batch, term, SigmoidRows, scale, bias)
+        return self.tiled_share(batch, term, SigmoidRows, {}, scale, bias)
 
 
 class Triplet(LossDeclaration):

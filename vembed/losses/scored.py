@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from vembed.config.values import PositiveFloat
@@ -272,7 +271,8 @@ class KL(SoftmaxLoss, CandidateLoss):
         scoring = Scoring(
             plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
-            make_row_loss=partial(DivergenceRows, teacher_scale=self.teacher_scale()),
+            row_loss=DivergenceRows,
+            row_loss_options={"teacher_scale": self.teacher_scale()},
             direction_weights=(1.0 / max(1, batch.num_rows),),
             teacher=batch.teacher_vectors(term.teacher),
         )

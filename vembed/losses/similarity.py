@@ -59,7 +59,7 @@ class RowVectors:
     x: Tensor
     """[n, d] vectors of the entries times the scale of the logits."""
     dx: Tensor
-    """[n, d] their gradient."""
+    """[n, d] gradient with respect to the scaled vectors."""
 
 
 class VectorTable:
@@ -240,12 +240,15 @@ class VectorTable:
         torch.mul(source, scales[columns], out=out)
         return out.mul_(scales[rows.entries, None])
 
-    def add_row_gradient(self, rows: RowVectors, logit_scale: Tensor) -> Tensor:
-        """Add the gradient of the rows to the table's, and return dL/d(logit_scale)."""
-        # logits = logit_scale * (x . column): dx * x summed is dL/d(logit_scale), and dx * logit_scale is dL/dx.
-        d_logit_scale = (rows.dx * self.x[rows.entries]).sum()
+    def d_logit_scale(self, rows: RowVectors) -> Tensor:
+        """Return dL/d(logit_scale) of the rows' tiles. Call it before `add_row_gradient`."""
+        # rows.x = logit_scale * x, and rows.dx = dL/d(rows.x). So it is the sum of rows.dx * x [n, d].
+        return (rows.dx * self.x[rows.entries]).sum()
+
+    def add_row_gradient(self, rows: RowVectors, logit_scale: Tensor) -> None:
+        """Add the gradient of the rows to the table's. Overwrites `rows.dx`."""
+        # By the chain rule through rows.x = logit_scale * x.
         _add(self.dx, 0, rows.entries, rows.dx.mul_(logit_scale))
-        return d_logit_scale
 
     def gradient(self, into: Tensor | None = None) -> Tensor:
         """Return the gradient [U, D] with respect to the embeddings, added to `into` if given.

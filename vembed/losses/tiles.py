@@ -22,8 +22,8 @@ follows from the same scores. The total is three matrix products (scores, gradie
 columns), as with the full matrix, and no score is computed twice. All of it happens in the forward pass. `backward`
 only multiplies by the incoming gradient.
 
-Where a score's derivative does not depend on the others of its row (`SEPARABLE`), each tile is differentiated
-immediately after it is scored, and all tiles share one buffer.
+Where a score's derivative does not depend on the others of its row (`RowLoss.is_separable`), each tile is
+differentiated immediately after it is scored, and all tiles share one buffer.
 
 Who does what: `candidates.py` plans which scores count. `VectorTable` holds the vectors, normalised for the cosine, computes scores and
 turns their derivatives into the gradient of the embeddings. The row losses add the scores up. `_ScorePass` brings the
@@ -35,8 +35,9 @@ dL/dx for any x. An excluded candidate does not count: its logit is EXCLUDED.
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -69,8 +70,8 @@ TIE_TOLERANCE = 64
 
 def is_excluded(logits: Tensor) -> Tensor:
     """Return true where a candidate is excluded."""
-    # An excluded score of a tile is EXCLUDED itself. That of a negative pair is EXCLUDED * logit_scale, and logit_scale is
-    # above 1e-6.
+    # The logit of an excluded candidate is EXCLUDED in a tile, and EXCLUDED * logit_scale in a negative pair. logit_scale is
+    # above 1e-6, and other logits are far above this bound.
     return logits <= EXCLUDED * 1e-6
 
 
@@ -97,7 +98,7 @@ class CandidateLogits:
     teacher_scores: Tensor | None = None
     """A teacher's scores of the same pairs, for losses that follow one."""
     row: Tensor | None = None
-    """[P] the row of each single logit. Rows may repeat."""
+    """[P] the row of each single logit. Rows may repeat. None: a tile."""
     out: Tensor | None = None
     """Like the logits: overwritten in place of a new tensor."""
 
@@ -105,9 +106,12 @@ class CandidateLogits:
 class RowLoss(ABC):
     """Losses of n rows.
 
-    Create it with the positives' logits, add all candidates, call `total`, then ask for the derivatives. Where the
-    derivatives do not depend on the other scores (`SEPARABLE`), `d_candidates` may come before `total`.
+    Create it with the positives' logits, add all candidates, call `total`, then ask for the derivatives. If the class
+    `is_separable`, `d_candidates` may come before `total`.
     """
+
+    is_separable: ClassVar[bool] = False
+    """True for a sum of functions of single scores: the derivative of a score does not depend on the others of its row."""
 
     def __init__(self, start: RowLossStart) -> None:
         self.positive_logits = start.logits
@@ -131,8 +135,8 @@ class RowLoss(ABC):
         """Return the gradient of the total with respect to the positives' logits [n]."""
 
 
-def for_each(values: Tensor, row: Tensor | None) -> Tensor:
-    """Return a value of each row [n] in a shape that meets its logits: [n, 1] for a tile, [P] for single logits."""
+def beside_logits(values: Tensor, row: Tensor | None) -> Tensor:
+    """Return a value of each row [n] in a shape that broadcasts to its logits: [n, 1] for a tile, [P] for single logits."""
     return values[:, None] if row is None else values[row]
 
 
@@ -170,7 +174,7 @@ class OnlineSum:
             largest = torch.maximum(self.largest, logits.amax(1))
         else:
             largest = self.largest.scatter_reduce(0, row, logits, "amax")
-        shift = for_each(largest, row)
+        shift = beside_logits(largest, row)
         terms = torch.sub(logits, shift, out=out).exp_()
         rescale = torch.exp(self.largest - largest)
         self.sum = _add_to_rows(self.sum * rescale, terms, row)
@@ -234,7 +238,9 @@ class SoftmaxRows(RowLoss):
         self.log_sum = surplus + largest  # [n]
         # `focus` [n]: derivative of the focal loss by the loss of the row.
         self.focus: Tensor | float = 1.0
-        log_divisor = self.log_sum - math.log(self.coefficient)
+        # The derivative by a candidate's logit is coefficient * focus * exp(logit) / sum, with the sum over the row. It
+        # is exp(logit) / denominator, where the denominator [n] is sum / (coefficient * focus).
+        log_denominator = self.log_sum - math.log(self.coefficient)
         if self.focal_gamma:
             # 1 - exp(-l) without cancellation for small l.
             complement = -torch.expm1(-losses)
@@ -245,17 +251,17 @@ class SoftmaxRows(RowLoss):
             )
             slope = self.focal_gamma * (1 - complement) * ratio
             self.focus = weights * (1 + slope)
-            log_divisor = log_divisor - torch.log(self.focus)
+            log_denominator = log_denominator - torch.log(self.focus)
             losses = losses * weights
-        self.log_divisor = log_divisor
+        self.log_denominator = log_denominator
         return self.coefficient * losses.sum()
 
     def d_candidates(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
-        # coefficient * focus * softmax = exp(logit - log_divisor): one subtraction and one exp over the tile.
+        # exp(logit) / denominator (see `total`), by one subtraction and one exp over the tile.
         logits = self._stretched(candidates)
-        log_divisor = for_each(self.log_divisor, candidates.row)
-        return torch.sub(logits, log_divisor, out=candidates.out).exp_()
+        log_denominator = beside_logits(self.log_denominator, candidates.row)
+        return torch.sub(logits, log_denominator, out=candidates.out).exp_()
 
     def d_positives(self) -> Tensor:
         """See RowLoss."""
@@ -317,6 +323,8 @@ class CircleRows(SoftmaxRows):
 
 class SigmoidRows(RowLoss):
     """Sum of -log sigmoid(logit + bias) of the positive and -log sigmoid(-(logit + bias)) of every candidate."""
+
+    is_separable = True
 
     def __init__(self, start: RowLossStart) -> None:
         super().__init__(start)
@@ -400,8 +408,8 @@ class DivergenceRows(RowLoss):
         # coefficient * (softmax of the student - softmax of the teacher)
         row = candidates.row
         teacher = self._targets(candidates)
-        teacher.sub_(for_each(self.teacher_log_sum, row)).exp_()
-        log_sum = for_each(self.student_log_sum, row)
+        teacher.sub_(beside_logits(self.teacher_log_sum, row)).exp_()
+        log_sum = beside_logits(self.student_log_sum, row)
         student = torch.sub(candidates.logits, log_sum, out=candidates.out)
         student.exp_()
         return student.sub_(teacher).mul_(self.coefficient)
@@ -416,6 +424,8 @@ class DivergenceRows(RowLoss):
 class SquaredErrorRows(RowLoss):
     """(logit - teacher's score)^2 summed over all candidates, or logit^2 without a teacher. The positive does not
     count."""
+
+    is_separable = True
 
     def __init__(self, start: RowLossStart) -> None:
         super().__init__(start)
@@ -447,10 +457,6 @@ class SquaredErrorRows(RowLoss):
         return torch.zeros_like(self.positive_logits)
 
 
-SEPARABLE = (SigmoidRows, SquaredErrorRows)
-"""Row losses that are sums of a function of each score, so that no derivative waits for the other scores."""
-
-
 # ---- The score matrix: its definition, and the pass over its tiles ----------------------
 
 
@@ -463,9 +469,9 @@ class Tiling:
 
     @classmethod
     def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> "Tiling":
-        """Return rows and columns: blocks of about 192 MiB of scores on a CPU and 1 GiB elsewhere, tiles of 32 and 128 MiB.
+        """Return the tiling for `scores_per_row` scores in a row, over all columns and dims.
 
-        `scores_per_row` counts all columns and dims.
+        On a CPU a row block takes about 192 MiB and a tile 32 MiB. On other devices they take 1 GiB and 128 MiB.
         """
         is_cpu = embeddings.device.type == "cpu"
         block_mebibytes = 192 if is_cpu else 1024
@@ -497,8 +503,8 @@ class Scoring:
 
     plan: ScorePlan
     similarity: Similarity
-    make_row_loss: Callable[[RowLossStart], RowLoss]
-    """Makes the losses of a row block, for one dim and direction."""
+    row_loss: type[RowLoss]
+    """An instance holds the losses of a row block, for one dim and direction."""
     direction_weights: tuple[float, ...]
     """Factor of each direction (query to document, document to query), with 1 / R for the mean over the rows."""
     margin_above_positive: float | None = None
@@ -506,6 +512,8 @@ class Scoring:
     guide: Guide | None = None
     teacher: TeacherVectors | None = None
     """Whose scores are the targets of the row losses."""
+    row_loss_options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `row_loss`."""
 
 
 def tiled_loss(
@@ -570,6 +578,7 @@ class _Tile:
     columns: slice
     """Entries of the columns."""
     direction: int
+    """FORWARD_DIRECTION or REVERSE_DIRECTION."""
     logits: Tensor
     """[K, n, t]"""
     teacher_scores: Tensor | None
@@ -589,7 +598,8 @@ class _ScoredPairs:
     scores: Tensor
     """[K, P]"""
     candidates_by_dim: tuple[CandidateLogits, ...] = ()
-    """Of negative pairs: the logits [P] that were added to the row losses, by dim."""
+    """Of negative pairs: the logits [P] that were added to the row losses, by dim. Positives are not candidates, so they have
+    none."""
 
 
 @dataclass(frozen=True)
@@ -642,7 +652,7 @@ class _ScorePass:
         num_columns = sum(widths)
         scores_per_row = num_columns * self.num_matrices
         self.tiling = Tiling.for_scores(scores_per_row, embeddings)
-        self.keeps_tiles = scoring.make_row_loss not in SEPARABLE
+        self.keeps_tiles = not scoring.row_loss.is_separable
         # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
         # of the size of a tile.
         widest_group = max(widths, default=0)
@@ -683,9 +693,8 @@ class _ScorePass:
             for tile in kept_tiles:
                 self._differentiate_tile(tile, block)
             for vectors in row_vectors:
-                self.d_logit_scale += self.vector_table.add_row_gradient(
-                    vectors, self.logit_scale
-                )
+                self.d_logit_scale += self.vector_table.d_logit_scale(vectors)
+                self.vector_table.add_row_gradient(vectors, self.logit_scale)
 
     # ---- Single pairs: positives and negative pairs -----------------------------------
 
@@ -705,7 +714,8 @@ class _ScorePass:
             for factor in self.scoring.direction_weights:
                 logits = scores * self.logit_scale
                 start = RowLossStart(logits, weight * factor, self.bias, teacher_scores)
-                by_direction.append(self.scoring.make_row_loss(start))
+                row_loss = self.scoring.row_loss(start, **self.scoring.row_loss_options)
+                by_direction.append(row_loss)
             losses.append(by_direction)
         # Margins are in scores. Candidates are compared as logits, so these ceilings are scaled.
         logit_ceilings = None
@@ -765,16 +775,16 @@ class _ScorePass:
             # The derivatives [P] of each dim with respect to the logits.
             d_by_dim = []
             for k, by_direction in enumerate(block.losses):
-                if pairs.candidates_by_dim:
-                    gradient = by_direction[FORWARD_DIRECTION].d_candidates(
-                        pairs.candidates_by_dim[k]
-                    )
-                else:
+                if pairs is block.positives:
                     # Both directions share the positive's score, so their derivatives add up.
                     d_by_direction = [
                         row_loss.d_positives() for row_loss in by_direction
                     ]
                     gradient = torch.stack(d_by_direction).sum(0)
+                else:
+                    gradient = by_direction[FORWARD_DIRECTION].d_candidates(
+                        pairs.candidates_by_dim[k]
+                    )
                 d_by_dim.append(gradient)
             d_logits = torch.stack(d_by_dim)  # [K, P]
             if self.bias is not None:

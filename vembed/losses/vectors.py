@@ -223,7 +223,7 @@ def _squared_errors(
     scoring = Scoring(
         plan=plan,
         similarity=term.similarity(embeddings),
-        make_row_loss=SquaredErrorRows,
+        row_loss=SquaredErrorRows,
         direction_weights=(coefficient,),
         teacher=teacher,
     )
