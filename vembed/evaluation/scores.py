@@ -161,15 +161,16 @@ def evaluate_model(
     show_progress: bool = False,
     log: Callable[[str], object] | None = None,
     check_interrupt: InterruptCheck | None = None,
-    cached_outputs: InputBuilder | None = None,
+    input_builder: InputBuilder | None = None,
     query_results: QueryResults | None = None,
 ) -> dict[str, float]:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.
 
     `log` gets occasional lines in a long evaluation, instead of the bar of `show_progress`. `check_interrupt` is called after
-    each micro-batch and each score tile on all ranks, and may raise to end it. `cached_outputs`: cached features of frozen
-    towers. `ks`: other cut-offs than those of `evaluation`. `query_results` gets those of each query of retrieval data.
-    `compressed`: also score int8 and binary documents.
+    each micro-batch and each score tile on all ranks, and may raise to end it. `input_builder`: reads the
+    outputs of frozen towers from its stores, so that these towers need not run. `ks`: other cut-offs than those of
+    `evaluation`. `query_results` gets the results of each query of retrieval data. `compressed`: also score int8 and binary
+    documents.
     """
     is_main = session is None or session.is_main
     is_shown = is_main and (show_progress or log is not None)
@@ -206,7 +207,7 @@ def evaluate_model(
         "budget_tokens": None if micro_batch_tokens == "auto" else micro_batch_tokens,
         "session": session,
         "check_interrupt": check_interrupt,
-        "cached_outputs": cached_outputs,
+        "input_builder": input_builder,
     }
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:

@@ -91,14 +91,15 @@ def encode_chunks(
     session: Session | None = None,
     progress: Progress | None = None,
     check_interrupt: InterruptCheck | None = None,
-    cached_outputs: InputBuilder | None = None,
+    input_builder: InputBuilder | None = None,
 ) -> None:
     """Encode distinct inputs, and give the embeddings of each chunk to `take`, on every rank.
 
     With a session of several ranks it is collective: all ranks pass the same inputs, and each encodes a part. All ranks
     run equally many micro-batches per modality, as sharded models need (a rank without inputs runs a dummy). At most
     INPUTS_PER_CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any
-    number of ranks. `lengths`: of their texts in characters, if they are known. `cached_outputs` provides cached tower outputs.
+    number of ranks. `lengths`: of their texts in characters, if they are known. `input_builder`: reads
+    the outputs of frozen towers from its stores, so that these towers need not run.
     """
     rank = session.rank if session else 0
     world_size = session.world_size if session else 1
@@ -149,7 +150,7 @@ def encode_chunks(
                 max_inputs=max_inputs,
                 world_size=world_size,
                 check_interrupt=check_interrupt,
-                cached_outputs=cached_outputs,
+                input_builder=input_builder,
                 after=after,
             )
             if world_size > 1:
@@ -165,7 +166,7 @@ def encode_features(
     *,
     world_size: int = 1,
     check_interrupt: InterruptCheck | None = None,
-    cached_outputs: InputBuilder | None = None,
+    input_builder: InputBuilder | None = None,
 ) -> np.ndarray:
     """Return [n, d] float32 embeddings of this rank's tokenized inputs, as the model gives them.
 
@@ -181,7 +182,7 @@ def encode_features(
             max_inputs=None,
             world_size=world_size,
             check_interrupt=check_interrupt,
-            cached_outputs=cached_outputs,
+            input_builder=input_builder,
             after=lambda _: check_interrupt and check_interrupt(),
         )
     return embeddings.float().cpu().numpy()
@@ -252,14 +253,14 @@ def _encode_rank(
     max_inputs: int | None,
     world_size: int,
     check_interrupt: InterruptCheck | None,
-    cached_outputs: InputBuilder | None,
+    input_builder: InputBuilder | None,
     after: Callable[[int], object],
 ) -> Tensor:
     """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank runs.
     `after` is called after each with the number of its inputs."""
     tables = {}
-    if cached_outputs is not None:
-        tables = cached_outputs.encode(features, budget, max_inputs, check_interrupt)
+    if input_builder is not None:
+        tables = input_builder.encode(features, budget, max_inputs, check_interrupt)
     indices_of = indices_by_modality(features, feeder.featuriser.modalities)
     splits = split_in_step(features, indices_of, budget, max_inputs, world_size)
     # One forward pass for each slice. Frozen modalities need no pixels or token ids: their rows come from the tables.
@@ -272,8 +273,8 @@ def _encode_rank(
     fed = feeder.feed(micro_batches, features)
     result: Tensor | None = None
     for (modality, indices), inputs in zip(slices, fed, strict=True):
-        if cached_outputs is not None and modality in tables:
-            inputs = [cached_outputs.inputs((modality, indices), tables)]  # noqa: PLW2901
+        if input_builder is not None and modality in tables:
+            inputs = [input_builder.inputs((modality, indices), tables)]  # noqa: PLW2901
         (embeddings,) = model(inputs)
         if result is None:
             result = embeddings.new_empty(len(features), embeddings.shape[1])

@@ -128,9 +128,9 @@ def save_final(trainer: Trainer, metric: str) -> Path:
                 f"final/ could not be written ({error}): make room in {output} if its disk is full, and {advice}"
             ) from error
     warnings = list(data.warnings)
-    if state.guard_drop is not None:
+    if state.guard_message is not None:
         warnings.append(
-            f"{state.guard_drop}; final/ is the checkpoint of step {state.guarded_step:,d}"
+            f"{state.guard_message}; final/ is the checkpoint of step {state.guarded_step:,d}"
         )
     if metric in state.before and state.scores[metric] < state.before[metric]:
         warnings.append(

@@ -197,7 +197,7 @@ class LoopState:
     num_skipped: int = 0
     """Number of steps skipped because of non-finite values."""
     skipped_in_a_row: int = 0
-    """Number of consecutive skipped steps up to this one. Float16 overflows do not count."""
+    """Number of consecutive skipped steps that end with the newest. Float16 overflows do not count."""
     best: float | None = None
     """Best value of the deciding metric so far."""
     best_step: int | None = None
@@ -209,10 +209,10 @@ class LoopState:
     load_best_model_at_end it is the best of these."""
     guarded_scores: dict[str, float] = field(default_factory=dict)
     """All scores at `guarded_step`."""
-    guard_drop: str | None = None
-    """The guard that ended the run and its drop, as text. None if no guard did."""
+    guard_message: str | None = None
+    """Sentence that names the guards that ended the run, with their scores. None if no guard did."""
     scale: GradientScale = field(default_factory=GradientScale)
-    """Factor of the gradients of a float16 run, 1 in others. Not the scale of the logits."""
+    """Factor of the gradients of a float16 run, 1 in others. Not the learned scale of the logits."""
     before: dict[str, float] = field(default_factory=dict)
     """Scores before the first step."""
     scores: dict[str, float] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class LoopState:
     scored_step: int | None = None
     """Step at which `scores` were measured."""
     seconds: float = 0.0
-    """Seconds of the run so far, with set-up and evaluations, over all its parts."""
+    """`Trainer.elapsed_seconds` at the end of the last step. A resumed run counts on from it."""
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """State of each hook that has one, by its name. Written when the state is saved."""
 
@@ -392,7 +392,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_start(self)
         log_setup(self)
-        set_up_seconds = self.seconds() - state.seconds
+        set_up_seconds = self.elapsed_seconds() - state.seconds
         if self.config.evaluation.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
@@ -404,7 +404,7 @@ class Trainer:
         log.info(
             f"set-up took {duration(set_up_seconds)}; steps done: {state.step:,d} of {total_steps:,d}"
         )
-        self._steps_before = state.step
+        self._steps_before_loop = state.step
         self._loop_began = time.perf_counter()
 
     def fit(self) -> None:
@@ -442,11 +442,12 @@ class Trainer:
                 state.num_skipped += 1
                 if not report.outcome.is_overflow:
                     state.skipped_in_a_row += 1
-            state.seconds = self.seconds()
-            if self.hooks.on_step(report):
+            state.seconds = self.elapsed_seconds()
+            hook_ends_run = self.hooks.on_step(report)
+            if hook_ends_run:
                 interrupts.early_end_requested = True
             # All ranks decide here, so that they stop after the same step. It comes after `on_step`, because the same
-            # collective shares a hook's wish to end the run. The time limit leaves room for a checkpoint.
+            # collective shares a hook's request to end the run. The time limit leaves room for a checkpoint.
             must_stop = interrupts.agree_to_stop(self.checkpointer.save_seconds)
             is_logged = _is_due(state.step, self.intervals.logging_steps)
             if must_stop or is_logged or state.step == 1 or self._is_last_step():
@@ -515,7 +516,7 @@ class Trainer:
         total_steps = self.data.total_steps
         # At the rate so far, with evaluations and checkpoints.
         seconds_per_step = time.perf_counter() - self._loop_began
-        seconds_per_step /= report.step - self._steps_before
+        seconds_per_step /= report.step - self._steps_before_loop
         seconds_left = seconds_per_step * (total_steps - report.step)
         head_rate = report.learning_rate * self.schedule.head_ratio
         log.info(log_line(values, total_steps, seconds_left, head_rate))
@@ -528,7 +529,7 @@ class Trainer:
         data = self.data.evaluation
         if data is None or state.scored_step == state.step:
             return
-        start = self.seconds()
+        start = self.elapsed_seconds()
         query_results = QueryResults()
         builder = components.input_builder
         is_quantized = config.objective.quantize_embeddings is not None
@@ -542,7 +543,7 @@ class Trainer:
                 micro_batch_tokens=config.batch.micro_batch_tokens,
                 log=log.info,
                 check_interrupt=self.interrupts.check,
-                cached_outputs=builder if builder.stores else None,
+                input_builder=builder if builder.stores else None,
                 query_results=query_results,
                 compressed=is_quantized and isinstance(data, RetrievalData),
             )
@@ -550,7 +551,7 @@ class Trainer:
         state.scored_step = state.step
         metric = deciding_metric(config.evaluation.eval_metric, data)
         when = f"after step {state.step:,d}" if state.step else "before training"
-        seconds = self.seconds() - start
+        seconds = self.elapsed_seconds() - start
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
         # A step can be the best only if its weights can be loaded later: it gets a checkpoint, or it is the last. A run
         # without checkpoints only reports its best step.
@@ -563,7 +564,8 @@ class Trainer:
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
         evaluation = Evaluation(state.step, epoch, scores, metric, query_results)
-        if self.hooks.on_evaluation(evaluation):
+        hook_ends_run = self.hooks.on_evaluation(evaluation)
+        if hook_ends_run:
             self.interrupts.early_end_requested = True
         self.interrupts.share_early_end()
         if is_better and self._is_last_step():
@@ -581,16 +583,16 @@ class Trainer:
         """Write final/ and the report. Collective."""
         state = self.state
         components = self.components
-        # Hooks first: they are promised the weights of the last step. Those of a better checkpoint may be loaded below.
+        # Hooks first: `on_finish` promises them the weights of the last step. Below, those of a better checkpoint may be loaded.
         for hook in self.hooks:
             hook.on_finish(self)
         self.interrupts.ignores_signals = True
         log_store_use(components.input_builder.stores)
         self.checkpointer.wait()
 
-        # The weights that final/ gets: those of `step`, with its scores and the reason. None: those that are in the model.
+        # The weights that final/ gets are those of the checkpoint of `step`. None: those that are in the model.
         step = None
-        if state.guard_drop is not None:
+        if state.guard_message is not None:
             reason = "the last checkpoint at which every guard held"
             step = state.guarded_step
             scores = state.guarded_scores
@@ -610,9 +612,9 @@ class Trainer:
                 log.info(f"final/ gets {reason}, {folder.name}")
                 state.scores = scores
                 state.scored_step = step
-            elif state.guard_drop is not None:
+            elif state.guard_message is not None:
                 raise RunError(
-                    f"{state.guard_drop}; {folder} is damaged, so no weights are left for final/: train again"
+                    f"{state.guard_message}; {folder} is damaged, so no weights are left for final/: train again"
                 )
             else:
                 log.warning("final/ gets the last step")
@@ -631,8 +633,8 @@ class Trainer:
             steps=min(state.step, self.data.total_steps),
         )
 
-    def seconds(self) -> float:
-        """Return the seconds of the whole run so far, with the earlier parts of a resumed run."""
+    def elapsed_seconds(self) -> float:
+        """Return the seconds of the run up to now, with set-up and evaluations, and with the earlier parts of a resumed run."""
         return self._earlier_seconds + time.perf_counter() - self._began
 
     def restart_stream(self) -> None:
@@ -658,7 +660,7 @@ class Trainer:
             state.set_best(deciding_metric(metric, data))
         if not self.config.evaluation.guards:
             # The guard that ended the run is no longer asked for.
-            state.guard_drop = None
+            state.guard_message = None
         self.hooks.load_states(state.hooks)
         self._earlier_seconds = state.seconds
         return state
@@ -673,8 +675,8 @@ class Trainer:
         )
 
     def _before_step(self) -> None:
-        """Let the hooks prepare the next step."""
-        # Counted in batches: an epoch that begins inside a step starts with the next step.
+        """Let the hooks prepare the next step, and before it a new epoch."""
+        # Counted in batches. If an epoch begins with a batch inside of a step, the hooks prepare it before the next step.
         num_batches = self.data.batches_per_step
         batches_per_epoch = self.data.batch_schedule.batches_per_epoch
         first_batch = self.state.step * num_batches
@@ -687,15 +689,15 @@ class Trainer:
             hook.before_step(self.state.step + 1)
 
     def checkpoint_is_due(self) -> bool:
-        """Return whether this step gets a checkpoint.
+        """Return whether this step gets a checkpoint by `save_steps`. A run that is stopped writes one at any step.
 
-        None after a step that was skipped because of non-finite values: weights that may be broken must not replace the
-        good ones of earlier checkpoints. A run that is stopped saves in any case. The step that a resumed run begins with
-        gets none: it has one, which may be in another folder.
+        A step that was skipped because of non-finite values gets none. Its weights may be broken, and must not replace the
+        good ones of earlier checkpoints.
         """
         step = self.state.step
         is_due = _is_due(step, self.intervals.save_steps)
         point = self.resume_point
+        # The step that a resumed run begins with has its checkpoint already. It counts only in this run's folder.
         if point is not None and point.step == step:
             is_due &= self.checkpointer.path_of(step).is_dir()
         return is_due and not self.state.skipped_in_a_row

@@ -156,12 +156,12 @@ class Hooks(list[Hook]):
         assert len(names) == len(set(names)), f"two hooks have the same name: {names}"
 
     def on_step(self, report: StepReport) -> bool:
-        """Call `on_step` of each. Return whether one of this rank's hooks has a reason to end the run, and log it."""
+        """Call `on_step` of each. Return true if one of this rank's hooks gives a reason to end the run, which is logged."""
         # All are called, also after one has given a reason: some communicate.
         return _log_reasons([(hook, hook.on_step(report)) for hook in self])
 
     def on_evaluation(self, evaluation: Evaluation) -> bool:
-        """Call `on_evaluation` of each. Return as `on_step` does."""
+        """Call `on_evaluation` of each. Return true if one of this rank's hooks gives a reason to end the run."""
         return _log_reasons([(hook, hook.on_evaluation(evaluation)) for hook in self])
 
     @contextmanager

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("vembed")
 
 TASK_PREFIX = "task/"
-"""Of the names of a task's scores."""
+"""Beginning of the names of scores of a task of the data (`homogeneous_batches: task`)."""
 GUARD_PREFIX = "guard/"
-"""Of the names of a guard's scores."""
+"""Beginning of the names of a guard's scores."""
 
 
 @dataclass
@@ -162,12 +162,14 @@ class Guards(Hook):
                     f"{key} fell from {before:.4f} to {score:.4f}, by more than {guard.max_drop:g}"
                 )
         state = self._run.state
-        state.guard_drop = None  # of a run that was resumed after a guard had ended it
+        state.guard_message = (
+            None  # of a run that was resumed after a guard had ended it
+        )
         if drops:
-            state.guard_drop = (
+            state.guard_message = (
                 f"guard after step {evaluation.step:,d}: {'; '.join(drops)}"
             )
-            return state.guard_drop
+            return state.guard_message
         # The checkpoint that `final/` gets if a guard falls later.
         if evaluation.step > 0 and self._run.checkpoint_is_due():
             state.guarded_step = evaluation.step
@@ -194,9 +196,9 @@ class Guards(Hook):
 
     def on_finish(self, run: Trainer) -> None:
         """See Hook."""
-        if run.state.guard_drop is not None and run.state.guarded_step is None:
+        if run.state.guard_message is not None and run.state.guarded_step is None:
             raise RunError(
-                f"{run.state.guard_drop}; no checkpoint held before: lower learning_rate, evaluate and save more often "
+                f"{run.state.guard_message}; no checkpoint held before: lower learning_rate, evaluate and save more often "
                 "(eval_steps, save_steps), or allow more (max_drop)"
             )
 

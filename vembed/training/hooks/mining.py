@@ -139,7 +139,7 @@ class EpochMiner(Hook):
             run.session.device,
             world_size=run.session.world_size,
             check_interrupt=run.interrupts.check,
-            cached_outputs=builder if builder.stores else None,
+            input_builder=builder if builder.stores else None,
         )
         is_unit = run.config.objective.similarity == "cosine"
         return first_dims(vectors, vectors.shape[1], is_unit)
