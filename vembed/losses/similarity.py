@@ -240,11 +240,6 @@ class VectorTable:
         torch.mul(source, scales[columns], out=out)
         return out.mul_(scales[rows.entries, None])
 
-    def d_logit_scale(self, rows: RowVectors) -> Tensor:
-        """Return dL/d(logit_scale) of the rows' tiles. Call it before `add_row_gradient`."""
-        # rows.x = logit_scale * x, and rows.dx = dL/d(rows.x). So it is the sum of rows.dx * x [n, d].
-        return (rows.dx * self.x[rows.entries]).sum()
-
     def add_row_gradient(self, rows: RowVectors, logit_scale: Tensor) -> None:
         """Add the gradient of the rows to the table's. Overwrites `rows.dx`."""
         # By the chain rule through rows.x = logit_scale * x.

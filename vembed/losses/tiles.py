@@ -693,7 +693,10 @@ class _ScorePass:
             for tile in kept_tiles:
                 self._differentiate_tile(tile, block)
             for vectors in row_vectors:
-                self.d_logit_scale += self.vector_table.d_logit_scale(vectors)
+                # vectors.x [n, d] is logit_scale * x, and vectors.dx is the gradient with respect to it. So the sum of
+                # dx * x is dL/d(logit_scale). Before `add_row_gradient`, which overwrites dx.
+                x = self.vector_table.x[vectors.entries]
+                self.d_logit_scale += (vectors.dx * x).sum()
                 self.vector_table.add_row_gradient(vectors, self.logit_scale)
 
     # ---- Single pairs: positives and negative pairs -----------------------------------
