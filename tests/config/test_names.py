@@ -8,8 +8,8 @@ from vembed.cli.arguments import NO_FLAGS
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.options import (
     ALIASES,
-    BLOCKS,
-    PREFIXES,
+    BLOCK_PREFIXES,
+    OPTION_BLOCKS,
     SPELLINGS,
     TRANSLATED,
     all_options,
@@ -257,13 +257,13 @@ def test_the_table_is_sound():
     assert len(names) == len(set(names)), "one name, one option"
     assert not set(names) & (set(options) | set(TRANSLATED))
     assert set(SPELLINGS) <= set(options)
-    assert set(PREFIXES) <= set(BLOCKS)
-    for block, table in BLOCKS.items():
+    assert set(BLOCK_PREFIXES) <= set(OPTION_BLOCKS)
+    for block, table in OPTION_BLOCKS.items():
         assert set(table.values()) <= {*options, *TRANSLATED}, block
         assert all(
             target_of(name, block) is not None
             for name in known_names(block)
-            if name not in BLOCKS
+            if name not in OPTION_BLOCKS
         ), block
     for name, choices in SPELLINGS.items():
         assert set(choices) <= set(options[name].choices) or name in (

@@ -9,7 +9,7 @@ import yaml
 from tests.docs.cli_page import cli_page
 from tests.docs.pages import PAGES, ROOT, anchors, links, spans, text_of
 from vembed.cli.commands.config import options_page
-from vembed.config.options import BLOCKS, target_of
+from vembed.config.options import OPTION_BLOCKS, target_of
 from vembed.config.schema import EpochMining
 from vembed.data.records import COLUMNS
 from vembed.losses.table import LOSS_ENTRY_ONLY
@@ -22,7 +22,7 @@ OTHER_KEYS = {
     "num_processes",
     "kind",
     "restartPolicy",
-    *BLOCKS,
+    *OPTION_BLOCKS,
     *LOSS_ENTRY_ONLY,
 }
 """Keys in spans such as `compute_device: gpu` that are no options of a training."""

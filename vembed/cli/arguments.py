@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from vembed.config.options import BLOCKS, all_options, quoted, target_of
+from vembed.config.options import OPTION_BLOCKS, all_options, quoted, target_of
 from vembed.errors import UserError
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -150,7 +150,7 @@ def parse_words(
 def is_switch(key: str) -> bool:
     """Return whether the flag of an option may stand without a value."""
     *blocks, name = key.split(".")
-    block = blocks[-1] if blocks and blocks[-1] in BLOCKS else None
+    block = blocks[-1] if blocks and blocks[-1] in OPTION_BLOCKS else None
     target = target_of(name, block)
     if isinstance(target, str) and target in all_options():
         return "bool" in all_options()[target].kinds

@@ -1,6 +1,6 @@
 """Loading of a TrainConfig: layers of options from files, the launcher and the command line, merged and checked.
 
-A config with stages has the layers of one stage. They are a Pipeline.
+The stages of a config are a Pipeline. A training is loaded from the layers of one of them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from vembed.config.options import (
     Level,
     OptionValue,
     all_options,
+    canonical_layer,
     command_line_layer,
-    plain_layer,
 )
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
 from vembed.config.schema import TrainConfig, sources_of
@@ -39,7 +39,7 @@ from vembed.errors import UserError
 from vembed.files import existing, short_name
 
 DEFAULT_PRESET = "accelerate_fsdp"
-"""Base of the FSDP options if no file is named."""
+"""Preset from which FSDP options come if no file for FSDP is named."""
 CODE_OPTIONS = ("model_class", "fsdp_auto_wrap_policy")
 """Options that name a class or function in a file."""
 PATH_OPTIONS = (
@@ -61,11 +61,13 @@ _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 STAGES = "stages"
 TRAINING_STAGES = "training_stages"
 USER_PRESETS = "distributed_examples"
+"""Key of a config under which it defines presets of its own, for `accelerate_config`."""
 DATA_FILES = {"mine": "mined.jsonl", "judge": "judged.jsonl"}
 """Kind of a stage that leaves training data -> their file in its folder."""
 
 StageKind = Literal["train", "mine", "judge", "merge", "evaluate"]
-OTHER_KINDS: tuple[StageKind, ...] = ("mine", "judge", "merge", "evaluate")
+COMMAND_KINDS: tuple[StageKind, ...] = ("mine", "judge", "merge", "evaluate")
+"""Kinds of the command stages. Each is named as the command that it runs. All other stages are trainings."""
 
 ConfigSource = str | Path | Mapping[str, Any] | TrainConfig
 
@@ -106,15 +108,14 @@ def resolve_run(
     for layer in config_layers:
         # Before the layers are merged, since the Accelerate file is read for that.
         notes += resolve_paths(layer.values, ("accelerate_config",), config_file)
-    # What the FSDP options start from: the launcher, a named file for FSDP, or the default preset.
     launcher, launcher_notes = launcher_layer(env)
-    naming_layer = _layer_with_accelerate_config([*config_layers, command_line])
+    layer_naming_file = _layer_naming_accelerate_file([*config_layers, command_line])
     if (
-        naming_layer is not None
-        and naming_layer.value("accelerate_config") in user_presets
+        layer_naming_file is not None
+        and layer_naming_file.value("accelerate_config") in user_presets
     ):
-        # A block of the user's, as a layer in place of the option.
-        preset_name = naming_layer.value("accelerate_config")
+        # The name is that of a preset that the config itself defines: a block of options, which becomes a layer.
+        preset_name = layer_naming_file.value("accelerate_config")
         for layer in (*config_layers, command_line):
             layer.values.pop("accelerate_config", None)
         block = {"distributed": user_presets[preset_name]}
@@ -122,18 +123,21 @@ def resolve_run(
         config_layers.append(
             Layer(place).add_keys(block, f"{USER_PRESETS}.{preset_name}.")
         )
-        naming_layer = _layer_with_accelerate_config([*config_layers, command_line])
+        layer_naming_file = _layer_naming_accelerate_file(
+            [*config_layers, command_line]
+        )
     accelerate_file = None
     accelerate_layers = []
+    # What the FSDP options start from: the launcher, a named file for FSDP, or the default preset.
     fsdp_origin = ""
-    if naming_layer is not None:
+    if layer_naming_file is not None:
         accelerate_file = read_accelerate_file(
-            naming_layer.values["accelerate_config"].value
+            layer_naming_file.value("accelerate_config")
         )
         notes += accelerate_file.notes
         options = {"strategy": accelerate_file.distribution, **accelerate_file.options}
         accelerate_layers.append(
-            plain_layer(accelerate_file.place, Level.ACCELERATE_FILE, options)
+            canonical_layer(accelerate_file.place, Level.ACCELERATE_FILE, options)
         )
         fsdp_origin = accelerate_file.place
     if "strategy" in launcher.values:
@@ -145,24 +149,27 @@ def resolve_run(
         for name, value in preset.options.items():
             if name.startswith("fsdp_"):
                 options[name] = value
-        accelerate_layers.insert(0, plain_layer(preset.place, Level.PRESET, options))
+        accelerate_layers.insert(
+            0, canonical_layer(preset.place, Level.PRESET, options)
+        )
         fsdp_origin = preset.place
     notes += launcher_notes
 
     layers = [*accelerate_layers, launcher, *config_layers, command_line]
     # More than one config layer: the last one is a stage's block. It holds for any launch, and a file that the command
-    # line names is for this launch. So where both set an option, the file's value wins.
-    if naming_layer is command_line and len(config_layers) > 1:
+    # line names is for this launch. So where both set an option, the file's value wins: it moves to a layer of its own,
+    # above the stage's.
+    if layer_naming_file is command_line and len(config_layers) > 1:
         accelerate_layer = accelerate_layers[-1]
         stage_layer = config_layers[-1]
-        launch_layer = Layer(accelerate_layer.name, Level.COMMAND_LINE)
+        layer_above_stage = Layer(accelerate_layer.name, Level.COMMAND_LINE)
         place = f"{accelerate_layer.name}, named on the command line"
         for name in sorted(accelerate_layer.values.keys() & stage_layer.values):
             value = accelerate_layer.values.pop(name)
-            launch_layer.values[name] = replace(
-                value, place=place, level=launch_layer.level
+            layer_above_stage.values[name] = replace(
+                value, place=place, level=layer_above_stage.level
             )
-        layers.insert(-1, launch_layer)
+        layers.insert(-1, layer_above_stage)
     problems = []
     for layer in layers:
         problems += layer.problems
@@ -205,8 +212,9 @@ def resolve_run(
     )
 
 
-def _layer_with_accelerate_config(layers: Sequence[Layer]) -> Layer | None:
-    """Return the strongest layer that sets `accelerate_config`. None if there is none, or if it sets null."""
+def _layer_naming_accelerate_file(layers: Sequence[Layer]) -> Layer | None:
+    """Return the strongest layer that sets `accelerate_config`, whose value counts. None if there is none, or if it sets
+    null."""
     for layer in reversed(layers):
         if "accelerate_config" in layer.values:
             value = layer.values["accelerate_config"].value
@@ -217,7 +225,8 @@ def _layer_with_accelerate_config(layers: Sequence[Layer]) -> Layer | None:
 def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
     """Merge the layers, from the weakest to the strongest. Return the values, and a note for each overridden one.
 
-    A new value takes the place of the option itself, and of the option of the same meaning (REPLACES).
+    A stronger value replaces that of the same option. It also replaces that of the option's twin, which sets the same in
+    another unit (REPLACES).
     """
     twins = REPLACES | {twin: name for name, twin in REPLACES.items()}
     values: dict[str, OptionValue] = {}
@@ -230,8 +239,8 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
                 continue
             overridden = [] if old is None else [old]
             twin = values.get(twins.get(name, ""))
-            # The twin stays where either is `auto` or the new one is null: they set nothing. It also stays where one source sets
-            # both, which the rules then refuse.
+            # The twin is not replaced if either value is `auto` or the new one is null, since these set nothing. Nor if this
+            # layer sets both: the rules refuse that.
             if (
                 twin is not None
                 and twin.option not in layer.values
@@ -240,8 +249,8 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
             ):
                 overridden.append(values.pop(twin.option))
             for value in overridden:
-                # No note about the default preset, which the user has not named, nor about a stage's block that
-                # overrides the rest of its own config.
+                # The user has not named the default preset, and expects a stage's block to override the rest of its own
+                # config: no note about these.
                 is_named = value.level > Level.PRESET
                 is_other_source = value.level != new.level
                 if is_named and is_other_source and value.value != new.value:
@@ -302,8 +311,8 @@ def resolve_paths(
     names: Sequence[str],
     config_file: Path | None,
 ) -> list[str]:
-    """Resolve relative paths: those that are not in the current directory, but in the config file's folder. Return a note
-    for each."""
+    """Replace relative paths that are not in the current directory, but in the config file's folder. Return a note for
+    each."""
     notes: list[str] = []
     if config_file is None:
         return notes
@@ -404,26 +413,26 @@ def expand_output_dir(
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """One stage: a training stage, or a mining, a judgement, a merge or an evaluation between trainings."""
+    """One stage: a training stage, or a command stage, which mines, judges, merges or evaluates."""
 
     name: str
     kind: StageKind
     layer: Layer
-    """Options of a training stage."""
+    """Options of a training stage. Empty for a command stage."""
     options: dict[str, Any]
-    """Values by option. A stage between trainings has the options of its command. These may mean other things: `output_path` of a
-    mining is a file."""
+    """Values by option. A command stage has the options of its command, which may mean something else than those of a
+    training: `output_path` of a mining is a file."""
     folder: Path
     before: tuple[PipelineStage, ...]
     """The stages before it."""
-    task: str
-    """Task of the model that it trains, or starts from."""
+    model_task: str
+    """Option `task` of the model that it trains, or starts from: embed or rerank."""
     model_stage: PipelineStage | None
-    """The stage whose model it starts from, by default the last one before it that has a model of its task. None: it
-    starts from the config's own."""
+    """The stage whose model it starts from, by default the last one before it that has a model of the same `model_task`.
+    None: it starts from the config's own."""
     data_stage: PipelineStage | None
-    """The stage whose data it gets. A training gets those of the last mining or judgement since the training before it. Any
-    other stage gets those of the last one before it."""
+    """The stage whose data it gets. A training gets those of the last mining or judgement since the training before it. A
+    command stage gets those of the last mining or judgement before it."""
 
     @property
     def has_model(self) -> bool:
@@ -484,13 +493,13 @@ def source_layers(
     stage: str | None,
     command_line: Layer,
 ) -> tuple[list[Layer], Mapping[str, Node]]:
-    """Return the layers of a file, a dict or a TrainConfig, and the user's own presets.
+    """Return the layers of a file, a dict or a TrainConfig, and the presets that it defines (USER_PRESETS), by name.
 
-    With stages, `output_dir` of the command line is taken from its layer: it is the folder of all stages.
+    With stages, `output_dir` of the command line is the folder of all stages. It is then removed from that layer.
     """
     if isinstance(source, TrainConfig):
         # Only what was set: defaults would win over the launcher and files.
-        layer = plain_layer("TrainConfig", Level.CONFIG, source.given_options())
+        layer = canonical_layer("TrainConfig", Level.CONFIG, source.given_options())
         return [layer], {}
     tree, config_name = source_tree(source)
     presets = tree.value.get(USER_PRESETS, Node({}, None))
@@ -519,14 +528,15 @@ def chosen_pipeline(
     overrides: Sequence[str] = (),
     stage: str | None = None,
 ) -> Pipeline | None:
-    """Return the stages to run; None where it is one training: no stages, or one of them by name."""
+    """Return the pipeline of a config, if stages are to be run. None if it is a single training: the config has no stages,
+    or `stage` or the overrides name a training stage."""
     command_line, chosen_stage = command_line_layer(overrides)
     tree, config_name = source_tree(source)
     pipeline = _pipeline_of(tree.value, config_name, command_line.value("output_dir"))
     name = stage or chosen_stage
     if pipeline is None or name is None:
         return pipeline
-    # For an unknown name too: loading it as a training raises the error that lists the names.
+    # An unknown name counts as a training: loading it raises the error that lists the names.
     kinds = {stage.name: stage.kind for stage in pipeline.stages}
     return None if kinds.get(name, "train") == "train" else pipeline
 
@@ -588,21 +598,22 @@ def _stage(
             f"{config_name}: stage {name}: give each stage a name of its own, without / and not beginning with ."
         )
     layer = Layer(config_name)
-    task = str(shared.value("task", "embed"))
+    model_task = str(shared.value("task", "embed"))
     if kind == "train":
         layer.add_keys(block, f"{name}.")
         options = {key: value.value for key, value in layer.values.items()}
-        task = str(layer.value("task", task))
+        model_task = str(layer.value("task", model_task))
     else:
         options = block[kind].plain()
         if not isinstance(options, dict):
             raise UserError(f"{config_name}: stage {name}: {kind} must hold options")
+        # Of the models that these commands use. A merge keeps the kind of the config's model.
         tasks = {"mine": "embed", "evaluate": "embed", "judge": "rerank"}
-        task = tasks.get(kind, task)
+        model_task = tasks.get(kind, model_task)
     model_stage = None
     data_stage = None
     for stage in before:
-        if stage.has_model and stage.task == task:
+        if stage.has_model and stage.model_task == model_task:
             model_stage = stage
         if stage.kind in DATA_FILES:
             data_stage = stage
@@ -625,19 +636,19 @@ def _stage(
         options,
         folder,
         tuple(before),
-        task,
+        model_task,
         model_stage,
         data_stage,
     )
 
 
 def _kind_of(block: Mapping[str, Node]) -> StageKind:
-    """Return what a stage does. `block`: its options, without `from`.
+    """Return what a stage does. `block`: its options, without `name` and `from`.
 
-    A stage between trainings has one key, its kind. `mine` beside other keys is an option of a training. A block with only `mine` is
-    also a training if `mine` has `every_epochs`.
+    A command stage has one key, its kind. `mine` is also an option of a training: a block is a training if it has other keys
+    beside `mine`, or if `mine` has `every_epochs`.
     """
-    for kind in OTHER_KINDS:
+    for kind in COMMAND_KINDS:
         if set(block) != {kind}:
             continue
         options = block[kind].plain()
@@ -686,7 +697,7 @@ def config_yaml(
         if values[name] is not None:
             del values[replaced]
     if "temperature" not in config.objective.model_fields_set:
-        # Written, it would count as given: learned temperatures and those of several losses would start from it.
+        # In the file it would count as given: learned temperatures, and those of several losses, would start from it.
         del values["temperature"]
     mine = config.data.mine
     if mine is not None:

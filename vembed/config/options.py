@@ -1,4 +1,5 @@
-"""Options: their metadata, names and spellings, and the sources of their values, each as a layer of checked values."""
+"""Options: their metadata, names and spellings. Each source of their values (a file, the launcher, the command line) is a
+Layer of checked values."""
 
 import inspect
 import json
@@ -80,7 +81,7 @@ class OptionValue:
 
 @dataclass
 class Layer:
-    """Options of one source and the problems in them."""
+    """Options of one source and the problems in them. `loading` merges the layers of all sources, stronger over weaker."""
 
     name: str
     level: Level = Level.CONFIG
@@ -97,16 +98,17 @@ class Layer:
     def add_keys(
         self,
         keys: Mapping[str, Node],
-        prefix: str = "",
+        outer_keys: str = "",
         block: str | None = None,
     ) -> "Layer":
         """Add the keys of a file with their values. Return the layer.
 
-        `prefix`, `block`: those of the block that contains the keys, see `take`.
+        `outer_keys`, `block`: of the block that contains the keys, see `add_key`.
         """
         for key, node in keys.items():
             place = f"{self.name}, line {node.line}" if node.line else self.name
-            self.add_key(key.split("."), node, place, block=block, prefix=prefix)
+            path = key.split(".")
+            self.add_key(path, node, place, block=block, outer_keys=outer_keys)
         return self
 
     def add_key(
@@ -116,27 +118,28 @@ class Layer:
         place: str,
         *,
         block: str | None = None,
-        prefix: str = "",
+        outer_keys: str = "",
     ) -> None:
         """Add one key of the source: an option under its name or an alias, or a block of them, key by key.
 
         `path`: the key, split at its dots. `value`: a node of a file, or a string of the command line. `place`: file and
-        line, for messages. `block`: name of the block that contains the key, which has aliases of its own. `prefix`: the
-        keys of the enclosing blocks as written, for messages.
+        line, for messages. `block`: name of the block that contains the key, which has aliases of its own. `outer_keys`:
+        the keys of all enclosing blocks as written, with their dots, for messages.
         """
         key, *inner = path
         name = key.strip().replace("-", "_")
-        written_key = prefix + key
+        written_key = outer_keys + key
         # A block: its keys one by one.
-        if name in BLOCKS:
+        if name in OPTION_BLOCKS:
+            outer_keys = f"{written_key}."
             if inner:
-                self.add_key(inner, value, place, block=name, prefix=f"{written_key}.")
+                self.add_key(inner, value, place, block=name, outer_keys=outer_keys)
                 return
             if isinstance(value, Node) and isinstance(value.value, dict):
-                self.add_keys(value.value, f"{written_key}.", name)
+                self.add_keys(value.value, outer_keys, name)
                 return
-        # What the key stands for: None (unknown), an option's name, a NoEffect, or a function from the value to several
-        # (option, value) pairs.
+        # What the key stands for: None (unknown), an option's name, a NoEffect, or a Translation, which is a function from
+        # the value to (option, value) pairs.
         target = target_of(key, block)
         option = None if callable(target) else all_options().get(str(target))
         if isinstance(value, Node):
@@ -181,9 +184,9 @@ class Layer:
     ) -> None:
         """Add an option under its own name, with its canonical value, or record a problem.
 
-        `key`, `written_value`: key and value as written.
+        `option`: its name, or a WeakInSource. `key`, `written_value`: key and value as written.
         """
-        name = str(option)  # a WeakInSource is a str
+        name = str(option)
         try:
             final = canonical(name, value)
         except ValueError as error:
@@ -208,7 +211,8 @@ class Layer:
         if name == "report_to" and (is_weak_in_source or old.is_weak_in_source):
             # `use_wandb` asks for one tracker, and agrees with a list of several.
             is_conflict = ("wandb" in old.value) != ("wandb" in final)
-        # `use_fsdp: false` must not lose silently to `strategy: fsdp`, though it is weak.
+        # `use_fsdp: false` sets `strategy: ddp`, as a weak value. Beside `strategy: fsdp` it is refused nevertheless, and not
+        # overridden silently. `reshard_after_forward: true` beside SHARD_GRAD_OP is a case of the same kind.
         both = {str(old.value), str(final)}
         if is_conflict or both in ({"ddp", "fsdp"}, {"FULL_SHARD", "SHARD_GRAD_OP"}):
             self.problems.append(
@@ -229,7 +233,7 @@ class Layer:
                 self.problems.append(f"{place}: {name!r} is not used here: {reason}")
                 return
         hint = did_you_mean(name, known_names(block))
-        if name in BLOCKS:
+        if name in OPTION_BLOCKS:
             hint = f": it is a block of options, as {name}.OPTION=..."
         elif not hint:
             hint = "; `vembed schema --format markdown` lists all options"
@@ -237,12 +241,12 @@ class Layer:
         self.problems.append(f"{place}: unknown option {quoted(name)}{inside}{hint}")
 
 
-def plain_layer(
+def canonical_layer(
     name: str,
     level: Level,
     options: Mapping[str, Any],
 ) -> Layer:
-    """Return a layer of options with their canonical values."""
+    """Return a layer of options whose values have been checked already, and are in their canonical spelling."""
     layer = Layer(name, level)
     for option, value in options.items():
         layer.values[option] = OptionValue(option, value, option, name, level)
@@ -318,7 +322,7 @@ SPELLINGS: dict[str, dict[str, str]] = {
     },
     "report_to": {kind.name: kind.spellings for kind in TRACKERS.values()},
 }
-"""Map from option and value to the value's synonyms. Case is ignored; `-`, a space and `_` are equal."""
+"""Option -> canonical value -> the value's synonyms. Case is ignored, and `-`, a space and `_` are equal."""
 
 BOOLS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -462,7 +466,7 @@ ALIASES: dict[str, str] = {
     "push_to_hub": "hub_model_id",
     "resume": "resume_from_checkpoint",
 }
-"""Map from an option to its aliases. They are valid at the top of a config, inside every block, and as flags."""
+"""Option -> its aliases. They are valid at the top of a config, inside every block, and as flags."""
 
 
 def _flag(
@@ -470,8 +474,10 @@ def _flag(
     when_true: Any,
     when_false: Any = None,
 ) -> Translation:
-    """Return the parser of a switch for one value of an option. Off sets `when_false` only if the same source does not set
-    the option otherwise."""
+    """Return the translation of a switch that stands for one value of an option.
+
+    On sets `when_true`. Off sets `when_false`, if there is one, unless the same source sets the option otherwise.
+    """
 
     def settings(value: Any) -> list[Setting]:
         if as_bool(value):
@@ -562,9 +568,9 @@ TRANSLATED: dict[str, Translation] = {
     ],
     "use_wandb": _wandb_switch,
 }
-"""Aliases whose values must be converted."""
+"""Alias -> the function that converts its value to settings of options."""
 
-BLOCKS: dict[str, dict[str, str]] = {
+OPTION_BLOCKS: dict[str, dict[str, str]] = {
     "model": {"name": "model_name", "path": "model_name"},
     "data": {
         "path": "data_path",
@@ -600,9 +606,10 @@ BLOCKS: dict[str, dict[str, str]] = {
     "wandb": {"enabled": "use_wandb", "name": "run_name"},
     "checkpoint": {"steps": "save_steps"},
 }
-"""Blocks that may hold options, with their short names. Option names and aliases are valid in every block."""
+"""Block that may hold options -> the short names that are valid only inside it, each with the option, or key of TRANSLATED,
+that it stands for. Full names and aliases of all options are valid in every block."""
 
-PREFIXES = {
+BLOCK_PREFIXES = {
     "fsdp": "fsdp_",
     "fsdp_config": "fsdp_",
     "lora": "lora_",
@@ -610,7 +617,8 @@ PREFIXES = {
     "wandb": "wandb_",
     "eval": "eval_",
 }
-"""Prefix added to keys of a block: inside `fsdp:`, `min_num_params` is `fsdp_min_num_params`."""
+"""Block -> the beginning of option names that its keys may leave out: inside `fsdp:`, `min_num_params` is
+`fsdp_min_num_params`."""
 
 FIXED_IN_FSDP: dict[str, Any] = {
     "backward_prefetch": "BACKWARD_PRE",
@@ -646,7 +654,7 @@ REFUSED = {
     "global batch, so that the loss is the same on any number of processes",
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
-"""Known keys for features that vembed does not have, with the message."""
+"""Keys of other libraries for features that vembed does not have, or has under another name -> what to write instead."""
 _OPTION_OF_ALIAS: dict[str, str] = {
     name: option for option, names in ALIASES.items() for name in names.split()
 }
@@ -656,12 +664,12 @@ def target_of(key: str, block: str | None = None) -> str | Translation | None:
     """Return what a key stands for, inside a block or flat: an option, a `NoEffect`, or a translation; None if the key
     is unknown."""
     name = key.strip().replace("-", "_")
-    prefix = ""
+    block_prefix = ""
     if block is not None:
-        name = BLOCKS[block].get(name, name)
-        prefix = PREFIXES.get(block, "")
+        name = OPTION_BLOCKS[block].get(name, name)
+        block_prefix = BLOCK_PREFIXES.get(block, "")
     # With the prefix first: `offload_params` inside `fsdp:` is FSDP's, whatever the name means at the top.
-    for candidate in (prefix + name, name):
+    for candidate in (block_prefix + name, name):
         if candidate in all_options():
             return candidate
         if candidate in _OPTION_OF_ALIAS:
@@ -677,12 +685,12 @@ def target_of(key: str, block: str | None = None) -> str | Translation | None:
 
 def known_names(block: str | None = None) -> list[str]:
     """Return every key that is valid in a block or at the top, for suggestions after a typing error."""
-    names = [*all_options(), *_OPTION_OF_ALIAS, *TRANSLATED, *BLOCKS]
+    names = [*all_options(), *_OPTION_OF_ALIAS, *TRANSLATED, *OPTION_BLOCKS]
     if block is None:
         return names
-    prefix = PREFIXES.get(block, "")
-    short_names = [name.removeprefix(prefix) for name in all_options()]
-    return [*BLOCKS[block], *short_names, *names]
+    block_prefix = BLOCK_PREFIXES.get(block, "")
+    short_names = [name.removeprefix(block_prefix) for name in all_options()]
+    return [*OPTION_BLOCKS[block], *short_names, *names]
 
 
 @dataclass(frozen=True)

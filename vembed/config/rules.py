@@ -243,7 +243,7 @@ def _source_rules(data: DataSection, batch: BatchSection, task: str) -> Iterator
 def _task_rules(
     options: Mapping[str, Any], terms: Sequence[ResolvedTerm]
 ) -> Iterator[str]:
-    """Options that go only with one of the two tasks."""
+    """Options that go only with `task: embed`, or only with `task: rerank`."""
     # By value: a config that a run has written names every option.
     changed = [
         name

@@ -177,7 +177,7 @@ class DataSource(ConfigModel):
     """Maximum length of this source's texts in tokens, where it is below the run's."""
     losses: Annotated[list[LossEntry], Field(min_length=1)] | None = None
     """The losses of this source, instead of those of the run. Needs `homogeneous_batches`. Sources with the same losses,
-    temperature and batch size are one task."""
+    temperature and batch size are one task of the data (not the option `task`)."""
     temperature: PositiveFloat | None = None
     """Like the option of the same name, for this source only. Needs `homogeneous_batches`."""
     batch_size: PositiveInt | None = None
@@ -185,7 +185,8 @@ class DataSource(ConfigModel):
     global_batch_size: PositiveInt | None = None
     """Examples in a batch of this source over all processes, in a run with `global_batch_size`."""
     val_data_path: str | None = None
-    """Validation data of this source's task. Each evaluation scores them beside those of the run."""
+    """Validation data of the task of the data that this source belongs to. Each evaluation scores them beside those of the
+    run."""
     max_negatives: NonNegativeInt | None = None
     """Like the option of the same name, for this source only."""
 
@@ -218,11 +219,11 @@ class NegativeSelection(ConfigModel):
     max_false_negative_rate: ProperFraction = 0.05
     """With `threshold: auto`: the highest estimated share of negatives that are relevant after all."""
     prefer_claimed: Auto | bool = "auto"
-    """Use claimed candidates first. A candidate d of the query q with the positive p is claimed by another query q' with
-    the positive p' if s(q, d) + s(p, d) <= 0.95 * (s(q', d) + s(p', d)). Such a document belongs to q' rather than to q,
-    so it is rarely relevant for q. `auto`: true if none of
-    `relative_margin`, `margin`, `max_score` and `threshold` is set. Claimed candidates may then score up to 5 % above the
-    positive, and the default `relative_margin` limits the others."""
+    """Use claimed candidates first. A candidate d of a query q is claimed if it belongs to another query q' rather than to
+    q, so that it is rarely relevant for q. With p and p' the positives of q and q', this is the case if
+    s(q, d) + s(p, d) <= 0.95 * (s(q', d) + s(p', d)). `auto`: true if none of `relative_margin`, `margin`, `max_score` and
+    `threshold` is set. In that case a claimed candidate may score up to 5 % above the positive. Other candidates have the
+    limit of the default `relative_margin`."""
     near_duplicate: Fraction | None = 0.9
     """Do not use a candidate if at least this share of its word n-grams is in a known positive, or the other way round.
     `null`: only if the texts are equal, apart from case, punctuation and spaces."""
@@ -237,7 +238,7 @@ class NegativeSelection(ConfigModel):
     the same ones."""
 
     @model_validator(mode="after")
-    def _is_enough(self) -> Self:
+    def _has_enough_candidates(self) -> Self:
         if self.skip_first + self.num_negatives > self.top_k:
             raise ValueError(
                 f"top_k: {self.top_k} must be at least skip_first + num_negatives: "
@@ -257,8 +258,8 @@ class NegativeSelection(ConfigModel):
         """True if claimed candidates come first."""
         if self.prefer_claimed != "auto":
             return self.prefer_claimed
-        # Setting a limit to its default value counts as setting it too. So `config_yaml` leaves out options that were not
-        # given: a saved config would otherwise change `auto`.
+        # A limit counts as set even if its value is the default. That is why `config_yaml` leaves out options that were not
+        # given: otherwise `auto` would mean false when the saved config is read.
         return NEGATIVE_LIMITS.isdisjoint(self.model_fields_set)
 
     @property
@@ -437,8 +438,9 @@ class DataSection(Section):
     """Form global batches in which no content occurs twice. Examples that fit in no batch are left out in that epoch: as few
     as possible, ideally no more than the last incomplete batch would have. The log gives the number."""
     homogeneous_batches: Literal["task"] | bool = False
-    """With several sources: draw every global batch from a single source. `task`: from the sources of one task, which have
-    the same losses, temperature and batch size. The option `task` is another one: the kind of model."""
+    """With several sources: draw every global batch from a single source. `task`: from the sources of one task of
+    the data, which are those with the same losses, temperature and batch size. The option `task` means something else: the
+    kind of model."""
     sampling: SamplingName = "proportional"
     """With several sources: how often each is drawn, for a source of n examples. `proportional`: in proportion to its
     weight times n. `temperature(0.5)`: in proportion to its weight times n ** 0.5, so that small sources are drawn more
@@ -805,8 +807,8 @@ def sections_and_fields() -> dict[str, tuple[str, FieldInfo]]:
     """Return the section and the field of every option, in the order of the schema."""
     options: dict[str, tuple[str, FieldInfo]] = {}
     for section, field in TrainConfig.model_fields.items():
-        kind: Any = field.annotation
-        for name, option_field in kind.model_fields.items():
+        section_class: Any = field.annotation
+        for name, option_field in section_class.model_fields.items():
             if name in options:
                 raise TypeError(
                     f"the sections {options[name][0]} and {section} both have the option {name}; if a loss declares it, "

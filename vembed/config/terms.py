@@ -1,4 +1,5 @@
-"""Terms of a run's loss, its tasks, and the teachers that it needs. Imports no torch."""
+"""Terms of a run's loss, the groups of sources with the same loss (tasks of the data), and the teachers that it needs.
+Imports no torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -17,8 +17,8 @@ from vembed.config.loading import (
     resolve_paths,
 )
 from vembed.config.options import (
-    BLOCKS,
     COMMAND_LINE,
+    OPTION_BLOCKS,
     Layer,
     Level,
     Option,
@@ -598,4 +598,8 @@ def _options(kind: type[CommandConfig]) -> dict[str, Option]:
 
 def _is_training_key(name: str) -> bool:
     first = name.split(".", maxsplit=1)[0]
-    return name in TRAINING_ONLY_KEYS or first in BLOCKS or target_of(first) is not None
+    return (
+        name in TRAINING_ONLY_KEYS
+        or first in OPTION_BLOCKS
+        or target_of(first) is not None
+    )

@@ -39,7 +39,7 @@ from vembed.training.trackers.table import require_trackers
 STATE_FILE = "stage.json"
 """In the folder of each stage: its fingerprint, and whether it is done."""
 RESULTS = {**DATA_FILES, "merge": "final/merge.json", "evaluate": "scores.json"}
-"""Kind of a stage between trainings -> the file that it writes last, in its folder."""
+"""Kind of a command stage -> the file that it writes last, in its folder."""
 REPORT_FILE = "stages.md"
 Train = Callable[[TrainArguments], int]
 """Runs one training and returns its exit code."""
@@ -100,7 +100,7 @@ def run_stages(
 
 
 def _require_earlier(stage: PipelineStage, chosen: Collection[PipelineStage]) -> None:
-    """Raise UserError if a stage between trainings needs the result of one that is neither there nor run now."""
+    """Raise UserError if a command stage needs the result of one that is neither there nor run now."""
     if (
         stage.kind == "train"
     ):  # it may get another model and other data on the command line
@@ -140,7 +140,7 @@ class _StageRun:
         self.folder = stage.folder
         self.before = stage.before
         self.options = _with_shared_data(pipeline, stage)
-        """Of a stage between trainings; its paths may stand beside the config file."""
+        """Of a command stage; its paths may stand beside the config file."""
         for key in (*DATA_FILE_OPTIONS, *MODELS):
             if key in self.options:
                 self.options[key] = _with_names(self.options[key], self._located)
@@ -304,7 +304,7 @@ class _StageRun:
         return checksums_of(self.folder, paths)
 
     def command(self) -> tuple[str, list[str]]:
-        """Return the command of a stage between trainings, and its arguments."""
+        """Return the command of a command stage, and its arguments."""
         kind = self.stage.kind
         options = dict(self.options)
         layers = [stage.layer for stage in self.before if stage.kind == "train"]
@@ -345,7 +345,7 @@ class _StageRun:
         return "merge", [*models, "--output", final, *_flags(options)]
 
     def _run_between(self) -> tuple[int, dict[str, Any] | None]:
-        """Run a stage between trainings. Return the exit code and, of an evaluation, the scores."""
+        """Run a command stage. Return the exit code and, of an evaluation, the scores."""
         path = self.folder / RESULTS[self.stage.kind]
         if is_first_rank() and self.stage.kind != "merge":
             # Of an earlier start: nobody may take it for the result.
@@ -374,7 +374,7 @@ class _StageRun:
         return 0, scores
 
     def _takes_model(self) -> bool:
-        """Return whether a stage between trainings uses a model and names none of its own."""
+        """Return whether a command stage uses a model and names none of its own."""
         kind = self.stage.kind
         names = MODELS_IN_USE.get(kind, ())
         return kind in MODELS_IN_USE and not any(map(self.options.get, names))
@@ -532,7 +532,7 @@ MODELS_IN_USE = {
     "judge": ("judges",),
     "evaluate": ("model",),
 }
-"""Kind of a stage between trainings -> the options that name its models. Without them it takes that of the stage before, or the
+"""Kind of a command stage -> the options that name its models. Without them it takes that of the stage before, or the
 config's."""
 COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 # An optional comparison and a decimal number, also `.5` and `1e-3`.

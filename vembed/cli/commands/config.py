@@ -57,7 +57,7 @@ def options_page() -> str:
     """Return docs/options.md: every option with type, default, meaning and other names."""
     from vembed.config.options import (
         ALIASES,
-        BLOCKS,
+        OPTION_BLOCKS,
         SPELLINGS,
         TRANSLATED,
         all_options,
@@ -70,5 +70,5 @@ def options_page() -> str:
         aliases=ALIASES,
         spellings=SPELLINGS,
         translated=TRANSLATED,
-        blocks=BLOCKS,
+        blocks=OPTION_BLOCKS,
     )
