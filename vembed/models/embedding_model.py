@@ -62,11 +62,11 @@ ModalitySlice = tuple[Modality, Inputs]
 Backbone = Any
 """A Transformers model or ComposedModel. Their attributes are untyped."""
 POOLED = "pooled"
-"""Key of inputs that are a tower's pooled output already: the tower is left out."""
+"""Input key: the pooled output of a tower, in place of all other inputs. The tower does not run."""
 IMAGE_STATES = "image_states"
 """Input key of the modality multimodal: precomputed output of the image tower, in place of the pixels."""
 SEGMENTS = "token_type_ids"
-"""Input of pairs: 0 for tokens of the query and 1 for those of the document, for models that tell them apart."""
+"""Input key of pairs: 0 for tokens of the query and 1 for those of the document, for models that tell them apart."""
 
 TOWERS_OF_MODALITY: dict[Modality, tuple[Tower, ...]] = {
     "text": ("text",),
@@ -90,8 +90,8 @@ class TowerOutput:
     states: Tensor | None = None
     """[n, tokens, dim], before the pooling."""
     auxiliary: Mapping[str, Any] = field(default_factory=dict)
-    """The model's auxiliary losses by name. Each is a scalar, the mean over the inputs, or a pair (sums, counts) whose members
-    are one number, or one for each input."""
+    """The model's auxiliary losses by name. A loss is either a scalar, which is the mean over the inputs, or a pair
+    (sums, counts). Sums and counts are single numbers, or [n], one for each input."""
 
 
 class EmbeddingModel(nn.Module):
@@ -103,7 +103,9 @@ class EmbeddingModel(nn.Module):
           -> tower: hidden states [n, tokens, token_dim]
           -> pooling: vectors [n, width], which never change while the tower is frozen
           -> projection of the family (CLIP, SigLIP, composed): vectors [n, projection_dim]
-          -> head, Dense modules and this run's MRL projection: embeddings [n, embedding_dim]
+          -> head (Dense modules, the last of which may be this run's MRL projection): embeddings [n, embedding_dim]
+
+    The head of a reranker (ScoreHead or AnswerHead) gives the score of each pair: embeddings [n, 1].
     """
 
     def __init__(
@@ -116,9 +118,9 @@ class EmbeddingModel(nn.Module):
         logit_scale_and_bias: tuple[float, float] | None = None,
         language_head: LanguageHead | None = None,
     ) -> None:
-        """`head`: Dense modules, or a reranker's ScoreHead. `pooling`: the module of a trained pooling. None for the
-        others, which have no weights: `description.pooling` names them.
-        `logit_scale_and_bias`: those that CLIP or SigLIP was trained with (CLIP's bias is 0)."""
+        """`head`: a sequence of Dense modules, or that of a reranker. None: no head. `pooling`: the module of a trained
+        pooling. None for poolings without weights, which `description.pooling` names. `logit_scale_and_bias`: those that
+        CLIP or SigLIP was trained with (CLIP's bias is 0). `language_head`: for the auxiliary losses of predicted tokens."""
         super().__init__()
         self.description = description
         self.backbone = backbone
@@ -499,6 +501,7 @@ def run_vision_language(
         image = image_tower_output(states[0], states[1:])
         arguments["mm_encoder_outputs"] = {"image": image}
     elif LONGEST_IMAGE in inputs:
+        # Collation has made the image tower's other inputs too. The backbone does not take them, so the tower runs here.
         del arguments["pixel_values"]
         arguments["mm_encoder_outputs"] = {"image": run_image_tower(backbone, inputs)}
     return backbone(**arguments, use_cache=False)

@@ -144,6 +144,7 @@ def set_fsdp_reduction(
 
 def set_keep_gathered(
     model: nn.Module,
+    *,
     on: bool,
     reshard_after_forward: bool = True,
 ) -> None:

@@ -456,7 +456,7 @@ def measure_demand(
     reduces_each = session.reduces_each_micro_batch or _is_fsdp1(session.fsdp)
     set_fsdp_reduction(model, reduces_each)
     if session.keeps_gathered:
-        set_keep_gathered(model, True)
+        set_keep_gathered(model, on=True)
     try:
         demand = _demand_of(featuriser, session, sample, peak)
     except RuntimeError as error:
@@ -469,7 +469,9 @@ def measure_demand(
     # Gradients of these passes must not reach the first step.
     discard_passes(model)
     if session.fsdp is not None and session.keeps_gathered:
-        set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
+        set_keep_gathered(
+            model, on=False, reshard_after_forward=session.fsdp.reshard_after_forward
+        )
     torch.cuda.empty_cache()
     return demand
 

@@ -19,7 +19,7 @@ row           A query and one of its positives, as two indices of inputs. L is a
 example       The record of the data that a row comes from. One with several positives has several rows.
 hard negative A document that an example names as not relevant to its query.
 content       A hash of an input's text or image. Inputs of equal content are not negatives of each other.
-vector        One line of E. Dense models give one per input. Others give several: E is then [T, D], the number of each input's
+vector        One line of the matrix E. Dense models give one per input. Others give several: E is then [T, D], the number of each input's
               vectors follows from its tokens before the forward pass, and `starts` says where they begin.
 slice         Inputs of one modality that pass the model together.
 micro-batch   The inputs of one forward pass: one slice, or one of each modality. Every rank runs equally many.
@@ -46,11 +46,14 @@ A batch passes five stages. Each is a method of TrainingStep:
 After the last batch of an optimizer step, `synchronise` completes the gradients. Those of the loss's parameters are summed
 over the ranks. Under DDP those of the model are averaged, which begins during the last backward pass.
 
-A rank that runs out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks
-raise OutOfMemory there, to repeat the step with a smaller budget. Under FSDP a shortage in a forward or backward pass ends
-the run, because the other ranks wait inside a layer. One in the loss can be repeated. A smaller budget keeps fewer graphs,
-which leaves more memory to the loss. If no graph was kept, a smaller budget cannot help the loss. The rank then raises
-RunError, and the others, which wait for it in a collective, are ended with it.
+When a rank runs out of memory, the step is repeated with a smaller budget. The rank notes the shortage and goes on. In the
+next exchange of numbers (`split`, `gather` or `synchronise`) all ranks learn of it and raise OutOfMemory together. A step
+cannot be repeated, and the rank raises RunError, which ends the run on all ranks, in two cases:
+
+- Under FSDP after a shortage in a forward or backward pass. The other ranks wait inside a layer, and never reach the
+  exchange. A model whose batch norms are shared by the ranks has the same problem.
+- After a shortage in the loss if no graph was kept. A smaller budget leaves more memory to the loss only because it keeps
+  fewer graphs.
 """
 
 import time
@@ -89,8 +92,9 @@ from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import InputBuilder, InputSource
 
 GROUPED_GRADIENT_BYTES = 2**30
-"""Up to this size all gradients of a backward pass are added together, in few kernels. That holds the new gradients
-beside the old ones. Above this size launches cost little compared with the additions, so it would save nothing."""
+"""Up to this size the gradients of a backward pass are added to the earlier ones all together, in few kernels. That needs
+memory for the new gradients beside the earlier ones. Above this size it would save nothing, since launching a kernel for
+each parameter costs little compared with the additions."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +112,9 @@ class BatchCounts:
     has_label_scores: list[int]
     """1 if the rank's data have label scores of its positives."""
     padded_tokens: list[int]
-    """Tokens of the micro-batches that it would make alone, with padding."""
+    """Tokens, with padding, of the micro-batches that the rank has made of its inputs before it knows the other ranks' numbers."""
     longest: list[int]
-    """Tokens of the longest input."""
+    """Tokens of the rank's longest input."""
     failed: list[int]
     """1 if the rank ran out of memory in the previous batch."""
 
@@ -126,14 +130,14 @@ class BatchState:
     """True if this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
     input_source: InputSource
 
-    # Set by `split`; the same on every rank, except for the inputs in the micro-batches.
+    # Set by `split`, and equal on every rank, except for the inputs in the micro-batches and slices.
     counts: BatchCounts = field(init=False)
     micro_batches: list[MicroBatch] = field(init=False)
     """Equally many on every rank, of the same modalities."""
     frozen_slices: dict[Modality, list[list[int]]] = field(init=False)
     """Slices for the frozen towers, of the inputs whose outputs are not in the cache."""
     num_kept_graphs: int = field(init=False)
-    """So many of the first micro-batches keep their graphs until their backward pass. The others are replayed."""
+    """Number of the first micro-batches, which keep their graphs until their backward pass. The others are replayed."""
 
     # Set by `encode`.
     embeddings: Tensor = field(init=False)
@@ -149,7 +153,7 @@ class BatchState:
 
     @cached_property
     def starts(self) -> np.ndarray | None:
-        """[n + 1] where each input's vectors begin in the model's output, known before the forward pass.
+        """[n + 1] where each input's vectors begin in `embeddings`, known before the forward pass.
 
         None where each input has one: dense vectors of texts and images, scores of pairs.
         """
@@ -319,8 +323,8 @@ class TrainingStep:
                 )
             with self.timer("wait"):
                 self.split(batch)
-            # Not under FSDP: the other ranks wait inside a layer's all-gather. A model that is not
-            # sharded has no collective in its passes, apart from shared batch norms.
+            # Whether the step can be repeated after a shortage in a forward or backward pass. Not if the pass has
+            # collectives, in which the other ranks would wait: those of FSDP's layers, or of shared batch norms.
             session = self.session
             shares_norms = session.syncs_batch_norms and session.world_size > 1
             can_repeat = session.strategy != "fsdp" and not shares_norms
@@ -385,9 +389,9 @@ class TrainingStep:
             "longest": max(lengths, default=0),
             "failed": self._ran_out_of_memory,  # in the batch before
         }
-        # One collective for all numbers, [ranks, numbers]: the counts above, then how many slices this rank has of each
-        # modality, then how many for the frozen towers. Before the first forward pass, because under FSDP all ranks must
-        # run equally many.
+        # One collective for all numbers, [ranks, numbers]: the counts above, then the number of this rank's slices of each
+        # modality, then of each frozen modality. Before the first forward pass, because under FSDP all ranks must run
+        # equally many.
         numbers = [int(count) for count in rank_counts.values()]
         table = collectives.all_gather_ints(
             [*numbers, *input_split.counts, *frozen_split.counts]
@@ -417,7 +421,7 @@ class TrainingStep:
         """Set this rank's embeddings [n, D] in the order of its inputs, and keep the first graphs. Collective."""
         embeddings: Tensor | None = None
         with torch.no_grad():
-            # Replays reuse hidden states of images. Where all graphs are kept there is no replay.
+            # A frozen image tower's hidden states are kept for the replays, if there are any and memory allows.
             max_tokens = max(batch.counts.padded_tokens)
             images_fit = max_tokens <= self.input_builder.max_tokens_to_keep_images
             has_replays = batch.num_kept_graphs < len(batch.micro_batches)
@@ -427,7 +431,7 @@ class TrainingStep:
             )
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
-            self._keep_gathered(True)
+            self._keep_gathered(on=True)
             inputs_in_turn = batch.input_source.feed(
                 batch.micro_batches, first_replayed=batch.num_kept_graphs
             )
@@ -477,7 +481,7 @@ class TrainingStep:
         embeddings.requires_grad_()
         num_vectors = on_host.pop("num_vectors", None)
         if num_vectors is not None:
-            # From the number of vectors of each of the U inputs to [U + 1] where they begin in E.
+            # [U + 1] where the vectors of each of the U inputs begin in E.
             ends = num_vectors.cumsum(0)
             on_host["starts"] = F.pad(ends, (1, 0))
         fields: dict[str, Any] = to_device_together(on_host, self.session.device)
@@ -532,16 +536,17 @@ class TrainingStep:
             loss_share = embeddings.new_zeros(())
         loss_share = loss_share.detach()
         with self.timer("wait"):
-            # Every rank's part of L depends on all embeddings. Summed over the ranks [U, D], each rank gets its own
-            # vectors [n, D]. A loss that does not depend on the embeddings has no gradient.
+            # Every rank's part of L depends on all embeddings, so it has a gradient [U, D]. The gradients are summed over
+            # the ranks, and each rank gets the lines of its own vectors [n, D].
             gradient = embeddings.grad
             if gradient is None:
+                # The loss does not depend on the embeddings.
                 gradient = torch.zeros_like(embeddings)
             gradient = collectives.reduce_scatter_parts(gradient, batch.counts.vectors)
             if batch.auxiliary_sums is not None:
                 batch.auxiliary_sums.sum_over_ranks()
                 loss_share = loss_share + batch.auxiliary_sums.loss_share()
-        # FSDP and GradientSync average over the ranks, but L is a sum over them.
+        # FSDP and GradientSync average gradients over the ranks, but L is a sum over them: the factor makes up for that.
         return loss_share, gradient * self.session.world_size
 
     def backward(
@@ -569,9 +574,9 @@ class TrainingStep:
                 outputs, auxiliary_losses = self._forward(
                     batch, next(replayed_inputs), micro_index
                 )
-            # Parameters stay gathered until the last backward pass. Set here, and not before the replay's forward pass, which
-            # would free them.
-            self._keep_gathered(not is_last_backward)
+            # FSDP2 may free the parameters after the last backward pass, and not earlier. Set here, after a replay's forward
+            # pass. Set before it, FSDP2 would free them at its end, and gather them again for the backward pass.
+            self._keep_gathered(on=not is_last_backward)
             # The roots of this backward pass, each with the gradient that it starts from.
             roots = []
             gradients = []
@@ -621,7 +626,7 @@ class TrainingStep:
         """
         rank_batch = batch.rank_batch
         counts = batch.counts
-        # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
+        # A rank's indices count its own inputs from 0. After the gather its inputs follow those of all lower ranks.
         offset = sum(counts.inputs[: self.session.rank])
         parts = {
             "content": FieldPart(rank_batch.content, counts.inputs),
@@ -661,13 +666,16 @@ class TrainingStep:
         return outputs, losses
 
     def _set_fsdp_reduction(self, is_last_backward: bool) -> None:
-        """Set whether FSDP reduces gradients in the next backward pass. It does in the last one. In the others gradients stay
-        on this rank, unless there is no memory for whole ones."""
+        """Set whether FSDP reduces gradients over the ranks in the next backward pass.
+
+        It does in the last one. In the others the gradients stay on this rank, unless memory is too small for gradients that
+        are not sharded (`reduces_each_micro_batch`).
+        """
         session = self.session
         if session.fsdp is None:
             return
-        # HYBRID_SHARD: earlier micro-batches are summed inside each machine, and between the machines only with the
-        # last.
+        # `all_reduce`: HYBRID_SHARD sums earlier micro-batches only inside each machine. The last backward pass sums all of
+        # them between the machines.
         set_fsdp_reduction(
             self.model,
             is_last_backward or session.reduces_each_micro_batch,
@@ -675,9 +683,12 @@ class TrainingStep:
             is_last_backward=is_last_backward,
         )
 
-    def _keep_gathered(self, on: bool) -> None:
-        if self.session.fsdp is not None and self.session.keeps_gathered:
-            set_keep_gathered(self.model, on, self.session.fsdp.reshard_after_forward)
+    def _keep_gathered(self, *, on: bool) -> None:
+        fsdp = self.session.fsdp
+        if fsdp is not None and self.session.keeps_gathered:
+            set_keep_gathered(
+                self.model, on=on, reshard_after_forward=fsdp.reshard_after_forward
+            )
 
     @contextmanager
     def _deferring_shortage(
@@ -686,8 +697,8 @@ class TrainingStep:
         can_repeat: bool,
         in_loss: bool = False,
     ) -> Iterator[None]:
-        """Note if this rank ran out of memory inside the with-block. The ranks share it in their next exchange of
-        numbers. Raise RunError where repeating the step cannot help."""
+        """Note if this rank runs out of memory inside the with-block, and go on behind it. The ranks learn of it in their
+        next exchange of numbers. Raise RunError instead if the step cannot be repeated."""
         try:
             yield
         except RuntimeError as error:
@@ -711,9 +722,10 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class FieldPart:
-    """A rank's part of one field of the global batch: int64 or float64, [n]."""
+    """A rank's part of one field of the global batch."""
 
     values: np.ndarray
+    """One-dimensional, int64 or float64."""
     counts: Sequence[int]
     """Length of each rank's part, known to all ranks."""
 
@@ -758,7 +770,7 @@ ACTIVITIES = ("data", "forward", "loss", "backward", "optimizer", "wait")
 
 
 class StepTimer:
-    """Seconds per activity: by the wall clock on a CPU, and on CUDA between events that are read when the metrics are requested.
+    """Seconds per activity: by the wall clock on a CPU, and on CUDA between events, which `take` reads.
 
     On CUDA a wait of the host during which the device works does not count.
     """

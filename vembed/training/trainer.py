@@ -382,7 +382,6 @@ class Trainer:
     def start(self) -> None:
         """Start the hooks and evaluate the weights before the first step."""
         state = self.state
-        total_steps = self.data.total_steps
         # All checks have passed and the model is there: only from here on the folder is changed.
         self.checkpointer.begin(self.resume_point)
         self.run_log.begin()
@@ -402,7 +401,7 @@ class Trainer:
             self.evaluate()
         fsdp_print_memory_usage("before the first step")
         log.info(
-            f"set-up took {duration(set_up_seconds)}; steps done: {state.step:,d} of {total_steps:,d}"
+            f"set-up took {duration(set_up_seconds)}; steps done: {state.step:,d} of {self.data.total_steps:,d}"
         )
         self._steps_before_loop = state.step
         self._loop_began = time.perf_counter()
