@@ -202,7 +202,7 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
     notes = []
     precision = env.get("ACCELERATE_MIXED_PRECISION")
     if precision == "fp16":
-        layer.enter("mixed_precision", "fp16", "mixed_precision", LAUNCHER)
+        layer.add_option("mixed_precision", "fp16", "mixed_precision", LAUNCHER)
     if precision == "no":
         notes.append(f"mixed_precision: no, set by {LAUNCHER},{NOT_COUNTED}")
     if env.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
@@ -240,5 +240,5 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
             f"fsdp_min_num_params: {ACCELERATE_MIN_NUM_PARAMS:,d} is what accelerate launch sets when its file does "
             "not say; smaller modules do not become units"
         )
-    layer.enter("strategy", "fsdp", "strategy", LAUNCHER)
+    layer.add_option("strategy", "fsdp", "strategy", LAUNCHER)
     return layer, notes

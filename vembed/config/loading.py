@@ -476,7 +476,7 @@ class Pipeline:
         chosen = trainings[stage]
         implied = Layer(self.config_name)
         place = f"{self.config_name}, stage {stage}"
-        implied.enter("output_dir", str(chosen.folder), "output_dir", place)
+        implied.add_option("output_dir", str(chosen.folder), "output_dir", place)
         earlier_stages = {
             "model_name": chosen.model_stage,
             "data_path": chosen.data_stage,
@@ -484,7 +484,7 @@ class Pipeline:
         for option, earlier in earlier_stages.items():
             if earlier is not None:
                 place = f"{self.config_name}{RESULT_OF}{earlier.name}"
-                implied.enter(option, str(earlier.result), option, place)
+                implied.add_option(option, str(earlier.result), option, place)
         return [self.shared, implied, chosen.layer]
 
 
@@ -546,6 +546,7 @@ def _pipeline_of(
     config_name: str,
     root: str | None,
 ) -> Pipeline | None:
+    """Return the stages of a config. None if it has none. `root`: folder of all stages, if the command line gives it."""
     shared_keys = dict(keys)
     lists = [shared_keys.pop(key, None) for key in (STAGES, TRAINING_STAGES)]
     node = lists[0] or lists[1]
@@ -585,6 +586,8 @@ def _stage(
     before: Sequence[PipelineStage],
     shared: Layer,
 ) -> PipelineStage:
+    """Return one stage. `name`: its key, if stages are written by name. `block`: its keys. `before`: the stages before it.
+    `shared`: the options outside of the stages."""
     if not name and "name" in block:
         name = str(block.pop("name").plain())
     start = block.pop("from", None)
@@ -607,7 +610,7 @@ def _stage(
         options = block[kind].plain()
         if not isinstance(options, dict):
             raise UserError(f"{config_name}: stage {name}: {kind} must hold options")
-        # Of the models that these commands use. A merge keeps the kind of the config's model.
+        # The kind of model that each command uses. A merge has that of the config.
         tasks = {"mine": "embed", "evaluate": "embed", "judge": "rerank"}
         model_task = tasks.get(kind, model_task)
     model_stage = None

@@ -26,6 +26,7 @@ from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers.table import TRACKERS
 
 COMMAND_LINE = "command line"
+"""Name of the command line as a source of options, in messages."""
 LONGEST_VALUE = 80
 """Characters of a value in a message."""
 
@@ -160,9 +161,9 @@ class Layer:
             earlier = self.values.pop(name, None)
             columns = dict(earlier.value) if earlier is not None else {}
             columns[".".join(inner)] = plain
-            self.enter(name, columns, written_key, place)
+            self.add_option(name, columns, written_key, place)
         elif not callable(target):
-            self.enter(target, plain, written_key, place)
+            self.add_option(target, plain, written_key, place)
         else:
             try:
                 settings = target(plain)
@@ -172,9 +173,9 @@ class Layer:
                 )
                 return
             for target_name, setting in settings:
-                self.enter(target_name, setting, written_key, place, written_value)
+                self.add_option(target_name, setting, written_key, place, written_value)
 
-    def enter(
+    def add_option(
         self,
         option: str,
         value: Any,
@@ -328,6 +329,7 @@ BOOLS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
+"""Word, in lower case -> the boolean that it stands for."""
 
 
 def as_bool(value: Any) -> bool:
@@ -370,6 +372,7 @@ def canonical(name: str, value: Any) -> Any:
 
 
 def _fold(value: Any) -> str:
+    """Return a value in the form in which spellings are compared: in lower case, with `_` in place of `-` and spaces."""
     # Only behind a letter or digit: the sign of -1 stays.
     return re.sub(r"(?<=\w)[\s-]+", "_", str(value).strip().lower())
 

@@ -80,11 +80,11 @@ class RowLossStart:
     """What the losses of n rows begin with."""
 
     logits: Tensor
-    """[n] of the positives."""
+    """[n] logits of the positives."""
     coefficient: float
     """Weight of the Matryoshka dim times the factor of the direction, > 0."""
     bias: Tensor | None = None
-    """Added to every logit."""
+    """Scalar that the row loss adds to every logit."""
     teacher_scores: Tensor | None = None
     """[n] a teacher's scores of the positives."""
 
@@ -297,7 +297,10 @@ class CircleRows(SoftmaxRows):
         return scores.add_(self.margin).clamp_(min=0.0)
 
     def _weighted(self, candidates: CandidateLogits) -> CandidateLogits:
-        """Return b (s - m) / T as ((s + m) - 2 m) (s + m) / T, and EXCLUDED for excluded candidates."""
+        """Return the weighted logits b (s - m) / T, and EXCLUDED for excluded candidates.
+
+        Wherever b is not 0 it is s + m. So they are computed as (b - 2 m) b / T.
+        """
         excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
         weights = self._weights(candidates.logits, candidates.out)
         difference = weights - 2.0 * self.margin
@@ -310,8 +313,8 @@ class CircleRows(SoftmaxRows):
 
     def d_candidates(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
-        # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which
-        # may be the tile itself, is written.
+        # d(b (s - m) / T) / d(logit) is b: with b as a constant, s = T * logit gives it. Computed first, since `out`, which is
+        # written next, may be the tile itself.
         weights = self._weights(candidates.logits)
         d_weighted = super().d_candidates(self._weighted(candidates))
         return d_weighted.mul_(weights)
@@ -609,7 +612,7 @@ class _RowBlock:
     positives: _ScoredPairs
     """The rows' queries and positives, with scores [K, n]."""
     losses: list[list[RowLoss]]
-    """By dim and direction."""
+    """losses[k][direction], for each of the K dims."""
     logit_ceilings: Tensor | None
     """[K, n] logits above which candidates are excluded."""
     guide_ceilings: Tensor | None

@@ -60,7 +60,7 @@ Inputs = dict[str, Tensor]
 ModalitySlice = tuple[Modality, Inputs]
 """A slice of a micro-batch: its inputs of one modality."""
 Backbone = Any
-"""A Transformers model or ComposedModel. Their attributes are untyped."""
+"""A Transformers model or ComposedModel. Any, because their attributes are untyped."""
 POOLED = "pooled"
 """Input key: the pooled output of a tower, in place of all other inputs. The tower does not run."""
 IMAGE_STATES = "image_states"
@@ -77,6 +77,7 @@ TOWERS_OF_MODALITY: dict[Modality, tuple[Tower, ...]] = {
 _INPUT_EMBEDDINGS = re.compile(
     r"(^|\.)(embeddings|embed_tokens|shared|wte|wpe|patch_embed|pos_embed)(\.|$)"
 )
+"""Matches the names of the parameters that `freeze: [embeddings]` selects, outside of layers."""
 REPLACED_BY_LOSS = ("logit_scale", "logit_bias")
 """Parameters of CLIP and SigLIP that the loss replaces by its own."""
 
@@ -448,13 +449,14 @@ def run_packed(
 
 
 def with_shared_prefix(inputs: Inputs) -> Inputs:
-    """Put the shared prefix back before each text. Padding on the left stays on the left."""
+    """Put the shared prefix back before each text. All padding is then on the left."""
     inputs = dict(inputs)
     prefix = inputs.pop(SHARED_PREFIX).expand(len(inputs["input_ids"]), -1)
     inputs["input_ids"] = torch.cat([prefix, inputs["input_ids"]], dim=1)
     if "attention_mask" in inputs:
         mask = torch.cat([torch.ones_like(prefix), inputs["attention_mask"]], dim=1)
-        # Not between the two: sliding windows and convolutions count padding too.
+        # No padding may stand between prefix and text: sliding windows and convolutions count padding too. The stable sort
+        # moves it to the front.
         order = mask.argsort(dim=1, stable=True)
         inputs["input_ids"] = inputs["input_ids"].gather(1, order)
         inputs["attention_mask"] = mask.gather(1, order)

@@ -137,7 +137,7 @@ class BatchState:
     frozen_slices: dict[Modality, list[list[int]]] = field(init=False)
     """Slices for the frozen towers, of the inputs whose outputs are not in the cache."""
     num_kept_graphs: int = field(init=False)
-    """Number of the first micro-batches, which keep their graphs until their backward pass. The others are replayed."""
+    """Number of micro-batches, the first ones, that keep their graphs until their backward pass. The others are replayed."""
 
     # Set by `encode`.
     embeddings: Tensor = field(init=False)
@@ -174,7 +174,7 @@ class BatchState:
 
 
 class HostCopy:
-    """A copy of a tensor on its way to the host, which does not wait for work that follows."""
+    """An asynchronous copy of a tensor to the host. `read` waits for the copy, but not for work queued after it."""
 
     def __init__(self, tensor: Tensor) -> None:
         # From a GPU it goes to pinned memory.
@@ -196,10 +196,10 @@ class BatchResult:
     """Result of one global batch, besides gradients."""
 
     loss_share: Tensor
-    """This rank's part of the loss, with its auxiliary losses, not multiplied by `weight`. The sum over the ranks is the loss
-    of the batch."""
+    """This rank's part of the loss, with its auxiliary losses, not multiplied by the `weight` of `accumulate`. The sum over
+    the ranks is the loss of the batch."""
     loss_on_host: HostCopy
-    """The same on the host."""
+    """`loss_share` on the host."""
     computed_tokens: int
     """Tokens that this rank's forward passes computed, with padding where texts are padded."""
     num_forwards: int
@@ -600,8 +600,8 @@ class TrainingStep:
                     factor = scaled_weight * self.session.world_size
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))
-            # Shared batch norms have collectives in the backward pass. Buckets could start between them in another order on
-            # each rank.
+            # From here on GradientSync starts a bucket as soon as its gradients are there. Not with shared batch norms: they
+            # have collectives in the backward pass too, and the order of both kinds could differ between the ranks.
             if is_last_backward and not self.session.syncs_batch_norms:
                 self.gradient_sync.start_early()
             grouping: AbstractContextManager[None] = nullcontext()
