@@ -257,28 +257,26 @@ def _mask_keys(
     # A positive's key is repeated where a mixture has two, so that all documents have the same number of slots.
     repeated = positive_contents.expand(-1, negative_contents.shape[1])
     empty = query_contents[:0]
-    keys = _MaskKeys(
-        row_contents=row_contents[rank_rows],
-        row_contents_as_columns=empty,
-        document_contents=torch.cat((negative_contents[:num_negatives], repeated)),
-        query_contents=query_contents[layout.rows_with_query],
-        row_examples=empty,
-        document_examples=empty,
-    )
-    if rule.own_negatives_as_pairs:
-        of_negatives = batch.negative_example[:num_negatives]
-        of_positives = torch.full_like(batch.example, NO_KEY_COLUMN)
-        document_examples = torch.cat((of_negatives, of_positives))
-        keys = keys._replace(
-            row_examples=batch.example[rank_rows, None].int(),
-            document_examples=document_examples[:, None].int(),
-        )
+    row_contents_as_columns = empty
     if rule.both_directions:
         as_columns = row_contents[layout.rows_with_query]
         is_key = as_columns != NO_KEY_ROW
-        as_columns = as_columns.where(is_key, NO_KEY_COLUMN)
-        keys = keys._replace(row_contents_as_columns=as_columns)
-    return keys
+        row_contents_as_columns = as_columns.where(is_key, NO_KEY_COLUMN)
+    row_examples = empty
+    document_examples = empty
+    if rule.own_negatives_as_pairs:
+        row_examples = batch.example[rank_rows, None].int()
+        of_negatives = batch.negative_example[:num_negatives]
+        of_positives = torch.full_like(batch.example, NO_KEY_COLUMN)
+        document_examples = torch.cat((of_negatives, of_positives))[:, None].int()
+    return _MaskKeys(
+        row_contents=row_contents[rank_rows],
+        row_contents_as_columns=row_contents_as_columns,
+        document_contents=torch.cat((negative_contents[:num_negatives], repeated)),
+        query_contents=query_contents[layout.rows_with_query],
+        row_examples=row_examples,
+        document_examples=document_examples,
+    )
 
 
 def _column_groups(

@@ -706,6 +706,7 @@ class _ScorePass:
 
     def _start_block(self, rows: slice) -> _RowBlock:
         """Start the losses of a row block with its positives."""
+        scoring = self.scoring
         queries = shifted(rows, self.plan.local_queries.start)
         positives = shifted(rows, self.plan.local_positives.start)
         positive_scores = self.vector_table.pair_scores(queries, positives)  # [K, n]
@@ -713,23 +714,23 @@ class _ScorePass:
         if self.teacher_table is not None:
             teacher_scores = self.teacher_table.pair_scores(queries, positives)
         losses = []
-        weights = self.scoring.similarity.weights
+        weights = scoring.similarity.weights
         # One row loss for each dim and direction. Each starts with the positives' logits [n].
         for scores, weight in zip(positive_scores.unbind(), weights, strict=True):
             by_direction = []
-            for factor in self.scoring.direction_weights:
+            for factor in scoring.direction_weights:
                 logits = scores * self.logit_scale
                 start = RowLossStart(logits, weight * factor, self.bias, teacher_scores)
-                row_loss = self.scoring.row_loss(start, **self.scoring.row_loss_options)
+                row_loss = scoring.row_loss(start, **scoring.row_loss_options)
                 by_direction.append(row_loss)
             losses.append(by_direction)
         # Margins are in scores. Candidates are compared as logits, so these ceilings are scaled.
         logit_ceilings = None
-        if self.scoring.margin_above_positive is not None:
-            ceilings = positive_scores + self.scoring.margin_above_positive
+        if scoring.margin_above_positive is not None:
+            ceilings = positive_scores + scoring.margin_above_positive
             logit_ceilings = _with_tolerance(ceilings) * self.logit_scale
         guide_ceilings = None
-        guide = self.scoring.guide
+        guide = scoring.guide
         if self.guide_table is not None and guide is not None:
             guide_scores = self.guide_table.pair_scores(queries, positives)
             unit = guide_scores.abs() if guide.is_relative else 1.0

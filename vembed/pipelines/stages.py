@@ -101,9 +101,8 @@ def run_stages(
 
 def _require_earlier(stage: PipelineStage, chosen: Collection[PipelineStage]) -> None:
     """Raise UserError if a command stage needs the result of one that is neither there nor run now."""
-    if (
-        stage.kind == "train"
-    ):  # it may get another model and other data on the command line
+    # A training may get another model and other data on the command line.
+    if stage.kind == "train":
         return
     for earlier in (stage.model_stage, stage.data_stage):
         if earlier is None or earlier in chosen:
@@ -282,7 +281,7 @@ class _StageRun:
         if self.stage.kind == "train":
             code = train(self.arguments)
         else:
-            code, scores = self._run_between()
+            code, scores = self._run_command()
         if code == 0 and is_first_rank():
             done = {**facts, "state": "done", "seconds": round(time.time() - began, 1)}
             if scores is not None:
@@ -344,7 +343,7 @@ class _StageRun:
         final = str(self.stage.result)
         return "merge", [*models, "--output", final, *_flags(options)]
 
-    def _run_between(self) -> tuple[int, dict[str, Any] | None]:
+    def _run_command(self) -> tuple[int, dict[str, Any] | None]:
         """Run a command stage. Return the exit code and, of an evaluation, the scores."""
         path = self.folder / RESULTS[self.stage.kind]
         if is_first_rank() and self.stage.kind != "merge":

@@ -442,9 +442,7 @@ class Trainer:
                 if not report.outcome.is_overflow:
                     state.skipped_in_a_row += 1
             state.seconds = self.elapsed_seconds()
-            hook_ends_run = self.hooks.on_step(report)
-            if hook_ends_run:
-                interrupts.early_end_requested = True
+            interrupts.early_end_requested |= self.hooks.on_step(report)
             # All ranks decide here, so that they stop after the same step. It comes after `on_step`, because the same
             # collective shares a hook's request to end the run. The time limit leaves room for a checkpoint.
             must_stop = interrupts.agree_to_stop(self.checkpointer.save_seconds)
@@ -563,9 +561,7 @@ class Trainer:
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
         evaluation = Evaluation(state.step, epoch, scores, metric, query_results)
-        hook_ends_run = self.hooks.on_evaluation(evaluation)
-        if hook_ends_run:
-            self.interrupts.early_end_requested = True
+        self.interrupts.early_end_requested |= self.hooks.on_evaluation(evaluation)
         self.interrupts.share_early_end()
         if is_better and self._is_last_step():
             # A hook may have made this step the last one just now.
