@@ -159,9 +159,9 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     batch = batch.on_host()
     num_rows = batch.num_rows
     rank_rows = batch.rank_rows
-    is_own = rule.hard_negatives_scope == "own"
-    # All positives are columns. Hard negatives are columns too, unless their scope is own.
-    num_negatives = 0 if is_own else batch.negative.numel()
+    only_own = rule.hard_negatives_scope == "own"
+    # All positives are columns. Hard negatives are columns too, unless only rows of their own example use them.
+    num_negatives = 0 if only_own else batch.negative.numel()
     # Queries of other rows are needed only as columns.
     has_query_columns = rule.query_query or rule.both_directions
     rows_with_query = slice(0, num_rows) if has_query_columns else rank_rows
@@ -179,7 +179,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     tensors = {}
     # The distinct hard negatives that are in negative pairs, by their position among the H.
     paired_negatives = batch.negative[:0]
-    if is_own or rule.own_negatives_as_pairs:
+    if only_own or rule.own_negatives_as_pairs:
         # [P] the row of each pair, and the position of its hard negative among the H.
         tensors["pair_row"], negative_of_pair = batch.example_negatives(rank_rows)
         # Rows of one example share its hard negatives, and the table has each of them once. `number` [P]: which of

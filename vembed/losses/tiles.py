@@ -223,6 +223,7 @@ class SoftmaxRows(RowLoss):
         self.others.add(logits, candidates.row, candidates.out)
 
     def _stretched(self, candidates: CandidateLogits) -> Tensor:
+        """Return the logits with which the candidates enter the softmax."""
         is_tile = candidates.row is None
         if self.stretch is None or (is_tile and self.stretches_own_only):
             return candidates.logits
@@ -242,10 +243,11 @@ class SoftmaxRows(RowLoss):
         # is exp(logit) / denominator, where the denominator [n] is sum / (coefficient * focus).
         log_denominator = self.log_sum - math.log(self.coefficient)
         if self.focal_gamma:
-            # 1 - exp(-l) without cancellation for small l.
+            # c = 1 - exp(-l) [n], by expm1 without cancellation for small l. The focal loss of a row is c^g * l. With
+            # dc/dl = 1 - c its derivative by l is c^g * (1 + g * (1 - c) * l / c).
             complement = -torch.expm1(-losses)
             weights = complement**self.focal_gamma
-            # d/dl of complement^g * l; l / complement is 1 in the limit of l = 0.
+            # l / c, which is 1 in the limit of l = 0.
             ratio = torch.where(
                 complement > 0, losses / complement, torch.ones_like(complement)
             )
@@ -435,6 +437,7 @@ class SquaredErrorRows(RowLoss):
         self.sum = self.positive_logits.new_zeros(())
 
     def _errors(self, candidates: CandidateLogits) -> Tensor:
+        """Return logit - teacher's score of each candidate, 0 for excluded ones."""
         excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
         teacher_scores = (
             0.0 if candidates.teacher_scores is None else candidates.teacher_scores

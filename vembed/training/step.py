@@ -19,8 +19,8 @@ row           A query and one of its positives, as two indices of inputs. L is a
 example       The record of the data that a row comes from. One with several positives has several rows.
 hard negative A document that an example names as not relevant to its query.
 content       A hash of an input's text or image. Inputs of equal content are not negatives of each other.
-vector        One line of the matrix E. Dense models give one per input. Others give several: E is then [T, D], the number of each input's
-              vectors follows from its tokens before the forward pass, and `starts` says where they begin.
+vector        One line of the matrix E. Dense models give one per input. Others give several, and E is then [T, D]. The
+              number of an input's vectors is known before the forward pass, and `starts` says where they begin.
 slice         Inputs of one modality that pass the model together.
 micro-batch   The inputs of one forward pass: one slice, or one of each modality. Every rank runs equally many.
 dummy         A slice without inputs. The model still runs on a placeholder, so that this rank takes part in the
