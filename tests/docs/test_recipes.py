@@ -46,7 +46,10 @@ RECIPES = {
     ),
     "bge_reranker": Tiny(tiny.tiny_reranker, ("max_length=64",)),
     "modernbert_reranker": Tiny(tiny.tiny_modernbert, ("max_length=64",)),
-    "qwen3_reranker_0.6b": Tiny(tiny.tiny_qwen3_reranker, ("max_length=512",)),
+    "qwen3_reranker_0.6b": Tiny(
+        tiny.tiny_qwen3_reranker,
+        ("max_length=512", "max_negatives=1", "rerank_top_k=5"),
+    ),
     "clip": Tiny(tiny.tiny_clip),
     "siglip": Tiny(tiny.tiny_siglip),
     "dinov2_i2i": Tiny(tiny.tiny_dinov2, ("freeze=embeddings,first_n_layers=1",)),

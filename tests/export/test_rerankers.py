@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, Qwen3ForSequenceClassification
 
 import vembed
-from tests.export.test_export import check_of, export, refused
+from tests.export.test_export import as_traced, check_of, export, refused
 from tests.rerank.test_rerank import tiny_xlmr_reranker
 from tests.tiny import shared, texts, tiny_qwen3, tiny_qwen3_reranker, tiny_reranker
 from vembed.inference.serve import ServedInput, open_encoder
@@ -25,41 +25,43 @@ def qwen_reranker(folder):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("make", "precision"),
-    [
-        (tiny_reranker, "float32"),
-        (tiny_xlmr_reranker, "float32"),
-        (qwen_reranker, "float32"),
-        (tiny_xlmr_reranker, "int8"),
-    ],
-)
-def test_onnxruntime_gives_the_scores_of_the_model(make, precision, tmp_path):
+def assert_scores(folder, model, precision="float32"):
+    """The export's check, its graph alone and its server give the scores of the model."""
     import onnxruntime
 
-    model = make(tmp_path / "model")
-    folder = tmp_path / "onnx"
-    export(model, folder, "--format", "onnx", "--precision", precision)
     check = check_of(folder)
     assert check["largest_difference"] <= check["tolerance"]
     assert check["num_pairs"] == 100
     expected = vembed.Reranker(model).predict(PAIRS)
-    tolerance = 1e-5 if precision == "float32" else 0.1 * np.abs(expected).max()
+    atol = 1e-5 if precision == "float32" else 0.1 * np.abs(expected).max()
     session = onnxruntime.InferenceSession(folder / "model.onnx")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(PAIRS, padding=True, return_tensors="np")
     (logits,) = session.run(["logits"], dict(inputs))
-    np.testing.assert_allclose(logits[:, 0], expected, atol=tolerance)
+    np.testing.assert_allclose(logits[:, 0], expected, atol=atol)
     served = [ServedInput(document, query=query) for query, document in PAIRS]
     scores, _ = open_encoder(str(folder)).encode(served)
-    np.testing.assert_allclose(scores[:, 0], expected, atol=tolerance)
+    np.testing.assert_allclose(scores[:, 0], expected, atol=atol)
 
 
-def test_an_export_that_differs_is_refused(tmp_path):
-    words = [shared(tiny_reranker), tmp_path / "onnx", "--format", "onnx"]
-    words += ["--precision", "int8", "--tolerance", "1e-9"]
-    assert "1e-09" in refused("export", *words)
-    assert not (tmp_path / "onnx").exists()
+@pytest.mark.parametrize("make", [tiny_reranker, qwen_reranker])
+def test_onnxruntime_gives_the_scores_of_the_model(make, tmp_path):
+    model = make(tmp_path / "model")
+    export(model, tmp_path / "onnx", "--format", "onnx")
+    assert_scores(tmp_path / "onnx", model)
+
+
+def test_int8_is_close_and_an_export_that_differs_is_refused(tmp_path, monkeypatch):
+    model = tiny_xlmr_reranker(tmp_path / "model")
+    export(model, tmp_path / "onnx", "--format", "onnx")
+    assert_scores(tmp_path / "onnx", model)
+    as_traced(tmp_path / "onnx", monkeypatch)
+    words = ("--format", "onnx", "--precision", "int8")
+    export(model, tmp_path / "int8", *words)
+    assert_scores(tmp_path / "int8", model, "int8")
+    refusal = refused("export", model, tmp_path / "out", *words, "--tolerance", "1e-9")
+    assert "1e-09" in refusal
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """torchrun starts the processes again after a failure, and the run goes on from its checkpoint."""
 
 import json
-import os
-import subprocess
-import sys
 
+from tests.commands import command
 from tests.training.test_run import metrics, settings_without_validation
 
 SCRIPT = """
@@ -26,15 +24,8 @@ def test_torchrun_restarts_go_on_from_the_checkpoint(tmp_path):
     options = settings_without_validation(
         tmp_path, max_steps=4, save_steps=2, resume="auto"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node=2", "--max-restarts=1", str(script)]
-    done = subprocess.run(
-        [*command, json.dumps(options)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", str(script)]
+    words.append(json.dumps(options))
+    done = command(*words, module="torch.distributed.run", code=0)
     assert "checkpoint-2 (step 2)" in done.stdout + done.stderr
     assert metrics(tmp_path / "run", "step")[-1] == 4

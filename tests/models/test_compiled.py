@@ -75,7 +75,7 @@ def loss_and_gradients(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"padding_free": False}, {"use_lora": True}], ids=str
+    "options", [{}, {"padding_free": False, "use_lora": True}], ids=str
 )
 def test_checkpointed_layers_are_compiled(options, monkeypatch):
     """Graphs are called in the forward pass, and again in the backward pass."""
@@ -116,11 +116,13 @@ def sharded_gradients(is_compiled):
     return backend.num_calls, gradients
 
 
+def plain_and_compiled():
+    return [sharded_gradients(is_compiled) for is_compiled in (False, True)]
+
+
 def test_checkpointed_layers_are_compiled_under_fsdp2():
     tiny.shared(tiny.tiny_qwen3)
-    (_, expected), *_ = run_ranks(sharded_gradients, 2, False, process_group=True)
-    for num_calls, gradients in run_ranks(
-        sharded_gradients, 2, True, process_group=True
-    ):
+    ranks = run_ranks(plain_and_compiled, 2, process_group=True)
+    for (_, expected), (num_calls, gradients) in ranks:
         assert num_calls > 0
         assert max(gradient_errors(gradients, expected).values()) < 1e-4

@@ -4,18 +4,17 @@ import asyncio
 import base64
 import http.client
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
+import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -23,6 +22,7 @@ import pytest
 from scipy.special import expit
 
 import vembed
+from tests.commands import start
 from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
 from vembed.data.examples import Item
@@ -58,10 +58,18 @@ def model_folder(**options):
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, process, address):
+    def __init__(self, process, output):
+        """Wait until it says where it listens."""
         self.process = process
-        self.address = address
-        self.port = int(address.rpartition(":")[2])
+        self.output = output
+        address = None
+        while address is None:
+            assert process.poll() is None, output.read_text()
+            time.sleep(0.05)
+            if output.exists():
+                address = re.search(r"http://127\.0\.0\.1:(\d+)", output.read_text())
+        self.address = address[0]
+        self.port = int(address[1])
 
     def send(self, route, values=None, *, body=None, key=KEY):
         """POST values as JSON, or a body as it is; without both, GET. Return the status and the answer."""
@@ -95,24 +103,21 @@ class Server:
 @contextmanager
 def started(model, limits=None, **environment):
     """Run the command, or start_server with limits of its own."""
-    words = ["vembed", "serve", str(model), "--port", "0"]
+    module = "vembed"
+    words = ["serve", str(model), "--port", "0"]
     if limits is not None:
-        words = ["tests.serve.start_server", str(model), json.dumps(limits)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
-    try:
-        line = process.stdout.readline()
-        address = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert address is not None, line
-        yield Server(process, address[0])
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        module = "tests.serve.start_server"
+        words = [str(model), json.dumps(limits)]
+    with tempfile.TemporaryDirectory(prefix="vembed-serve-") as folder:
+        output = Path(folder, "output")
+        process = start(
+            *words, module=module, stdout=output, stderr=output, env=environment
+        )
+        try:
+            yield Server(process, output)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -411,7 +416,7 @@ def test_a_client_that_takes_no_answer_is_closed(limited):
     request = b"GET /info HTTP/1.1\r\nHost: a\r\n\r\n"
     with limited.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(5)
+        connection.settimeout(3)
         with pytest.raises((ConnectionError, TimeoutError)):
             for _ in range(100_000):
                 connection.sendall(request * 100)
@@ -484,7 +489,7 @@ def test_sigterm_answers_what_has_arrived():
         status, vectors = answer.result(120)
         assert status == 200 and len(vectors) == len(texts)
         assert server.process.wait(60) == 0
-        assert "stopped" in server.process.stdout.read()
+        assert "stopped" in server.output.read_text()
         with pytest.raises(ConnectionRefusedError):
             server.connect()
         idle.close()
@@ -494,7 +499,7 @@ MANY = {"inputs": [f"{number} red green " * 8 for number in range(20_000)]}
 """A request that takes long."""
 
 
-def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(capfd):
+def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops():
     limits = {"drain_seconds": 1, "inputs": 20_000}
     with started(model_folder(), limits) as server, ThreadPoolExecutor(2) as pool:
         running = pool.submit(server.send, "/embed", MANY)
@@ -505,7 +510,7 @@ def test_a_request_that_is_not_computed_in_time_gets_503_when_the_server_stops(c
         for answer in (running, waiting):
             assert_refused(answer.result(60), "1 s", 503)
         assert server.process.wait(60) == 0
-    assert "Traceback" not in capfd.readouterr().err
+        assert "Traceback" not in server.output.read_text()
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
