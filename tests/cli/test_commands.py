@@ -253,6 +253,8 @@ def test_schema_is_json_for_editors(vembed):
         "encode m i o.npy --kind x": "--kind",
         "encode m i o.npy --layers 1 --pooling x": "--pooling",
         "mine x.yaml --nproc two": "--nproc",
+        "export m o --format onx": "'--format': 'onx' is not one of",
+        "merge a b -o c --method tise": "did you mean 'ties'?",
     }.items(),
 )
 def test_wrong_values_name_their_option(refused, words, option):

@@ -175,10 +175,26 @@ def test_columns_are_known_by_their_names(start, content, loss, mapping):
     assert config.data.val_data_path == "a.csv"
 
 
-def test_rows_that_are_not_utf8_are_named(refused, faq):
-    rows = Path(faq).read_bytes().replace("Bestä".encode(), b"Best\xe4")
-    Path(faq).write_bytes(rows)
-    refused(f"init --data {faq} --model {BERT}", f"{faq}:2: not UTF-8")
+def test_a_file_of_another_encoding_is_refused(refused, start, faq):
+    def damage(num_rows):
+        lines = Path(faq).read_bytes().splitlines(keepends=True)
+        for number in range(1, 1 + num_rows):
+            lines[number] = lines[number].replace("Bestä".encode(), b"Best\xe4")
+        Path(faq).write_bytes(b"".join(lines))
+
+    damage(12)
+    assert start(faq).data.on_bad_record == "skip"
+    assert "12 of 120 records cannot be used" in text()
+    damage(13)
+    words = f"init --force --data {faq} --model {BERT}"
+    parts = ("13 of the first 120 records", f"is {faq}:2", "iconv -f latin1 -t utf-8")
+    refused(words, *parts)
+
+
+def test_a_model_that_is_not_here_is_said(vembed, faq):
+    done = vembed(f"init --data {faq} --model nosuch/model")
+    assert "note: nosuch/model could not be looked at" in done.err
+    assert "--family" in text()
 
 
 def test_columns_can_be_named(refused, vembed, start, faq):
@@ -276,7 +292,7 @@ def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
     done = vembed("data data_path=train.jsonl val_data_path=val.jsonl", model)
     assert "are in the training data" not in done.err, "said once"
     for part in (
-        "1 of the 1 queries of the validation data (100.0%) are in the training data",
+        "in the training data too: 1 of 1 (100.0%)",
         "2 examples have one of their positives among their negatives",
         "pairs: 1 different, 1 repetition",
     ):

@@ -166,7 +166,21 @@ def test_anchors_and_merge_keys_work(read):
     ("name", "content", "said"),
     [
         ("cfg.txt", "a: 1", "ends in .yaml, .yml, .toml or .json"),
-        ("cfg.yaml", "a: [1\n", "line 2: not valid YAML"),
+        ("cfg.yaml", "a: [1\n", "line 2, column 1: not valid YAML: expected"),
+        (
+            "cfg.yaml",
+            "a:\n\tb: 1\n",
+            "line 2, column 1: not valid YAML: there is a tab",
+        ),
+        ("cfg.yaml", 'a: "m\nb: 1\n', "line 1, column 4: not valid YAML: the quote"),
+        (
+            "cfg.yaml",
+            "a: 1\nb 2\nc: 3\n",
+            "line 2, column 1: not valid YAML: there is no colon",
+        ),
+        ("cfg.yaml", "a: 1\n  b: 2\n", "line 2, column 4: not valid YAML: this colon"),
+        ("cfg.yaml", "a: @b\n", "line 1, column 4: not valid YAML: a value cannot"),
+        ("cfg.json", '{"a" 1}', "line 1, column 6: not valid JSON: expected"),
         ("cfg.yaml", "", "has no options"),
         ("cfg.yaml", "- a\n- b\n", "has no options"),
         ("cfg.yaml", "model_name: m\nrun_name: caf\xe9\n", "line 2: not UTF-8 text"),

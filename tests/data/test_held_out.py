@@ -107,12 +107,12 @@ def test_overlap_counts_queries(tmp_path):
     )
     queries = [example.query for example in examples_of(open_path(validation))]
     (sentence,) = overlap_warnings(train, queries)
-    assert "2 of the 4 queries of the validation data (50.0%)" in sentence
+    assert "in the training data too: 2 of 4 (50.0%)" in sentence
     assert "'how do i sort'; 'a picture'" in sentence
     assert overlap_warnings(train, queries[1:3]) == [], "a corpus may serve both"
     many = [Item(text=f"new {number}") for number in range(993)]
     (sentence,) = overlap_warnings(train, [queries[0], *many])
-    assert "1 of the 994 queries of the validation data (0.1%)" in sentence
+    assert "in the training data too: 1 of 994 (0.1%)" in sentence
 
 
 def test_vowel_signs_and_tone_marks_are_part_of_words():

@@ -82,6 +82,7 @@ SUMMARY = RunSummary(
     seconds=75.0,
     finished="2030-01-02",
     versions={"torch": "9.9"},
+    decided_options=["mrl_dims"],
     warnings=["3 steps were left out"],
 )
 
@@ -120,6 +121,9 @@ def test_page_and_markdown_tell_the_run(run):
     ):
         assert both in text, both
         assert both in markdown, both
+    by_user, decided = re.split("Decided by vembed", markdown)
+    assert "learning_rate" in by_user and "mrl_dims" in decided
+    assert "mrl_dims" not in by_user
     assert path.read_text().count("<svg") == 7, "six curves and the evaluations"
     assert "| 8 | 0.4600 | 0.5400 | +0.0800 | 93.1% |" in markdown
 

@@ -312,9 +312,9 @@ def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(
     ("asked", "has_instructions", "named", "is_half"),
     [
         ("auto", True, "bfloat16 (auto: the CPU has amx_bf16", True),
-        ("auto", False, "the dtype of the weights (auto", False),
-        ("float32", True, "the dtype of the weights (torch_dtype: float32)", False),
-        ("bfloat16", False, "the dtype of the weights (torch_dtype: bfloat16)", True),
+        ("auto", False, "float32 (auto", False),
+        ("float32", True, "float32 (torch_dtype: float32)", False),
+        ("bfloat16", False, "bfloat16 (torch_dtype: bfloat16)", True),
     ],
 )
 def test_the_precision_of_the_vectors_is_said(

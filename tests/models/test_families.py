@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
+import vembed
 from tests import tiny
 from tests.built import described, model_of
 from tests.models.families import (
@@ -256,15 +257,21 @@ def test_models_that_are_not_supported_are_said(tmp_path, model_type, said):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("./no/such/folder", "is not a folder"),
+        ("/no/such/folder", "is not a folder"),
         ("org/model", "not in the Hub's cache"),
         ("a b c", "neither a folder here nor a model on the Hub"),
     ],
 )
 def test_a_model_that_is_not_there_is_said(name, said, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=f"^model_name: {name}.*{said}"):
         of_folder(name)
+    # Here nobody has written an option, and what the client of the Hub says stands in the sentence.
+    with pytest.raises(UserError, match=f"^{name}.*{said}") as caught:
+        vembed.Embedder(name)
+    error = caught.value
+    assert error.__context__ is None or error.__suppress_context__
+    assert error.__cause__ is None
 
 
 @pytest.mark.parametrize("kind", ["roberta", "longformer", "luke", "xmod", "esm"])

@@ -403,13 +403,33 @@ def test_lists_are_read_as_other_records_are(tmp_path):
     model = shared(tiny_reranker)
     first, second = succeeds("rerank", model, lists).splitlines()
     assert first == second
+    output = tmp_path / "sorted.jsonl"
+    assert f"{output}: 2 lists" in invoke("rerank", model, lists, "-o", output).stderr
     for bad_line, message in (
         (b'{"query": "\xe9", "documents": ["a"]}', f"{lists}:3 is not JSON"),
+        (b"query,documents", 'as {"query": "...", "documents": ["...", "..."]}'),
         (b'{"query": "a query"}', f"{lists}:3"),
         (b'{"query": "a", "documents": [{"image": 1}]}', f"{lists}:3: documents"),
     ):
         lists.write_bytes(row + b"\n" + bad_line)
         assert message in invoke("rerank", model, lists, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    ("loss", "scores", "message"),
+    [
+        ("bce", {"negative_scores": [0.2]}, "the negatives alone have some"),
+        ("lambda", {"negative_scores": [0.2]}, "the negatives alone have some"),
+        ("listwise", {"positive_scores": [0.9]}, "0 of 8 negatives have one"),
+    ],
+)
+def test_scores_that_would_not_be_read_are_refused(tmp_path, loss, scores, message):
+    rows = tmp_path / "rows.jsonl"
+    row = {"query": "red", "positive": "a", "negatives": ["b"]}
+    write_jsonl(rows, [row | scores] * 8)
+    options = (f"model_name={shared(tiny_reranker)}", "task=rerank", f"loss={loss}")
+    words = (*options, f"data_path={rows}", f"output_dir={tmp_path / 'run'}")
+    assert message in invoke("train", *words, "--dry-run", code=2).stderr
 
 
 def test_a_checkpoint_is_exported(tmp_path):

@@ -299,7 +299,11 @@ def test_cohere_reranks(reranking, route):
 @pytest.mark.parametrize(
     ("route", "values", "words"),
     [
-        ("/rerank", {"texts": DOCUMENTS}, "query must be one text"),
+        (
+            "/rerank",
+            {"queries": QUERY, "texts": DOCUMENTS},
+            "query in place of queries",
+        ),
         ("/rerank", {"query": 7, "texts": ["a"]}, "query must be one text"),
         ("/rerank", {"query": QUERY, "texts": [7]}, "texts must be a text or a list"),
         ("/rerank", {"query": QUERY, "texts": ["a"], "documents": ["b"]}, "not both"),
@@ -320,6 +324,7 @@ def test_what_clients_of_a_reranker_get_wrong(reranking, route, values, words):
     ("route", "values", "status", "words"),
     [
         ("/v1/embeddings", {"input": []}, 400, "input"),
+        ("/v1/embeddings", {"inputs": ["a"]}, 400, "input in place of inputs"),
         ("/v1/embeddings", {"input": [[1], [2] * 9000]}, 400, "input[1]"),
         ("/v1/embeddings", {"input": [1], "input_type": "query"}, 400, "input_type"),
         ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "2,048"),

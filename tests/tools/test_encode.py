@@ -262,7 +262,8 @@ def test_packed_files_and_saved_data_sets(texts, folder):
     [
         ("texts.txt", "out.csv", {}, r"writes \.npy and \.parquet"),
         ("table.csv", "out.npy", {}, r"--column.*\n  table\.csv:2: .*has Nr, Frage, id.*\n  table\.csv:3: the same$"),
-        ("table.csv", "out.parquet", {"column": "Frage", "keep": "Nrr"}, "--keep Nrr: .*has Nr"),
+        ("table.csv", "out.parquet", {"column": "Frage", "keep": "Nrr"}, "--keep Nrr: .*did you mean 'Nr'.*has Nr"),
+        ("table.csv", "out.npy", {"column": "Farge"}, "--column Farge: .*table.csv, did you mean 'Frage'.*has Nr, Frage, id"),
         ("texts.txt", "out.npy", {"ranges": "r.npy"}, "--ranges"),
         ("texts.txt", "out.npy", {"pooling": "cls"}, "--pooling"),
         ("texts.txt", "out.parquet", {"layers": "all"}, r"--layers.* to a \.npy file"),
@@ -372,6 +373,12 @@ def test_kept_columns(folder):
     assert table.schema.field("year").type == pa.int64()
     assert table.drop(["embedding"]).to_pylist() == rows
     refuses("give NAME", "corpus.jsonl", column="body", keep="id,year")
+
+
+def test_columns_that_cannot_be_written_are_named(folder):
+    rows = [{"text": "red", "picture": {"bytes": b"GIF", "path": None}}]
+    datasets.Dataset.from_list(rows).to_parquet("a.parquet")
+    refuses("--keep picture: .*bytes", "a.parquet", "out.parquet", keep="picture")
 
 
 def test_vectors_in_fewer_bits(texts, monkeypatch):

@@ -128,6 +128,7 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
     np.testing.assert_allclose(expected, (query * document).sum(axis=1), atol=1e-6)
     scoring.score(folder, str(records), str(tmp_path / "out.npy"))
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
+    assert "out.npy: scores of " in capsys.readouterr().err
     scoring.score(folder, str(records), str(tmp_path / "out.jsonl"))
     lines = read_jsonl(tmp_path / "out.jsonl")
     roles = [(line["record"], line["role"]) for line in lines[:4]]

@@ -47,7 +47,9 @@ def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path):
     assert result.steps == 3
     assert (result.model_dir / "config.json").is_file()
     report = (result.output_dir / "report.md").read_text()
-    assert "8 of the 8 queries of the validation data (100.0%)" in report
+    assert "in the training data too: 8 of 8 (100.0%)" in report
+    by_user, decided = report.split("Decided by vembed")
+    assert "data_path" in by_user and "save_steps" in decided
     options = settings_without_validation(tmp_path, data_path=ROWS, overwrite=True)
     with pytest.raises(vembed.UserError, match="on_step returned 'no'"):
         vembed.train(options, on_step=lambda _: "no")

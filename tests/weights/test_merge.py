@@ -266,6 +266,7 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
         ({"weights": [1.0]}, "weights: .* no effect with method: mean"),
         ({"method": "soup", "interpolate": 0.5}, "interpolate: 0.5 has no effect"),
         ({"of": "differences"}, "of: .* or use method: slerp"),
+        ({"density": 0.2}, "density: 0.2 .* or use method: ties or dare"),
         ({"base": "x"}, "base: x has no effect .* interpolate: 1"),
         ({"method": "ties", "seed": 1}, "seed: 1 .* or use method: dare"),
         ({"method": "weighted", "weights": [0, 0, 0]}, "not only zeros"),

@@ -33,7 +33,7 @@ from vembed.data.records import (
     document_id,
     document_item,
 )
-from vembed.errors import UserError, joined, listed
+from vembed.errors import UserError, did_you_mean, joined, listed
 from vembed.files import replaced_file
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -197,11 +197,14 @@ class EncodeInput:
         problems = []
         first = self.num_read + 1
         self.num_read += len(chunk)
+        # As a set that keeps the order.
+        columns: dict[str, None] = {}
         for number, (where, record) in enumerate(chunk, first):
             value = record
             fields = record if isinstance(record, dict) else {}
             try:
                 if self.column is not None and fields:
+                    columns |= dict.fromkeys(fields)
                     value = fields.get(self.column)
                     if value is None:
                         raise BadRecord(
@@ -212,6 +215,14 @@ class EncodeInput:
             except BadRecord as error:
                 problems.append((number, f"{where}: {error}"))
                 continue
+            for name in self.keep:
+                value = fields.get(name)
+                parts = value.values() if isinstance(value, dict) else [value]
+                if any(isinstance(part, bytes) for part in parts):
+                    raise UserError(
+                        f"--keep {name}: {where} has bytes there, as those of an image, and only text and numbers are "
+                        "written beside the vectors: keep a column with a name or an id"
+                    )
             written = {name: fields[name] for name in self.written if name in fields}
             # Dates of tables become text.
             written = json.loads(json.dumps(written, default=str))
@@ -222,6 +233,12 @@ class EncodeInput:
             part = rows[self.session.rank :: self.session.world_size]
             for rank_problems in collectives.gather_objects(broken_images(part)):
                 problems += rank_problems
+        is_missing = bool(columns) and self.column not in columns
+        if self.column and is_missing and first == 1 and not self.skips:
+            hint = did_you_mean(self.column, columns)
+            raise UserError(
+                f"--column {self.column}: no such column in {self.name}{hint} (it has {listed(columns)})"
+            )
         self.leave_out(sorted(problems))
         bad = {number for number, _ in problems}
         return [row for row in rows if row.number not in bad]

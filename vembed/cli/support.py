@@ -18,7 +18,7 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand
 
-from vembed.errors import RunError, Stopped, UserError
+from vembed.errors import RunError, Stopped, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,6 +29,8 @@ _NO_MEMORY = re.compile(
     "can't allocate memory|Cannot allocate memory|failed to map segment|can't start new thread"
 )
 """In messages of torch, of the system and of its loader of libraries."""
+_NO_CHOICE = re.compile(r"(?:Value error, )?('.*' is not one of (.*))\.")
+"""In messages of Typer about an option with choices. Newer ones begin as pydantic's."""
 _LOST_RANK = re.compile("closed by peer|reset by peer|remote process exited")
 """In messages of gloo and NCCL after another process of the run has ended."""
 ConfigArguments = Annotated[
@@ -147,7 +149,14 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; `--json` that no file follows means standard output."""
         self.words = list(args)
-        return super().parse_args(ctx, with_json_target(args))
+        try:
+            return super().parse_args(ctx, with_json_target(args))
+        except typer.BadParameter as error:
+            refusal = _NO_CHOICE.fullmatch(error.message)
+            if refusal is not None:
+                word, *choices = re.findall("'([^']*)'", refusal[1])
+                error.message = refusal[1] + did_you_mean(word, choices)
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command and exit with its code."""

@@ -17,6 +17,27 @@ MAX_CONFIG_BYTES = 300_000
 MAX_VALUES = 5_000
 """Most values after the expansion of anchors; protects against YAML bombs."""
 MAX_DEPTH = 40
+PLAIN_PROBLEMS = (
+    (r"'\t'", "there is a tab. Indent by spaces", False),
+    ("end of stream", "the quote that begins here is not closed", True),
+    (
+        "could not find expected ':'",
+        "there is no colon. Write `key: value`",
+        True,
+    ),
+    (
+        "mapping values are not allowed",
+        "this colon is inside the value of another key. Indent both keys alike, or put a value with a colon in quotes",
+        False,
+    ),
+    (
+        "cannot start any token",
+        "a value cannot begin with this character. Put it in quotes",
+        False,
+    ),
+)
+"""Part of a sentence of PyYAML, the same in plain words, and whether the mistake is where the parser began what it could
+not finish."""
 
 _TAG = "tag:yaml.org,2002:"
 CORE_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
@@ -96,11 +117,10 @@ def read_tree(path: Path) -> Node:
         raise UserError(
             f"{path}, line {line}: not UTF-8 text; save it as UTF-8."
         ) from None
-    kind = "YAML"
+    kind = "TOML" if suffix == ".toml" else "JSON" if suffix == ".json" else "YAML"
     tree = Node({}, None)
     try:
         if suffix == ".toml":
-            kind = "TOML"
             tree = tree_of_mapping(tomllib.loads(text))  # tomllib gives no lines
         else:
             if suffix == ".json":
@@ -110,13 +130,35 @@ def read_tree(path: Path) -> Node:
             root = yaml.compose(text, Loader=CoreLoader)
             if root is not None:
                 tree = _tree(root, str(path), itertools.count(1))
+    except yaml.MarkedYAMLError as error:
+        place, problem = _yaml_problem(error, text)
+        raise UserError(f"{path}, {place}: not valid {kind}: {problem}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{path}{where}: not valid {kind}: {error}.") from None
+        raise UserError(f"{path}: not valid {kind}: {error}.") from None
     if not isinstance(tree.value, dict) or not tree.value:
         raise UserError(f"{path}: has no options; write one `key: value` per line.")
     return tree
+
+
+def _yaml_problem(error: yaml.MarkedYAMLError, text: str) -> tuple[str, str]:
+    """Return the place, and what is wrong in plain words, with the line of the file."""
+    mark = error.problem_mark
+    begin = error.context_mark
+    problem = str(error.problem)
+    for part, words, is_at_begin in PLAIN_PROBLEMS:
+        if part in problem:
+            problem = words
+            mark = begin if is_at_begin else mark
+            break
+    else:
+        if begin is not None:
+            problem += f" ({error.context} that begins in line {begin.line + 1})"
+    assert mark is not None, "the parser knows where it stopped"
+    # Behind the last line where the file ended too early.
+    lines = [*text.splitlines(), ""]
+    shown = lines[min(mark.line, len(lines) - 1)]
+    place = f"line {mark.line + 1}, column {mark.column + 1}"
+    return place, f"{problem}.\n  {shown}"
 
 
 def parse_value(text: str) -> Any:

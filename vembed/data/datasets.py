@@ -455,9 +455,9 @@ def overlap_warnings(train: Examples, queries: Iterable[Item]) -> list[str]:
         return []
     samples = map(short_item, list(shared.values())[:NUM_PREVIEWS])
     return [
-        f"{len(shared):,d} of the {len(validation):,d} queries of the validation data ({len(shared) / len(validation):.1%}) "
-        f"are in the training data too, for example: {'; '.join(samples)}; what was learned says little about new queries "
-        "(val_split holds out whole queries instead)"
+        f"queries of the validation data that are in the training data too: {len(shared):,d} of {len(validation):,d} "
+        f"({len(shared) / len(validation):.1%}), for example: {'; '.join(samples)}; what was learned says little about new "
+        "queries (val_split holds out whole queries instead)"
     ]
 
 

@@ -446,23 +446,32 @@ def _refuse_partly_scored(sources: Sequence[Records], *, is_split: bool) -> None
     """Raise UserError where a loss follows the scores of the data, and some records of a batch may have them and others
     not: a record's label would depend on the others. A loss that takes the scores for those of a teacher needs them all.
     `is_split`: each batch is of one source."""
-    groups = defaultdict[tuple[str, bool], Counter[str]](Counter)
+    groups = defaultdict[tuple[str, bool, bool], Counter[str]](Counter)
     for source in sources:
         for term in source.terms:
             if term.follows_data:
                 name = f"loss: {term.loss.name}"
                 group = f"{source.name}: {name}" if is_split else name
                 needs_all = term.loss.follows == "teacher"
-                groups[group, needs_all].update(source.index.counts)
-    for (group, needs_all), counts in groups.items():
+                leaves_out = not term.loss.counts_unscored
+                groups[group, needs_all, leaves_out].update(source.index.counts)
+    for (group, needs_all, leaves_out), counts in groups.items():
         way_out = "name a model as teacher" if needs_all else "leave them all out"
         for scored, items in (("scored", "records"), ("scored_negatives", "negatives")):
             are_read = needs_all or counts[scored] > 0
+            if scored == "scored_negatives" and leaves_out:
+                # Negatives without a score are not in the loss, which is 0 for a positive alone.
+                are_read = are_read or counts["scored"] > 0
             if are_read and counts[scored] < counts[items]:
                 raise UserError(
                     f"{group} follows the scores of all {items}, and {counts[scored]:,d} of {counts[items]:,d} {items} "
                     f"have one: give each its score, or {way_out}"
                 )
+        if counts["scored_negatives"] and not counts["scored"]:
+            raise UserError(
+                f"{group} follows the scores of positives and negatives, and the negatives alone have some: give each positive "
+                "its score too, or leave the column of scores out"
+            )
 
 
 def _requirements(

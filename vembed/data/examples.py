@@ -191,6 +191,10 @@ class BadRecord(UserError):  # noqa: N818 - it names the record, not an error of
     """An invalid record, with the reason. The caller that reads the file adds file and line."""
 
 
+class NotUtf8(BadRecord):
+    """A record whose bytes are no UTF-8 text. Many of them say that the file has another encoding."""
+
+
 class ImageRoot:
     """Base folder of relative image paths, which must not lead out of it. Absolute paths are used unchanged."""
 

@@ -21,7 +21,7 @@ import yaml
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
 from vembed.config.values import Task
-from vembed.data.examples import BadRecord
+from vembed.data.examples import BadRecord, NotUtf8
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import SeveralFiles, open_reader
 from vembed.data.images.files import IMAGE_PATH
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 NUM_RECORDS = 1000
 """Number of records to look at."""
+OTHER_ENCODING_SHARE = 0.1
+"""A larger share of records that are not UTF-8 is a file of another encoding, not a few damaged records."""
 COUNTED_BYTES = 64 * 2**20
 """Records of larger files are not counted but estimated, from the size of the first ones."""
 
@@ -69,12 +71,21 @@ def read_sample(path: Path) -> FileSample:
     rows = itertools.islice(reader.rows(), NUM_RECORDS)
     records = []
     problems = []
+    not_utf8 = []
     for _, line, record in rows:
+        if isinstance(record, NotUtf8):
+            not_utf8.append(reader.where(line))
         if isinstance(record, dict):
             records.append(record)
             continue
         reason = record if isinstance(record, BadRecord) else "not an object"
         problems.append(f"{reader.where(line)}: {reason}")
+    num_rows = len(records) + len(problems)
+    if len(not_utf8) > OTHER_ENCODING_SHARE * num_rows:
+        raise UserError(
+            f"{path} is not encoded in UTF-8: {len(not_utf8):,d} of the first {num_rows:,d} records would be left out. The first "
+            f"one is {not_utf8[0]}. Convert the file, as by iconv -f latin1 -t utf-8 {path} > {path.stem}-utf8{path.suffix}"
+        )
     if not records:
         raise UserError(problems[0] if problems else f"{path}: has no records")
     files = reader.readers if isinstance(reader, SeveralFiles) else (reader,)

@@ -38,7 +38,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vembed.data.examples import LONE_SURROGATE, Item, Kind, has_lone_surrogate
 from vembed.data.features import Features
-from vembed.errors import UserError
+from vembed.errors import UserError, listed, nearest
 from vembed.export.exporting import EXPORT_FORMATS, OnnxReranker
 from vembed.export.onnx_format import GraphReader
 from vembed.inference.embedder import Embedder
@@ -365,7 +365,7 @@ class Service:
                 f"{kind_key} is {said}; give query or document, or leave it out"
             )
         encoder = self.batcher.encoder
-        content: Any = values.get(key)
+        content = content_of(values, key)
         # A single text, or the token ids of one, need not be in a list.
         is_list = isinstance(content, list) and content and type(content[0]) is not int
         contents = content if is_list else [content]
@@ -399,7 +399,7 @@ class Service:
 
     def _texts(self, values: Values, key: str) -> list[str]:
         """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
-        content = values.get(key)
+        content = content_of(values, key)
         entries = content if isinstance(content, list) else [content]
         self._check_count(key, entries)
         texts = []
@@ -482,6 +482,15 @@ def parse_object(body: bytearray) -> Values:
     if not isinstance(values, dict):
         raise Refusal("the body must be a JSON object")
     return values
+
+
+def content_of(values: Values, key: str) -> Any:
+    """Return what a body has under a key. Raise Refusal if it has no such key."""
+    if key in values:
+        return values[key]
+    misspelt = nearest(key, values)
+    hint = "" if misspelt is None else f". Write {key} in place of {misspelt}"
+    raise Refusal(f"{key} is missing: the body has {listed(values) or 'no keys'}{hint}")
 
 
 def refuse_constant(name: str) -> None:

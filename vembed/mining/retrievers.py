@@ -24,7 +24,12 @@ from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import check_finite, encode_items
 from vembed.mining.inputs import Documents, KnownPositives, MiningInputs
 from vembed.mining.options import MineConfig, ModelOptions, Retriever
-from vembed.models.families.model_files import check_no_pickles, model_folder
+from vembed.models.families.model_files import (
+    check_no_pickles,
+    model_folder,
+    read_model,
+)
+from vembed.models.precision import dtype_in_files
 from vembed.parallel import collectives
 from vembed.parallel.placement import precision_of_use
 from vembed.parallel.session import Session
@@ -143,7 +148,7 @@ def _load_sentence_transformers(
 ) -> EncodeItems:
     from sentence_transformers import SentenceTransformer
 
-    folder = model_folder(retriever.model)
+    folder = model_folder(retriever.model, option="model_name")
     check_no_pickles(folder)
     model_kwargs: dict[str, Any] = {"use_safetensors": True}
     if options.torch_dtype != "auto":
@@ -336,7 +341,15 @@ def open_dense(
         except UserError as error:
             # `load_encoder` raises it again, or leaves the model to Sentence Transformers.
             precision = Decision("no", str(error))
-    dtype = "bfloat16" if precision.value == "bf16" else "the dtype of the weights"
+    dtype: str = options.torch_dtype
+    if precision.value == "bf16":
+        dtype = "bfloat16"
+    if dtype == "auto":
+        try:
+            stored = dtype_in_files(read_model(retriever.model).backbone)
+            dtype = str(stored).removeprefix("torch.")
+        except UserError:
+            dtype = "the dtype of its files"
     # Everything that the vectors depend on besides the items, known before the model is loaded.
     identity = short_hash(
         files_identity(retriever.model),

@@ -98,8 +98,11 @@ def training_time(
     # Every process has this peak.
     speed = peak * 1e12 * USED_SHARE[is_half] * world
     seconds = steps * per_step * data.tokens * operations / speed
+    hours = f"about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)})"
+    if seconds < 1:
+        hours = "about 0 (under 1 s)"
     line = (
-        f"hours: about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)}), often off by a factor of two: {steps:,d} steps "
+        f"hours: {hours}, often off by a factor of two: {steps:,d} steps "
         f"x {per_step:,d} examples x {data.tokens:,.0f} tokens, {operations / 1e9:,.3g} GFLOP per token, at an assumed "
         f"{USED_SHARE[is_half]:.0%} of the {peak:.4g} TFLOPS of {gpu.name}'s data sheet, on {world} process(es); "
         "without evaluations and loading"

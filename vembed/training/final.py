@@ -167,6 +167,7 @@ def save_final(trainer: Trainer, metric: str) -> Path:
         strategy=session.strategy,
         device=str(session.device),
         precision=session.mixed_precision,
+        decided_options=trainer.decided_options,
         decisions={name: decision.as_record() for name, decision in decisions},
         seconds=state.seconds,
         finished=datetime.now().astimezone().isoformat(timespec="seconds"),

@@ -302,6 +302,12 @@ class Trainer:
         # The fields of RunIntervals are named as their options. Fully resolved: a training with this config repeats the run.
         self.config = config_after_build.changed(**intervals)
         checkpointer.options = self.config.to_dict()
+        user_options = user_config.to_dict()
+        self.decided_options = [
+            name
+            for name, value in checkpointer.options.items()
+            if (name, value) not in user_options.items()
+        ]
         self.schedule = Schedule(
             self.config.optimizer, data.total_steps, data.examples_per_step
         )

@@ -91,16 +91,16 @@ def merge(
     *,
     weights: Sequence[float] | None = None,
     base: str | Path | None = None,
-    of: SlerpOf = "auto",
-    density: float = 0.2,
-    scale: float = 1.0,
-    interpolate: float = 1.0,
+    of: SlerpOf | None = None,
+    density: float | None = None,
+    scale: float | None = None,
+    interpolate: float | None = None,
     last: int | None = None,
     sweep_points: Sequence[float] | None = None,
     data: str | Path | None = None,
     metric: str = "auto",
     dtype: MergeDtype = "auto",
-    seed: int = 42,
+    seed: int | None = None,
     session: Session | None = None,
 ) -> MergeResult:
     """Merge models into the new folder `output`, one piece of one tensor at a time.
@@ -111,9 +111,13 @@ def merge(
         method: mean, weighted, slerp, task_arithmetic, ties, dare or soup.
         weights: one weight per model.
         base: the model that differences are taken from. Default: the one that all were tuned from.
-        interpolate: 1 is the merged model, 0 the base.
+        of: slerp: auto takes the differences where a base is given.
+        density: ties, dare: the share that is kept. Default: 0.2.
+        scale: task_arithmetic, ties, dare: factor of the difference. Default: 1.
+        interpolate: 1, the default, is the merged model, 0 the base.
         sweep_points: evaluate these points of the line between two models, or a base and a model, and write the best.
         data: evaluation data for soup and sweep.
+        seed: dare: what its draws depend on. Default: 42.
         session: the process group, if several processes call this together.
     """
     if isinstance(models, str | Path):
@@ -135,15 +139,18 @@ def merge(
         data=data,
         seed=seed,
     )
+    options: dict[str, Any] = {
+        "density": density,
+        "scale": scale,
+        "interpolate": interpolate,
+        "seed": seed,
+    }
+    takes_differences = of == "differences" or (of != "weights" and base is not None)
     recipe = Recipe(
         method="mean" if method == "soup" else method,
         weights=tuple(weights or [1.0] * len(names)),
-        density=density,
-        scale=scale,
-        interpolate=interpolate,
-        of_differences=method == "slerp"
-        and (of == "differences" or (of == "auto" and base is not None)),
-        seed=seed,
+        of_differences=method == "slerp" and takes_differences,
+        **{name: value for name, value in options.items() if value is not None},
     )
     is_main = collectives.rank() == 0
     stored_dtype = None if dtype == "auto" else dtype

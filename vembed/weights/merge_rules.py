@@ -18,38 +18,39 @@ def check_merge(
     *,
     weights: Sequence[float] | None,
     base: object,
-    of: str,
-    density: float,
-    scale: float,
-    interpolate: float,
+    of: str | None,
+    density: float | None,
+    scale: float | None,
+    interpolate: float | None,
     sweep_points: Sequence[float] | None,
     data: object,
-    seed: int,
+    seed: int | None,
 ) -> None:
     """Raise UserError where the options of a merge do not go together, or the arithmetic would divide by zero or give
-    weights that are no numbers. `names`: the models; None: not known yet."""
+    weights that are no numbers. `names`: the models; None: not known yet. Other
+    options that nobody gave are None too."""
     if method not in get_args(MergeMethod):
         raise UserError(
             f"method: {method} is not one of {', '.join(get_args(MergeMethod))}"
         )
     with_weights = ("weighted", "slerp", *OF_DIFFERENCES)
-    # Option -> its value, its default, and the methods that read it. All methods read the other options.
-    read_by: dict[str, tuple[object, object, tuple[str, ...]]] = {
-        "weights": (weights, None, with_weights),
-        "base": (base, None, ("mean", *with_weights)),
-        "of": (of, "auto", ("slerp",)),
-        "density": (density, 0.2, ("ties", "dare")),
-        "scale": (scale, 1.0, OF_DIFFERENCES),
-        "interpolate": (interpolate, 1.0, ("mean", *with_weights)),
-        "sweep": (sweep_points, None, ("mean", "weighted", "slerp")),
-        "seed": (seed, 42, ("dare",)),
+    # Option -> its value, and the methods that read it. All methods read the other options.
+    read_by: dict[str, tuple[object, tuple[str, ...]]] = {
+        "weights": (weights, with_weights),
+        "base": (base, ("mean", *with_weights)),
+        "of": (of, ("slerp",)),
+        "density": (density, ("ties", "dare")),
+        "scale": (scale, OF_DIFFERENCES),
+        "interpolate": (interpolate, ("mean", *with_weights)),
+        "sweep": (sweep_points, ("mean", "weighted", "slerp")),
+        "seed": (seed, ("dare",)),
     }
-    for name, (value, default, methods) in read_by.items():
-        if value != default and method not in methods:
+    for name, (value, methods) in read_by.items():
+        if value is not None and method not in methods:
             raise UserError(
                 f"{name}: {value} has no effect with method: {method}. Leave it out, or use method: {' or '.join(methods)}"
             )
-    if method in ("ties", "dare") and not 0 < density <= 1:
+    if density is not None and not 0 < density <= 1:
         raise UserError(
             f"density: {density:g} is the share of each difference that {method} keeps: give 0.2, or 1"
         )
@@ -61,7 +62,7 @@ def check_merge(
     }
     for name, values in numbers.items():
         for value in values:
-            if not math.isfinite(value):
+            if value is not None and not math.isfinite(value):
                 raise UserError(f"{name}: {value} is not a number to compute with")
     if method == "weighted" and weights is None:
         raise UserError(
@@ -76,7 +77,9 @@ def check_merge(
         what = "a soup" if method == "soup" else "a sweep"
         raise UserError(f"{what} chooses by evaluation data: give data (--data)")
     changes_alone = (
-        interpolate != 1.0 or sweep_points is not None or method in OF_DIFFERENCES
+        interpolate not in (None, 1.0)
+        or sweep_points is not None
+        or method in OF_DIFFERENCES
     )
     if sweep_points is not None and weights is not None:
         raise UserError(

@@ -23,7 +23,7 @@ from vembed.cli.support import (
     plain_console,
     require_folder,
 )
-from vembed.errors import UserError, listed
+from vembed.errors import UserError, did_you_mean, listed
 from vembed.models.poolings.table import PoolingName
 
 if TYPE_CHECKING:
@@ -147,8 +147,9 @@ def encode(
         first_rows = rows.first_rows
         for name in kept_fields:
             if first_rows and not any(name in row.fields for row in first_rows):
+                hint = did_you_mean(name, first_rows[0].fields)
                 raise UserError(
-                    f"--keep {name}: no such column in {rows.name} (it has {listed(first_rows[0].fields)})"
+                    f"--keep {name}: no such column in {rows.name}{hint} (it has {listed(first_rows[0].fields)})"
                 )
         if first_rows and column is None and session.is_main:
             fields = first_rows[0].fields

@@ -184,6 +184,12 @@ def starter(
             f"one of many languages, such as {kind.multilingual or 'intfloat/multilingual-e5-small'}"
         )
     description = model_facts(name, task)
+    if description is None and model is not None:
+        doubts.append(
+            f"{model} could not be looked at: it is no folder here, and not in the Hub's cache. The config is that of a "
+            f"{family.name} (--family names another kind), and max_length follows from the characters of the texts. "
+            "Training needs such a folder, or the Hub"
+        )
     texts = [*summary.queries, *summary.documents]
     if task == "rerank":
         pairs = zip(cycle(summary.queries), summary.documents, strict=False)

@@ -24,6 +24,7 @@ from vembed.cli.support import (
     number_table,
     option,
     parts_of,
+    print_progress,
     require_folder,
 )
 from vembed.errors import UserError
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vembed.data.records import RecordFormat
     from vembed.inference.embedder import Input
 
+LIST_FORM = 'write one list per line, as {"query": "...", "documents": ["...", "..."]}'
 SCORE_CHUNK = 16_384
 """Records that are read, scored and written together; memory does not grow with the file."""
 RERANK_CHUNK = 256
@@ -160,6 +162,7 @@ def score(
     from vembed.inference.embedder import Embedder
     from vembed.inference.reranker import Reranker
     from vembed.models.families.model_files import is_reranker
+    from vembed.progress import counted
 
     run = run_options(model, ("retrieval_mode",))
     data = DataSection(
@@ -204,6 +207,8 @@ def score(
         if is_main and target.suffix == ".npy":
             np.save(file, np.concatenate(all_scores))
         file.flush()
+    if is_main and output != "-":
+        print_progress(f"{output}: scores of {counted(len(store), 'record')}")
 
 
 def rerank(
@@ -223,11 +228,12 @@ def rerank(
     """
     checked_target("rerank", output, ".jsonl")
     if lists != "-" and not Path(lists).is_file():
-        raise UserError(f"{lists} is no file: give JSON Lines of queries and documents")
+        raise UserError(f"{lists} is no file: give JSON Lines, and {LIST_FORM}")
     use.share(lists)
     from vembed.data.examples import ImageRoot
     from vembed.data.records import Columns, RecordFormat
     from vembed.inference.reranker import Reranker, sorted_documents
+    from vembed.progress import counted
 
     folder = Path() if lists == "-" else Path(lists).parent
     images = ImageRoot(image_root or str(folder), allow_urls=False)
@@ -241,6 +247,7 @@ def rerank(
         is_main = options["session"].is_main
         file = _open_output(stack, output, is_main=is_main)
         lines = enumerate(source, start=1)
+        num_lists = 0
         while chunk := list(islice(lines, RERANK_CHUNK)):
             records = []
             pairs = []
@@ -261,7 +268,10 @@ def rerank(
                 row = {"query": record["query"], "results": ranking}
                 file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                 start = stop
+            num_lists += len(records)
         file.flush()
+    if is_main and output != "-":
+        print_progress(f"{output}: {counted(num_lists, 'list')} sorted")
 
 
 def checked_target(command: str, output: str, *endings: str) -> Path:
@@ -304,15 +314,13 @@ def read_list(
         # Of bytes: UTF-8 with or without a byte order mark.
         record = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from error
+        raise UserError(f"{where} is not JSON ({error}): {LIST_FORM}") from error
     if not isinstance(record, dict):
         record = {}
     query = record.get("query")
     documents = record.get("documents")
     if query is None or not isinstance(documents, list) or not documents:
-        raise UserError(
-            f'{where} is no list to rerank: write {{"query": "...", "documents": ["...", "..."]}}'
-        )
+        raise UserError(f"{where} is no list to rerank: {LIST_FORM}")
     # Other fields of the line have no meaning here.
     fields = {"query": query, "documents": documents}
     if all(isinstance(value, str) for value in (query, *documents)):

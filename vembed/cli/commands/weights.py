@@ -33,16 +33,16 @@ def merge(
     ] = "mean",
     weights: str = "",
     base: str | None = None,
-    of: Literal["auto", "weights", "differences"] = "auto",
-    density: Annotated[float, Option(min=0.0, max=1.0)] = 0.2,
-    scale: float = 1.0,
-    interpolate: float = 1.0,
+    of: Literal["auto", "weights", "differences"] | None = None,
+    density: Annotated[float | None, Option(min=0.0, max=1.0)] = None,
+    scale: float | None = None,
+    interpolate: float | None = None,
     last: PositiveNumber = None,
     sweep: str = "",
     data: str | None = None,
     metric: str = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    seed: int = 42,
+    seed: int | None = None,
     nproc: Nproc = 1,
 ) -> Any:
     """Merge models of one architecture into one: means, slerp, task arithmetic, TIES, DARE, greedy soups.
@@ -52,16 +52,16 @@ def merge(
         method: mean, weighted, slerp, task_arithmetic, ties, dare or soup.
         weights: One number for each model, as 0.7,0.3.
         base: What differences are taken from. Default: what all share.
-        of: slerp: of the weights or of the differences from the base.
-        density: ties, dare: the share that is kept.
-        scale: task_arithmetic, ties, dare: factor of the difference.
-        interpolate: 1: the merged model, 0: the base.
+        of: slerp: of the weights or of the differences from the base. Default: auto, by whether a base is given.
+        density: ties, dare: the share that is kept. Default: 0.2.
+        scale: task_arithmetic, ties, dare: factor of the difference. Default: 1.
+        interpolate: 1: the merged model, 0: the base. Default: 1.
         last: Of a run: its last so many checkpoints.
         sweep: Evaluate a line of weights, as 0,0.25,0.5,0.75,1, and keep the best.
         data: Evaluation data, for soup and --sweep.
         metric: What decides. Default: nDCG@10 or Spearman.
         dtype: auto, float32, bfloat16 or float16.
-        seed: dare: what its draws depend on.
+        seed: dare: what its draws depend on. Default: 42.
     """
     from vembed.weights.merge_rules import check_merge
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from vembed.data.examples import BadRecord
+from vembed.data.examples import BadRecord, NotUtf8
 from vembed.data.formats.base import (
     MAX_RECORD_BYTES,
     Row,
@@ -149,7 +149,7 @@ class DelimitedFile(TextFormat):
         try:
             text = record.decode()
         except UnicodeDecodeError as error:
-            return BadRecord(
+            return NotUtf8(
                 f"not UTF-8 (byte {error.start + 1:,d} of the record): save the file as UTF-8"
             )
         try:

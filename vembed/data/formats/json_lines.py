@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vembed.data.examples import BadRecord
+from vembed.data.examples import BadRecord, NotUtf8
 from vembed.data.formats.base import Format, LineFormat, Row
 from vembed.errors import UserError
 
@@ -46,7 +46,7 @@ class JsonLines(LineFormat):
             text = line.decode().strip(_AROUND)
             record, end = _decode(text)
         except UnicodeDecodeError as error:
-            return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the line)")
+            return NotUtf8(f"not UTF-8 (byte {error.start + 1:,d} of the line)")
         except json.JSONDecodeError as error:
             ends = "; a record stands on one line" if error.pos >= len(text) else ""
             return BadRecord(f"not JSON ({error.msg}: column {error.pos + 1:,d}){ends}")

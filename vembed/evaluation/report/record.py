@@ -99,6 +99,8 @@ class RunSummary:
     strategy: str = ""
     device: str = ""
     precision: str = ""
+    decided_options: list[str] = field(default_factory=list)
+    """Options whose value in config.yaml was chosen by vembed."""
     decisions: dict[str, dict[str, str]] = field(default_factory=dict)
     """Decisions of the run by name, each with its value, reason and source."""
     seconds: float | None = None

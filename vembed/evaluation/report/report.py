@@ -356,10 +356,10 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         changes = compare_results(first, last, record.headline)
     intervals = changes.intervals if changes else None
     key = record.headline
-    changed = {}
+    changed: dict[bool, dict[str, Any]] = {False: {}, True: {}}
     for name, value in changed_settings(record.config).items():
-        changed[name] = masked_option(name, value)
-    changed_yaml = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
+        is_decided = name in record.summary.decided_options
+        changed[is_decided][name] = masked_option(name, value)
     figures = [(curve, plot_curves([(ACCENT, curve)])) for curve in curves(record)]
     scores_plot = None
     if len(record.evaluations) > 2:  # more than a before and an after
@@ -386,9 +386,18 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "worse": changed_table(changes.worse) if changes else None,
         "figures": figures,
         "facts": facts(record),
-        "changed_settings": short_paths(changed_yaml),
+        "changed_settings": _as_yaml(changed[False]),
+        "decided_settings": _as_yaml(changed[True]),
         "versions": record.summary.versions,
     }
+
+
+def _as_yaml(settings: dict[str, Any]) -> str:
+    """Return settings as they stand in a config, with short paths; empty for none."""
+    if not settings:
+        return ""
+    text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)
+    return short_paths(text)
 
 
 # ---- several runs side by side: paired differences, curves, settings that differ, queries won and lost -------------

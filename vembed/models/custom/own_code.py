@@ -158,7 +158,9 @@ def own_folder(options: ModelSection) -> Path:
     assert options.model_class is not None
     source = None
     if options.model_name != options.model_class:
-        source = model_folder(options.model_name, options.model_revision)
+        source = model_folder(
+            options.model_name, options.model_revision, option="model_name"
+        )
     code = find_class(options.model_class)
     accepted = accepted_inputs(code)
     arguments = options.model_arguments

@@ -271,7 +271,12 @@ def describe(
     `for_inference`: of a finished model that is used, not trained: its files say the similarity and the maximum length.
     """
     name = str(own_folder(model)) if model.model_class else model.model_name
-    files = read_model(name, model.model_revision, is_reranker=model.task == "rerank")
+    files = read_model(
+        name,
+        model.model_revision,
+        is_reranker=model.task == "rerank",
+        option="" if for_inference else "model_name",
+    )
     if files.adapter is not None and use_qlora:
         raise UserError(
             f"use_qlora: {model.model_name} is an adapter without the weights below it; "

@@ -334,16 +334,17 @@ def model_folder(
     name: str,
     revision: str | None = None,
     *,
-    option: str = "model_name",
+    option: str = "",
 ) -> Path:
     """Return the local folder of a model, checked to name no weights but safetensors files of its own. A Hub model is
-    downloaded into the Hub's cache first."""
+    downloaded into the Hub's cache first. `option`: what names the model in a config; empty for an argument."""
+    place = f"{option}: " if option else ""
     path = Path(name).expanduser()
     if existing(name) and path.is_dir():
         has_config = (path / "config.json").is_file()
         if not has_config and (path / CHECKPOINT_STATE).is_file():
             raise UserError(
-                f"{option}: {path} is a checkpoint, the state of a run and not a model: "
+                f"{place}{path} is a checkpoint, the state of a run and not a model: "
                 f"`vembed export {path} FOLDER` makes a model of it"
             )
         if not has_config and (path / RUN_CONFIG).is_file():
@@ -351,7 +352,7 @@ def model_folder(
             path /= "final"
             if not path.is_dir():
                 raise UserError(
-                    f"{option}: {path.parent} is a run that has not finished, so it has no final/: resume it, or make a "
+                    f"{place}{path.parent} is a run that has not finished, so it has no final/: resume it, or make a "
                     f"model of a checkpoint with `vembed export {path.parent}/checkpoint-STEP FOLDER`"
                 )
         folder = path.resolve()
@@ -361,7 +362,7 @@ def model_folder(
     version = f"{name} (revision {revision or 'main'})"
     if not is_hub_model(name):
         raise UserError(
-            f"{option}: {name} is not a folder; give an existing folder or a Hub name such as org/model{similar}"
+            f"{place}{name} is not a folder; give an existing folder or a Hub name such as org/model{similar}"
         )
     try:
         folder = Path(
@@ -372,23 +373,20 @@ def model_folder(
                 ignore_patterns=_NOT_WANTED,
             )
         ).resolve()
-    except GatedRepoError as error:
+    # The tracebacks of the Hub's client say no more than these sentences.
+    except GatedRepoError:
         raise UserError(
-            f"{option}: {name} needs permission on the Hub; ask for access there and log in with `hf auth login`"
-        ) from error
-    except (
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-        HFValidationError,
-    ) as error:
+            f"{place}{name} needs permission on the Hub; ask for access there and log in with `hf auth login`"
+        ) from None
+    except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError):
         raise UserError(
-            f"{option}: {version} is neither a folder here nor a model on the Hub{similar}"
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+            f"{place}{version} is neither a folder here nor a model on the Hub{similar}"
+        ) from None
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
         raise UserError(
-            f"{option}: {version} is not a folder here, is not in the Hub's cache, and the Hub cannot be reached; give a "
+            f"{place}{version} is not a folder here, is not in the Hub's cache, and the Hub cannot be reached; give a "
             f"local folder, or fetch it once while online{similar}"
-        ) from error
+        ) from None
     check_weight_files(folder)
     return folder
 
@@ -562,13 +560,14 @@ def read_model(
     *,
     is_reranker: bool = False,
     adapter: Path | None = None,
+    option: str = "",
 ) -> ModelFiles:
     """Locate a model's files. For a folder with an adapter alone, follow the base model that it names.
 
     `is_reranker`: it is used as a reranker, of which modules after the Transformer do not count. `adapter`: the folder of
-    the adapter whose base it is.
+    the adapter whose base it is. `option`: what names the model in a config.
     """
-    folder = model_folder(name, revision)
+    folder = model_folder(name, revision, option=option)
     kind = _stated_kind(folder) or "embedder"
     if kind != "embedder" and not (is_reranker and kind == "reranker"):
         wanted = "a reranker or an encoder" if is_reranker else "an embedding model"
