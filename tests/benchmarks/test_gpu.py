@@ -5,9 +5,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu_sides
 from benchmarks.gpu import main
-from benchmarks.gpu_models import QWEN_SMALL
 from benchmarks.gpu_record import NotMeasuredError, Record
 from tests.tiny import read_json
 
@@ -86,22 +84,3 @@ def test_without_a_gpu_the_small_form_runs(tmp_path, monkeypatch):
     assert main(["--out", str(out), "--row", "matrix product"]) == 0
     (row,) = read_json(out)["rows"]
     assert row["size"] == 512
-
-
-def test_a_peer_without_memory_is_tried_with_its_cached_loss(tmp_path, monkeypatch):
-    tried = []
-
-    def train(*arguments):
-        tokens = arguments[-1]
-        tried.append(tokens)
-        if not tokens:
-            raise torch.OutOfMemoryError
-        return gpu_sides.Elsewhere(seconds=[1 / tokens])
-
-    monkeypatch.setattr(gpu_sides, "_train", train)
-    record = Record(tmp_path / "out.json", torch.device("cpu"), False, seconds=100)
-    run = gpu_sides.train_elsewhere(
-        record, QWEN_SMALL, tmp_path, [], tmp_path, tmp_path, steps=1
-    )
-    assert tried == [0, *gpu_sides.MINI_BATCH_TOKENS]
-    assert run.seconds == [1 / max(tried)]
