@@ -100,7 +100,6 @@ def workplace(copy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     records = [pair(text, f"found {text}", neg_1="none") for text in tiny.texts(16)]
     write_jsonl(folder / "train.jsonl", records)
-    write_jsonl(folder / "pairs.jsonl", [pair()] * 8)
     make = (
         "import sys; from pathlib import Path\n"
         "from tests.data.test_ltsv import write\n"
@@ -141,12 +140,6 @@ def test_the_parts_train_together(copy, workplace, numbers):
     assert description["pooling"] == ("max_mean" if 1 in numbers else "attention")
     assert (output_dir / "metrics.txt").exists() == (5 in numbers)
     assert description["family"] == ("electra" if 3 in numbers else "text_encoder")
-
-
-def test_data_that_the_loss_cannot_use_are_refused(copy, workplace):
-    words = "-m vembed train cfg.yaml loss=logistic data_path=pairs.jsonl"
-    output = run(copy, *words.split(), cwd=workplace, code=2)
-    assert "pairs.jsonl" in output and "loss: logistic" in output
 
 
 def test_the_parts_pass_the_contract_tests(copy):
