@@ -163,6 +163,20 @@ CASES = [
     Case("bert and dinov2 bf16", tiny.tiny_bert, "captions", BF16, TOWERS),
 ]
 
+EVERY_RUN = (
+    "bert float32",
+    "bert fp16",
+    "bert bf16 cache sizes",
+    "bert bf16 masks",
+    "bert bf16 scores",
+    "qwen3 bf16 lora checkpoints",
+    "clip bf16 frozen",
+    "qwen3-vl bf16",
+    "bert and dinov2 bf16",
+)
+"""Cases of CASES that every run of the tests has: each precision, the options with code of their own, and each kind of
+input. The others belong to the matrix."""
+
 # ---- the whole matrix, on demand -------------------------------------------------------------------------------
 
 FAMILIES = {
