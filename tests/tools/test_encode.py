@@ -375,10 +375,18 @@ def test_kept_columns(folder):
     refuses("give NAME", "corpus.jsonl", column="body", keep="id,year")
 
 
-def test_columns_that_cannot_be_written_are_named(folder):
+def test_columns_that_cannot_be_written_are_named(folder, monkeypatch):
     rows = [{"text": "red", "picture": {"bytes": b"GIF", "path": None}}]
     datasets.Dataset.from_list(rows).to_parquet("a.parquet")
     refuses("--keep picture: .*bytes", "a.parquet", "out.parquet", keep="picture")
+    # A column id that the first chunk does not have cannot be added later.
+    monkeypatch.setattr(encode, "CHUNK_ROWS", 2)
+    rows = [{"text": "red"}] * 2 + [{"text": "red", "id": "c"}]
+    write_jsonl(folder / "late.jsonl", rows)
+    refuses(
+        "row 3 of late.jsonl is the first one with an id", "late.jsonl", "o.parquet"
+    )
+    assert not (folder / "o.parquet").exists()
 
 
 def test_vectors_in_fewer_bits(texts, monkeypatch):

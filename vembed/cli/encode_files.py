@@ -380,5 +380,8 @@ def vector_writer(
             writer = NpyWriter(file, shape, np.dtype(dtype))
         else:
             writer = ParquetWriter(file, shape[0], np.dtype(dtype))
-        yield writer
-        writer.close()
+        try:
+            yield writer
+        finally:
+            # Also after an error: pyarrow's writer would complain of the closed file.
+            writer.close()

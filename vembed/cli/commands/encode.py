@@ -218,8 +218,15 @@ def encode(
 
         has_ids = False
         for chunk in rows:
-            if not num_done and target.suffix == ".parquet":
-                has_ids = any(row.identity for row in chunk)
+            if target.suffix == ".parquet":
+                with_ids = [row for row in chunk if row.identity]
+                if not num_done:
+                    has_ids = bool(with_ids)
+                elif with_ids and not has_ids:
+                    raise UserError(
+                        f"row {with_ids[0].number:,d} of {rows.name} is the first one with an id, and the columns of {target} "
+                        f"follow from the first {num_done:,d} rows: give one of those an id too, or leave all ids out"
+                    )
             try:
                 vectors = vectors_of([row.item for row in chunk], advance)
             except UserError:
