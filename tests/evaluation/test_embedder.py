@@ -50,6 +50,19 @@ def test_same_numbers_when_cut(folder, model):
     assert_close(cut.encode(TEXTS), expected)
 
 
+def test_a_length_that_only_the_tokenizer_names_holds_in_both(tmp_path):
+    """Sentence Transformers writes no other one any more."""
+    folder = tiny_qwen3_st(tmp_path)
+    change_json(folder / "config.json", max_position_embeddings=1024)
+    change_json(folder / "tokenizer_config.json", model_max_length=1024)
+    (folder / "sentence_bert_config.json").unlink()
+    text = "red bird garden " * 250
+    model = Embedder(folder, device="cpu")
+    assert model.description.max_length == 1024
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    assert_close(model.encode(text), theirs.encode_document(text))
+
+
 @pytest.mark.parametrize("measure", ["dot", "cosine", "euclidean"])
 def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
     folder = tiny_bert_st(tmp_path, normalize=False, similarity=measure)

@@ -184,6 +184,8 @@ def test_the_vectors_are_those_of_the_model(server):
     _, answer = server.send("/v1/embeddings", {"input": TEXTS[:1], "dimensions": 8})
     short = answer["data"][0]["embedding"]
     assert len(short) == 8 and np.linalg.norm(short) == pytest.approx(1)
+    _, answer = server.send("/embed", {"inputs": TEXTS[:1], "dimensions": 8})
+    assert_close(answer[0], short)
 
     values = {"inputs": TEXTS, "prompt_name": "query", "normalize": True}
     _, answer = server.send("/embed", values)

@@ -39,6 +39,8 @@ def test_tables(pairs, printed):
             values = [scores[key], scores[f"dim8/{key}"]]
             row = [f"{name}@{cut}", *(f"{value:.4f}" for value in values)]
             assert row in lines
+    cut = evaluate(Embedder(shared(tiny_bert_st), truncate_dim=8), pairs)
+    assert cut["ndcg@10"] == pytest.approx(scores["dim8/ndcg@10"])
 
 
 def test_scored_pairs_have_one_table(tmp_path, printed):

@@ -218,6 +218,20 @@ def test_a_probe_of_few_texts_is_no_proof(model, tmp_path, caplog, count, is_war
     assert ("tested on 8 texts" in caplog.text) == is_warned
 
 
+def test_the_embedding_is_edited_before_it_is_cut(model, tmp_path):
+    cut = shutil.copytree(model, tmp_path / "cut")
+    change_json(cut / "config_sentence_transformers.json", truncate_dim=16)
+    texts = bilingual_texts(8)
+    vectors = []
+    for folder in (model, cut):
+        out = tmp_path / f"{folder.name}-edited"
+        vembed.edit(folder, out, *texts, where="embedding")
+        vectors.append(Embedder(out).encode(texts[0], normalize=False))
+    whole, short = vectors
+    assert short.shape[1] == 16
+    np.testing.assert_allclose(short, whole[:, :16], atol=1e-5)
+
+
 def test_a_text_is_a_line_of_the_file(tmp_path):
     path = tmp_path / "windows.txt"
     path.write_bytes("\ufeffone\r\ntwo\u2028and\x0cmore\r\n\r\nthree".encode())

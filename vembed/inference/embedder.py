@@ -111,8 +111,10 @@ class Embedder:
         """Maps inputs to embeddings; with shards, what the session made of it."""
         if session is not None and is_sharded:
             self.model = session.prepare(model, model.description.layer_classes).eval()
+        if self._checked(truncate_dim):
+            self.description = replace(self.description, truncate_dim=truncate_dim)
+        self.truncate_dim = self.description.truncate_dim
         self.featuriser = Featuriser(self.description)
-        self.truncate_dim = self._checked(truncate_dim) or self.description.truncate_dim
 
     @property
     def arithmetic(self) -> str:

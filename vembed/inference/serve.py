@@ -146,6 +146,7 @@ class Service:
             raise Refusal("normalize is false, and this model normalises; leave it out")
         inputs = self._inputs(values, "inputs", "prompt_name")
         embeddings, _ = await self.compute(request, inputs)
+        embeddings = cut_vectors(embeddings, values)
         if normalize:
             embeddings = unit_rows(embeddings)
         return await asyncio.to_thread(embeddings.tolist)
@@ -432,13 +433,7 @@ class Service:
     def _openai_answer(self, values: Values, encoded: Encoded) -> Any:
         """Return the answer of `/v1/embeddings`."""
         vectors, num_tokens = encoded
-        dimensions = values.get("dimensions")
-        if dimensions is not None:
-            if type(dimensions) is not int or not 1 <= dimensions <= vectors.shape[1]:
-                raise Refusal(
-                    f"dimensions must be a whole number from 1 to {vectors.shape[1]}, and is {reprlib.repr(dimensions)}",
-                )
-            vectors = first_dims(vectors, dimensions, True)  # of length 1, as OpenAI's
+        vectors = cut_vectors(vectors, values)
         encoding = values.get("encoding_format") or "float"
         if encoding not in ("float", "base64"):
             raise Refusal(
@@ -491,6 +486,18 @@ def content_of(values: Values, key: str) -> Any:
     misspelt = nearest(key, values)
     hint = "" if misspelt is None else f". Write {key} in place of {misspelt}"
     raise Refusal(f"{key} is missing: the body has {listed(values) or 'no keys'}{hint}")
+
+
+def cut_vectors(vectors: np.ndarray, values: Values) -> np.ndarray:
+    """Return the first `dimensions` of the vectors where a request asks for them, of length 1, as OpenAI and TEI do."""
+    dimensions = values.get("dimensions")
+    if dimensions is None:
+        return vectors
+    if type(dimensions) is not int or not 1 <= dimensions <= vectors.shape[1]:
+        raise Refusal(
+            f"dimensions must be a whole number from 1 to {vectors.shape[1]}, and is {reprlib.repr(dimensions)}"
+        )
+    return first_dims(vectors, dimensions, True)
 
 
 def refuse_constant(name: str) -> None:

@@ -301,7 +301,12 @@ class Editor:
     ) -> np.ndarray:
         items = [Item(text=text) for text in texts]
         return self.embedder.encode(
-            items, self.kind, batch_size=batch_size, normalize=False
+            items,
+            self.kind,
+            batch_size=batch_size,
+            normalize=False,
+            # The map stands before the cut.
+            truncate_dim=self.embedder.description.embedding_dim,
         )
 
     def apply(self, plan: EditPlan) -> None:

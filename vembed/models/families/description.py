@@ -241,6 +241,8 @@ IMAGE_INSTRUCTION = (
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Kind of input -> names of its prompt in a model's files."""
 _FROM_SAVED = f"from {DESCRIPTION_FILE}"
+NO_LIMIT = 10**9
+"""Tokenizers without a maximum length say more."""
 _POOLED_BY_MEAN = ("convnext", "convnextv2", "dinov3_convnext")
 
 
@@ -738,10 +740,11 @@ def _max_length(
         limits["sentence_bert_config.json"] = of_files
     else:
         limits["model_max_length in tokenizer_config.json"] = tokenizer.model_max_length
-    is_length_named = reading.saved or option or (for_inference and of_files)
+    is_named_by_files = of_files or (tokenizer.model_max_length or NO_LIMIT) < NO_LIMIT
+    is_length_named = reading.saved or option or (for_inference and is_named_by_files)
     if not is_length_named:
         limits[f"default limit of {longest}; set max_length to change it"] = longest
-    # The smallest limit holds, and its reason is logged. Tokenizers without a limit say 1e30.
+    # The smallest limit holds, and its reason is logged.
     known = []
     for why, limit in limits.items():
         if limit is not None and limit > 0:
