@@ -1,5 +1,7 @@
 """`vembed edit` and `vembed.edit`: what tells two sets of texts apart is taken out, on one process and on shards."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,14 @@ from transformers import AlbertConfig, AlbertModel, GPTNeoXConfig, GPTNeoXModel
 import vembed
 from tests.commands import invoke
 from tests.harness import run_ranks
-from tests.tiny import read_json, shared, tiny_clip, tiny_distilbert, tiny_qwen3_st
+from tests.tiny import (
+    change_json,
+    read_json,
+    shared,
+    tiny_clip,
+    tiny_distilbert,
+    tiny_qwen3_st,
+)
 from tests.weights.bilingual import bilingual_model, bilingual_texts
 from vembed import Embedder, UserError
 from vembed.config.schema import TrainConfig
