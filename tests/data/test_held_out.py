@@ -121,7 +121,7 @@ def test_vowel_signs_and_tone_marks_are_part_of_words():
     assert normal_text("love ❤️") == normal_text("Love")
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     ("num_similar", "share", "sizes", "most_similar"),
     [(140, 0.2, range(40, 81), 80), (30, 0.15, [30], 7)],
@@ -144,16 +144,16 @@ def test_near_duplicates_are_neither_all_nor_most_of_what_is_held_out(
     assert len(set(held) & set(similar)) <= most_similar
 
 
-@pytest.mark.parametrize("change", ["one word", "two in front", "two behind"])
-def test_copies_of_queries_are_on_one_side(tmp_path, change):
+def test_copies_of_queries_are_on_one_side(tmp_path):
     rows = []
     for number, query in enumerate(random_queries(random.Random(3), 300, longest=30)):
         first, rest = query.split(maxsplit=1)
-        copy = {
-            "one word": f"{first} other{number} {rest.partition(' ')[2]}",
-            "two in front": f"please tell {query}",
-            "two behind": f"{query} right now",
-        }[change]
+        copies = (
+            f"{first} other{number} {rest.partition(' ')[2]}",
+            f"please tell {query}",
+            f"{query} right now",
+        )
+        copy = copies[number % 3]
         rows += [pair(query, f"{number} first"), pair(copy, f"{number} second")]
     parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
     trained, held = positives_of_both_sides(parts)

@@ -132,7 +132,7 @@ class LargestTensor(TorchDispatchMode):
 def test_memory_grows_with_the_rows_and_not_with_their_square(options):
     loss = build_loss(config_of(**options), **SIZES)
     largest = []
-    for num_examples in (300, 600):
+    for num_examples in (150, 300):
         batch = make_batch(num_examples, max_negatives=1, num_contents=50)
         with tiled(8, 4000), LargestTensor() as opened:
             loss(batch).backward()

@@ -105,7 +105,7 @@ GROUPS = {
     "ddp-2": (2, {"strategy": "ddp"}),
     "fsdp2-2": (2, {"strategy": "fsdp"}),
 }
-SHARDED = (
+ON_EVERY_GROUP = (
     "clip",
     "clip-frozen-images",
     "siglip",
@@ -115,12 +115,12 @@ SHARDED = (
     "qwen3-vl-lora",
     "composed",
 )
-"""What runs sharded too; tests/models/test_sharded.py has the gradients of every family's units."""
+"""What runs on one process and sharded too; tests/models/test_sharded.py has the gradients of every family's units."""
 TABLE = [
     (group, family)
     for group in GROUPS
     for family in BY_NAME
-    if group != "fsdp2-2" or family in SHARDED
+    if group == "ddp-2" or family in ON_EVERY_GROUP
 ]
 
 
