@@ -161,6 +161,10 @@ def test_a_trained_decoder_loads_as_it_was_published(tmp_path):
     scores = CrossEncoder(str(final), device="cpu").predict(PAIRS)
     logits = torch.logit(torch.tensor(scores)).tolist()
     assert logits == pytest.approx(expected, abs=1e-4)
+    # The lower limit holds: that of the call, or that of the training.
+    for asked, limit in ((256, 256), (1000, 512)):
+        reranker = vembed.Reranker(final, max_length=asked)
+        assert reranker.description.max_length == limit
 
 
 def classifier_scores(folder, pairs=PAIRS):
@@ -198,6 +202,10 @@ def test_published_classifiers_are_read(make, layout, tmp_path):
     assert scores_of(folder) == pytest.approx(expected, abs=1e-5)
     final = trained(tmp_path, folder, learning_rate=1e-12)
     assert scores_of(final) == pytest.approx(expected, abs=1e-5)
+    # With or without the logistic function, as it was published.
+    scores = CrossEncoder(str(folder), device="cpu").predict(PAIRS)
+    saved = CrossEncoder(str(final), device="cpu").predict(PAIRS)
+    assert saved == pytest.approx(scores, abs=1e-5)
 
 
 @pytest.mark.parametrize("layout", [Path, as_cross_encoder])

@@ -319,11 +319,25 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
     _write_modules(folder, modules)
     card = {
         "model_type": "CrossEncoder",
-        "activation_fn": "torch.nn.modules.activation.Sigmoid",
+        "activation_fn": _activation(Path(description.source)),
         "prompts": prompts,
         "default_prompt_name": None,
     }
     write_json(folder / "config_sentence_transformers.json", card)
+
+
+def _activation(source: Path) -> str:
+    """Return the path of the function of the scores that CrossEncoder gives: that of the files in `source`, where they
+    name one."""
+    settings = read_object(source / "config_sentence_transformers.json")
+    config = read_object(source / "config.json")
+    # CrossEncoder writes the first since version 6, and read the last before version 4.
+    activation = (
+        settings.get("activation_fn")
+        or (config.get("sentence_transformers") or {}).get("activation_fn")
+        or config.get("sbert_ce_default_activation_function")
+    )
+    return str(activation or "torch.nn.modules.activation.Sigmoid")
 
 
 def _write_modules(folder: Path, modules: Sequence[tuple[str, str]]) -> None:

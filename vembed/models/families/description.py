@@ -735,7 +735,7 @@ def _max_length(
     of_files = reading.files.max_length
     limits = {"positions in config.json": positions, "max_length": option}
     if reading.saved:
-        limits = {_FROM_SAVED: reading.saved["max_length"]}
+        limits[_FROM_SAVED] = reading.saved["max_length"]
     elif of_files is not None:
         limits["sentence_bert_config.json"] = of_files
     else:
