@@ -121,16 +121,18 @@ def test_merged_weights_score_as_the_adapter_does(make, options):
     [
         {},
         {"bias": "lora_only", "modules_to_save": ["word_embeddings"]},
+        {"trainable_token_indices": {"word_embeddings": list(range(5, 40))}},
         {
             "rank_pattern": {"query": 8},
             "alpha_pattern": {r"layer\.1\..*query": 32},
             "use_rslora": True,
         },
     ],
-    ids=["plain", "other-weights", "patterns"],
+    ids=["plain", "other-weights", "tokens", "patterns"],
 )
 def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
     backbone = AutoModel.from_pretrained(tiny.shared(tiny.tiny_bert))
+    names = set(backbone.state_dict())
     lora = LoraConfig(r=4, target_modules=["query", "value"], **options)
     adapted = _trained(get_peft_model(backbone, lora))
     adapted.save_pretrained(tmp_path)
@@ -140,6 +142,7 @@ def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
         expected = adapted(**inputs).last_hidden_state
         actual = model.backbone(**inputs).last_hidden_state
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    assert set(model.backbone.state_dict()) == names
 
 
 def test_adapters_that_cannot_be_used_are_refused(tmp_path):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 from torch import nn
 
 from tests import tiny
@@ -16,7 +17,9 @@ from tests.models.families import (
 )
 from vembed.data.examples import Example, Item
 from vembed.errors import UserError
+from vembed.models.building import load_embedder
 from vembed.models.heads import principal_components
+from vembed.saving.files import save_model
 from vembed.training import setup
 
 
@@ -223,11 +226,15 @@ def test_a_frozen_tower_is_held_in_the_dtype_that_is_asked_for():
 # ---- use -------------------------------------------------------------------------------------------------------
 
 
-OWN_CODE = """
-from transformers import BertConfig, BertModel
+OWN_CONFIG = """
+from transformers import BertConfig
 
 class OwnConfig(BertConfig):
     model_type = "a_kind_of_its_own"
+"""
+OWN_MODEL = """
+from transformers import BertModel
+from .own_config import OwnConfig
 
 class OwnModel(BertModel):
     config_class = OwnConfig
@@ -239,8 +246,12 @@ def test_python_code_of_a_model_runs_only_when_asked(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
     folder = tiny.tiny_bert(tmp_path / "model")
-    (folder / "own.py").write_text(OWN_CODE)
-    classes = {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}
+    (folder / "own_config.py").write_text(OWN_CONFIG)
+    (folder / "own_model.py").write_text(OWN_MODEL)
+    classes = {
+        "AutoConfig": "own_config.OwnConfig",
+        "AutoModel": "own_model.OwnModel",
+    }
     settings = {"model_type": "a_kind_of_its_own", "auto_map": classes}
     tiny.change_json(folder / "config.json", **settings)
     with pytest.raises(UserError, match="set trust_remote_code: true if you trust"):
@@ -251,3 +262,11 @@ def test_python_code_of_a_model_runs_only_when_asked(tmp_path, monkeypatch):
     plain = built(tiny.tiny_bert)
     parts = parts_for(plain.description)
     assert torch.equal(from_folder.eval()(parts)[0], plain.eval()(parts)[0])
+    saved = save_model(tmp_path / "saved", from_folder, from_folder.state_dict())
+    vectors = load_embedder(saved, trust_remote_code=True)(parts)[0]
+    assert torch.equal(vectors, plain(parts)[0])
+    theirs = SentenceTransformer(str(saved), device="cpu", trust_remote_code=True)
+    assert type(theirs[0].auto_model).__name__ == "OwnModel"
+    (saved / "own_model.py").unlink()
+    with pytest.raises(UserError, match="gives no own_model"):
+        load_embedder(saved, trust_remote_code=True)

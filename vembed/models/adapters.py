@@ -284,11 +284,12 @@ def save_adapter(
 
 
 def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
-    """Merge a saved adapter into the weights of a backbone without adapters. Raise UserError unless all of it are
-    low-rank matrices of linear layers: a part that is left out would make another model."""
+    """Merge a saved adapter into the weights of a backbone without adapters. Raise UserError where a part of it would be
+    left out, which would make another model."""
     quieten_bitsandbytes()
     from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
     from peft.tuners.lora import LoraLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
 
     read_header(folder / ADAPTER_WEIGHTS)  # says what is wrong with a damaged file
     check_weights(folder)
@@ -320,5 +321,10 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
     for name, layer in layers.items():
         layer.merge()
         backbone.set_submodule(name, layer.get_base_layer())
+    # What the adapter trained in full: whole modules, or rows of the token embeddings.
+    for name, module in list(backbone.named_modules()):
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            whole = module.unload_and_optionally_merge_module(True, False, [_NAME])
+            backbone.set_submodule(name, whole)
     del backbone.peft_config
     backbone.requires_grad_(True)  # peft has frozen all but the adapter

@@ -193,7 +193,15 @@ def model_class(
     values = config.to_dict()
     own_code = values.get("auto_map", {}).get("AutoModel")
     if chosen is None and own_code is not None and trust_remote_code:
-        chosen = get_class_from_dynamic_module(own_code, config.name_or_path)
+        try:
+            chosen = get_class_from_dynamic_module(own_code, config.name_or_path)
+        except LIBRARY_ERRORS as error:
+            raise UserError(
+                f"trust_remote_code: {config.name_or_path} gives no {own_code}: {error_sentence(error)}; copy the .py "
+                "files of the model that was trained into the folder"
+            ) from error
+        # save_pretrained then writes the code into the model's folder.
+        chosen.register_for_auto_class("AutoModel")
     if chosen is not None:
         return chosen
     # The private mapping, since AutoModel.from_config would build the model to tell its class.
