@@ -1,6 +1,7 @@
 """A model tuned by LoRA is saved merged, with the adapter beside it, or as the adapter alone; all score the same."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -89,6 +90,28 @@ def test_models_that_are_more_than_their_adapters_are_saved_whole(
     assert_alike(folder, TEXTS[:3])
 
 
+@pytest.mark.parametrize("place", ["final", "0_Transformer"])
+def test_an_adapter_alone_names_the_folder_that_holds_the_weights(place, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(tiny.shared(tiny.tiny_qwen3_st), base / place)
+    if place == "final":
+        (base / "config.yaml").write_text("model_name: other\n")
+    else:
+        for path in (base / place).glob("*_*"):
+            if path.is_dir() or path.name == "config_sentence_transformers.json":
+                path.rename(base / path.name)
+        modules = base / "modules.json"
+        (base / place / "modules.json").rename(modules)
+        entries = tiny.read_json(modules)
+        entries[0]["path"] = place
+        modules.write_text(json.dumps(entries))
+    model = tuned(base)
+    trained = encoded(model, TEXTS)
+    alone = save(model, tmp_path / "alone", merge=False)
+    assert_close(alone, trained)
+    assert_alike(alone, TEXTS)
+
+
 def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(tmp_path):
     folder = save(tuned(tiny.tiny_vitmae), tmp_path / "final", merge=False)
     paths = [write(tmp_path / f"{seed}.png", "PNG", seed) for seed in range(3)]
@@ -113,7 +136,8 @@ def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
     path.write_text(json.dumps(tokenizer))
     assert_alike(alone, TEXTS)
     assert np.abs(ours(alone, TEXTS) - before).max() > 0.01
-    again = save(tuned(alone), tmp_path / "again", merge=True)
+    again = save(tuned(alone), tmp_path / "again", merge=False)
+    assert_alike(again, TEXTS)
     assert tiny.read_json(again / "tokenizer.json")["normalizer"] == normalizer
 
 

@@ -19,6 +19,7 @@ from vembed.errors import UserError
 from vembed.files import check_weights
 from vembed.models.embedding_model import ComposedModel, names_frozen_by
 from vembed.models.families.backbones import linear_names, linear_names_inside_layers
+from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
     ADAPTER_WEIGHTS,
@@ -40,7 +41,7 @@ _PREFIX = "base_model.model."
 
 def add_adapters(
     backbone: nn.Module,
-    family: Family,
+    description: ModelDescription,
     options: AdapterSection,
     model: ModelSection,
 ) -> None:
@@ -51,6 +52,7 @@ def add_adapters(
         inject_adapter_in_model,
     )
 
+    family = description.family_traits
     # Frozen layers get no adapter: it would train what `freeze` keeps.
     frozen = names_frozen_by(backbone, family, options.freeze)
     targets = target_names(backbone, family, options)
@@ -60,8 +62,10 @@ def add_adapters(
             f"lora_target_modules: {options.lora_target_modules} with freeze: {options.freeze} leaves no layer of "
             f"{model.model_name} to adapt; freeze less of it"
         )
-    # A folder's path is made absolute: the adapter's files name the base model from any place.
-    base = Path(model.model_name).expanduser()
+    # Of a folder, the one with config.json, which other programs look for. Its path is made absolute: the adapter's files
+    # name the base model from any place.
+    is_folder = Path(model.model_name).expanduser().is_dir()
+    source = Path(description.source).resolve()
     settings = LoraConfig(
         r=options.lora_r,
         lora_alpha=options.lora_alpha,
@@ -73,9 +77,7 @@ def add_adapters(
         fan_in_fan_out=any(
             isinstance(backbone.get_submodule(name), Conv1D) for name in names
         ),
-        base_model_name_or_path=(
-            str(base.resolve()) if base.is_dir() else model.model_name
-        ),
+        base_model_name_or_path=str(source) if is_folder else model.model_name,
         revision=model.model_revision,
         task_type="FEATURE_EXTRACTION",
     )

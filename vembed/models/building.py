@@ -130,7 +130,7 @@ def build_model(
                 whole, description, from_scratch=options.from_scratch
             )
         if adapters.use_lora:
-            add_adapters(backbone, description.family_traits, adapters, options)
+            add_adapters(backbone, description, adapters, options)
             keep_trainable_layout(backbone)
         if adapters.quantize_weights == "int8":
             round_weights(backbone)

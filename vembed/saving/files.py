@@ -93,8 +93,11 @@ def save_model(
         or (model.language_head is not None and model.language_head.is_new)
         or "mask_ratio" in backbone.config.to_dict()
     )
-    if not merge_adapters and is_more_than_adapters:
-        log.info("save_merged: the whole model is saved (it has more than adapters)")
+    reason = "it has more than adapters" if is_more_than_adapters else ""
+    if description.adapter is not None:
+        reason = "it started from an adapter, which is merged into its weights"
+    if reason and not merge_adapters:
+        log.info("save_merged: the whole model is saved (%s)", reason)
         merge_adapters = True
     source = Path(description.source)
     with replaced_folder(Path(directory)) as folder:
