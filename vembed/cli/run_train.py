@@ -13,7 +13,7 @@ from vembed.cli.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import config_yaml, require_earlier_stage, resolve_run
 from vembed.config.rules import data_paths
-from vembed.config.values import RESULT_OF
+from vembed.config.values import RESULT_SEPARATOR
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.files import existing
@@ -231,7 +231,7 @@ def describe_run(
         state = "not here: a name on the Hub, or a path that is missing"
         if existing(path):
             state = "here"
-        elif RESULT_OF in run.origins.get(option, ""):
+        elif RESULT_SEPARATOR in run.origins.get(option, ""):
             state = "written by the stage before"
         files.append((option, path, state))
     words = ["python", "-m", "vembed.entrypoints.train"]

@@ -34,7 +34,7 @@ from vembed.config.options import (
 )
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
 from vembed.config.schema import TrainConfig, sources_of
-from vembed.config.values import RESULT_OF, ConfigModel
+from vembed.config.values import RESULT_SEPARATOR, ConfigModel
 from vembed.errors import UserError
 from vembed.files import existing, short_name
 
@@ -62,7 +62,7 @@ STAGES = "stages"
 TRAINING_STAGES = "training_stages"
 USER_PRESETS = "distributed_examples"
 """Key of a config under which it defines presets of its own, for `accelerate_config`."""
-DATA_FILES = {"mine": "mined.jsonl", "judge": "judged.jsonl"}
+DATA_FILE_OF_KIND = {"mine": "mined.jsonl", "judge": "judged.jsonl"}
 """Kind of a stage that leaves training data -> their file in its folder."""
 
 StageKind = Literal["train", "mine", "judge", "merge", "evaluate"]
@@ -109,13 +109,15 @@ def resolve_run(
         # Before the layers are merged, since the Accelerate file is read for that.
         notes += resolve_paths(layer.values, ("accelerate_config",), config_file)
     launcher, launcher_notes = launcher_layer(env)
-    layer_naming_file = _layer_naming_accelerate_file([*config_layers, command_line])
+    accelerate_config_layer = _layer_of_accelerate_config(
+        [*config_layers, command_line]
+    )
     if (
-        layer_naming_file is not None
-        and layer_naming_file.value("accelerate_config") in user_presets
+        accelerate_config_layer is not None
+        and accelerate_config_layer.value("accelerate_config") in user_presets
     ):
         # The name is that of a preset that the config itself defines: a block of options, which becomes a layer.
-        preset_name = layer_naming_file.value("accelerate_config")
+        preset_name = accelerate_config_layer.value("accelerate_config")
         for layer in (*config_layers, command_line):
             layer.values.pop("accelerate_config", None)
         block = {"distributed": user_presets[preset_name]}
@@ -123,16 +125,16 @@ def resolve_run(
         config_layers.append(
             Layer(place).add_keys(block, f"{USER_PRESETS}.{preset_name}.")
         )
-        layer_naming_file = _layer_naming_accelerate_file(
+        accelerate_config_layer = _layer_of_accelerate_config(
             [*config_layers, command_line]
         )
     accelerate_file = None
     accelerate_layers = []
     # What the FSDP options start from: the launcher, a named file for FSDP, or the default preset.
     fsdp_origin = ""
-    if layer_naming_file is not None:
+    if accelerate_config_layer is not None:
         accelerate_file = read_accelerate_file(
-            layer_naming_file.value("accelerate_config")
+            accelerate_config_layer.value("accelerate_config")
         )
         notes += accelerate_file.notes
         options = {"strategy": accelerate_file.distribution, **accelerate_file.options}
@@ -159,7 +161,7 @@ def resolve_run(
     # More than one config layer: the last one is a stage's block. It holds for any launch, and a file that the command
     # line names is for this launch. So where both set an option, the file's value wins: it moves to a layer of its own,
     # above the stage's.
-    if layer_naming_file is command_line and len(config_layers) > 1:
+    if accelerate_config_layer is command_line and len(config_layers) > 1:
         accelerate_layer = accelerate_layers[-1]
         stage_layer = config_layers[-1]
         layer_above_stage = Layer(accelerate_layer.name, Level.COMMAND_LINE)
@@ -212,7 +214,7 @@ def resolve_run(
     )
 
 
-def _layer_naming_accelerate_file(layers: Sequence[Layer]) -> Layer | None:
+def _layer_of_accelerate_config(layers: Sequence[Layer]) -> Layer | None:
     """Return the strongest layer that sets `accelerate_config`, whose value counts. None if there is none, or if it sets
     null."""
     for layer in reversed(layers):
@@ -442,7 +444,7 @@ class PipelineStage:
     @property
     def result(self) -> Path:
         """The model of a stage that leaves one, the file of one that leaves training data."""
-        return self.folder / DATA_FILES.get(self.kind, "final")
+        return self.folder / DATA_FILE_OF_KIND.get(self.kind, "final")
 
 
 @dataclass(frozen=True)
@@ -483,7 +485,7 @@ class Pipeline:
         }
         for option, earlier in earlier_stages.items():
             if earlier is not None:
-                place = f"{self.config_name}{RESULT_OF}{earlier.name}"
+                place = f"{self.config_name}{RESULT_SEPARATOR}{earlier.name}"
                 implied.add_option(option, str(earlier.result), option, place)
         return [self.shared, implied, chosen.layer]
 
@@ -618,7 +620,7 @@ def _stage(
     for stage in before:
         if stage.has_model and stage.model_task == model_task:
             model_stage = stage
-        if stage.kind in DATA_FILES:
+        if stage.kind in DATA_FILE_OF_KIND:
             data_stage = stage
         elif stage.kind == kind == "train":
             data_stage = None
@@ -673,7 +675,7 @@ def require_earlier_stage(resolved: ResolvedRun) -> None:
     }
     for option, path in results.items():
         origin = resolved.origins[option]
-        _, is_result, name = origin.partition(RESULT_OF)
+        _, is_result, name = origin.partition(RESULT_SEPARATOR)
         if is_result and not Path(str(path)).exists():
             raise UserError(
                 f"{option}: {path} ({origin}) is not there: run that stage first (--from {name}), or give this one a "

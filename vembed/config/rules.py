@@ -26,7 +26,7 @@ from vembed.config.terms import (
     needed_teachers,
     run_terms,
 )
-from vembed.config.values import RESULT_OF
+from vembed.config.values import RESULT_SEPARATOR
 from vembed.errors import UserError
 from vembed.files import existing, is_address, is_hub_model, is_pattern, similar_path
 from vembed.losses.declaration import (
@@ -511,7 +511,7 @@ def require_paths(
     folder = model.model_name
     is_given_elsewhere = (
         folder == model.model_class
-        or RESULT_OF in origins["model_name"]
+        or RESULT_SEPARATOR in origins["model_name"]
         or is_inside(folder, future_folders)
     )
     if not existing(folder) and not is_hub_model(folder) and not is_given_elsewhere:

@@ -65,5 +65,5 @@ class ConfigModel(BaseModel):
     )
 
 
-RESULT_OF = ", result of "
+RESULT_SEPARATOR = ", result of "
 """Between a file and a stage, in the origin of a model_name that is the result of that stage."""

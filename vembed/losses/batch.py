@@ -207,7 +207,7 @@ class LossBatch:
             parts = self.negative[:, None]
         return row_keys, content[parts]
 
-    def example_negatives(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def countable_negatives(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Return rows [P] and hard negatives [P]: each row with each hard negative of its example.
 
         Rows count from the start of `rows`, ascending. Pairs are dropped whose negative has the content of the row's
@@ -229,7 +229,7 @@ class LossBatch:
         first = self.rank_rows.start
         stop = self.rank_rows.stop
         # All ranks' pairs, since losses divide by their number.
-        row, negative = self.on_host().example_negatives(slice(None))
+        row, negative = self.on_host().countable_negatives(slice(None))
         is_of_rank = (row >= first) & (row < stop)
         rows = torch.arange(first, stop, device=row.device)
         negative_rows = row[is_of_rank]
@@ -256,7 +256,7 @@ class LossBatch:
         rows = torch.arange(host.num_rows, device=example.device)
         first_row = rows.new_full((len(examples),), host.num_rows)
         first_row = first_row.scatter_reduce(0, example, rows, "amin")
-        negative_rows, negatives = host.example_negatives(slice(None))
+        negative_rows, negatives = host.countable_negatives(slice(None))
         # Every row of an example has all of its negatives: take those of the first.
         is_first = first_row[example[negative_rows]] == negative_rows
         negative_rows = negative_rows[is_first]

@@ -25,8 +25,8 @@ row has a few keys, each column has a few keys, and a score does not count where
 column. Most keys stand for contents: a row has those of its query and of its positives, a column has its own. In the
 example row 0 has the keys a and b, so its score with the column b does not count.
 
-With hard_negatives_scope: own a hard negative is a candidate for the rows of its own example only. Those are few, so
-they are negative pairs, scored one by one.
+With hard_negatives_scope: own a hard negative is a candidate for the rows of its own example only. A row then has few of
+them, which are negative pairs, scored one by one.
 """
 
 import itertools
@@ -181,7 +181,7 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     paired_negatives = batch.negative[:0]
     if only_own or rule.own_negatives_as_pairs:
         # [P] the row of each pair, and the position of its hard negative among the H.
-        tensors["pair_row"], negative_of_pair = batch.example_negatives(rank_rows)
+        tensors["pair_row"], negative_of_pair = batch.countable_negatives(rank_rows)
         # Rows of one example share its hard negatives, and the table has each of them once. `number` [P]: which of
         # `paired_negatives` each pair has.
         paired_negatives, number = torch.unique(negative_of_pair, return_inverse=True)
@@ -231,9 +231,10 @@ class _MaskKeys(NamedTuple):
     row_contents: Tensor
     """[n, S] contents of the row's query, in the first slot, and of its example's positives."""
     row_contents_as_columns: Tensor
-    """[C', S] the same of the row that each query column comes from. A row's positive is compared with them."""
+    """[C', S] row_contents of the row whose query the column is, with -2 in unused slots. A row's positive is compared with
+    them."""
     document_contents: Tensor
-    """[C, 1 or 2] content of each document. A mixture of two hard negatives has the contents of both."""
+    """[C, 1 or 2] content of each document. One that mixes two hard negatives (mix_negatives) has the contents of both."""
     query_contents: Tensor
     """[C', 1] content of each query."""
     row_examples: Tensor

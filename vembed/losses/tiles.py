@@ -192,9 +192,9 @@ class SoftmaxRows(RowLoss):
     `others` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
     precision of small losses.
 
-    `stretch` (hardness_alpha): a candidate enters the softmax with stretch * logit, where stretch is 1 + hardness_alpha /
-    logit_scale. Its term is exp(logit), weighted by exp((stretch - 1) * logit). The weight counts as a constant, so the
-    gradient lacks the factor stretch.
+    `stretch` (hardness_alpha): the loss is the softmax over stretch * logit of the candidates, where stretch is 1 +
+    hardness_alpha / logit_scale. Its gradient is taken as if the added part (stretch - 1) * logit were a constant, so it lacks
+    the factor stretch.
     `stretches_own_only` (hardness_scope: own): only single logits are stretched, those of the row's own hard negatives.
     Tiles are not.
     `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
@@ -512,7 +512,7 @@ class Scoring:
     row_loss: type[RowLoss]
     """An instance holds the losses of a row block, for one dim and direction."""
     direction_weights: tuple[float, ...]
-    """Factor of each direction (query to document, document to query), with 1 / R for the mean over the rows."""
+    """Factor of each direction (query to document, document to query), divided by R already: L is a mean over the rows."""
     margin_above_positive: float | None = None
     """Exclude candidates with a score above the positive's score plus this margin. None: no such limit."""
     guide: Guide | None = None
@@ -683,8 +683,9 @@ class _ScorePass:
             for group in self.plan.column_groups:
                 entries = shifted(rows, group.row_entries.start)
                 # Scale the n vectors [n, d] rather than the n * C scores.
-                x = self.vector_table.x[entries] * self.logit_scale
-                row_vectors.append(RowVectors(entries, x, torch.zeros_like(x)))
+                scaled_x = self.vector_table.x[entries] * self.logit_scale
+                d_scaled_x = torch.zeros_like(scaled_x)
+                row_vectors.append(RowVectors(entries, scaled_x, d_scaled_x))
             kept_tiles = []
             for tile in self._scored_tiles(rows, block, row_vectors):
                 if self.keeps_tiles:
@@ -854,17 +855,17 @@ class _ScorePass:
     ) -> None:
         """Compute a tile's logits, from the smallest dim to the largest, and add them to the row losses.
 
-        `excluded`: scores that do not count at any dim.
+        `excluded`: bool masks [n, t] of the scores that count at no dim. The mask of the guide is added to them here.
         """
-        rows = tile.row_vectors.entries
+        row_entries = tile.row_vectors.entries
         scratch = tile.scratch[0]
         if block.guide_ceilings is not None:
             assert self.guide_table is not None
-            self.guide_table.score(rows, tile.columns, out=scratch)
+            self.guide_table.score(row_entries, tile.columns, out=scratch)
             excluded.append(scratch > block.guide_ceilings[:, None])
         if tile.teacher_scores is not None:
             assert self.teacher_table is not None
-            self.teacher_table.score(rows, tile.columns, out=tile.teacher_scores)
+            self.teacher_table.score(row_entries, tile.columns, out=tile.teacher_scores)
         # Each dim is masked as soon as it is computed. The buffer of the largest dim also holds the running product, so it
         # is masked last.
         for k in self.vector_table.fill_logits(
@@ -881,11 +882,12 @@ class _ScorePass:
 
     def _differentiate_tile(self, tile: _Tile, block: _RowBlock) -> None:
         """Add the gradient of a tile with respect to the block's rows and to the columns."""
-        derivative_buffer, table_buffer = tile.scratch
+        derivative_buffer, scale_buffer = tile.scratch
         for k in reversed(range(self.num_dims)):
             logits = tile.logits[k]
-            # The largest dim first. Its derivative overwrites its logits, and `add_gradient` adds that of each smaller dim into
-            # the same buffer. So each segment of coordinates needs one matrix product, whichever dims contain it.
+            # From the largest dim to the smallest. The derivative of the largest overwrites its logits, tile.logits[-1]. There
+            # `add_gradient` adds up those of the smaller dims. So each segment of coordinates needs one matrix product,
+            # whichever dims contain it.
             is_largest = k == self.num_dims - 1
             out = logits if is_largest else derivative_buffer
             row_loss = block.losses[k][tile.direction]
@@ -900,7 +902,7 @@ class _ScorePass:
                 k,
                 tile.logits,
                 d_logits,
-                table_buffer,
+                scale_buffer,
             )
 
 

@@ -417,7 +417,7 @@ def run_packed(
         # The row begins with the prefix, and each text continues its positions. Only templates of rerankers have one.
         prefix = inputs[SHARED_PREFIX]
         num_shared = len(prefix)
-        # [all tokens] the text of a token is its position in the padded batch, divided by `longest`.
+        # [all tokens] positions in the padded batch. Divided by `longest` they are the numbers of the tokens' texts.
         slots = index
         if slots is None:
             slots = torch.arange(len(tokens), device=device)

@@ -16,7 +16,12 @@ from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
 from vembed.cli.support import is_first_rank, print_lines, print_progress
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import DATA_FILES, Pipeline, PipelineStage, resolve_run
+from vembed.config.loading import (
+    DATA_FILE_OF_KIND,
+    Pipeline,
+    PipelineStage,
+    resolve_run,
+)
 from vembed.config.options import command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS
@@ -38,7 +43,7 @@ from vembed.training.trackers.table import require_trackers
 
 STATE_FILE = "stage.json"
 """In the folder of each stage: its fingerprint, and whether it is done."""
-RESULTS = {**DATA_FILES, "merge": "final/merge.json", "evaluate": "scores.json"}
+RESULTS = {**DATA_FILE_OF_KIND, "merge": "final/merge.json", "evaluate": "scores.json"}
 """Kind of a command stage -> the file that it writes last, in its folder."""
 REPORT_FILE = "stages.md"
 Train = Callable[[TrainArguments], int]

@@ -46,11 +46,11 @@ class Interrupts:
         self.max_seconds = None if max_minutes is None else max_minutes * 60.0
         self.reason_to_stop = 0
         """Signal that stops the run, or _TIME_IS_UP, once all ranks know of it; 0: none."""
-        self.ends_early = False
+        self.has_agreed_end = False
         """True once all ranks know that a rank asked for the end of the run. The run then ends well: with final/."""
-        self.early_end_requested = False
+        self.wants_early_end = False
         """Set on a rank that asks for the end of the run. After the next `agree_to_stop` or `share_early_end`,
-        `ends_early` is true on every rank."""
+        `has_agreed_end` is true on every rank."""
         self._number = 0
         self._first_at = 0.0
         self._began = time.monotonic()
@@ -66,7 +66,7 @@ class Interrupts:
 
     def agree_to_stop(self, save_seconds: float = 0.0) -> bool:
         """Return whether the run must stop: any rank was signalled, or the time is up by the clock of rank 0. Also set
-        `ends_early` if any rank asked for it. All ranks call it after every step.
+        `has_agreed_end` if any rank asked for it. All ranks call it after every step.
 
         `save_seconds` is the duration of a checkpoint. `max_train_minutes` reserves that time, and the time of a step.
         """
@@ -82,8 +82,8 @@ class Interrupts:
         return self._ask_ranks(self._longest_step)
 
     def share_early_end(self) -> None:
-        """Set `ends_early` on every rank if one of them has asked, between two steps. Collective."""
-        self.ends_early = bool(collectives.max_ints([int(self.early_end_requested)])[0])
+        """Set `has_agreed_end` on every rank if one of them has asked, between two steps. Collective."""
+        self.has_agreed_end = bool(collectives.max_ints([int(self.wants_early_end)])[0])
 
     def check(self) -> None:
         """Raise StopRequested if the run is to stop. All ranks call it between two micro-batches of an evaluation.
@@ -113,7 +113,7 @@ class Interrupts:
         )
 
     def _ask_ranks(self, step_seconds: float = 0.0) -> bool:
-        """Return whether the run must stop, and set `ends_early`. `step_seconds` pass before the next chance to stop.
+        """Return whether the run must stop, and set `has_agreed_end`. `step_seconds` pass before the next chance to stop.
 
         A positive answer is final, even if an evaluation would still fit into a time that is too short for a
         step."""
@@ -129,9 +129,9 @@ class Interrupts:
                 number = _TIME_IS_UP
         # One collective for both questions, as it is called after every step.
         self.reason_to_stop, ends = collectives.max_ints(
-            [number, int(self.early_end_requested)]
+            [number, int(self.wants_early_end)]
         )
-        self.ends_early = bool(ends)
+        self.has_agreed_end = bool(ends)
         return bool(self.reason_to_stop)
 
     # ---- signals -----------------------------------------------------------------------------------------------

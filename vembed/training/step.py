@@ -48,12 +48,13 @@ over the ranks. Under DDP those of the model are averaged, which begins during t
 
 When a rank runs out of memory, the step is repeated with a smaller budget. The rank notes the shortage and goes on. In the
 next exchange of numbers (`split`, `gather` or `synchronise`) all ranks learn of it and raise OutOfMemory together. A step
-cannot be repeated, and the rank raises RunError, which ends the run on all ranks, in two cases:
+cannot be repeated, and the rank raises RunError, which ends the run on all ranks, in three cases:
 
 - Under FSDP after a shortage in a forward or backward pass. The other ranks wait inside a layer, and never reach the
   exchange. A model whose batch norms are shared by the ranks has the same problem.
-- After a shortage in the loss if no graph was kept. A smaller budget leaves more memory to the loss only because it keeps
-  fewer graphs.
+- After a shortage in a collective on the embeddings or their gradient, in `gather` and at the end of `differentiate`.
+- After a shortage in the loss unless a smaller budget would help. It leaves more memory to the loss only by keeping fewer
+  graphs. So some have to be kept, use_gradient_cache has to be auto, and the budget must not be the smallest one.
 """
 
 import time
@@ -198,7 +199,7 @@ class BatchResult:
     loss_share: Tensor
     """This rank's part of the loss, with its auxiliary losses, not multiplied by the `weight` of `accumulate`. The sum over
     the ranks is the loss of the batch."""
-    loss_on_host: HostCopy
+    loss_share_on_host: HostCopy
     """`loss_share` on the host."""
     computed_tokens: int
     """Tokens that this rank's forward passes computed, with padding where texts are padded."""
@@ -336,7 +337,7 @@ class TrainingStep:
                 loss_share, gradient = self.differentiate(
                     loss_batch, batch, scaled_weight
                 )
-            loss_on_host = HostCopy(loss_share)
+            loss_share_on_host = HostCopy(loss_share)
             with (
                 self.timer("backward"),
                 self._deferring_shortage(can_repeat=can_repeat),
@@ -351,7 +352,7 @@ class TrainingStep:
             auxiliary_means = batch.auxiliary_sums.means()
         return BatchResult(
             loss_share=loss_share,
-            loss_on_host=loss_on_host,
+            loss_share_on_host=loss_share_on_host,
             computed_tokens=computed_tokens,
             num_forwards=2 * len(batch.micro_batches) - batch.num_kept_graphs,
             num_kept_graphs=batch.num_kept_graphs,
@@ -574,8 +575,8 @@ class TrainingStep:
                 outputs, auxiliary_losses = self._forward(
                     batch, next(replayed_inputs), micro_index
                 )
-            # FSDP2 may free the parameters after the last backward pass, and not earlier. Set here, after a replay's forward
-            # pass. Set before it, FSDP2 would free them at its end, and gather them again for the backward pass.
+            # FSDP2 may free the parameters after the last backward pass, and not earlier. If this were set before a replay's
+            # forward pass, FSDP2 would free them after that pass, and gather them again for the backward pass.
             self._keep_gathered(on=not is_last_backward)
             # The roots of this backward pass, each with the gradient that it starts from.
             roots = []
@@ -622,7 +623,8 @@ class TrainingStep:
     def _fields(self, batch: BatchState) -> dict[str, "FieldPart"]:
         """Return this rank's part of the fields of LossBatch that describe inputs, rows and hard negatives, by name.
 
-        A further field is one more line here and one more in LossBatch, and one of integers also stands in INDEX_FIELDS.
+        A further field is one more line here and one more in LossBatch. If the host plans scores by it, as by the indices of
+        rows, it also stands in INDEX_FIELDS.
         """
         rank_batch = batch.rank_batch
         counts = batch.counts

@@ -423,7 +423,7 @@ class Trainer:
         training_step = self.training_step
         num_batches = self.data.batches_per_step
         step_batches: list[RankBatch] = []
-        while state.step < self.data.total_steps and not interrupts.ends_early:
+        while state.step < self.data.total_steps and not interrupts.has_agreed_end:
             if self.session.heartbeats is not None:
                 self.session.heartbeats.step = state.step + 1
             # Where memory ran out, the step is repeated with the batches that it has already.
@@ -448,7 +448,7 @@ class Trainer:
                 if not report.outcome.is_overflow:
                     state.skipped_in_a_row += 1
             state.seconds = self.elapsed_seconds()
-            interrupts.early_end_requested |= self.hooks.on_step(report)
+            interrupts.wants_early_end |= self.hooks.on_step(report)
             # All ranks decide here, so that they stop after the same step. It comes after `on_step`, because the same
             # collective shares a hook's request to end the run. The time limit leaves room for a checkpoint.
             must_stop = interrupts.agree_to_stop(self.checkpointer.save_seconds)
@@ -567,7 +567,7 @@ class Trainer:
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
         evaluation = Evaluation(state.step, epoch, scores, metric, query_results)
-        self.interrupts.early_end_requested |= self.hooks.on_evaluation(evaluation)
+        self.interrupts.wants_early_end |= self.hooks.on_evaluation(evaluation)
         self.interrupts.share_early_end()
         if is_better and self._is_last_step():
             # A hook may have made this step the last one just now.
@@ -705,7 +705,7 @@ class Trainer:
 
     def _is_last_step(self) -> bool:
         is_end = self.state.step == self.data.total_steps
-        return is_end or self.interrupts.ends_early
+        return is_end or self.interrupts.has_agreed_end
 
 
 def _is_due(step: int, interval: int | None) -> bool:

@@ -69,7 +69,7 @@ class StepReport:
         """This rank's part of the loss of the step: the mean over its global batches."""
         total = 0.0
         for _, result in self.batches:
-            total += float(result.loss_on_host.read() / len(self.batches))
+            total += float(result.loss_share_on_host.read() / len(self.batches))
         return total
 
 
