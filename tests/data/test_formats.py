@@ -257,7 +257,8 @@ def test_threads_read_the_same(form, tmp_path):
 
 
 @all_formats
-def test_several_processes_find_what_one_finds(form, tmp_path, monkeypatch):
+@pytest.mark.parametrize("with_keys", [False, True])
+def test_several_processes_find_what_one_finds(form, with_keys, tmp_path, monkeypatch):
     records = copy.deepcopy(RECORDS)
     records[150]["positive"] = " "
     for name in ("1", "2"):
@@ -268,7 +269,7 @@ def test_several_processes_find_what_one_finds(form, tmp_path, monkeypatch):
         monkeypatch.setattr(example_store, "num_cores", lambda count=num_cores: count)
         reader = open_reader(pattern)
         assert isinstance(reader, SeveralFiles)
-        index = build_index(reader, record_format(keeps_keys=True))
+        index = build_index(reader, record_format(keeps_keys=with_keys))
         results.append(as_plain(index))
     assert results[0] == results[1]
     assert results[0]["counts"]["bad"] == 2
