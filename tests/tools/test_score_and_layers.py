@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AlbertConfig, AlbertModel, AutoModel, AutoTokenizer
 
 from tests.data.files import pair, read_jsonl, write_jsonl
 from tests.data.pictures import write
@@ -19,6 +19,7 @@ from tests.tiny import (
     tiny_qwen3_st,
     tiny_vit,
 )
+from tests.tiny_tokenizers import wordpiece_tokenizer
 from tests.weights.variants import pairs
 from vembed import Embedder, UserError, evaluate
 from vembed.cli.commands import encode
@@ -91,7 +92,7 @@ def test_hidden_states_are_those_of_transformers(make, pooling):
     assert embedder.hidden_states([]).shape == (0, len(states), 32)
 
 
-def test_hidden_states_that_cannot_be():
+def test_hidden_states_that_cannot_be(tmp_path):
     embedder = Embedder(shared(tiny_bert), device="cpu")
     with pytest.raises(UserError, match=r"layers 0 .* to 2, and .3. are asked for"):
         embedder.hidden_states(["a"], [3])
@@ -99,6 +100,14 @@ def test_hidden_states_that_cannot_be():
         embedder.hidden_states([{"image": "a.png"}])
     clip = Embedder(shared(tiny_clip), device="cpu")
     assert len(clip.hidden_states(["a cat"])) == 1
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    config = AlbertConfig(vocab_size=999, hidden_size=32, embedding_size=16, **sizes)
+    AlbertModel(config).save_pretrained(tmp_path)
+    wordpiece_tokenizer().save_pretrained(tmp_path)
+    albert = Embedder(tmp_path, device="cpu")
+    for layers in ([0], [-1]):
+        with pytest.raises(UserError, match="share their weights"):
+            albert.hidden_states(["a cat"], layers)
 
 
 @pytest.mark.parametrize(("option", "layers"), [("all", "all"), ("0,2", [0, 2])])

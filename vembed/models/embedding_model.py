@@ -644,15 +644,22 @@ class LayerPooler(nn.Module):
         states = []
         for modality_slice in slices:
             inputs = modality_slice[1]
-            captured = {}
+            captured = dict[int, Tensor]()
+
+            def keep(number: int, hidden: Tensor) -> None:
+                if number in captured:  # noqa: B023 - its hook is removed below
+                    raise UserError(
+                        "the layers of this model share their weights, so one layer runs several times in a pass. vembed "
+                        "reads no hidden states of such a model: use its embeddings"
+                    )
+                captured[number] = self.pool_layer(hidden, inputs)  # noqa: B023
 
             def capture_input(
                 _: nn.Module,
                 arguments: tuple[Any, ...],
                 named: dict[str, Any],
             ) -> None:
-                hidden = arguments[0] if arguments else named["hidden_states"]
-                captured[0] = self.pool_layer(hidden, inputs)  # noqa: B023 - removed below
+                keep(0, arguments[0] if arguments else named["hidden_states"])
 
             def capture_output(
                 number: int,
@@ -660,8 +667,7 @@ class LayerPooler(nn.Module):
                 __: Any,
                 output: Any,
             ) -> None:
-                hidden = output[0] if isinstance(output, tuple) else output
-                captured[number] = self.pool_layer(hidden, inputs)  # noqa: B023
+                keep(number, output[0] if isinstance(output, tuple) else output)
 
             # Hooks, and not output_hidden_states: they are the same for padded, packed and sharded models.
             hooks = []
