@@ -44,12 +44,14 @@ from tests.tiny import (
     tiny_xlmr,
     write_json,
 )
+from tests.tiny_tokenizers import llama_tokenizer
 from tests.training.test_run import log_text, metrics
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT, PairFeaturiser
 from vembed.errors import UserError
 from vembed.models.families.description import RERANK_INSTRUCTION
+from vembed.models.families.model_files import ANSWER_SETTINGS
 from vembed.saving.card import FOLDER_IN_CALLS
 
 
@@ -213,6 +215,49 @@ def test_published_decoders_are_read(layout, tmp_path):
     model = tiny_qwen3_reranker(tmp_path / "published")
     expected = answer_scores(model)
     assert scores_of(layout(model)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_questions_of_published_decoders(tmp_path):
+    """The tokens of the answers are read. A question that differs from vembed's is refused."""
+    folder = tmp_path / "published"
+    shutil.copytree(trained(tmp_path, shared(tiny_qwen3_reranker)), folder)
+    (folder / "vembed.json").unlink()
+    change_json(folder / ANSWER_SETTINGS, true_token_id=20, false_token_id=21)
+    identity = torch.nn.Identity()
+    expected = CrossEncoder(str(folder), device="cpu").predict(
+        PAIRS, activation_fn=identity
+    )
+    assert scores_of(folder) == pytest.approx(expected, abs=1e-5)
+    prompts = {"prompts": {"ask": "Is it red?"}, "default_prompt_name": "ask"}
+    change_json(folder / "config_sentence_transformers.json", **prompts)
+    asked = CrossEncoder(str(folder), device="cpu").predict(
+        PAIRS, activation_fn=identity
+    )
+    assert scores_of(folder) == pytest.approx(asked, abs=1e-5)
+    assert np.abs(asked - expected).max() > 1e-3
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("Judge", "Say"))
+    with pytest.raises(UserError, match=r"chat template asks '.*Say"):
+        vembed.Reranker(folder)
+    # Without files of CrossEncoder, the tokenizer tells that it is of another kind.
+    other = tiny_qwen3_reranker(tmp_path / "other")
+    tokenizer = llama_tokenizer()
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.save_pretrained(other)
+    with pytest.raises(UserError, match=r"no token <\|im_start\|>"):
+        vembed.Reranker(other)
+
+
+def test_the_prompt_of_a_published_classifier_is_read(tmp_path):
+    prompts = {"prompts": {"ask": "red green "}, "default_prompt_name": "ask"}
+    model = CrossEncoder(str(shared(tiny_reranker)), device="cpu", **prompts)
+    model.save_pretrained(str(tmp_path / "published"))
+    expected = model.predict(PAIRS, activation_fn=torch.nn.Identity())
+    assert scores_of(tmp_path / "published") == pytest.approx(expected, abs=1e-5)
+    succeeds("export", tmp_path / "published", tmp_path / "copy")
+    copy = CrossEncoder(str(tmp_path / "copy"), device="cpu")
+    scores = copy.predict(PAIRS, activation_fn=torch.nn.Identity())
+    assert scores == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_decoder_with_a_new_label(tmp_path):

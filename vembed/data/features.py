@@ -11,11 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from threading import Lock
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 from torch import Tensor
 
 from vembed.data.examples import Example, ImageRef, Item, Kind, input_digest
@@ -25,8 +27,14 @@ from vembed.data.images.pixels import Pixels, blank_image
 from vembed.errors import UserError
 from vembed.models.attention import SHARED_PREFIX
 from vembed.models.embedding_model import SEGMENTS
-from vembed.models.families.description import ModelDescription
+from vembed.models.families.description import (
+    DESCRIPTION_FILE,
+    IMAGE_INSTRUCTION,
+    RERANK_INSTRUCTION,
+    ModelDescription,
+)
 from vembed.models.families.family import Modality
+from vembed.models.families.model_files import ANSWER_SETTINGS
 from vembed.models.processors import (
     image_placeholder,
     load_chat_template,
@@ -331,6 +339,7 @@ class PairFeaturiser(BaseFeaturiser):
             self._placeholder = image_placeholder(description)
         self._template_length = 0
         if description.scores == "answer":
+            refuse_other_question(description, self._texts.tokenizer)
             instruction, query_mark, document_mark, end_text = answer_form(description)
             texts = [
                 ANSWER_PROMPT,
@@ -477,6 +486,47 @@ def answer_form(description: ModelDescription) -> tuple[str, str, str, str]:
     if description.family_traits.is_vision_language:
         return begin, "<Query>:", "\n<Document>:", IMAGE_ANSWER_END
     return begin, "\n<Query>: ", "\n<Document>: ", ANSWER_END
+
+
+def names_no_question(folder: Path) -> bool:
+    """Return True if neither vembed nor CrossEncoder has saved the decoder in a folder as a reranker."""
+    names = (DESCRIPTION_FILE, ANSWER_SETTINGS)
+    return not any((folder / name).is_file() for name in names)
+
+
+def refuse_other_question(description: ModelDescription, tokenizer: Any) -> None:
+    """Raise UserError if a model was saved by CrossEncoder with a chat template that asks another question."""
+    folder = Path(description.source)
+    if names_no_question(folder) or tokenizer.chat_template is None:
+        return
+    # Its template is the question, of any instruction and prompt.
+    if (folder / DESCRIPTION_FILE).is_file():
+        return
+    instruction, query_mark, document_mark, end = answer_form(description)
+    contents = {"query": "red", "document": f"{description.document_prompt}green"}
+    # The default instruction is that of the template too.
+    if description.query_prompt not in (RERANK_INSTRUCTION, IMAGE_INSTRUCTION):
+        contents = {"system": description.query_prompt, **contents}
+    messages = []
+    for role, text in contents.items():
+        content: Any = text
+        if description.family_traits.is_vision_language:
+            content = [{"type": "text", "text": text}]
+        messages.append({"role": role, "content": content})
+    template, options = load_chat_template(description, tokenizer)
+    body = f"{instruction}{query_mark}red{document_mark}{contents['document']}"
+    try:
+        question = tokenizer.apply_chat_template(
+            messages, chat_template=template, tokenize=False, **options
+        )
+    except TemplateError:
+        question = None
+    if question != f"{ANSWER_PROMPT}{body}{end}":
+        raise UserError(
+            f"{folder}: its chat template asks {question!r:.400} of a pair, and vembed asks the question of "
+            "Qwen3-Reranker, so the scores would differ. Use CrossEncoder, or give the instruction of the template as "
+            "query_prompt, if the rest is the same"
+        )
 
 
 def pair_template(description: ModelDescription, image_placeholder: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from vembed.config.schema import ModelSection
-from vembed.data.features import Features, PairFeaturiser
+from vembed.data.features import Features, PairFeaturiser, names_no_question
 from vembed.errors import UserError
 from vembed.files import check_weights
 from vembed.inference.embedder import Input, inference_device, to_item
@@ -19,7 +19,11 @@ from vembed.models.building import build_model
 from vembed.models.families.backbones import quiet_transformers, read_config
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import check_whole_weights
+from vembed.models.processors import load_tokenizer
 from vembed.parallel.session import Session
+
+QUESTION_MARK = "<|im_start|>"
+"""Token that the question of Qwen3-Reranker begins with."""
 
 
 class Reranker:
@@ -70,6 +74,16 @@ class Reranker:
         if description.scores == "answer" and instruction is not None:
             description = replace(description, query_prompt=instruction)
         self.role = role or description.name
+        tokenizer = load_tokenizer(description)
+        if (
+            description.scores == "answer"
+            and names_no_question(Path(description.source))
+            and QUESTION_MARK not in tokenizer.get_vocab()
+        ):
+            raise UserError(
+                f"{self.role} was not trained on the question of Qwen3-Reranker, which vembed asks: its tokenizer has no "
+                f"token {QUESTION_MARK}. Use the program that its page names, or train it with task: rerank"
+            )
         self.featuriser = PairFeaturiser(description, self.role)
         built = build_model(
             description,

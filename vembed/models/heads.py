@@ -31,6 +31,8 @@ from vembed.files import check_weights
 from vembed.models.families.backbones import is_decoder_only, language_class
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import (
+    ANSWER_SETTINGS,
+    AnswerSettings,
     DenseSettings,
     error_sentence,
     read_settings,
@@ -319,7 +321,7 @@ def build_score_head(
     if description.scores == "answer":
         if whole.config.tie_word_embeddings:
             whole.get_input_embeddings().requires_grad_(False)
-        no, yes = answer_tokens(load_tokenizer(description), description.name)
+        no, yes = answer_tokens(description)
         answer_head = AnswerHead(whole, no, yes)
         refuse_changed_logits(whole, description)
         return answer_head
@@ -352,13 +354,18 @@ def refuse_changed_logits(whole: Any, description: ModelDescription) -> None:
         )
 
 
-def answer_tokens(tokenizer: Any, name: str) -> tuple[int, int]:
-    """Return the tokens of the answers no and yes."""
+def answer_tokens(description: ModelDescription) -> tuple[int, int]:
+    """Return the tokens of the answers no and yes: those that CrossEncoder's files name, or those of the words."""
+    path = Path(description.source, ANSWER_SETTINGS)
+    if path.is_file():
+        settings: AnswerSettings = read_settings(path, AnswerSettings)
+        return settings.false_token_id, settings.true_token_id
+    tokenizer = load_tokenizer(description)
     no = tokenizer.encode("no", add_special_tokens=False)
     yes = tokenizer.encode("yes", add_special_tokens=False)
     if len(no) != 1 or len(yes) != 1:
         raise UserError(
-            f"{name} has no single tokens for yes and no: give a sequence classifier, or its kind"
+            f"{description.name} has no single tokens for yes and no: give a sequence classifier, or its kind"
         )
     return no[0], yes[0]
 

@@ -32,6 +32,7 @@ from vembed.models.families.backbones import (
 )
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import (
+    ANSWER_SETTINGS,
     POOLING_MODULE,
     STATIC,
     is_own,
@@ -295,7 +296,11 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
         "modality_config": {"text": text},
         "module_output_name": "scores",
     }
-    prompts = {}
+    prompts = {"query": description.query_prompt}
+    # The chat template of a decoder that answers has the instruction.
+    default_prompt_name = None
+    if description.scores == "label" and description.query_prompt:
+        default_prompt_name = "query"
     if description.scores == "answer":
         settings["transformer_task"] = "text-generation"
         placeholder = ""
@@ -308,15 +313,14 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
         settings["module_output_name"] = "causal_logits"
         template = folder / "chat_template.jinja"
         template.write_text(pair_template(description, placeholder), encoding="utf-8")
-        tokens = answer_tokens(load_tokenizer(description), description.name)
+        tokens = answer_tokens(description)
         modules.append(("1_LogitScore", LOGIT_SCORE))
         answers = {
             "true_token_id": tokens[1],
             "false_token_id": tokens[0],
             "module_input_name": "causal_logits",
         }
-        write_json(folder / "1_LogitScore" / "config.json", answers)
-        prompts = {"query": description.query_prompt}
+        write_json(folder / ANSWER_SETTINGS, answers)
     settings["max_seq_length"] = description.max_length
     write_json(folder / "sentence_bert_config.json", settings)
     _write_modules(folder, modules)
@@ -324,7 +328,7 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
         "model_type": "CrossEncoder",
         "activation_fn": _activation(Path(description.source)),
         "prompts": prompts,
-        "default_prompt_name": None,
+        "default_prompt_name": default_prompt_name,
     }
     write_json(folder / "config_sentence_transformers.json", card)
 

@@ -29,6 +29,7 @@ from vembed.models.families.family import Family, Modality
 from vembed.models.families.model_files import (
     DenseSettings,
     ModelFiles,
+    ModelSettings,
     TokenizerSettings,
     check_inside,
     first_problem,
@@ -457,7 +458,13 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
         prompts["query_prompt"] = (
             IMAGE_INSTRUCTION if family.is_vision_language else RERANK_INSTRUCTION
         )
-    for source in (reading.saved, vars(options)):
+    path = reading.files.folder / "config_sentence_transformers.json"
+    card: ModelSettings = read_settings(path, ModelSettings, is_optional=True)
+    of_files: dict[str, Any] = {}
+    if card.model_type == "CrossEncoder" and card.prompts:
+        # It puts the prompt before the query, or asks it as the instruction.
+        of_files["query_prompt"] = card.prompts.get(card.default_prompt_name or "")
+    for source in (of_files, reading.saved, vars(options)):
         for key in prompts:
             if source.get(key) is not None:
                 prompts[key] = source[key]

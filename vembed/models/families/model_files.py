@@ -231,6 +231,13 @@ class DenseSettings(Settings):
     module_input_name: Literal["sentence_embedding"] = "sentence_embedding"
 
 
+class AnswerSettings(Settings):
+    """The config.json of a LogitScore module. vembed has none without a token for no."""
+
+    true_token_id: int
+    false_token_id: int
+
+
 class ModelSettings(Settings):
     """config_sentence_transformers.json."""
 
@@ -326,6 +333,8 @@ _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 POOLING_MODULE = "vembed.models.poolings."
 """Begins the type of a module that is a pooling which Sentence Transformers does not
 have: it refuses the model instead of pooling otherwise."""
+ANSWER_SETTINGS = "1_LogitScore/config.json"
+"""The tokens of the answers yes and no, of a decoder that was saved as a CrossEncoder."""
 STATIC = "StaticEmbedding"
 """Module of Sentence Transformers that is a table of token vectors and their mean."""
 
