@@ -418,9 +418,13 @@ def test_an_embedding_model_is_no_reranker():
         vembed.Reranker(shared(tiny_bert))
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["single", "auto", "fsdp"])
 def test_commands_score_as_the_class_does(strategy, tmp_path):
-    model = shared(tiny_qwen3_reranker)
+    model = tiny_qwen3_reranker(tmp_path / "model")
+    # Published by Sentence Transformers: only a reranker, and no encoder to train on.
+    write_json(
+        model / "config_sentence_transformers.json", {"model_type": "CrossEncoder"}
+    )
     reranker = vembed.Reranker(model)
     options = []
     if strategy != "single":

@@ -130,7 +130,7 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
     monkeypatch.setattr(scoring, "SCORE_CHUNK", 2)
     folder = str(shared(tiny_bert_st))
     embedder = Embedder(folder, device="cpu")
-    expected = embedder.score(in_order())
+    expected = embedder.score(iter(in_order()))
     queries, documents = zip(*in_order(), strict=True)
     query = embedder.encode(list(queries), "query", normalize=True)
     document = embedder.encode(list(documents), "document", normalize=True)

@@ -21,6 +21,7 @@ from tests.tiny import (
     shared,
     tiny_bert,
     tiny_bert_st,
+    tiny_qwen3_reranker,
     tiny_qwen3_st,
 )
 from tests.weights.variants import pairs, variant
@@ -198,6 +199,18 @@ def test_checkpoints_of_a_run_whose_loss_has_learned_weights(tmp_path):
     }
     run = vembed.train(run_config(data, tmp_path / "run", **options)).output_dir
     assert_mean(run / "final", [of_checkpoint(run, 2, tmp_path / "m2")])
+
+
+def test_checkpoints_of_a_reranker_that_answers(tmp_path):
+    data = pairs(tmp_path / "train.jsonl", 16)
+    options = {"model_name": str(shared(tiny_qwen3_reranker)), "task": "rerank"}
+    options |= {"max_steps": 2, "in_batch_negatives": 1}
+    run = vembed.train(run_config(data, tmp_path / "run", **options)).output_dir
+    out = tmp_path / "out"
+    vembed.merge(run, out, "weighted", last=2, weights=[0, 1])
+    asked = [("red", "a red cat"), ("bird", "boat")]
+    expected = vembed.Reranker(run / "final").predict(asked)
+    assert vembed.Reranker(out).predict(asked) == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_adapter_counts_as_the_whole_model(runs, tmp_path):

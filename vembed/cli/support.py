@@ -114,13 +114,10 @@ class ModelUse:
         from vembed.parallel.session import start_command_session
 
         path = usable_model(name)
-        trust = self.trust_remote_code
-        with start_command_session(
-            path, self.strategy, trust_remote_code=trust
-        ) as session:
+        with start_command_session(path, self.strategy) as session:
             options = {
                 "torch_dtype": option("torch_dtype", self.torch_dtype),
-                "trust_remote_code": trust,
+                "trust_remote_code": self.trust_remote_code,
                 "session": session,
             }
             yield path, options

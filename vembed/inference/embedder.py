@@ -2,7 +2,7 @@
 
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -199,11 +199,12 @@ class Embedder:
         return self.encode(inputs, "document", **options)
 
     def score(
-        self, pairs: Sequence[tuple[Input, Input]], *, batch_size: int | None = None
+        self, pairs: Iterable[tuple[Input, Input]], *, batch_size: int | None = None
     ) -> np.ndarray:
         """Return [n] float32 similarities of given (query, document) pairs, in their order, as the model was trained:
         cosine or dot product. Equal inputs are encoded once."""
         normalize = self.description.compares_unit_vectors
+        pairs = list(pairs)
         queries = [query for query, _ in pairs]
         documents = [document for _, document in pairs]
         options: dict[str, Any] = {"batch_size": batch_size, "normalize": normalize}

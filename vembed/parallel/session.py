@@ -5,7 +5,6 @@ import logging
 import os
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
@@ -18,9 +17,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from vembed.config.decisions import Decision, FsdpConfig, ResolvedRun, Strategy
 from vembed.config.loading import resolve_run
-from vembed.config.schema import ModelSection, TrainConfig
+from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, UserError
-from vembed.models.families.description import describe
+from vembed.models.families.model_files import is_reranker, read_model
 from vembed.parallel import collectives, sharding
 from vembed.parallel.devices import GIB, bf16_instructions, choose_device
 from vembed.parallel.environment import ELSEWHERE, interface_to, read_rank_info
@@ -369,7 +368,6 @@ def start_command_session(
     model: str | None = None,
     strategy: Literal["auto", "ddp", "fsdp"] = "ddp",
     *,
-    trust_remote_code: bool = False,
     timeout_minutes: float = DEFAULT_TIMEOUT_MINUTES,
 ) -> Session:
     """Start the session of a command that uses models without training: replicated or sharded, in the dtype of their files.
@@ -384,10 +382,8 @@ def start_command_session(
             chosen = strategy
         elif session.world_size > 1:
             assert model is not None
-            options = ModelSection(
-                model_name=model, trust_remote_code=trust_remote_code
-            )
-            folder = Path(describe(options).source)
+            source = read_model(model, is_reranker=is_reranker(model))
+            folder = source.backbone
             files = folder.rglob("*.safetensors")
             num_bytes = sum(path.stat().st_size for path in files)
             fits = num_bytes <= FITS_SHARE * session.memory

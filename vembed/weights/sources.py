@@ -26,6 +26,7 @@ from vembed.models.families.model_files import (
     METADATA,
     Stored,
     has_tokenizer_files,
+    kind_of,
     read_header,
     read_model,
     read_object,
@@ -234,7 +235,9 @@ def check_fit(sources: Sequence[ModelFolder], base: ModelFolder | None) -> None:
 
 
 def _embedding_settings(folder: Path) -> dict[str, Any]:
-    """Return how a model makes one vector of its tokens; empty where its folder does not name it."""
+    """Return how a model makes one vector of its tokens; empty where its folder does not name it, and for a reranker."""
+    if kind_of(folder) == "reranker":
+        return {}
     files = read_sentence_transformers(folder)
     if files.normalize is None:
         return {}
