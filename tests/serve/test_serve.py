@@ -5,6 +5,7 @@ import base64
 import http.client
 import json
 import re
+import select
 import signal
 import socket
 import tempfile
@@ -420,13 +421,17 @@ def test_unfinished_bodies_are_bounded_together(limited):
 
 
 def test_a_client_that_takes_no_answer_is_closed(limited):
-    request = b"GET /info HTTP/1.1\r\nHost: a\r\n\r\n"
+    request = b"GET /metrics HTTP/1.1\r\nHost: a\r\n\r\n"
     with limited.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.settimeout(3)
+        connection.settimeout(1)
         with pytest.raises((ConnectionError, TimeoutError)):
             for _ in range(100_000):
                 connection.sendall(request * 100)
+        # Nothing is read here, so that only a close of the server can end the wait.
+        poll = select.poll()
+        poll.register(connection, 0)
+        assert poll.poll(60_000), "the connection is still open"
     assert_alive(limited)
 
 

@@ -544,8 +544,9 @@ class Connection(H11Protocol):
         connection: Any
         for connection in self.connections:
             cycle = connection.cycle
-            # The request is not complete yet, or the last one is answered.
+            # The request is not complete yet, the last one is answered, or its answer is not taken.
             waits = cycle is None or cycle.response_complete or cycle.more_body
+            waits |= connection.flow.write_paused
             if waits and connection is not self:
                 waiting.append(connection)
         if waiting:
@@ -558,8 +559,7 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Take bytes of the client. A request whose head is complete has no deadline here: the application has one."""
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.deadline.cancel()
+        self._end_deadline_of_request()
 
     def on_response_complete(self) -> None:
         """Wait for the next request."""
@@ -567,13 +567,30 @@ class Connection(H11Protocol):
         self._start_deadline()
         super().on_response_complete()
         # The next request may have arrived already.
-        if not self.cycle.response_complete:
-            self.deadline.cancel()
+        self._end_deadline_of_request()
+
+    def pause_writing(self) -> None:
+        """Wait for the client, which does not take its answer."""
+        super().pause_writing()
+        self.deadline.cancel()
+        self._start_deadline()
+
+    def resume_writing(self) -> None:
+        """Go on: the client has taken its answer."""
+        super().resume_writing()
+        self._end_deadline_of_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the deadline."""
         self.deadline.cancel()
         super().connection_lost(exc)
+
+    def _end_deadline_of_request(self) -> None:
+        """End the deadline where the application has a request, and the client takes what it is sent."""
+        cycle = self.cycle
+        has_request = cycle is not None and not cycle.response_complete
+        if has_request and not self.flow.write_paused:
+            self.deadline.cancel()
 
     def _start_deadline(self) -> None:
         self.waits_since = time.monotonic()
