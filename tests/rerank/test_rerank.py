@@ -18,6 +18,7 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteForCausalLM,
     PhiForCausalLM,
+    Qwen3Model,
     Qwen3MoeForCausalLM,
     XLMRobertaForSequenceClassification,
 )
@@ -525,6 +526,12 @@ def test_a_head_that_changes_its_logits_is_refused(model_class, options):
     model = shared(tiny_answering, model_class, **options)
     with pytest.raises(UserError, match=rf"reranker_head: .*{model_class.__name__}"):
         vembed.Reranker(model)
+
+
+def test_files_without_a_language_model_head_do_not_answer():
+    model = shared(tiny_answering, Qwen3Model, tie_word_embeddings=False)
+    with pytest.raises(UserError, match=r"reranker_head: answer needs .* head"):
+        vembed.Reranker(model, head="answer")
 
 
 def test_a_mixture_of_experts_answers(tmp_path):

@@ -321,6 +321,11 @@ def build_score_head(
     if description.scores == "answer":
         if whole.config.tie_word_embeddings:
             whole.get_input_embeddings().requires_grad_(False)
+        elif "lm_head.weight" not in read_tensors(Path(description.source)):
+            raise UserError(
+                f"reranker_head: answer needs a language-model head, and the files of {description.name} have none: set "
+                "reranker_head: label, or take another model"
+            )
         no, yes = answer_tokens(description)
         answer_head = AnswerHead(whole, no, yes)
         refuse_changed_logits(whole, description)
