@@ -132,7 +132,8 @@ def test_one_positive_and_a_score_each_are_scored_pairs(tmp_path):
     data = opened(path)
     assert isinstance(data, ScoredPairs)
     assert data.scores == (0.5, 1.0)
-    assert [item.text for item in (*data.first, *data.second)] == ["a", "c", "b", "d"]
+    assert [item.text for item in data.queries] == ["a", "c"]
+    assert [item.text for item in data.documents] == ["b", "d"]
     assert data.summary() == f"2 scored pairs from {path}"
 
 

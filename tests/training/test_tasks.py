@@ -199,7 +199,7 @@ def test_held_out_examples_are_scored_by_task(tmp_path):
     validated = [{**source, "val_data_path": source["path"]} for source in sources]
     path = validated[0]["path"]
     for entry in (sets, opened(tmp_path, data_path=validated, val_data_path=path)):
-        assert {item.prompt for item in entry.by_task["sts"].first} == {"compare: "}
+        assert {item.prompt for item in entry.by_task["sts"].queries} == {"compare: "}
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,6 @@ from vembed.data.near_duplicates import Groups, near_links, ngrams, normal_key, 
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     EvalData,
-    RetrievalData,
     are_scored_pairs,
     from_examples,
     open_eval_data,
@@ -116,11 +115,7 @@ def open_sets(
         log.info(f"task {name}: {data.summary()}")
     # On one rank: all would find the same, and it reads all data.
     if compares:
-        if isinstance(evaluation, RetrievalData):
-            queries = evaluation.queries
-        else:
-            queries = evaluation.first
-        for line in overlap_warnings(store, queries):
+        for line in overlap_warnings(store, evaluation.queries):
             log.warning(line)
             doubts.append(line)
     return Sets(store, evaluation, tuple(doubts), by_task)

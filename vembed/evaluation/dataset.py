@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -49,14 +49,35 @@ MAX_OF_CLASS = 100
 
 
 @dataclass(frozen=True)
-class RetrievalData:
-    """Queries, the whole corpus, and the relevant documents of each query. Documents with equal content are one
-    document; equal queries are one query whose relevant documents are joined."""
+class _QueriesAndDocuments:
+    """What an evaluation encodes."""
 
     name: str
     queries: tuple[Item, ...]
     documents: Sequence[Item]
     """A Corpus, whose texts stay in their file, if the data are a BEIR-style folder."""
+
+    @property
+    def collections(self) -> tuple[Sequence[Item], Sequence[Item]]:
+        """All items that an evaluation encodes."""
+        return self.queries, self.documents
+
+    def read_as(self, settings: ReadAs) -> Self:
+        """Return the data with the prompts and the length of a source on their items."""
+        queries = tuple(map(settings.query, self.queries))
+        documents: Sequence[Item]
+        if isinstance(self.documents, Corpus):
+            documents = replace(self.documents, settings=settings)
+        else:
+            documents = tuple(map(settings.document, self.documents))
+        return replace(self, queries=queries, documents=documents)
+
+
+@dataclass(frozen=True)
+class RetrievalData(_QueriesAndDocuments):
+    """Queries, the whole corpus, and the relevant documents of each query. Documents with equal content are one
+    document; equal queries are one query whose relevant documents are joined."""
+
     relevance: tuple[dict[int, int], ...]
     """Per query: document index -> grade, 1 or more. Unlisted documents are not relevant."""
     notes: tuple[str, ...] = ()
@@ -74,21 +95,6 @@ class RetrievalData:
     metric: ClassVar[str] = "ndcg@10"
     """The main metric."""
 
-    @property
-    def collections(self) -> tuple[Sequence[Item], Sequence[Item]]:
-        """All items that an evaluation encodes."""
-        return self.queries, self.documents
-
-    def read_as(self, settings: ReadAs) -> "RetrievalData":
-        """Return the data with the prompts and the length of a source on their items."""
-        queries = tuple(map(settings.query, self.queries))
-        documents: Sequence[Item]
-        if isinstance(self.documents, Corpus):
-            documents = replace(self.documents, settings=settings)
-        else:
-            documents = tuple(map(settings.document, self.documents))
-        return replace(self, queries=queries, documents=documents)
-
     def summary(self) -> str:
         """Return one line for logs and the report."""
         num_relevant = sum(map(len, self.relevance))
@@ -100,27 +106,13 @@ class RetrievalData:
 
 
 @dataclass(frozen=True)
-class ScoredPairs:
-    """Pairs with similarity scores given by the data."""
+class ScoredPairs(_QueriesAndDocuments):
+    """Pairs with similarity scores given by the data: a query and the document in its place."""
 
-    name: str
-    first: tuple[Item, ...]
-    second: tuple[Item, ...]
     scores: tuple[float, ...]
 
     metric: ClassVar[str] = "spearman"
     """The main metric."""
-
-    @property
-    def collections(self) -> tuple[Sequence[Item], Sequence[Item]]:
-        """All items that an evaluation encodes."""
-        return self.first, self.second
-
-    def read_as(self, settings: ReadAs) -> "ScoredPairs":
-        """Return the data with the prompts and the length of a source on their items."""
-        first = tuple(map(settings.query, self.first))
-        second = tuple(map(settings.document, self.second))
-        return replace(self, first=first, second=second)
 
     def summary(self) -> str:
         """Return one line for logs and the report."""
@@ -132,8 +124,7 @@ EvalData = RetrievalData | ScoredPairs
 
 def num_prompts(data: EvalData) -> int:
     """Return the number of queries with a prompt for themselves."""
-    queries, _ = data.collections
-    return sum(query.prompt is not None for query in queries)
+    return sum(query.prompt is not None for query in data.queries)
 
 
 TEST_FIRST = ("test", "dev", "validation", "val")
@@ -377,16 +368,16 @@ class _Judgements:
 
 
 def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
-    first = []
-    second = []
+    queries = []
+    documents = []
     scores = []
     for example in examples:
         # Without scores there are no pairs.
         for positive, score in zip(
             example.positives, example.scores or (), strict=False
         ):
-            first.append(example.query)
-            second.append(positive)
+            queries.append(example.query)
+            documents.append(positive)
             scores.append(float(score))
     num_different = len(set(scores))
     if num_different < 2:
@@ -396,8 +387,8 @@ def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
         )
     return ScoredPairs(
         name,
-        tuple(first),
-        tuple(second),
+        tuple(queries),
+        tuple(documents),
         tuple(scores),
     )
 
@@ -575,7 +566,7 @@ def read_beir_corpus(
     values = array("q")
     for number, line, identity, text in identified_texts(reader, problems):
         key = Item(text=text).key()
-        values.extend((number, line, len(text), key, _hash(identity)))
+        values.extend((number, line, len(text), key, id_key(identity)))
     table = np.array(values, np.int64).reshape(-1, 5)
     numbers, _, lengths, keys, hashes = table.T
     is_first = _first_occurrences(hashes)
@@ -603,7 +594,7 @@ def read_beir_corpus(
     identities = KeyIndex(hashes)
 
     def find(identity: str) -> int | None:
-        record = int(identities.find(np.array([_hash(identity)]))[0])
+        record = int(identities.find(np.array([id_key(identity)]))[0])
         return None if record < 0 else int(document_of[record])
 
     return documents, find
@@ -631,7 +622,8 @@ def identified_texts(
         problems.append(f"{reader.where(line)}: {reason}")
 
 
-def _hash(identity: str) -> int:
+def id_key(identity: str) -> int:
+    """Return a 63-bit number for the id of a document."""
     return Item(text=identity).key()
 
 

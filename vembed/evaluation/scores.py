@@ -226,22 +226,22 @@ def evaluate_model(
         # Cut without normalising: scores normalise after the cut themselves (`first_dims`).
         return embeddings[:, :full]
 
+    if compressed and isinstance(data, ScoredPairs):
+        raise UserError(
+            f"compressed scores are of retrieval, and {data.name} holds scored pairs"
+        )
+    # [Q, full] on every rank.
+    queries = encode(data.queries, "query")
     if isinstance(data, ScoredPairs):
-        if compressed:
-            raise UserError(
-                f"compressed scores are of retrieval, and {data.name} holds scored pairs"
-            )
-        first = encode(data.first, "query")
-        second = encode(data.second, "document")
+        documents = encode(data.documents, "document")
         return similarity_metrics(
-            first,
-            second,
+            queries,
+            documents,
             data.scores,
             sizes,
             normalize,
         )
-    # [Q, full] on every rank. Documents come in chunks and are searched as they come, so the corpus may be large.
-    queries = encode(data.queries, "query")
+    # Documents come in chunks and are searched as they come, so the corpus may be large.
     search = RetrievalSearch(
         queries,
         data,
@@ -387,7 +387,7 @@ def _evaluate_reranker(
     world_size = session.world_size if session else 1
     device = session.device if session else next(model.parameters()).device
     if isinstance(data, ScoredPairs):
-        pairs = list(zip(data.first, data.second, strict=True))
+        pairs = list(zip(data.queries, data.documents, strict=True))
         pair_scores = score(pairs[rank::world_size])
         gathered = from_all_ranks(pair_scores, len(pairs), session)
         return correlations(gathered[:, 0], data.scores)

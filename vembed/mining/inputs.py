@@ -29,6 +29,7 @@ from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     Corpus,
     choose_qrels,
+    id_key,
     is_beir_folder,
     qrels_files,
     read_beir,
@@ -169,12 +170,6 @@ ROWS = -1
 def content_key(item: Item) -> int:
     """A 63-bit number that is the same for items with the same text apart from case, width and spaces, and the same images."""
     return item.key(casefolded)
-
-
-def id_key(identity: object) -> int:
-    """A 63-bit number for an id; 7 and "7" are the same id."""
-    digest = hashlib.blake2b(str(identity).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def array_identity(values: np.ndarray) -> str:
