@@ -510,7 +510,7 @@ def source_layers(
             f"{config_name}, line {presets.line}: {USER_PRESETS} must hold blocks like "
             "`distributed`, by name"
         )
-    pipeline = _pipeline_of(tree.value, config_name, command_line.value("output_dir"))
+    pipeline = _pipeline_of(tree, config_name, command_line)
     if pipeline is not None:
         command_line.values.pop("output_dir", None)
         if stage is None and "stage" in tree.value:
@@ -534,7 +534,7 @@ def chosen_pipeline(
     or `stage` or the overrides name a training stage."""
     command_line, chosen_stage = command_line_layer(overrides)
     tree, config_name = source_tree(source)
-    pipeline = _pipeline_of(tree.value, config_name, command_line.value("output_dir"))
+    pipeline = _pipeline_of(tree, config_name, command_line)
     name = stage or chosen_stage
     if pipeline is None or name is None:
         return pipeline
@@ -544,12 +544,12 @@ def chosen_pipeline(
 
 
 def _pipeline_of(
-    keys: Mapping[str, Node],
+    tree: Node,
     config_name: str,
-    root: str | None,
+    command_line: Layer,
 ) -> Pipeline | None:
-    """Return the stages of a config. None if it has none. `root`: folder of all stages, if the command line gives it."""
-    shared_keys = dict(keys)
+    """Return the stages of a config. None if it has none. The command line may give the folder of all stages."""
+    shared_keys = dict(tree.value)
     lists = [shared_keys.pop(key, None) for key in (STAGES, TRAINING_STAGES)]
     node = lists[0] or lists[1]
     if node is None:
@@ -570,6 +570,7 @@ def _pipeline_of(
         raise UserError(
             f"{config_name}, line {node.line}: {STAGES} must be a list of stages with their options"
         )
+    root = command_line.value("output_dir")
     if root is None:
         root = str(shared.value("output_dir", "output"))
     stages: list[PipelineStage] = []

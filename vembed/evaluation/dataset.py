@@ -145,7 +145,6 @@ def open_eval_data(
     every example has one positive with a score and no negatives, otherwise retrieval.
     """
     place = Path(path)
-    skip_bad = options.on_bad_record == "skip"
     folder = folder_of_qrels(place)
     if task == "similarity" and (folder is not None or is_beir_folder(place)):
         raise UserError(
@@ -153,9 +152,9 @@ def open_eval_data(
             "task retrieval"
         )
     if folder is not None:
-        return read_beir(folder, place, skip_bad=skip_bad)
+        return read_beir(folder, place, options.on_bad_record)
     if is_beir_folder(place):
-        return read_beir(place, choose_qrels(place, splits), skip_bad=skip_bad)
+        return read_beir(place, choose_qrels(place, splits), options.on_bad_record)
     if len(splits) == 1:
         raise UserError(
             f"{path} is no BEIR-style folder, so it has no qrels of a split {splits[0]}"
@@ -267,8 +266,7 @@ def from_examples(
 def read_beir(
     folder: Path,
     qrels: Path,
-    *,
-    skip_bad: bool,
+    on_bad_record: str,
 ) -> RetrievalData:
     """Read a BEIR-style folder: every document of the corpus, and the queries with a relevant document in `qrels`."""
     problems: list[str] = []
@@ -299,7 +297,7 @@ def read_beir(
             )
         else:
             judgements.add(queries[query], document, grade)
-    if problems and not skip_bad:
+    if problems and on_bad_record != "skip":
         lines = problems[:MAX_PROBLEMS]
         if len(problems) > MAX_PROBLEMS:
             lines[-1] += f" and {len(problems) - MAX_PROBLEMS:,d} more"
@@ -540,7 +538,7 @@ class Corpus(Sequence[Item]):
 
     def __getitem__(self, index: int) -> Item:  # type: ignore[override]
         record = self.record(index)
-        item = Item(text=document_text(record)) if isinstance(record, dict) else Item()
+        item = Item(text=document_text(record))
         # The text was checked at opening and is read again only now; its key tells whether it is still the same.
         if item.key() != self.keys[index]:
             raise UserError(

@@ -846,7 +846,7 @@ def similarity_correlation(first_ND: np.ndarray, second_ND: np.ndarray) -> float
     pairs = np.triu_indices(len(first_ND), 1)
     similarities = []
     for vectors in (first_ND, second_ND):
-        unit = first_dims(vectors, vectors.shape[1], True)
+        unit = first_dims(vectors, None, True)
         similarities.append((unit @ unit.T)[pairs])
     return float(spearmanr(*similarities).statistic)
 

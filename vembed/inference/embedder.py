@@ -253,13 +253,11 @@ class Embedder:
         normalize: bool | None,
     ) -> np.ndarray:
         """Truncate and normalise the model's output vectors."""
-        dim = truncate_dim or full_ND.shape[1]
         if normalize is None:
             # Sentence Transformers normalises in a module of the model and truncates after it, without another
             # normalisation.
-            width = full_ND.shape[1]
-            full_ND = first_dims(full_ND, width, self.description.normalize)
-        return first_dims(full_ND, dim, bool(normalize))
+            full_ND = first_dims(full_ND, None, self.description.normalize)
+        return first_dims(full_ND, truncate_dim, bool(normalize))
 
     def similarity(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return [n, m] similarities of embeddings [n, d] and [m, d] (or of single ones) by the model's measure:

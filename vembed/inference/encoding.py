@@ -75,7 +75,7 @@ def encode_items(
     encode_chunks(model, featuriser, contents, kind, take, **options)
     if len(contents) < len(items):
         embeddings = embeddings[content_of]
-    return first_dims(embeddings, truncate_dim or embeddings.shape[1], normalize)
+    return first_dims(embeddings, truncate_dim, normalize)
 
 
 def encode_chunks(
@@ -112,8 +112,6 @@ def encode_chunks(
         num_done += num_rows * world_size
         if progress is not None:
             progress(min(num_done, len(contents)), len(contents))
-        if check_interrupt is not None:
-            check_interrupt()
 
     def featurise(chunk: np.ndarray) -> list[Features]:
         # The chunk is dealt to the ranks in turn.
@@ -129,7 +127,6 @@ def encode_chunks(
     size = INPUTS_PER_CHUNK * world_size
     chunks = [order[start : start + size] for start in range(0, len(order), size)]
     feeder = Feeder(featuriser, device)
-    budget = budget_tokens or default_budget(device)
     with (
         _evaluating(model),
         bf16_weights_of(model).held(),
@@ -146,7 +143,7 @@ def encode_chunks(
                 model,
                 feeder,
                 features,
-                budget=budget,
+                budget_tokens=budget_tokens,
                 max_inputs=max_inputs,
                 world_size=world_size,
                 check_interrupt=check_interrupt,
@@ -178,12 +175,9 @@ def encode_features(
             model,
             Feeder(featuriser, device),
             features,
-            budget=default_budget(device),
-            max_inputs=None,
             world_size=world_size,
             check_interrupt=check_interrupt,
             input_builder=input_builder,
-            after=lambda _: check_interrupt and check_interrupt(),
         )
     return embeddings.float().cpu().numpy()
 
@@ -212,10 +206,11 @@ def check_finite(values_ND: np.ndarray, what: str) -> None:
 
 def first_dims(
     matrix_ND: np.ndarray,
-    dim: int,
+    dim: int | None,
     normalize: bool,
 ) -> np.ndarray:
-    """Return the first `dim` coordinates of each row, normalised if `normalize`. The matrix itself is not changed."""
+    """Return the first `dim` coordinates of each row, normalised if `normalize`. None: all coordinates. The matrix itself
+    is not changed."""
     cut = matrix_ND[:, :dim]
     return unit_rows(cut) if normalize else np.ascontiguousarray(cut)
 
@@ -249,15 +244,16 @@ def _encode_rank(
     feeder: Feeder,
     features: Sequence[Features],
     *,
-    budget: int,
-    max_inputs: int | None,
     world_size: int,
     check_interrupt: InterruptCheck | None,
     input_builder: InputBuilder | None,
-    after: Callable[[int], object],
+    budget_tokens: int | None = None,
+    max_inputs: int | None = None,
+    after: Callable[[int], object] | None = None,
 ) -> Tensor:
     """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank runs.
     `after` is called after each with the number of its inputs."""
+    budget = budget_tokens or default_budget(feeder.device)
     tables = {}
     if input_builder is not None:
         tables = input_builder.encode(features, budget, max_inputs, check_interrupt)
@@ -280,7 +276,10 @@ def _encode_rank(
             result = embeddings.new_empty(len(features), embeddings.shape[1])
         if indices:  # otherwise a dummy: it was run only for its collectives
             result[index_tensor(indices, embeddings.device)] = embeddings
-        after(len(indices))
+        if after is not None:
+            after(len(indices))
+        if check_interrupt is not None:
+            check_interrupt()
     assert result is not None, "at least one input of one rank, so one micro-batch"
     return result
 

@@ -38,6 +38,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vembed.data.examples import LONE_SURROGATE, Item, Kind, has_lone_surrogate
 from vembed.data.features import Features
+from vembed.data.formats.json_lines import refuse_constant
 from vembed.errors import UserError, listed, nearest
 from vembed.export.exporting import EXPORT_FORMATS, OnnxReranker
 from vembed.export.onnx_format import GraphReader
@@ -498,11 +499,6 @@ def cut_vectors(vectors: np.ndarray, values: Values) -> np.ndarray:
             f"dimensions must be a whole number from 1 to {vectors.shape[1]}, and is {reprlib.repr(dimensions)}"
         )
     return first_dims(vectors, dimensions, True)
-
-
-def refuse_constant(name: str) -> None:
-    """Raise for NaN and the infinities, which JSON does not have."""
-    raise ValueError(f"{name} is no number of JSON")
 
 
 def refusal_response(refusal: Refusal) -> Response:

@@ -67,8 +67,8 @@ class BeirTable:
         self.name = str(folder)
         self.image_folder = str(folder)
         splits = [options.split] if options.split else SPLITS
-        skip_bad = options.on_bad_record == "skip"
-        self._data = read_beir(folder, choose_qrels(folder, splits), skip_bad=skip_bad)
+        qrels = choose_qrels(folder, splits)
+        self._data = read_beir(folder, qrels, options.on_bad_record)
         self._query_ids = {
             number: identity for identity, number in self._data.query_ids.items()
         }

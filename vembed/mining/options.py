@@ -266,14 +266,10 @@ class MineConfig(
     @property
     def depth(self) -> int:
         """Candidates that are chosen per query before the judges see them."""
-        return (
-            max(
-                self.judged_per_query or 2 * self.negatives_per_query,
-                self.negatives_per_query,
-            )
-            if self.judges
-            else self.negatives_per_query
-        )
+        number = self.negatives_per_query
+        if not self.judges:
+            return number
+        return max(self.judged_per_query or 2 * number, number)
 
 
 DropKind = Literal[

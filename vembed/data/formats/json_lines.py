@@ -18,11 +18,12 @@ _AROUND = " \t\r\n\ufeff"
 """Characters around a record that belong to no record."""
 
 
-def _refuse_constant(name: str) -> NoReturn:
+def refuse_constant(name: str) -> NoReturn:
+    """Raise for NaN and the infinities, which JSON does not have."""
     raise ValueError(f"{name} is no number in JSON")
 
 
-_decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
+_decode = json.JSONDecoder(parse_constant=refuse_constant).raw_decode
 
 
 class JsonLines(LineFormat):
@@ -72,7 +73,7 @@ class JsonArray(Format):
             )
         try:
             records: list[Any] = json.loads(
-                self.path.read_bytes(), parse_constant=_refuse_constant
+                self.path.read_bytes(), parse_constant=refuse_constant
             )
         except (RecursionError, ValueError) as error:
             raise UserError(

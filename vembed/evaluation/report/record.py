@@ -4,7 +4,7 @@ facts about a finished run that its other files lack."""
 import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -56,8 +56,8 @@ TABLE = ("ndcg@10", "mrr@10", "recall@10", "map@10", "spearman", "pearson")
 class ReportTable:
     """A table for the page, for Markdown and for the console. Cells are formatted text."""
 
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
     pictures: Mapping[tuple[int, int], tuple[str, ...]] = field(default_factory=dict)
     """Data addresses of thumbnails in cells, by row and column; the page alone shows them."""
 

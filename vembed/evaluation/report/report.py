@@ -89,8 +89,8 @@ def score_table(
             row.insert(1, "" if first_score is None else f"{first_score:.4f}")
         if intervals:
             row.append(str(intervals[key]) if key in intervals else "")
-        rows.append(tuple(row))
-    return ReportTable(tuple(header), tuple(rows))
+        rows.append(row)
+    return ReportTable(header, rows)
 
 
 def dims_table(record: RunRecord) -> ReportTable | None:
@@ -104,9 +104,7 @@ def dims_table(record: RunRecord) -> ReportTable | None:
         after = record.after.get(key)
         fraction = f"{after / full:.1%}" if after is not None and full else ""
         rows.append((str(dim), *_before_after(record, key), fraction))
-    return ReportTable(
-        ("dims", "before", "after", "change", "of full size"), tuple(rows)
-    )
+    return ReportTable(("dims", "before", "after", "change", "of full size"), rows)
 
 
 def changed_table(
@@ -137,7 +135,7 @@ def changed_table(
             pictures[row, column] = tuple(filter(None, addresses))
         rows.append((*texts, f"{query.before:.3f} -> {query.after:.3f}"))
     header = ("query", "relevant", before, after, "score")
-    return ReportTable(header, tuple(rows), pictures) if rows else None
+    return ReportTable(header, rows, pictures) if rows else None
 
 
 def _before_after(record: RunRecord, key: str) -> tuple[str, str, str]:
@@ -322,7 +320,7 @@ def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
         write_x=lambda power: f"{2**power:,.0f}",
     )
     header = ("vectors", "size", "bytes", "nDCG@10", "of float32")
-    table = ReportTable(header, tuple(rows))
+    table = ReportTable(header, rows)
     return {"table": table, "lines": lines, "plot": plot}
 
 

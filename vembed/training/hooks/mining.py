@@ -142,4 +142,4 @@ class EpochMiner(Hook):
             input_builder=builder if builder.stores else None,
         )
         is_unit = run.config.objective.similarity == "cosine"
-        return first_dims(vectors, vectors.shape[1], is_unit)
+        return first_dims(vectors, None, is_unit)
