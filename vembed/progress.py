@@ -15,6 +15,8 @@ from rich.progress import (
 )
 
 SECONDS_BETWEEN_LINES = 15.0
+Log = Callable[[str], object]
+"""Gets lines for the log."""
 
 
 class ProgressReport:
@@ -26,7 +28,7 @@ class ProgressReport:
         *,
         active: bool = True,
         console: Console | None = None,
-        log: Callable[[str], object] | None = None,
+        log: Log | None = None,
     ) -> None:
         """`active: false` shows nothing. Without a console it writes to stderr, so that stdout stays free for
         results. `log` gets plain lines instead of the bar."""

@@ -28,9 +28,9 @@ from vembed.models.families.table import FamilyName
 
 T = TypeVar("T")
 Strategy = Literal["single", "ddp", "fsdp"]
-AskedStrategy = Literal["auto", "single", "ddp", "fsdp"]
+AskedStrategy = Literal["auto"] | Strategy
 Precision = Literal["no", "bf16", "fp16"]
-AskedPrecision = Literal["auto", "no", "bf16", "fp16"]
+AskedPrecision = Literal["auto"] | Precision
 DEFAULT = "default"
 USER_LEVELS = (Level.CONFIG, Level.COMMAND_LINE)
 """Sources in which the user sets options one by one. Presets, files and launchers bring whole groups of options."""

@@ -20,7 +20,6 @@ from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, calibrate, open_candidates
 from vembed.mining.inputs import (
-    Log,
     MiningInputs,
     Rows,
     content_key,
@@ -36,7 +35,7 @@ from vembed.mining.options import (
     load_options,
 )
 from vembed.mining.output import check_output, write_rows
-from vembed.progress import duration
+from vembed.progress import Log, duration
 
 Severity = Literal["error", "warning", "note"]
 preview = functools.partial(short_item, length=300)

@@ -31,7 +31,6 @@ from vembed.mining.inputs import (
     FILE,
     START,
     CorpusFile,
-    Log,
     content_key,
     distinct_by,
     open_command_session,
@@ -55,7 +54,7 @@ from vembed.mining.retrievers import VECTOR_DTYPES, files_identity
 from vembed.models.families.model_files import whole_model_folder
 from vembed.models.processors import open_tokenizer
 from vembed.parallel.session import Session
-from vembed.progress import ProgressReport, duration
+from vembed.progress import Log, ProgressReport, duration
 
 DOCUMENTS_PER_WRITE = 64
 """Documents whose queries are written together."""

@@ -51,7 +51,7 @@ from vembed.inference.reranker import Reranker
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import kind_of, model_folder
 from vembed.parallel.session import Session
-from vembed.progress import ProgressReport
+from vembed.progress import Log, ProgressReport
 
 if TYPE_CHECKING:
     from vembed.training.frozen import InputBuilder
@@ -159,7 +159,7 @@ def evaluate_model(
     dims: Sequence[int] | None = None,
     compressed: bool = False,
     show_progress: bool = False,
-    log: Callable[[str], object] | None = None,
+    log: Log | None = None,
     check_interrupt: InterruptCheck | None = None,
     input_builder: InputBuilder | None = None,
     query_results: QueryResults | None = None,
@@ -359,7 +359,7 @@ def _evaluate_reranker(
     session: Session | None,
     ks: Sequence[int],
     active: bool,
-    log: Callable[[str], object] | None,
+    log: Log | None,
     check_interrupt: InterruptCheck | None,
     query_results: QueryResults | None,
 ) -> dict[str, float]:

@@ -6,7 +6,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -59,6 +59,7 @@ from vembed.models.families.description import DESCRIPTION_FILE, ModelDescriptio
 from vembed.models.families.model_files import EXPORT_FILE, is_reranker, read_object
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.processors import load_tokenizer, save_processors
+from vembed.progress import Log
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder, write_reranker_layout
 
@@ -95,7 +96,7 @@ def export_model(
     tolerance: float | None = None,
     server: ServerName | None = None,
     trust_remote_code: bool = False,
-    log: Callable[[str], object] = log_nothing,
+    log: Log = log_nothing,
 ) -> Exported:
     """Write `model` to the new folder `output`. With `check`, an export whose embeddings differ by more than
     `tolerance` is refused, and nothing is left behind. `data`: evaluation data for the texts of the check and the nDCG;
@@ -415,7 +416,7 @@ def export_reranker(
     data: EvalData | None,
     tolerance: float | None,
     trust_remote_code: bool,
-    log: Callable[[str], object],
+    log: Log,
 ) -> Exported:
     """Write a reranker into the new folder `target`. With `check`, raise UserError if its scores differ from the model's."""
     reranker = Reranker(
@@ -602,7 +603,7 @@ def compare_server(
     data: str | None = None,
     served_name: str | None = None,
     tolerance: float = 1e-3,
-    log: Callable[[str], object] = print,
+    log: Log = print,
 ) -> float:
     """Compare a server with `model` and return the largest cosine distance. Raise RunError above `tolerance`.
 

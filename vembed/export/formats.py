@@ -32,6 +32,7 @@ from vembed.models.families.backbones import StaticConfig, quiet_transformers
 from vembed.models.families.model_files import STATIC, read_object
 from vembed.models.poolings.table import POOLINGS
 from vembed.models.processors import load_tokenizer
+from vembed.progress import Log
 from vembed.saving.files import MODULE, save_model
 
 FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]
@@ -56,7 +57,7 @@ class ExportJob:
     precision: WeightPrecision
     texts: Sequence[tuple[str, Kind]] = ()
     """Texts to train a student with; other formats need none."""
-    log: Callable[[str], object] = log_nothing
+    log: Log = log_nothing
     """Takes a line before each part that may take minutes."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +39,11 @@ from vembed.evaluation.dataset import (
 from vembed.evaluation.top_k import Pairs
 from vembed.mining.options import DataOptions, RecordOptions, RowOptions, paths_of
 from vembed.parallel.session import Session, start_command_session
+from vembed.progress import Log
 
 log = logging.getLogger("vembed")
 
 SPLITS = ("train", "dev", "validation", "val", "test")
-
-
-Log = Callable[[str], object]
 
 
 @contextmanager

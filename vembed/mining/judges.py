@@ -23,7 +23,6 @@ from vembed.inference.reranker import Reranker
 from vembed.mining.candidates import UNDECIDED, CandidateChunk, Chosen
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.inputs import (
-    Log,
     MiningInputs,
     content_key,
     open_command_session,
@@ -48,7 +47,7 @@ from vembed.mining.retrievers import files_identity
 from vembed.models.families.model_files import whole_model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
-from vembed.progress import ProgressReport, duration
+from vembed.progress import Log, ProgressReport, duration
 
 ENDPOINT_PROMPT = (
     "{instruction}.\n\nQuery: {query}\n\nDocument: {document}\n\n"

@@ -26,7 +26,6 @@ from vembed.mining.candidates import (
 from vembed.mining.inputs import (
     Documents,
     KnownPositives,
-    Log,
     Rows,
     array_identity,
     open_command_session,
@@ -44,7 +43,7 @@ from vembed.mining.options import (
 from vembed.mining.output import RowMaker, check_output, write_rows
 from vembed.mining.retrievers import DenseRetriever, EncodeItems
 from vembed.parallel.session import Session
-from vembed.progress import duration
+from vembed.progress import Log, duration
 
 log = logging.getLogger("vembed")
 

@@ -40,7 +40,7 @@ from vembed.config.values import (
     RefusesBool,
     RetrievalMode,
 )
-from vembed.errors import UserError, nearest
+from vembed.errors import UserError, did_you_mean
 
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""
@@ -471,10 +471,9 @@ def load_options(
 
     def refuse_key(name: str, place: str) -> None:
         # The command's own options first: a training's key that it lacks is no way out.
-        near = nearest(name, options) or nearest(name, {*known_names()} - {name})
-        hint = f"; it has {', '.join(options)}"
-        if near:
-            hint = f", did you mean {near!r}?"
+        hint = did_you_mean(name, options)
+        hint = hint or did_you_mean(name, {*known_names()} - {name})
+        hint = hint or f"; it has {', '.join(options)}"
         problems.append(f"{place}: unknown key {quoted(name)}{hint}")
 
     # Weaker than the options of the command.
@@ -593,7 +592,7 @@ def _options(kind: type[CommandConfig]) -> dict[str, Option]:
 
 
 def _is_training_key(name: str) -> bool:
-    first = name.split(".", maxsplit=1)[0]
+    first = name.partition(".")[0]
     return (
         name in TRAINING_ONLY_KEYS
         or first in OPTION_BLOCKS

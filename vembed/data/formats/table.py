@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from vembed.data.examples import BadRecord
-from vembed.data.formats.base import FILE_BITS, Format, LineFormat, Row
+from vembed.data.formats.base import FILE_BITS, Format, LineFormat, Row, first_line
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonLines
 from vembed.data.formats.parquet import ParquetFile
@@ -359,8 +359,9 @@ def unpacked_copy(path: Path) -> Path:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{path} cannot be unpacked as {codec}: {reason}") from error
+        raise UserError(
+            f"{path} cannot be unpacked as {codec}: {first_line(error)}"
+        ) from error
     return target
 
 
@@ -390,10 +391,7 @@ def fetched_copies(address: str) -> list[tuple[str, Path]]:
                     _copy(source, target, name)
             copies.append((name, target))
     except (ImportError, OSError, ValueError) as error:
-        reason = str(error) or type(error).__name__
-        raise UserError(
-            f"{address} cannot be read: {reason.splitlines()[0]}"
-        ) from error
+        raise UserError(f"{address} cannot be read: {first_line(error)}") from error
     if not copies:
         raise UserError(f"{address} names no file")
     return copies
