@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from sentence_transformers import CrossEncoder
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -114,6 +115,19 @@ def scores_of(model):
     return vembed.Reranker(model).predict(PAIRS)
 
 
+def tiny_llama_ending_in_padding(folder):
+    """As gte-Qwen2: the tokenizer ends pairs with its padding token."""
+    tiny_llama(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A $B </s>",
+        special_tokens=[("<s>", 1), ("</s>", 2)],
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 LABELLED = [
     (tiny_reranker, {}),
     (tiny_bert, {}),
@@ -122,6 +136,7 @@ LABELLED = [
     (tiny_modernbert, {}),
     # Without a padding token in its config.
     (tiny_llama, {"reranker_head": "label", "use_lora": True}),
+    (tiny_llama_ending_in_padding, {"reranker_head": "label"}),
 ]
 
 

@@ -390,12 +390,18 @@ class PairFeaturiser(BaseFeaturiser):
                 )
             rows = encoded["input_ids"]
             segments = encoded.get(SEGMENTS)
+            if self.description.pooling == "last":
+                # Transformers takes the score from the last token that is no padding. Some tokenizers end texts with it.
+                for row in rows:
+                    while row and row[-1] == self._texts.tokenizer.pad_token_id:
+                        row.pop()
         features = []
         for number, (_, item) in enumerate(units):
             token_ids = np.asarray(rows[number], dtype=np.int32)
             segment = None
             if segments is not None:
                 segment = np.asarray(segments[number], dtype=np.int32)
+                segment = segment[: len(token_ids)]
             modality: Modality = "multimodal" if images[number] else "text"
             features.append(
                 Features(
