@@ -35,6 +35,7 @@ from vembed.data.records import (
 )
 from vembed.errors import UserError, did_you_mean, joined, listed
 from vembed.files import replaced_file
+from vembed.mining.output import write_rows
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
@@ -260,10 +261,8 @@ class EncodeInput:
         if not self.left_out:
             path.unlink(missing_ok=True)  # of an earlier run
             return None
-        lines = ""
-        for number, reason in self.left_out:
-            lines += json.dumps({"row": number, "reason": reason}) + "\n"
-        path.write_text(lines, encoding="utf-8")
+        rows = ({"row": number, "reason": reason} for number, reason in self.left_out)
+        write_rows(path, rows)
         return path
 
 

@@ -23,6 +23,7 @@ from vembed.parallel.launch import num_visible_devices, rank_environments, run_r
 from vembed.parallel.placement import Placement
 from vembed.parallel.step_memory import MemoryEstimate, ModelSize, measure
 from vembed.pipelines.prediction import FITS, place_here
+from vembed.progress import counted
 
 SELF_TEST = """
 from vembed.cli.support import quieten_libraries
@@ -56,7 +57,8 @@ def check_machine(
     if launch is not None and run is not None and run.processes.value != "auto":
         num_tested = launch.num_processes
     devices = list(describe_devices())
-    print_lines(*devices, "", f"Self-test on {_processes(num_tested)}", LINE)
+    tested = counted(num_tested, "process", "processes")
+    print_lines(*devices, "", f"Self-test on {tested}", LINE)
     env = {
         name: value
         for name, value in os.environ.items()
@@ -70,8 +72,8 @@ def check_machine(
     print_lines(f"Self-test: {'pass' if passes_all else 'FAIL'}")
     findings = []
     if run is not None and launch is not None:
-        title = f"Checklist for {config} on {_processes(launch.world_size)}"
-        print_lines("", title, LINE)
+        processes = counted(launch.world_size, "process", "processes")
+        print_lines("", f"Checklist for {config} on {processes}", LINE)
         checks = checklist(run, launch, self_test_passed=code == 0)
         for number, (passed, line) in enumerate(checks, start=1):
             print_lines(f"{number}. {line}: {'pass' if passed else 'FAIL'}")
@@ -85,10 +87,6 @@ def check_machine(
         "checks": findings,
     }
     return result, 0 if passes_all else 1
-
-
-def _processes(count: int) -> str:
-    return f"{count} process{'es' if count > 1 else ''}"
 
 
 def describe_devices() -> Iterator[str]:

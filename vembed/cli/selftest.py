@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from vembed.cli.support import print_lines
+from vembed.cli.support import is_first_rank, print_lines
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import ModelDescription
 from vembed.parallel import collectives, devices, parameters
@@ -23,8 +23,7 @@ EDITED = "backbone.layers.0.mlp.down_proj.weight"
 
 def main() -> int:
     """Run all checks. Rank 0 prints one line each; any rank prints its failures."""
-    rank_info = read_rank_info()
-    with check("start", rank_info.rank):
+    with check("start"):
         session = start_command_session(
             strategy="fsdp", timeout_minutes=TIMEOUT_MINUTES
         )
@@ -34,11 +33,10 @@ def main() -> int:
         if session.strategy == "fsdp":
             backend = torch.distributed.get_backend()
             line = f"* FSDP initialized with {total} processes ({backend}, {device})"
-        if total != rank_info.world_size:
-            raise RuntimeError(
-                f"{total} processes answered instead of {rank_info.world_size}"
-            )
-        _say(rank_info.rank, f"{line}: pass")
+        expected = read_rank_info().world_size
+        if total != expected:
+            raise RuntimeError(f"{total} processes answered instead of {expected}")
+        _say(f"{line}: pass")
     with session:
         _run(session)
     return 0
@@ -48,8 +46,8 @@ def _run(session: Session) -> None:
     rank = session.rank
     world_size = session.world_size
     inputs = _inputs(rank, session.device)
-    _say(rank, "Loading model with FSDP...")
-    with check("shard", rank):
+    _say("Loading model with FSDP...")
+    with check("shard"):
         whole = small_model().to(session.device)
         model = session.prepare(small_model(), (LAYER,))
         num_bytes = parameters.local_bytes(model)
@@ -60,14 +58,13 @@ def _run(session: Session) -> None:
                 f"this process holds {share:.0%} of the model, which should be 1/{world_size}"
             )
         _say(
-            rank,
-            f"* Model loaded successfully with FSDP ({share:.0%} of it on each process): pass",
+            f"* Model loaded successfully with FSDP ({share:.0%} of it on each process): pass"
         )
-    _say(rank, "Testing basic operations...")
-    with check("forward", rank, "embeddings equal those of the whole model"):
+    _say("Testing basic operations...")
+    with check("forward", "embeddings equal those of the whole model"):
         output = model(inputs)[0]
         _compare(output.detach(), whole(inputs)[0].detach(), "embeddings")
-    with check("backward", rank):
+    with check("backward"):
         # Times world_size: FSDP and GradientSync average over ranks, and the whole model sums over all inputs.
         (output.square().sum() * world_size).backward()
         if session.strategy != "fsdp":
@@ -79,24 +76,21 @@ def _run(session: Session) -> None:
         theirs = parameters.global_grad_norm(whole)
         _compare(ours, theirs, "gradient norms")
         _say(
-            rank,
-            f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs: pass",
+            f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs: pass"
         )
-    with check("gather", rank, "the full weights equal those of one process"):
+    with check("gather", "the full weights equal those of one process"):
         state = parameters.full_state_dict(model)
         if rank == 0:
             for name, value in whole.state_dict().items():
                 _compare(state[name], value.cpu(), name)
-    with check(
-        "weight edit", rank, "W - v v^T W on shards equals it on the whole weight"
-    ):
+    with check("weight edit", "W - v v^T W on shards equals it on the whole weight"):
         parameters.edit_weights(model, {EDITED: _project_out})
         edited = parameters.full_state_dict(model)
         if rank == 0:
             _compare(edited[EDITED], _project_out(state[EDITED]), EDITED)
         collectives.barrier()
-    _say(rank, "Testing FSDP-aware memory management...")
-    with check("memory", rank, "measured on every process, caches emptied together"):
+    _say("Testing FSDP-aware memory management...")
+    with check("memory", "measured on every process, caches emptied together"):
         devices.fsdp_empty_cache()
         devices.fsdp_print_memory_usage()
 
@@ -130,15 +124,16 @@ def small_model() -> EmbeddingModel:
 
 
 @contextmanager
-def check(name: str, rank: int, passed: str = "") -> Iterator[None]:
+def check(name: str, passed: str = "") -> Iterator[None]:
     """Print a failure on the rank where it happens, which then exits; otherwise what has passed, where it is known
     before."""
     try:
         yield
         if passed:
-            _say(rank, f"* {name}: {passed}: pass")
+            _say(f"* {name}: {passed}: pass")
     except Exception as error:
-        _say(0, f"* {name}: FAIL on rank {rank}: {type(error).__name__}: {error}")
+        rank = read_rank_info().rank
+        print_lines(f"* {name}: FAIL on rank {rank}: {type(error).__name__}: {error}")
         raise SystemExit(1) from error
 
 
@@ -168,6 +163,6 @@ def _compare(ours: Tensor, theirs: Tensor, what: str) -> None:
         )
 
 
-def _say(rank: int, line: str) -> None:
-    if rank == 0:
+def _say(line: str) -> None:
+    if is_first_rank():
         print_lines(line)

@@ -51,7 +51,7 @@ from vembed.export.onnx_format import (
 )
 from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import first_dims
+from vembed.inference.encoding import unit_rows
 from vembed.inference.reranker import Reranker, read_weights
 from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.backbones import file_dtype, read_config
@@ -756,9 +756,9 @@ def evaluation_data(model: str, data: str | None) -> EvalData | None:
     """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
     options = run_options(model, ("retrieval_mode",))
     if data is None:
-        names = ("column_mapping", "image_root", "on_bad_record")
+        names = ("val_data_path", "column_mapping", "image_root", "on_bad_record")
         options |= run_options(model, names)
-        data = run_options(model, ("val_data_path",)).get("val_data_path")
+        data = options.pop("val_data_path", None)
         if data is None or not Path(data).exists():
             return None
     return open_eval_data(DataSection(data_path=data, **options), data)
@@ -847,7 +847,7 @@ def similarity_correlation(first_ND: np.ndarray, second_ND: np.ndarray) -> float
     pairs = np.triu_indices(len(first_ND), 1)
     similarities = []
     for vectors in (first_ND, second_ND):
-        unit = first_dims(vectors, None, True)
+        unit = unit_rows(vectors)
         similarities.append((unit @ unit.T)[pairs])
     return float(spearmanr(*similarities).statistic)
 

@@ -33,7 +33,7 @@ from vembed.models.families.model_files import STATIC, read_object
 from vembed.models.poolings.table import POOLINGS
 from vembed.models.processors import load_tokenizer
 from vembed.progress import Log
-from vembed.saving.files import MODULE, save_model
+from vembed.saving.files import MODULE, save_model, write_modules
 
 FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]
 WeightPrecision = Literal["float32", "float16", "bfloat16", "int8"]
@@ -403,16 +403,8 @@ class StaticFormat(ExportFormat):
         tokenizer.model_max_length = MAX_LENGTH_TOKENS
         tokenizer.save_pretrained(folder)
         (folder / "1_Normalize").mkdir()
-        modules = [
-            {"idx": 0, "name": "0", "path": "", "type": MODULE + STATIC},
-            {
-                "idx": 1,
-                "name": "1",
-                "path": "1_Normalize",
-                "type": MODULE + "Normalize",
-            },
-        ]
-        write_json(folder / "modules.json", modules)
+        modules = [("", MODULE + STATIC), ("1_Normalize", MODULE + "Normalize")]
+        write_modules(folder, modules)
         write_texts(folder, "", "", MAX_LENGTH_TOKENS, "cosine")
 
 

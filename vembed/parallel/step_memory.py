@@ -22,7 +22,7 @@ from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
 from vembed.models.building import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
-from vembed.models.families.description import describe
+from vembed.models.families.description import describe_trained
 from vembed.parallel import collectives
 from vembed.parallel.devices import GIB, is_shortage, memory_snapshot, seed_draws
 from vembed.parallel.parameters import (
@@ -129,9 +129,7 @@ class Demand:
 
 def measure(config: TrainConfig) -> ModelSize:
     """Measure the model of a config without its weights: its files' settings are read, and it is built empty."""
-    description = describe(
-        config.model, config.matryoshka, use_qlora=config.adapters.use_qlora
-    )
+    description = describe_trained(config)
     # 4-bit layers cannot be built empty: they are counted as what they replace, and their bytes below.
     adapters = config.adapters.model_copy(update={"quantize_weights": None})
     # Built once more for training, the model says then what there is.

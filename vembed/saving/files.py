@@ -269,7 +269,7 @@ def write_layout(
         modules.append((path, MODULE + "Normalize"))
         # Normalize has no file; modules.json names a folder for every module.
         (folder / path).mkdir()
-    _write_modules(folder, modules)
+    write_modules(folder, modules)
     settings = {
         "model_type": "SentenceTransformer",
         "prompts": {
@@ -323,7 +323,7 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
         write_json(folder / ANSWER_SETTINGS, answers)
     settings["max_seq_length"] = description.max_length
     write_json(folder / "sentence_bert_config.json", settings)
-    _write_modules(folder, modules)
+    write_modules(folder, modules)
     card = {
         "model_type": "CrossEncoder",
         "activation_fn": _activation(Path(description.source)),
@@ -347,7 +347,7 @@ def _activation(source: Path) -> str:
     return str(activation or "torch.nn.modules.activation.Sigmoid")
 
 
-def _write_modules(folder: Path, modules: Sequence[tuple[str, str]]) -> None:
+def write_modules(folder: Path, modules: Sequence[tuple[str, str]]) -> None:
     """Write modules.json. `modules`: folder and type of each."""
     entries = []
     for index, (path, kind) in enumerate(modules):

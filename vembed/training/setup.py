@@ -50,7 +50,7 @@ from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
 from vembed.models.building import build_model, has_initial_norms, is_embedding_model
 from vembed.models.embedding_model import ComposedModel, EmbeddingModel
-from vembed.models.families.description import ModelDescription, describe
+from vembed.models.families.description import ModelDescription, describe_trained
 from vembed.models.heads import Head, principal_components
 from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
@@ -306,12 +306,7 @@ def describe_model(config: TrainConfig, data: RunData) -> ModelDescription:
 
     Raise UserError if `eval_metric` is none of its scores.
     """
-    description = describe(
-        config.model,
-        config.matryoshka,
-        similarity=config.objective.similarity,
-        use_qlora=config.adapters.use_qlora,
-    )
+    description = describe_trained(config)
     log.info(f"model: {description.summary()}")
     if description.scores == "label":
         for name in ("query_prompt", "document_prompt"):

@@ -126,25 +126,22 @@ def merge(
     names = _with_checkpoints([str(model) for model in models], last)
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
-    check_merge(
-        names,
-        method,
-        weights=weights,
-        base=base,
-        of=of,
-        density=density,
-        scale=scale,
-        interpolate=interpolate,
-        sweep_points=sweep_points,
-        data=data,
-        seed=seed,
-    )
     options: dict[str, Any] = {
         "density": density,
         "scale": scale,
         "interpolate": interpolate,
         "seed": seed,
     }
+    check_merge(
+        names,
+        method,
+        weights=weights,
+        base=base,
+        of=of,
+        sweep_points=sweep_points,
+        data=data,
+        **options,
+    )
     takes_differences = of == "differences" or (of != "weights" and base is not None)
     recipe = Recipe(
         method="mean" if method == "soup" else method,

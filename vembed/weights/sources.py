@@ -20,7 +20,7 @@ from vembed.files import check_weights
 from vembed.losses.build import build_loss
 from vembed.models.building import build_model, load_embedder
 from vembed.models.families.backbones import is_never_used
-from vembed.models.families.description import DESCRIPTION_FILE, describe
+from vembed.models.families.description import DESCRIPTION_FILE, describe_trained
 from vembed.models.families.model_files import (
     CODES,
     METADATA,
@@ -296,12 +296,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         raise UserError(f"{checkpoint} is damaged ({problems[0]}); leave it out")
     saved = read_state(checkpoint)
     config = TrainConfig(**saved["config"])
-    description = describe(
-        config.model,
-        config.matryoshka,
-        similarity=config.objective.similarity,
-        use_qlora=config.adapters.use_qlora,
-    )
+    description = describe_trained(config)
     embedder = build_model(
         description,
         config.model,

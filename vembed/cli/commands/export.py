@@ -112,7 +112,7 @@ def copy_model(
     """Copy a model, a run or an adapter to a new folder. A checkpoint is made into a model. With `merge`, write whole
     weights."""
     from vembed.models.families.model_files import is_reranker, read_model
-    from vembed.saving.files import replaced_folder, save_model
+    from vembed.saving.files import replaced_folder
     from vembed.weights.sources import is_checkpoint, whole_model
 
     # A checkpoint holds shards and optimizer state, which no other program reads: nothing to copy.
@@ -128,14 +128,11 @@ def copy_model(
         with replaced_folder(target) as folder:  # a copy that is cut off has no name
             shutil.copytree(files.folder, folder, dirs_exist_ok=True)
         return target
-    if files.adapter is None:
+    if whole_model(model, target) is None:
         raise UserError(
             f"{model} holds whole weights and no adapter to merge; leave out --merge to copy it"
         )
-    from vembed.models.building import load_embedder
-
-    embedder = load_embedder(model)
-    return save_model(target, embedder, embedder.state_dict())
+    return target
 
 
 def push(

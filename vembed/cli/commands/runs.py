@@ -81,7 +81,7 @@ def card(model: str) -> dict[str, Any]:
     """
     from vembed.config.loading import resolve_run
     from vembed.evaluation.report.record import changed_settings, read_run
-    from vembed.models.families.description import describe
+    from vembed.models.families.description import describe_trained
     from vembed.saving.card import Card, render_card
     from vembed.saving.publication import CARD, MODEL_FOLDER
 
@@ -106,14 +106,8 @@ def card(model: str) -> dict[str, Any]:
         versions=summary.versions,
     )
     config = resolve_run(run / "config.yaml").config
-    description = describe(
-        config.model,
-        config.matryoshka,
-        similarity=config.objective.similarity,
-        use_qlora=config.adapters.use_qlora,
-    )
     is_adapter = any(folder.rglob("adapter_config.json"))
-    text = render_card(description, facts, adapter_alone=is_adapter)
+    text = render_card(describe_trained(config), facts, adapter_alone=is_adapter)
     target = folder / CARD
     target.write_text(text, encoding="utf-8", errors="backslashreplace")
     print_lines(f"wrote {target}")

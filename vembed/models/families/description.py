@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from transformers import PretrainedConfig, PreTrainedModel
 
-from vembed.config.schema import MatryoshkaSection, ModelSection
+from vembed.config.schema import MatryoshkaSection, ModelSection, TrainConfig
 from vembed.errors import UserError
 from vembed.models.custom.modeling import UserModelConfig
 from vembed.models.custom.own_code import own_folder
@@ -258,6 +258,16 @@ class _Reading:
     config: PretrainedConfig
     model_class: type[PreTrainedModel]
     reasons: dict[str, str] = field(default_factory=dict)
+
+
+def describe_trained(config: TrainConfig) -> ModelDescription:
+    """Return the description of the model that a run trains."""
+    return describe(
+        config.model,
+        config.matryoshka,
+        similarity=config.objective.similarity,
+        use_qlora=config.adapters.use_qlora,
+    )
 
 
 def describe(
