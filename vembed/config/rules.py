@@ -395,9 +395,7 @@ def remarks(config: TrainConfig) -> list[str]:
                 lines.append(
                     f"losses, entry {number}: {name}: {yaml_word(value)} has no effect with loss: {entry.loss}"
                 )
-    needed = {
-        teacher.label for teacher in needed_teachers(config.objective, data, model)
-    }
+    needed = {teacher.label for teacher in needed_teachers(config)}
     for teacher in listed_teachers(config.objective):
         if teacher.label not in needed:
             lines.append(

@@ -16,6 +16,7 @@ from vembed.cli.support import (
     plain_console,
     share,
 )
+from vembed.weights.merge_rules import MergeMethod, SlerpOf, check_merge
 
 EDIT_METRICS = {
     "probe": "probe's accuracy",
@@ -28,12 +29,10 @@ EDIT_METRICS = {
 def merge(
     models: Annotated[list[str], Argument(metavar="MODEL")],
     output: NewFolder,
-    method: Literal[
-        "mean", "weighted", "slerp", "task_arithmetic", "ties", "dare", "soup"
-    ] = "mean",
+    method: MergeMethod = "mean",
     weights: str = "",
     base: str | None = None,
-    of: Literal["auto", "weights", "differences"] | None = None,
+    of: SlerpOf | None = None,
     density: Annotated[float | None, Option(min=0.0, max=1.0)] = None,
     scale: float | None = None,
     interpolate: float | None = None,
@@ -63,8 +62,6 @@ def merge(
         dtype: auto, float32, bfloat16 or float16.
         seed: dare: what its draws depend on. Default: 42.
     """
-    from vembed.weights.merge_rules import check_merge
-
     options: dict[str, Any] = {
         "method": method,
         "weights": parts_of("--weights", weights, float) or None,
