@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from vembed.config.decisions import ResolvedRun
 from vembed.config.options import all_options, yaml_word
 from vembed.config.schema import (
     BatchSection,
     DataSection,
-    ModelSection,
     ObjectiveSection,
     TrainConfig,
 )
@@ -493,14 +493,11 @@ def is_inside(path: str, folders: Sequence[Path]) -> bool:
     )
 
 
-def require_paths(
-    model: ModelSection,
-    data: DataSection,
-    origins: Mapping[str, str],
-    future_folders: Sequence[Path] = (),
-) -> None:
+def require_paths(run: ResolvedRun, future_folders: Sequence[Path] = ()) -> None:
     """Raise UserError if a file or folder is missing that a run would look for. `future_folders`: those that will be
     there when the run begins."""
+    data = run.config.data
+    model = run.config.model
     problems = []
     for option, path in data_paths(data):
         sentence = missing_path(option, path, future_folders)
@@ -509,7 +506,7 @@ def require_paths(
     folder = model.model_name
     is_given_elsewhere = (
         folder == model.model_class
-        or RESULT_SEPARATOR in origins["model_name"]
+        or RESULT_SEPARATOR in run.origins["model_name"]
         or is_inside(folder, future_folders)
     )
     if not existing(folder) and not is_hub_model(folder) and not is_given_elsewhere:

@@ -20,7 +20,7 @@ from transformers import AutoModelForSequenceClassification
 
 from vembed.config.schema import DataSection, ObjectiveSection, RunSection
 from vembed.data.datasets import open_sets
-from vembed.data.examples import Item, Kind
+from vembed.data.examples import Item, Kind, spread
 from vembed.data.features import Features, PairFeaturiser
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
@@ -211,10 +211,9 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
                 compares=False,
             )
             examples = sets.examples
-            # Every step-th example, as rows that stand together are often alike.
-            step = -(-len(examples) // MAX_STUDENT_EXAMPLES)
             different: dict[tuple[str, Kind], None] = {}
-            for number in range(0, len(examples), step):
+            # Spread, as rows that stand together are often alike.
+            for number in spread(len(examples), MAX_STUDENT_EXAMPLES):
                 example = examples[number]
                 if example.query.text:
                     different[example.query.text, "query"] = None
@@ -226,10 +225,9 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
         return []
     # As many spread over the whole corpus, which may have millions; the first are those of the check.
     first = NUM_TEXTS // 2
-    step = max(-(-(len(data.documents) - first) // MAX_STUDENT_EXAMPLES), 1)
     texts: Texts = []
-    for number in range(first, len(data.documents), step):
-        item = data.documents[number]
+    for number in spread(len(data.documents) - first, MAX_STUDENT_EXAMPLES):
+        item = data.documents[first + number]
         if item.text and not item.images:
             texts.append((item.text, "document"))
     return texts
@@ -600,10 +598,10 @@ def compare_server(
     url: str,
     model: str,
     *,
-    data: str | None = None,
-    served_name: str | None = None,
-    tolerance: float = 1e-3,
-    log: Log = print,
+    data: str | None,
+    served_name: str | None,
+    tolerance: float,
+    log: Log,
 ) -> float:
     """Compare a server with `model` and return the largest cosine distance. Raise RunError above `tolerance`.
 

@@ -175,9 +175,7 @@ class _StageRun:
                         f"{self.where}teacher: {name} is a stage: give its model, {by_name[name].result}"
                     )
             if not self.arguments.is_dry_run:
-                require_paths(
-                    run.config.model, run.config.data, run.origins, future_folders
-                )
+                require_paths(run, future_folders)
             return
         for key in DATA_FILE_OPTIONS:
             for path in _names_in(self.options.get(key)):

@@ -122,7 +122,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         ranks compare."""
         if rank_info.rank == 0:
             # Now, since a pass over large data takes minutes.
-            require_paths(config.model, config.data, resolved.origins)
+            require_paths(resolved)
             # Entering the with-block below does not take the lock. Rank 0 takes it here, before anything is read.
             lock.take()
             if hub is not None:

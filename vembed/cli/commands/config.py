@@ -18,7 +18,7 @@ def config(args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS) -> dict[st
     run = use.with_words(args).resolve()
     sys.stdout.write(config_yaml(run.config, run.origins))
     print_lines(*(f"# note: {line}" for line in run.notes))
-    require_paths(run.config.model, run.config.data, run.origins)
+    require_paths(run)
     return {
         "options": run.config.to_dict(),
         "origins": run.origins,
