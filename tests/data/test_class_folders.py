@@ -1,5 +1,6 @@
 """A folder of images by class is labelled data."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,14 @@ def test_every_format_that_is_read_is_found_in_folders(pictures, tmp_path, endin
     rows = [pair(positive=f"cat/more.{ending}")]
     (warning,) = open_rows(tmp_path, rows).warnings()
     assert "set retrieval_mode" in warning
+
+
+def test_copies_in_hidden_folders_are_left_out(pictures):
+    for folder in (".ipynb_checkpoints", "cat/.ipynb_checkpoints", "__MACOSX"):
+        shutil.copytree(pictures / "dog", pictures / folder)
+    store = open_path(pictures)
+    assert len(store) == 16
+    assert {store[number].label for number in range(16)} == {"cat", "dog", "\u9ce5"}
 
 
 def test_splits_are_no_classes(pictures, tmp_path):

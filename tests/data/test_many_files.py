@@ -36,6 +36,14 @@ def write(folder, ending):
             path.write_bytes(PACKERS[ending](lines(part)))
 
 
+def test_files_of_several_splits_are_not_one_source(tmp_path):
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        write_parquet(tmp_path / f"{name}.parquet", PARTS[0])
+    reason = refused(tmp_path)
+    assert "several splits (test, train)" in reason and f"{tmp_path}/train*" in reason
+    assert queries_of(open_path(f"{tmp_path}/train*")) == 2 * QUERIES[:3]
+
+
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 @pytest.mark.parametrize("pattern", ["data", "d*/part-*"])
 def test_files_of_a_folder_or_pattern_are_one_source(tmp_path, ending, pattern):

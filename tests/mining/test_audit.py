@@ -117,6 +117,20 @@ def test_bad_records_and_images(tmp_path):
     assert places == {f"{path}:1", f"{path}:3"}
 
 
+def test_equal_questions_about_different_images_are_not_near(tmp_path):
+    rows = []
+    for number in range(6):
+        write(tmp_path / f"{number}.png", "PNG", seed=number)
+        query = {"text": LONG, "image": f"{number}.png"}
+        rows.append({"query": query, "positive": f"{LONG} {number}"})
+    validation = write_jsonl(tmp_path / "val.jsonl", rows[4:])
+    options = {
+        "data_path": str(write_jsonl(tmp_path / "rows.jsonl", rows[:4])),
+        "output_path": str(tmp_path / "audit.html"),
+    }
+    assert not run(options, val_data_path=str(validation))[1]
+
+
 def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):
     """1,500 rows: a bucket of so many near texts was once compared with its first 50 alone."""
     rows = [pair(f"{LONG} as number {number}", f"p{number}") for number in range(1500)]

@@ -219,6 +219,8 @@ def test_the_same_for_any_number_of_ranks(options, tmp_path):
         ("Query: what?", "what?"),
         ("\n \n", ""),
         ("x" * 999, ""),
+        ("<think>\nOkay, what is it?\n</think>\n\nWhat?", "What?"),
+        ("<think>\nOkay, the user wants", ""),
     ],
 )
 def test_what_models_write_is_cleaned(text, expected):

@@ -273,6 +273,8 @@ def test_a_decoder_answers_yes_or_no(options, instruction):
         "**No**, because yes would be wrong": 0.0,
         "Not relevant": 0.0,
         "maybe": None,
+        "<think>\nIs it relevant? Yes.\n</think>\nNo": 0.0,
+        "<think>\nOkay, is the document relevant": None,
     }.items(),
 )
 def test_answers(text, answer):

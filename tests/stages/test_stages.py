@@ -1,5 +1,6 @@
 """`stages:` from the command: the steps in order, each once, resumed in the middle, with steps between."""
 
+import json
 import os
 import re
 import shutil
@@ -361,6 +362,23 @@ def test_a_step_between_on_several_processes_gets_its_own_words(train, monkeypat
     train(code=1)
     words = "output/broad/final val.jsonl --json output/check/scores.json --nproc 2"
     assert started[0][2:] == ["vembed", "eval", *words.split()]
+
+
+def test_a_mining_takes_several_files_and_processes(train, monkeypatch):
+    started = []
+
+    def note(command, _):
+        started.append(command)
+        return 1
+
+    monkeypatch.setattr("vembed.parallel.launch.run_ranks", note)
+    paths = ["train.jsonl", "val.jsonl"]
+    mine = {**MINE, "data_path": paths, "retrievers": ["bm25"], "nproc": 2}
+    written([{"name": "negatives", "mine": mine}, BROAD])
+    monkeypatch.setattr("sys.argv", ["vembed", "train", "cfg.yaml"])
+    train(code=1)
+    assert started[0][2:4] == ["vembed", "mine"]
+    assert {"--nproc=2", f"data_path={json.dumps(paths)}"} <= set(started[0])
 
 
 def test_stages_are_named_among_retrievers_and_judges(train):

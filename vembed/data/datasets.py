@@ -28,7 +28,14 @@ from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Example, Examples, Item, Kind, ReadAs, spread
 from vembed.data.images.files import image_problem
-from vembed.data.near_duplicates import Groups, near_links, ngrams, normal_key, words
+from vembed.data.near_duplicates import (
+    Groups,
+    comparable_text,
+    near_links,
+    ngrams,
+    normal_key,
+    words,
+)
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     EvalData,
@@ -380,7 +387,7 @@ def example_groups(store: ExampleStore) -> ExampleGroups:
 
     def key_of(item: Item, kind: Kind) -> int:
         key = normal_key(item)
-        texts[kind][key] = "" if item.images else item.text or ""
+        texts[kind][key] = comparable_text(item)
         return key
 
     for index in range(len(store)):

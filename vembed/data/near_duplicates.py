@@ -81,6 +81,11 @@ def casefolded(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
+def comparable_text(item: Item) -> str:
+    """Return the text by which an input is near to others. Empty for one with images, which is near to equal ones alone."""
+    return "" if item.images else item.text or ""
+
+
 def words(text: str) -> list[str]:
     """Return the words of a text. In scripts without spaces each letter is a word, with its marks."""
     _, pattern = _word_patterns()

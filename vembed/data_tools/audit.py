@@ -14,7 +14,7 @@ import numpy as np
 
 from vembed.data.datasets import short_item
 from vembed.data.example_store import Records
-from vembed.data.near_duplicates import NearIndex, ngrams
+from vembed.data.near_duplicates import NearIndex, comparable_text, ngrams
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
@@ -329,10 +329,14 @@ class Checks:
     def near_duplicates(self, threshold: float) -> None:
         """Rows that, query and positive together, are near-duplicates of an earlier row that stays."""
         data = self.data
-        texts = [
-            f"{example.query.text or ''}\n{example.positives[0].text or ''}"
-            for example in data.examples
-        ]
+        texts = []
+        for example in data.examples:
+            pair = [
+                comparable_text(example.query),
+                comparable_text(example.positives[0]),
+            ]
+            # A side without a text to compare says that there are images.
+            texts.append("\n".join(pair) if all(pair) else "")
         index = NearIndex(map(ngrams, texts), threshold)
         near = {}
         for row in range(len(texts)):
@@ -369,7 +373,7 @@ class Checks:
             queries = {}
             for rows in (validation, data):
                 for key, example in zip(rows.query_keys, rows.examples, strict=True):
-                    queries[key] = example.query.text or ""
+                    queries[key] = comparable_text(example.query)
             texts = list(queries.values())
             index = NearIndex(map(ngrams, texts), self.config.near_duplicate)
             for number, key in enumerate(queries):

@@ -25,7 +25,7 @@ from vembed.errors import UserError
 from vembed.files import short_hash
 from vembed.inference.reranker import read_weights
 from vembed.mining.candidates import open_candidates
-from vembed.mining.endpoint import ChatClient
+from vembed.mining.endpoint import ChatClient, without_thoughts
 from vembed.mining.inputs import (
     EXACT,
     FILE,
@@ -419,7 +419,7 @@ def prompt_for(
 
 def cleaned(text: str) -> str:
     """Return the first line without quotes and labels. Empty where nothing usable was written."""
-    line = text.strip().partition("\n")[0].strip()
+    line = without_thoughts(text).strip().partition("\n")[0].strip()
     label = _LABEL.match(line)
     if label:
         line = line[label.end() :]

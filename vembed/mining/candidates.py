@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from vembed.config.schema import NegativeSelection
-from vembed.data.near_duplicates import KEPT_TEXTS, containment, ngrams
+from vembed.data.near_duplicates import (
+    KEPT_TEXTS,
+    comparable_text,
+    containment,
+    ngrams,
+)
 from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file, short_hash
@@ -450,7 +455,7 @@ class Chooser:
     def __post_init__(self) -> None:
         # The n-grams of documents that come again are kept.
         self._ngrams = functools.lru_cache(maxsize=KEPT_TEXTS)(
-            lambda number: ngrams(self.documents.item(number).text or "")
+            lambda number: ngrams(comparable_text(self.documents.item(number)))
         )
 
     def choose(

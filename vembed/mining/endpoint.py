@@ -16,6 +16,14 @@ LONGEST_WAIT = 60.0
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
+def without_thoughts(text: str) -> str:
+    """Return what a model that thinks says after it. Empty where the thinking has no end."""
+    _, end, answer = text.partition("</think>")
+    if end:
+        return answer
+    return "" if "<think>" in text else text
+
+
 class ChatClient:
     """Chat completions of one model."""
 

@@ -21,7 +21,7 @@ from vembed.files import cache_folder, short_hash
 from vembed.inference.encoding import from_all_ranks
 from vembed.inference.reranker import Reranker
 from vembed.mining.candidates import UNDECIDED, CandidateChunk, Chosen
-from vembed.mining.endpoint import ChatClient
+from vembed.mining.endpoint import ChatClient, without_thoughts
 from vembed.mining.inputs import (
     MiningInputs,
     content_key,
@@ -69,7 +69,7 @@ JudgePairs = Callable[[Sequence[TextPair]], Iterator[tuple[int, float | None]]]
 
 def answer_of(text: str) -> float | None:
     """1.0 for an answer that says yes, 0.0 for no, None for one that says neither."""
-    match = ANSWER.search(text)
+    match = ANSWER.search(without_thoughts(text))
     return None if match is None else float(match[1].lower() in POSITIVE)
 
 

@@ -482,9 +482,16 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 def _pairs(options: Mapping[str, Any]) -> list[str]:
-    return [
-        f"{key}={_word(value)}" for key, value in options.items() if value is not None
-    ]
+    """Return the words of a command on data: its options, and the flag --nproc."""
+    words = []
+    for key, value in options.items():
+        if key == "nproc":
+            words.append(f"--nproc={value}")
+        elif isinstance(value, list):
+            words.append(f"{key}={json.dumps(value)}")
+        elif value is not None:
+            words.append(f"{key}={_word(value)}")
+    return words
 
 
 def _word(value: Any) -> str:

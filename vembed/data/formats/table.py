@@ -97,7 +97,7 @@ def is_hub_dataset(path: str) -> bool:
 SPLIT_FOLDERS = frozenset(
     {"train", "training", "val", "valid", "validation", "dev", "test"}
 )
-"""Names of folders that are splits, not classes."""
+"""Names of folders and files that are splits, not classes."""
 
 
 class SeveralFiles(Format):
@@ -245,6 +245,14 @@ def _open_folder(folder: Path, role: Role) -> list[Format]:
     if is_saved_dataset(folder):
         return [open_folder(folder, role)]
     files = data_files(folder)
+    # train-00000-of-00002.parquet and train.jsonl are of the split train.
+    splits = {re.split(r"[-_.]", file.name)[0].lower() for file in files}
+    splits &= SPLIT_FOLDERS
+    if len(splits) > 1:
+        raise UserError(
+            f"{folder} holds files of several splits ({', '.join(sorted(splits))}): name those of one by a pattern, such as "
+            f"{folder}/train*"
+        )
     if files:
         return [_open_file(file) for file in files]
     records = class_records(folder)
@@ -269,6 +277,10 @@ def class_records(folder: Path) -> Path | None:
     classes: dict[str, None] = {}
     for entry in entries:
         for image in filter(_is_image, sorted(entry.rglob("*"))):
+            # Jupyter and archives of macOS leave copies in such folders.
+            parts = image.relative_to(folder).parts
+            if any(part.startswith((".", "__MACOSX")) for part in parts):
+                continue
             classes[entry.name] = None
             record = {"image": str(image.relative_to(folder)), "label": entry.name}
             lines.append(json.dumps(record) + "\n")
