@@ -13,6 +13,7 @@ A run that ends early (a hook asks for it) is evaluated and writes final/. A run
 writes a checkpoint and raises `Stopped`; `resume` goes on.
 """
 
+import gc
 import logging
 import os
 import time
@@ -492,7 +493,9 @@ class Trainer:
                 return training_step.synchronise(report.loss_share)
         except OutOfMemory:
             pass
-        # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
+        # Not in the handler: the exception holds the attempt's outputs, which must be freed first. From Python 3.12 on, a cycle
+        # of references holds them too.
+        gc.collect()
         budget = halved(self.session, training_step.budget)
         training_step.budget = budget
         self.stream.micro_batch_tokens = budget.micro_batch_tokens
