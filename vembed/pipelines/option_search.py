@@ -220,9 +220,8 @@ def _begin(search: Search) -> None:
     # What is asked is written last, so a journal without it is that of a search killed during trial 0.
     journal.unlink(missing_ok=True)
     print_lines("trial 0: the config as it is")
-    scores = _run(search, 0, {}, None)
-    decided = load_config(search.folder / "trial-0" / "config.yaml")
-    space = ranges(decided, search.options)
+    scores, folder = _run(search, 0, {}, None)
+    space = ranges(load_config(folder / "config.yaml"), search.options)
     study = _study(search)
     study.add_trial(
         create_trial(
@@ -262,7 +261,7 @@ def _work(search: Search) -> None:
         values = {name: _rounded(value) for name, value in trial.params.items()}
         text = ", ".join(f"{name}={value:.3g}" for name, value in values.items())
         try:
-            scores = _run(search, trial.number, values, trial)
+            scores, _ = _run(search, trial.number, values, trial)
             # Asked again: the run has ended without a word on why.
             if trial.should_prune():
                 raise TrialPruned
@@ -285,8 +284,8 @@ def _run(
     number: int,
     values: Mapping[str, Any],
     trial: Any,
-) -> list[float]:
-    """Train once; return the scores of the evaluations. `trial` hears of each and may end the run."""
+) -> tuple[list[float], Path]:
+    """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
     from vembed.training.hooks.base import STOP, Callbacks, Evaluation
     from vembed.training.trainer import train_run
 
@@ -319,7 +318,7 @@ def _run(
                 "max_train_minutes: the time was up before the first evaluation"
             ) from None
     shutil.rmtree(folder / "final", ignore_errors=True)
-    return scores
+    return scores, folder
 
 
 def _interrupted(signum: int, where: str) -> Stopped:
