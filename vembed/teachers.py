@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.config.schema import ModelSection, Teacher, TrainConfig
+from vembed.config.schema import DataSection, ModelSection, ObjectiveSection, Teacher
 from vembed.config.terms import needed_teachers, run_terms
 from vembed.data.batching.rank_batch import RankBatch, to_device
 from vembed.data.example_store import ExampleStore
@@ -51,7 +51,9 @@ class Teachers:
 
     def __init__(
         self,
-        config: TrainConfig,
+        objective: ObjectiveSection,
+        data: DataSection,
+        model: ModelSection,
         session: Session,
         folder: Path | None = None,
     ) -> None:
@@ -59,13 +61,12 @@ class Teachers:
         self.session = session
         self.by_name: dict[str, VectorTeacher | PairTeacher] = {}
         needs_vectors = set()
-        model = config.model
-        terms = run_terms(config.objective, config.data, model.model_name)
+        terms = run_terms(objective, data, model.model_name)
         for term in terms:
             needs_vectors.add(term.guide)
             if term.loss.needs_vectors():
                 needs_vectors.add(term.teacher)
-        for teacher in needed_teachers(config):
+        for teacher in needed_teachers(objective, data, model):
             name = teacher.label
             files = model_folder(teacher.model, option="teacher")
             kind = teacher_kind(teacher, files, needs_vectors=name in needs_vectors)

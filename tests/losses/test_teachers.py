@@ -38,7 +38,7 @@ def test_scores_of_pairs_are_no_vectors(options):
     config = config_of(teachers=[teacher], **options)
     session = SimpleNamespace(mixed_precision="no")
     with pytest.raises(UserError, match="teacher reranker is a reranker"):
-        Teachers(config, session)
+        Teachers(config.objective, config.data, config.model, session)
 
 
 def test_similarities_are_no_labels_of_bce():
@@ -46,4 +46,4 @@ def test_similarities_are_no_labels_of_bce():
     config = config_of(teachers=[teacher], loss="bce", teacher="embedder")
     session = SimpleNamespace(mixed_precision="no")
     with pytest.raises(UserError, match="teacher embedder is an embedding model"):
-        Teachers(config, session)
+        Teachers(config.objective, config.data, config.model, session)

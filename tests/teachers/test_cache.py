@@ -65,7 +65,7 @@ class Data:
 
 
 def teachers_of(config, session, cache):
-    return Teachers(config, session, cache)
+    return Teachers(config.objective, config.data, config.model, session, cache)
 
 
 def prepare(config, cache, examples, fingerprint="data"):

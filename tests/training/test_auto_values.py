@@ -117,7 +117,7 @@ def test_the_config_of_a_run_repeats_its_temperatures(options, temperatures, tmp
 
     config = TrainConfig(**BASE, **options)
     assert started(config) == temperatures
-    decided = run_temperature(config, 0.01)
+    decided = run_temperature(config.objective, config.data, config.model, 0.01)
     if decided is not None:
         config = config.changed(temperature=decided)
     save_config(config, tmp_path / "config.yaml")

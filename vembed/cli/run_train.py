@@ -11,7 +11,7 @@ from typing import Any
 
 from vembed.cli.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import config_yaml, require_earlier_stage
+from vembed.config.loading import config_yaml, require_earlier_stage, resolve_run
 from vembed.config.rules import data_paths
 from vembed.config.values import RESULT_SEPARATOR
 from vembed.errors import UserError
@@ -76,7 +76,9 @@ def run_train(
     """
     run_variables = {} if arguments.run_id is None else {RUN_ID: arguments.run_id}
     env = {**env, **run_variables}
-    run = arguments.resolve(env)
+    run = resolve_run(
+        arguments.source, arguments.overrides, stage=arguments.stage, env=env
+    )
     config = run.config
     rank_info = _launched_rank(arguments, run, env)
     if rank_info is not None:
@@ -195,7 +197,7 @@ def resolve_launch(
             "leave strategy out, or the number"
         )
     if num_machines == 1:
-        return Launch(num_processes, reason, changes=changes)
+        return Launch(num_processes, reason, num_machines, changes=changes)
     ip = arguments.main_process_ip or (
         accelerate_file.main_process_ip if accelerate_file else None
     )

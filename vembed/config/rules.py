@@ -395,7 +395,9 @@ def remarks(config: TrainConfig) -> list[str]:
                 lines.append(
                     f"losses, entry {number}: {name}: {yaml_word(value)} has no effect with loss: {entry.loss}"
                 )
-    needed = {teacher.label for teacher in needed_teachers(config)}
+    needed = {
+        teacher.label for teacher in needed_teachers(config.objective, data, model)
+    }
     for teacher in listed_teachers(config.objective):
         if teacher.label not in needed:
             lines.append(

@@ -37,7 +37,6 @@ from vembed.models.poolings.table import POOLING_TEXT, PoolingName
 from vembed.training.optimizer_kinds import OPTIMIZER_TEXT, OPTIMIZERS
 from vembed.training.trackers.table import TRACKER_TEXT, TRACKERS
 
-SimilarityName = Literal["cosine", "dot"]
 if TYPE_CHECKING:
     LossName = str
     OptimizerName = str
@@ -492,7 +491,7 @@ class _Objective(Section):
     """Several losses instead of `loss`, added up with weights. Each entry has a `loss`, a `weight`, and may have its own
     `temperature`, `teacher`, `guide` and other options of this section. Some options are for entries alone
     (docs/teachers.md)."""
-    similarity: SimilarityName = "cosine"
+    similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
     quantize_embeddings: Literal["int8", "binary"] | None = None
     """Quantization-aware training, for vectors that are stored in int8 or as bits. The loss is the mean of the loss on

@@ -11,9 +11,9 @@ from vembed.config.schema import (
     DataSection,
     DataSource,
     LossEntry,
+    ModelSection,
     ObjectiveSection,
     Teacher,
-    TrainConfig,
 )
 from vembed.losses.declaration import LABEL_SCORES, LossDeclaration
 from vembed.losses.table import LOSSES
@@ -121,22 +121,24 @@ def loss_terms(
 
 
 def run_temperature(
-    config: TrainConfig, model_temperature: float | None = None
+    objective: ObjectiveSection,
+    data: DataSection,
+    model: ModelSection,
+    model_temperature: float | None = None,
 ) -> float | None:
     """Return the temperature of the run's one loss, for `config.yaml` and the checkpoints.
 
     None: an option gives it, or it is learned, or there are several losses. Then the run's
     files name no other than the config does, so that each loss chooses its own again.
     """
-    objective = config.objective
     is_given = "temperature" in objective.model_fields_set
-    if is_given or objective.losses is not None or losses_differ(config.data):
+    if is_given or objective.losses is not None or losses_differ(data):
         return None
     (term,) = loss_terms(
         objective,
-        config.model.model_name,
+        model.model_name,
         model_temperature=model_temperature,
-        is_reranker=config.model.task == "rerank",
+        is_reranker=model.task == "rerank",
     )
     return None if term.loss.learns_temperature() else term.temperature
 
@@ -234,11 +236,13 @@ def listed_teachers(objective: ObjectiveSection) -> list[Teacher]:
     ]
 
 
-def needed_teachers(config: TrainConfig) -> list[Teacher]:
+def needed_teachers(
+    objective: ObjectiveSection,
+    data: DataSection,
+    model: ModelSection,
+) -> list[Teacher]:
     """Return the models that losses follow or are guided by, in the order of the terms."""
-    model = config.model
-    listed = listed_teachers(config.objective)
-    by_label = {teacher.label: teacher for teacher in listed}
+    by_label = {teacher.label: teacher for teacher in listed_teachers(objective)}
     # The start model reads what the run reads.
     start_model = Teacher(
         model=model.model_name,
@@ -248,7 +252,7 @@ def needed_teachers(config: TrainConfig) -> list[Teacher]:
     )
     by_label.setdefault(model.model_name, start_model)
     needed = {}
-    for term in run_terms(config.objective, config.data, model.model_name):
+    for term in run_terms(objective, data, model.model_name):
         for name in (term.teacher, term.guide):
             if name is not None and name != LABEL_SCORES:
                 needed[name] = by_label.get(name) or Teacher(model=name)

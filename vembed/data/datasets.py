@@ -18,9 +18,11 @@ import numpy as np
 
 from vembed.config.decisions import decide_epochs, steps_of_epochs
 from vembed.config.schema import (
+    BatchSection,
     DataSection,
+    ModelSection,
     ObjectiveSection,
-    TrainConfig,
+    OptimizerSection,
     parse_sampling,
 )
 from vembed.config.terms import source_batch_sizes, source_group_names, source_groups
@@ -143,22 +145,24 @@ class RunLength:
 
 def run_length(
     store: ExampleStore,
-    config: TrainConfig,
+    data: DataSection,
+    batch: BatchSection,
+    model: ModelSection,
+    optimizer: OptimizerSection,
+    *,
+    seed: int,
     world_size: int,
 ) -> RunLength:
     """Fix and log the order of the batches and the number of steps. Reads the model's description where `epochs` is left
     to `auto`. Otherwise the checkpoint is checked first, and a model of another kind is refused by name."""
-    data = config.data
-    batch = config.batch
-    optimizer = config.optimizer
     is_open = not optimizer.sets_length()
     has_logit_scale = False
     if is_open:
         from vembed.models.families.description import describe
 
-        has_logit_scale = describe(config.model).family_traits.has_logit_scale_and_bias
+        has_logit_scale = describe(model).family_traits.has_logit_scale_and_bias
     epochs = decide_epochs(
-        optimizer, config.model, len(store), has_logit_scale=has_logit_scale
+        optimizer, model, len(store), has_logit_scale=has_logit_scale
     )
     if is_open:
         log.info(f"epochs: {epochs.value:g} (auto; {epochs.reason})")
@@ -166,7 +170,7 @@ def run_length(
     schedule = BatchSchedule(
         store.sizes,
         size,
-        config.run.seed,
+        seed,
         weights=store.weights,
         names=store.names,
         homogeneous=bool(data.homogeneous_batches),

@@ -232,22 +232,30 @@ class Checks:
         text: str,
         examples: Iterable[dict[str, str]],
         *,
-        rows: Collection[int] | None = None,
-        count: int = 0,
+        count: int,
         num_bad: int = 0,
         fix: str = "",
     ) -> None:
-        """Add a finding about `rows`, which `cleaned_path` may leave out, or about `count` of all rows and of `num_bad`
-        that are invalid, if there are any."""
-        if rows is not None:
-            self.rows_to_drop[kind] = set(rows)
-            count = len(rows)
-            fix = f"{self.command} drop=[{kind}]"
+        """Add a finding about `count` of all rows, and of `num_bad` that are invalid, if there are any."""
         if count:
             share = count / (len(self.data) + num_bad)
             first = list(islice(examples, self.config.num_examples))
             finding = Finding(kind, severity, title, text, count, share, fix, first)
             self.findings.append(finding)
+
+    def add_rows(
+        self,
+        kind: str,
+        severity: Severity,
+        title: str,
+        text: str,
+        rows: Collection[int],
+        examples: Iterable[dict[str, str]],
+    ) -> None:
+        """Add a finding about rows that `cleaned_path` may leave out."""
+        self.rows_to_drop[kind] = set(rows)
+        fix = f"{self.command} drop=[{kind}]"
+        self.add(kind, severity, title, text, examples, count=len(rows), fix=fix)
 
     def records(self, rows: Rows) -> None:
         """Records that training would refuse."""
@@ -281,16 +289,16 @@ class Checks:
             first = first_rows.setdefault(content, row)
             if first != row:
                 copies[row] = first
-        self.add(
+        self.add_rows(
             "duplicates",
             "warning",
             "Rows that occur more than once",
             "Query and positives are equal, apart from case and spaces. Each copy is trained on again.",
+            copies,
             (
                 data.preview(row, **{"the same as row": str(first + 1)})
                 for row, first in copies.items()
             ),
-            rows=copies,
         )
 
     def contradictions(self) -> None:
@@ -317,13 +325,13 @@ class Checks:
                         "negative in": data.names[data.sources[row]],
                     }
                 )
-        self.add(
+        self.add_rows(
             "contradictions",
             "error",
             "Pairs that are positive in one row and negative in another",
             "The query and the document of both are equal, apart from case and spaces.",
+            rows,
             examples,
-            rows=rows,
         )
 
     def near_duplicates(self, threshold: float) -> None:
@@ -352,13 +360,13 @@ class Checks:
             other = data.preview(earlier)
             text = f"{other['row']}: {other['query']} -> {other['positive']}"
             examples.append(data.preview(row, **{"near row": text}))
-        self.add(
+        self.add_rows(
             "near_duplicates",
             "note",
             "Rows that are nearly the same",
             f"At least {threshold:.0%} of the word 3-grams of one are in the other.",
+            near,
             examples,
-            rows=near,
         )
 
     def leakage(self, validation: AuditedRows) -> None:
@@ -388,18 +396,18 @@ class Checks:
             for row, key in enumerate(data.query_keys)
             if key in in_validation
         }
-        self.add(
+        self.add_rows(
             "leakage",
             "error",
             "Training rows with a query of the validation data",
             f"{num_equal:,d} rows have the same query and {len(leaks) - num_equal:,d} a similar one. Of the "
             f"{num_held_out:,d} validation queries, {num_held_out_equal:,d} are in the training data. Scores on these "
             "say what was memorised.",
+            leaks,
             (
                 data.preview(row, **{"in validation": text})
                 for row, text in leaks.items()
             ),
-            rows=leaks,
         )
 
     def ranks(
@@ -442,23 +450,23 @@ class Checks:
 
         low = np.flatnonzero(above >= LOW_RANK)
         low_rows = low[np.argsort(-above[low], kind="stable")].tolist()
-        self.add(
+        self.add_rows(
             "low_positives",
             "warning",
             f"Positives that rank below {LOW_RANK} or more other documents",
             "The model finds other documents more similar to the query than each of its known positives. These rows are "
             "hard, or wrong.",
+            low_rows,
             map(row_preview, low_rows),
-            rows=low_rows,
         )
         weak = np.flatnonzero(is_weak_Q[known.query_of_row]).tolist()
-        self.add(
+        self.add_rows(
             "weak_queries",
             "warning",
             "Queries without any positive that looks relevant",
             f"None of the known positives is among the {mining.top_k} documents that are most similar to the query.",
+            weak,
             map(row_preview, weak),
-            rows=weak,
         )
 
         passed = np.flatnonzero((above_Q > 0) & np.isfinite(best_Q))

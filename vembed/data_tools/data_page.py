@@ -53,7 +53,15 @@ def data_facts(
         )
         is_open = not config.optimizer.sets_length()
         if world_size is not None and (is_here or not is_open):
-            length = run_length(sets.examples, config, world_size)
+            length = run_length(
+                sets.examples,
+                config.data,
+                config.batch,
+                config.model,
+                config.optimizer,
+                seed=config.run.seed,
+                world_size=world_size,
+            )
     store = sets.examples
     validation = None
     if sets.evaluation is not None:

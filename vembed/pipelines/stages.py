@@ -15,10 +15,12 @@ from vembed.cli.arguments import TrainArguments
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
 from vembed.cli.support import is_first_rank, print_lines, print_progress
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import (
     DATA_FILE_OF_KIND,
     Pipeline,
     PipelineStage,
+    resolve_run,
 )
 from vembed.config.options import command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
@@ -164,11 +166,11 @@ class _StageRun:
         """Raise UserError where this stage cannot work, as far as can be told before the stages before it have run."""
         future_folders = [stage.folder for stage in self.before]
         if self.stage.kind == "train":
-            run = self.arguments.resolve()
+            run = self._resolve()
             require_trackers(run.config.logging.report_to)
             config = run.config
             by_name = {stage.name: stage for stage in self.pipeline.stages}
-            for teacher in needed_teachers(config):
+            for teacher in needed_teachers(config.objective, config.data, config.model):
                 name = teacher.model
                 if name in by_name and not Path(name).exists():
                     raise UserError(
@@ -216,7 +218,7 @@ class _StageRun:
             if self.stage.model_stage is None and self._takes_model():
                 facts["model_name"] = _contents(self.config_model)
             return _digest(facts)
-        run = self.arguments.resolve()
+        run = self._resolve()
         facts = {}
         for name, value in run.config.to_dict().items():
             if name in COUNTED or name not in MAY_CHANGE:
@@ -375,8 +377,9 @@ class _StageRun:
 
     def _takes_model(self) -> bool:
         """Return whether a command stage uses a model and names none of its own."""
-        names = MODELS_IN_USE.get(self.stage.kind)
-        return names is not None and not any(map(self.options.get, names))
+        kind = self.stage.kind
+        names = MODELS_IN_USE.get(kind, ())
+        return kind in MODELS_IN_USE and not any(map(self.options.get, names))
 
     def _model(self) -> str:
         """Return the model of the last stage before this one that leaves one, else the config's own."""
@@ -419,6 +422,10 @@ class _StageRun:
             # A stage that was stopped goes on; its folder is of this very fingerprint.
             kept_overrides.append("resume=auto")
         return tuple(kept_overrides)
+
+    def _resolve(self) -> ResolvedRun:
+        arguments = self.arguments
+        return resolve_run(arguments.source, arguments.overrides, stage=self.stage.name)
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
         if is_first_rank():

@@ -160,7 +160,15 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
         for evaluation in (sets.evaluation, *sets.by_task.values()):
             if evaluation is not None:
                 refuse_prompts(num_prompts(evaluation), evaluation.name)
-    length = run_length(store, config, session.world_size)
+    length = run_length(
+        store,
+        data_options,
+        config.batch,
+        config.model,
+        config.optimizer,
+        seed=config.run.seed,
+        world_size=session.world_size,
+    )
     return RunData(
         **vars(sets),
         **vars(length),
@@ -223,10 +231,12 @@ def build_components(
 
     Return them with the config in which learning rates and temperature are decided.
     """
+    model_options = config.model
+    objective = config.objective
     # Before the model: the teachers' weights are no longer in memory when the model's are read.
     teachers = None
-    if needed_teachers(config):
-        teachers = Teachers(config, session)
+    if needed_teachers(objective, config.data, model_options):
+        teachers = Teachers(objective, config.data, model_options, session)
         teachers.prepare(data.examples)
     # The same start on every rank; the step seeds each forward pass anew.
     torch.manual_seed(config.run.seed)
@@ -241,7 +251,7 @@ def build_components(
         decoders=max(num_cores() // num_sharing, 1),
     )
     # On CPUs `auto` is false.
-    if config.model.torch_compile == "auto" and session.device.type == "cuda":
+    if model_options.torch_compile == "auto" and session.device.type == "cuda":
         decide_compilation(data, featuriser, session)
     log.info(f"compiled layers: {session.placement.compilation}")
     embedding_model = unsharded_model(config, description, session)
@@ -280,7 +290,12 @@ def build_components(
     components = TrainingComponents(
         embedding_model, model, loss, optimizer, featuriser, input_builder, teachers
     )
-    temperature = run_temperature(config, None if scale is None else 1 / scale)
+    temperature = run_temperature(
+        config.objective,
+        config.data,
+        config.model,
+        None if scale is None else 1 / scale,
+    )
     if temperature is not None:
         config = config.changed(temperature=temperature)
     return components, config

@@ -24,13 +24,7 @@ from vembed.models.families.model_files import CODES, read_header, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
-from vembed.weights.merge_rules import (
-    OF_DIFFERENCES,
-    MergeMethod,
-    Method,
-    SlerpOf,
-    check_merge,
-)
+from vembed.weights.merge_rules import OF_DIFFERENCES, MergeMethod, Method, check_merge
 from vembed.weights.sources import (
     DTYPE_BY_CODE,
     ModelFolder,
@@ -62,6 +56,7 @@ NOT_COPIED = (
     "*.safetensors",
 )
 """In a model's folder: what is of this model alone, and the weights, which are written anew."""
+SlerpOf = Literal["auto", "weights", "differences"]
 MergeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 

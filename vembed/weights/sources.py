@@ -306,13 +306,14 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     )
     scale, bias = embedder.initial_logit_scale_and_bias or (None, None)
     size = description.embedding_dim
+    teachers = needed_teachers(config.objective, config.data, config.model)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,
         start_scale=scale,
         start_bias=bias,
         embedding_dim=size,
-        teacher_dims={teacher.label: size for teacher in needed_teachers(config)},
+        teacher_dims={teacher.label: size for teacher in teachers},
     )
     # The loss is built only for its learned scale and bias, which are stored beside the weights; no optimizer state is
     # read.

@@ -108,11 +108,12 @@ def show(arguments: TrainArguments, hardware: Hardware | None) -> dict[str, Any]
     """Predict the memory and the hours of a training, print them in full, and return them as a dict. `hardware`: instead
     of this machine's."""
     from vembed.cli.run_train import resolve_launch
+    from vembed.config.loading import resolve_run
     from vembed.parallel.devices import GIB
     from vembed.parallel.step_memory import MemoryEstimate
     from vembed.pipelines.prediction import FITS, place_here, training_time
 
-    run = arguments.resolve()
+    run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
     count = None if hardware is None else hardware.count
     gpu = None if hardware is None else hardware.gpu
     ranks = resolve_launch(run, arguments, num_gpus=count).first_rank

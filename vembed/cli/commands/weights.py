@@ -16,7 +16,6 @@ from vembed.cli.support import (
     plain_console,
     share,
 )
-from vembed.weights.merge_rules import MergeMethod, SlerpOf, check_merge
 
 EDIT_METRICS = {
     "probe": "probe's accuracy",
@@ -29,10 +28,12 @@ EDIT_METRICS = {
 def merge(
     models: Annotated[list[str], Argument(metavar="MODEL")],
     output: NewFolder,
-    method: MergeMethod = "mean",
+    method: Literal[
+        "mean", "weighted", "slerp", "task_arithmetic", "ties", "dare", "soup"
+    ] = "mean",
     weights: str = "",
     base: str | None = None,
-    of: SlerpOf | None = None,
+    of: Literal["auto", "weights", "differences"] | None = None,
     density: Annotated[float | None, Option(min=0.0, max=1.0)] = None,
     scale: float | None = None,
     interpolate: float | None = None,
@@ -62,6 +63,8 @@ def merge(
         dtype: auto, float32, bfloat16 or float16.
         seed: dare: what its draws depend on. Default: 42.
     """
+    from vembed.weights.merge_rules import check_merge
+
     options: dict[str, Any] = {
         "method": method,
         "weights": parts_of("--weights", weights, float) or None,

@@ -12,12 +12,7 @@ from typing import Annotated, Any, Literal, cast, get_args
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from transformers import PretrainedConfig, PreTrainedModel
 
-from vembed.config.schema import (
-    MatryoshkaSection,
-    ModelSection,
-    SimilarityName,
-    TrainConfig,
-)
+from vembed.config.schema import MatryoshkaSection, ModelSection, TrainConfig
 from vembed.errors import UserError
 from vembed.models.custom.modeling import UserModelConfig
 from vembed.models.custom.own_code import own_folder
@@ -93,7 +88,7 @@ class ModelDescription:
     default_prompt_name: str | None = None
     """Prompt that Sentence Transformers takes where none is asked for: query, document or one of the others. Saved
     along."""
-    similarity: SimilarityName = "cosine"
+    similarity: Literal["cosine", "dot"] = "cosine"
     normalize: bool = True
     """True: encode returns unit vectors."""
     truncate_dim: Size | None = None
@@ -207,6 +202,7 @@ class ModelDescription:
 # ---- decisions ---------------------------------------------------------------------------------------------------
 
 
+SimilarityName = Literal["cosine", "dot"]
 SMALLEST_MRL_DIM = 64
 
 _BGE_ZH = "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"

@@ -326,7 +326,7 @@ def kept_decisions(
     if "learning_rate" in kept_values and options["head_learning_rate"] is None:
         kept_values["head_learning_rate"] = saved["head_learning_rate"]
     is_same_loss = config.objective.loss == saved.get("loss")
-    temperature = run_temperature(config)
+    temperature = run_temperature(config.objective, config.data, config.model)
     is_left = temperature is not None
     if is_left and is_same_loss and "temperature" in saved:
         kept_values["temperature"] = saved["temperature"]
