@@ -129,7 +129,9 @@ class Demand:
 
 def measure(config: TrainConfig) -> ModelSize:
     """Measure the model of a config without its weights: its files' settings are read, and it is built empty."""
-    description = describe_trained(config)
+    description = describe_trained(
+        config.model, config.matryoshka, config.objective, config.adapters
+    )
     # 4-bit layers cannot be built empty: they are counted as what they replace, and their bytes below.
     adapters = config.adapters.model_copy(update={"quantize_weights": None})
     # Built once more for training, the model says then what there is.

@@ -306,7 +306,9 @@ def describe_model(config: TrainConfig, data: RunData) -> ModelDescription:
 
     Raise UserError if `eval_metric` is none of its scores.
     """
-    description = describe_trained(config)
+    description = describe_trained(
+        config.model, config.matryoshka, config.objective, config.adapters
+    )
     log.info(f"model: {description.summary()}")
     if description.scores == "label":
         for name in ("query_prompt", "document_prompt"):

@@ -296,7 +296,9 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         raise UserError(f"{checkpoint} is damaged ({problems[0]}); leave it out")
     saved = read_state(checkpoint)
     config = TrainConfig(**saved["config"])
-    description = describe_trained(config)
+    description = describe_trained(
+        config.model, config.matryoshka, config.objective, config.adapters
+    )
     embedder = build_model(
         description,
         config.model,

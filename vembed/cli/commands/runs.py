@@ -107,7 +107,13 @@ def card(model: str) -> dict[str, Any]:
     )
     config = resolve_run(run / "config.yaml").config
     is_adapter = any(folder.rglob("adapter_config.json"))
-    text = render_card(describe_trained(config), facts, adapter_alone=is_adapter)
+    text = render_card(
+        describe_trained(
+            config.model, config.matryoshka, config.objective, config.adapters
+        ),
+        facts,
+        adapter_alone=is_adapter,
+    )
     target = folder / CARD
     target.write_text(text, encoding="utf-8", errors="backslashreplace")
     print_lines(f"wrote {target}")

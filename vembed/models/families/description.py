@@ -12,7 +12,12 @@ from typing import Annotated, Any, Literal, cast, get_args
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from transformers import PretrainedConfig, PreTrainedModel
 
-from vembed.config.schema import MatryoshkaSection, ModelSection, TrainConfig
+from vembed.config.schema import (
+    AdapterSection,
+    MatryoshkaSection,
+    ModelSection,
+    ObjectiveSection,
+)
 from vembed.errors import UserError
 from vembed.models.custom.modeling import UserModelConfig
 from vembed.models.custom.own_code import own_folder
@@ -260,13 +265,18 @@ class _Reading:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def describe_trained(config: TrainConfig) -> ModelDescription:
+def describe_trained(
+    model: ModelSection,
+    matryoshka: MatryoshkaSection,
+    objective: ObjectiveSection,
+    adapters: AdapterSection,
+) -> ModelDescription:
     """Return the description of the model that a run trains."""
     return describe(
-        config.model,
-        config.matryoshka,
-        similarity=config.objective.similarity,
-        use_qlora=config.adapters.use_qlora,
+        model,
+        matryoshka,
+        similarity=objective.similarity,
+        use_qlora=adapters.use_qlora,
     )
 
 
