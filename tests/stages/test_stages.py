@@ -19,9 +19,11 @@ from tests.harness import run_ranks
 from tests.tiny import change_json, read_json, shared, tiny_bert, tiny_bert_st
 from tests.training.test_run import metric_lines
 from tests.weights.variants import pairs
+from vembed.cli.arguments import TrainArguments
 from vembed.cli.main import run_process
 from vembed.config.loading import chosen_pipeline
 from vembed.errors import UserError
+from vembed.pipelines.stages import _StageRun
 
 COMMON = {
     "model_name": str(shared(tiny_bert_st)),
@@ -379,6 +381,31 @@ def test_a_mining_takes_several_files_and_processes(train, monkeypatch):
     train(code=1)
     assert started[0][2:4] == ["vembed", "mine"]
     assert {"--nproc=2", f"data_path={json.dumps(paths)}"} <= set(started[0])
+
+
+def test_a_mining_reads_the_data_of_the_run_as_the_run_does(place):
+    del place
+    mine = {"num_negatives": 2, "retrievers": ["bm25"]}
+    judge = {"judges": [{"model": "broad"}]}
+    stages = [
+        BROAD,
+        {"name": "negatives", "mine": mine},
+        {"name": "judged", "judge": judge},
+        {**BROAD, "name": "narrow"},
+    ]
+    mapping = {"question": "query"}
+    written(stages, retrieval_mode="t2t", column_mapping=mapping)
+    pipeline = chosen_pipeline("cfg.yaml", ())
+    arguments = TrainArguments(source="cfg.yaml", overrides=("data_path=val.jsonl",))
+    runs = [_StageRun(pipeline, stage, arguments) for stage in pipeline.stages]
+    _, words = runs[1].command()
+    assert "data_path=val.jsonl" in words
+    reading = {"retrieval_mode=t2t", f"column_mapping={json.dumps(mapping)}"}
+    assert reading <= set(words)
+    assert reading <= set(runs[2].command()[1])
+    # The first training reads the command line's data, and the last one what was mined of them.
+    assert "data_path=val.jsonl" in runs[0].arguments.overrides
+    assert "data_path=val.jsonl" not in runs[3].arguments.overrides
 
 
 def test_stages_are_named_among_retrievers_and_judges(train):

@@ -22,7 +22,7 @@ from vembed.config.loading import (
     PipelineStage,
     resolve_run,
 )
-from vembed.config.options import command_line_layer
+from vembed.config.options import OptionValue, command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS
 from vembed.config.terms import needed_teachers
@@ -143,12 +143,13 @@ class _StageRun:
         self.where = f"{pipeline.config_name}: stage {stage.name}: "
         self.folder = stage.folder
         self.before = stage.before
-        self.options = _with_shared_data(pipeline, stage)
+        self.command_line, _ = command_line_layer(arguments.overrides)
+        shared = {**pipeline.shared.values, **self.command_line.values}
+        self.options = _with_shared_data(shared, stage)
         """Of a command stage; its paths may stand beside the config file."""
-        for key in (*DATA_FILE_OPTIONS, *MODELS):
+        for key in (*DATA_FILE_OPTIONS, *MODELS, "image_root"):
             if key in self.options:
                 self.options[key] = _with_names(self.options[key], self._located)
-        self.command_line, _ = command_line_layer(arguments.overrides)
         model = pipeline.shared.value("model_name")
         self.config_model = self.command_line.value("model_name", model)
         overwrite = pipeline.shared.value("overwrite", False)
@@ -411,11 +412,11 @@ class _StageRun:
         kept_overrides = []
         for override in self.all_arguments.overrides:
             layer, stage_name = command_line_layer([override])
-            # A model that the command line names is the one that the first stage starts from.
-            is_model = (
+            # A model or data that the command line names are those that the first stage starts from.
+            comes_from_stage = (
                 self.stage.model_stage is not None and "model_name" in layer.values
-            )
-            if stage_name is None and not is_model:
+            ) or (self.stage.data_stage is not None and "data_path" in layer.values)
+            if stage_name is None and not comes_from_stage:
                 kept_overrides.append(override)
         is_run = not self.all_arguments.is_dry_run and not self.starts_over
         if is_run and "resume" not in self.command_line.values:
@@ -535,6 +536,14 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 DATA_FILE_OPTIONS = ("data_path", "corpus_path", "qrels_path", "data")
 """Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
+READING_OPTIONS = (
+    "column_mapping",
+    "retrieval_mode",
+    "image_root",
+    "allow_image_urls",
+    "on_bad_record",
+)
+"""Options that say how records are read."""
 MODELS = ("model_name", "model", "models", "base", "retrievers", "judges")
 MODELS_IN_USE = {
     "mine": ("retrievers", "model_name"),
@@ -574,19 +583,23 @@ def _names_in(value: Any) -> list[str]:
     return names
 
 
-def _with_shared_data(pipeline: Pipeline, stage: PipelineStage) -> dict[str, Any]:
-    """Return the options of a stage. `mine` reads the data of the whole config unless it names its own."""
-    shared = pipeline.shared.values
+def _with_shared_data(
+    shared: Mapping[str, OptionValue], stage: PipelineStage
+) -> dict[str, Any]:
+    """Return the options of a stage. `mine` reads the data of the whole config unless it names its own, and `judge` what
+    was mined of them. `shared`: the options outside of the stages."""
     options = dict(stage.options)
-    if stage.kind != "mine" or "data_path" not in shared:
+    if stage.kind not in ("mine", "judge") or "data_path" not in shared:
         return options
     path = shared["data_path"].value
-    # The names of the columns belong to these data.
-    reads_shared = options.get("data_path", path) == path
-    if isinstance(path, str) and reads_shared:
+    if options.get("data_path", path) != path:
+        return options
+    if stage.kind == "mine" and isinstance(path, str):
         options["data_path"] = path
-        if "column_mapping" in shared:
-            options.setdefault("column_mapping", shared["column_mapping"].value)
+    # How records are read belongs to these data.
+    for name in READING_OPTIONS:
+        if name in shared:
+            options.setdefault(name, shared[name].value)
     return options
 
 
