@@ -1,5 +1,6 @@
 """EmbeddingModel: heads, frozen parts and their features, learned scale and bias, dtypes and kernels."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -245,6 +246,10 @@ def test_python_code_of_a_model_runs_only_when_asked(tmp_path, monkeypatch):
     modules = str(tmp_path / "modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
+    # A test before this one may have imported the package from another cache.
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "transformers_modules":
+            monkeypatch.delitem(sys.modules, name)
     folder = tiny.tiny_bert(tmp_path / "model")
     (folder / "own_config.py").write_text(OWN_CONFIG)
     (folder / "own_model.py").write_text(OWN_MODEL)

@@ -14,7 +14,14 @@ from tests.teachers.test_cache import (
     prepare,
     rows,
 )
-from tests.tiny import shared, tiny_bert, tiny_qwen3, tiny_qwen3_reranker, tiny_reranker
+from tests.tiny import (
+    change_json,
+    shared,
+    tiny_bert,
+    tiny_qwen3,
+    tiny_qwen3_reranker,
+    tiny_reranker,
+)
 from vembed.config.schema import Teacher
 from vembed.errors import UserError
 from vembed.inference.reranker import Reranker
@@ -65,10 +72,12 @@ def test_a_teacher_that_does_not_fit_is_sharded(monkeypatch):
     assert not is_sharded(always, folder, ranks)
 
 
-def test_a_decoder_without_tokens_for_yes_and_no():
+def test_a_decoder_without_tokens_for_yes_and_no(tmp_path):
+    folder = tiny_qwen3(tmp_path)
+    change_json(folder / "config.json", tie_word_embeddings=True)
     with pytest.raises(UserError, match="no single tokens for yes and no"):
         Reranker(
-            shared(tiny_qwen3),
+            folder,
             role="teacher x",
             head="answer",
             device=torch.device("cpu"),
