@@ -350,34 +350,32 @@ def test_a_plan_of_one_stage(place, capsys):
     assert ": does not fit" in capsys.readouterr().out
 
 
-def test_a_step_between_on_several_processes_gets_its_own_words(train, monkeypatch):
-    started = []
+@pytest.fixture
+def started(monkeypatch):
+    """The commands that are started on several processes. Each fails at once."""
+    commands = []
 
     def note(command, _):
-        started.append(command)
+        commands.append(command)
         return 1
 
     monkeypatch.setattr("vembed.parallel.launch.run_ranks", note)
+    monkeypatch.setattr("sys.argv", ["vembed", "train", "cfg.yaml"])
+    return commands
+
+
+def test_a_step_between_on_several_processes_gets_its_own_words(train, started):
     check = {**EVALUATE, "nproc": 2}
     written([BROAD, {"name": "check", "evaluate": check}])
-    monkeypatch.setattr("sys.argv", ["vembed", "train", "cfg.yaml"])
     train(code=1)
     words = "output/broad/final val.jsonl --json output/check/scores.json --nproc 2"
     assert started[0][2:] == ["vembed", "eval", *words.split()]
 
 
-def test_a_mining_takes_several_files_and_processes(train, monkeypatch):
-    started = []
-
-    def note(command, _):
-        started.append(command)
-        return 1
-
-    monkeypatch.setattr("vembed.parallel.launch.run_ranks", note)
+def test_a_mining_takes_several_files_and_processes(train, started):
     paths = ["train.jsonl", "val.jsonl"]
     mine = {**MINE, "data_path": paths, "retrievers": ["bm25"], "nproc": 2}
     written([{"name": "negatives", "mine": mine}, BROAD])
-    monkeypatch.setattr("sys.argv", ["vembed", "train", "cfg.yaml"])
     train(code=1)
     assert started[0][2:4] == ["vembed", "mine"]
     assert {"--nproc=2", f"data_path={json.dumps(paths)}"} <= set(started[0])

@@ -156,9 +156,9 @@ def _yaml_problem(error: yaml.MarkedYAMLError, text: str) -> tuple[str, str]:
     assert mark is not None, "the parser knows where it stopped"
     # Behind the last line where the file ended too early.
     lines = [*text.splitlines(), ""]
-    shown = lines[min(mark.line, len(lines) - 1)]
+    wrong_line = lines[min(mark.line, len(lines) - 1)]
     place = f"line {mark.line + 1}, column {mark.column + 1}"
-    return place, f"{problem}.\n  {shown}"
+    return place, f"{problem}.\n  {wrong_line}"
 
 
 def parse_value(text: str) -> Any:
