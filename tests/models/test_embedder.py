@@ -242,14 +242,26 @@ class OwnModel(BertModel):
 """
 
 
-def test_python_code_of_a_model_runs_only_when_asked(tmp_path, monkeypatch):
+def forget_modules_of_models():
+    """Modules of another folder's cache must not be found: each package remembers its own folder."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "transformers_modules":
+            del sys.modules[name]
+
+
+@pytest.fixture
+def own_module_cache(tmp_path, monkeypatch):
+    """Code of models is copied into a folder of this test's own."""
     modules = str(tmp_path / "modules")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules)
     monkeypatch.syspath_prepend(modules)
-    # A test before this one may have imported the package from another cache.
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "transformers_modules":
-            monkeypatch.delitem(sys.modules, name)
+    forget_modules_of_models()
+    yield
+    forget_modules_of_models()
+
+
+@pytest.mark.usefixtures("own_module_cache")
+def test_python_code_of_a_model_runs_only_when_asked(tmp_path):
     folder = tiny.tiny_bert(tmp_path / "model")
     (folder / "own_config.py").write_text(OWN_CONFIG)
     (folder / "own_model.py").write_text(OWN_MODEL)
