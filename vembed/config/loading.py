@@ -192,6 +192,7 @@ def resolve_run(
 
     # The config has what the user has set. The default preset is not part of it: `decide` uses it only if FSDP is on.
     set_options = {}
+    # Where each option stands, for messages, and where its value comes from, for `vembed config` and the log.
     places = {}
     origins = dict.fromkeys(all_options(), DEFAULT)
     for name, value in values.items():

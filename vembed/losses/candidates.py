@@ -139,7 +139,7 @@ class CandidateRule:
 class _Layout:
     """Ranges of entries in the table of one batch. Only `rows_with_query` is a range of rows."""
 
-    num_negatives: int
+    num_negative_columns: int
     """Hard negatives that are columns."""
     documents: slice
     queries: slice
@@ -161,19 +161,19 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     rank_rows = batch.rank_rows
     only_own = rule.hard_negatives_scope == "own"
     # All positives are columns. Hard negatives are columns too, unless only rows of their own example use them.
-    num_negatives = 0 if only_own else batch.negative.numel()
+    num_negative_columns = 0 if only_own else batch.negative.numel()
     # Queries of other rows are needed only as columns.
     has_query_columns = rule.query_query or rule.both_directions
     rows_with_query = slice(0, num_rows) if has_query_columns else rank_rows
-    first_query = num_negatives + num_rows
+    first_query = num_negative_columns + num_rows
     first_paired_negative = first_query + length_of(rows_with_query)
     layout = _Layout(
-        num_negatives=num_negatives,
+        num_negative_columns=num_negative_columns,
         documents=slice(0, first_query),
         queries=slice(first_query, first_paired_negative),
         rows_with_query=rows_with_query,
         local_queries=shifted(rank_rows, first_query - rows_with_query.start),
-        local_positives=shifted(rank_rows, num_negatives),
+        local_positives=shifted(rank_rows, num_negative_columns),
     )
     keys = _mask_keys(batch, rule, layout)
     tensors = {}
@@ -188,7 +188,9 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
         tensors["negative_entry"] = first_paired_negative + number
     # [N] the occurrence of each entry, in the order of the table. Occurrences count from 0 for queries, from R for
     # positives, from 2 R for hard negatives.
-    occurrences = torch.arange(2 * num_rows + num_negatives, device=batch.query.device)
+    occurrences = torch.arange(
+        2 * num_rows + num_negative_columns, device=batch.query.device
+    )
     parts = (
         occurrences[2 * num_rows :],
         occurrences[num_rows : 2 * num_rows],
@@ -250,7 +252,7 @@ def _mask_keys(
 ) -> _MaskKeys:
     """Return the keys of the masks that a rule needs."""
     rank_rows = batch.rank_rows
-    num_negatives = layout.num_negatives
+    num_negative_columns = layout.num_negative_columns
     content = compact_keys(batch.content)
     row_contents, negative_contents = batch.content_keys(content)  # [R, S], [H, 1 or 2]
     query_contents = content[batch.query][:, None]  # [R, 1]
@@ -267,13 +269,15 @@ def _mask_keys(
     document_examples = empty
     if rule.own_negatives_as_pairs:
         row_examples = batch.example[rank_rows, None].int()
-        of_negatives = batch.negative_example[:num_negatives]
+        of_negatives = batch.negative_example[:num_negative_columns]
         of_positives = torch.full_like(batch.example, NO_KEY_COLUMN)
         document_examples = torch.cat((of_negatives, of_positives))[:, None].int()
     return _MaskKeys(
         row_contents=row_contents[rank_rows],
         row_contents_as_columns=row_contents_as_columns,
-        document_contents=torch.cat((negative_contents[:num_negatives], repeated)),
+        document_contents=torch.cat(
+            (negative_contents[:num_negative_columns], repeated)
+        ),
         query_contents=query_contents[layout.rows_with_query],
         row_examples=row_examples,
         document_examples=document_examples,

@@ -90,7 +90,9 @@ class AuxiliaryBatch:
             share = share + self._factor(name) * self.of_rank[name][0]
         return share
 
-    def surrogate(self, micro_batch: MicroBatch, losses: SliceLosses) -> Tensor | None:
+    def micro_batch_share(
+        self, micro_batch: MicroBatch, losses: SliceLosses
+    ) -> Tensor | None:
         """Return what one micro-batch adds to the weighted sum, with its graph; None if nothing has a graph."""
         terms = []
         for (_, inputs), slice_losses in zip(micro_batch, losses, strict=True):

@@ -593,14 +593,14 @@ class TrainingStep:
                 roots.append(output)
                 gradients.append(output_gradient)
             if batch.auxiliary_sums is not None:
-                surrogate = batch.auxiliary_sums.surrogate(
+                auxiliary_share = batch.auxiliary_sums.micro_batch_share(
                     micro_batch, auxiliary_losses
                 )
-                if surrogate is not None:
+                if auxiliary_share is not None:
                     # The loss is a sum over the ranks, but the gradients of the ranks are averaged (see `differentiate`).
                     factor = scaled_weight * self.session.world_size
-                    roots.append(surrogate)
-                    gradients.append(surrogate.new_full((), factor))
+                    roots.append(auxiliary_share)
+                    gradients.append(auxiliary_share.new_full((), factor))
             # From here on GradientSync starts a bucket as soon as its gradients are there. Not with shared batch norms: they
             # have collectives in the backward pass too, and the order of both kinds could differ between the ranks.
             if is_last_backward and not self.session.syncs_batch_norms:
