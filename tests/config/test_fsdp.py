@@ -105,8 +105,9 @@ def test_local_state_dict(fsdp, refused):
 
 
 @pytest.mark.promise("C08")
-def test_no_shard_is_ddp_and_says_so(resolved):
-    run = resolved("use_fsdp: true\nfsdp_sharding_strategy: no_shard\n")
+@pytest.mark.parametrize("strategy", ["auto", "fsdp"])
+def test_no_shard_is_ddp_and_says_so(resolved, strategy):
+    run = resolved(f"strategy: {strategy}\nfsdp_sharding_strategy: no_shard\n")
     assert run.strategy.value == "ddp"
     assert run.fsdp is None
     (note,) = run.fsdp_notes

@@ -5,7 +5,7 @@ import pytest
 from tests.config.conftest import assert_options
 from tests.guides import STAGE_ONE
 from vembed.cli.arguments import NO_FLAGS
-from vembed.config.loading import load_config, resolve_run
+from vembed.config.loading import chosen_pipeline, load_config, resolve_run
 from vembed.config.options import (
     ALIASES,
     BLOCK_PREFIXES,
@@ -149,6 +149,10 @@ def test_stage_two_starts_from_the_result_of_stage_one(write_config, refused):
             num_processes=2,
         )
         assert run.origins["model_name"] == "cfg.yaml, result of stage1"
+    chosen = MODULAR + "stage: stage2\n"
+    file = write_config(chosen, needed="", name="chosen.yaml")
+    assert resolve_run(file).config.run.output_dir == "output/stage2"
+    assert chosen_pipeline(file) is None
     said = "several stages: choose with --stage NAME: stage1, stage2"
     assert said in refused(MODULAR, needed="")
     said = "there is no training stage 'stage3'"
@@ -221,8 +225,11 @@ def test_names_and_spellings(resolved, line, option, value):
 
 @pytest.mark.promise("E26")
 def test_effective_batch_counts_accumulated_batches(read, refused):
-    config = read("effective_batch_size: 256\n", "gradient_accumulation_steps=4")
-    assert config.batch.global_batch_size == 64
+    for key in ("effective_batch_size", "effective-batch-size"):
+        config = read(f"{key}: 256\n", "gradient_accumulation_steps=4")
+        assert config.batch.global_batch_size == 64
+    nothing = read("effective_batch_size: null\n", "gradient_accumulation_steps=4")
+    assert nothing.batch.global_batch_size is None
     message = refused("effective_batch_size: 10\n", "gradient_accumulation_steps=4")
     assert "effective_batch_size: 10" in message
     assert "gradient_accumulation_steps: 4" in message

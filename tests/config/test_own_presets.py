@@ -39,6 +39,11 @@ def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(resolved):
     assert_options(config, strategy="fsdp", num_machines=2)
     run = resolved(text, "accelerate_config=single_node_fsdp", needed="")
     assert run.config.parallel.num_processes == 8
+    # As of a file, its options are weaker than those of the config and of a stage.
+    text += "strategy: single\n"
+    run = resolved(text, "accelerate_config=my_cluster", needed="")
+    assert run.config.parallel.strategy == "single"
+    assert any("strategy: single" in note and "overrides" in note for note in run.notes)
 
 
 @pytest.mark.promise("C18")

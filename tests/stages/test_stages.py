@@ -103,6 +103,7 @@ def starts(folder, names):
     [
         ([{"name": "a"}, {"name": "a"}], "stage a: give each stage a name"),
         ([{"name": "a", "from": "b"}], "starts from b"),
+        ([NEGATIVES, {"name": "a", "from": "negatives"}], "starts from negatives"),
         (["a"], "must be a list of stages with their options"),
     ],
 )

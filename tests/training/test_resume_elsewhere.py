@@ -135,6 +135,14 @@ def test_the_best_checkpoint_of_another_folder_is_no_candidate(tmp_path, capsys)
     assert_is_checkpoint(result, 6, tmp_path / "whole")
 
 
+def test_a_metric_that_was_not_scored_yet_has_no_best_step(tmp_path):
+    options = settings(tmp_path, **BEST)
+    vembed.train(options, on_step=lambda info: "stop" if info.step == 4 else None)
+    result = vembed.train({**options, "resume": True, "eval_metric": "mrr@20"})
+    assert result.steps == 8
+    assert "mrr@20" in result.metrics
+
+
 def test_a_step_whose_checkpoint_is_in_another_folder_is_not_the_best_one(tmp_path):
     """Step 2 has no score in the first run. The second one evaluates it, and has no checkpoint of it."""
     options = settings(tmp_path, **BEST)

@@ -163,7 +163,7 @@ def decide(
     # For `auto` too: the placement may choose FSDP later, and then needs the settings.
     if strategy.value in ("auto", "fsdp"):
         fsdp, fsdp_notes = resolve_fsdp(fsdp_values, fsdp_origin)
-    elif parallel.strategy == "fsdp":
+    elif parallel.strategy in ("auto", "fsdp"):
         fsdp_notes = [
             "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy "
             "on each process)"
@@ -210,6 +210,15 @@ def _strategy(
     fsdp_origin: str,
 ) -> Decision[AskedStrategy]:
     """Return the strategy that is asked for. Raise UserError if the Accelerate file is for another one."""
+    sharding = values.get("fsdp_sharding_strategy")
+    if (
+        parallel.strategy in ("auto", "fsdp")
+        and sharding is not None
+        and sharding.value == "NO_SHARD"
+    ):
+        # A copy on each process, which ddp gives without wrapping.
+        reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
+        return Decision("ddp", reason, sharding.origin)
     if parallel.strategy == "auto":
         reason = "decided by the size of the model: ddp where it fits, fsdp where it does not"
         return Decision("auto", reason)
@@ -228,11 +237,6 @@ def _strategy(
             f"{accelerate_file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
             f"accelerate_fsdp), or leave {asked.key} out"
         )
-    sharding = values.get("fsdp_sharding_strategy")
-    if sharding is not None and sharding.value == "NO_SHARD":
-        # A copy on each process, which ddp gives without wrapping.
-        reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
-        return Decision("ddp", reason, asked.origin)
     return Decision(
         "fsdp", f"asked for, with the options of {fsdp_origin}", asked.origin
     )

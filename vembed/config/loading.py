@@ -112,30 +112,27 @@ def resolve_run(
     accelerate_config_layer = _layer_of_accelerate_config(
         [*config_layers, command_line]
     )
-    if (
-        accelerate_config_layer is not None
-        and accelerate_config_layer.value("accelerate_config") in user_presets
-    ):
-        # The name is that of a preset that the config itself defines: a block of options, which becomes a layer.
-        preset_name = accelerate_config_layer.value("accelerate_config")
+    file_name = None
+    own_preset_layers = []
+    if accelerate_config_layer is not None:
+        file_name = accelerate_config_layer.value("accelerate_config")
+    if file_name is not None and file_name in user_presets:
+        # The name is that of a preset that the config itself defines: a block of options, as weak as those of a file. The
+        # block may name a file in turn.
         for layer in (*config_layers, command_line):
             layer.values.pop("accelerate_config", None)
-        block = {"distributed": user_presets[preset_name]}
-        place = str(config_file or "the config")
-        config_layers.append(
-            Layer(place).add_keys(block, f"{USER_PRESETS}.{preset_name}.")
+        own_preset = Layer(str(config_file or "the config"), Level.ACCELERATE_FILE)
+        block = {"distributed": user_presets[file_name]}
+        own_preset_layers.append(
+            own_preset.add_keys(block, f"{USER_PRESETS}.{file_name}.")
         )
-        accelerate_config_layer = _layer_of_accelerate_config(
-            [*config_layers, command_line]
-        )
+        file_name = own_preset.value("accelerate_config")
     accelerate_file = None
     accelerate_layers = []
     # What the FSDP options start from: the launcher, a named file for FSDP, or the default preset.
     fsdp_origin = ""
-    if accelerate_config_layer is not None:
-        accelerate_file = read_accelerate_file(
-            accelerate_config_layer.value("accelerate_config")
-        )
+    if file_name is not None:
+        accelerate_file = read_accelerate_file(file_name)
         notes += accelerate_file.notes
         options = {"strategy": accelerate_file.distribution, **accelerate_file.options}
         accelerate_layers.append(
@@ -156,11 +153,12 @@ def resolve_run(
         )
         fsdp_origin = preset.place
     notes += launcher_notes
+    accelerate_layers += own_preset_layers
 
     layers = [*accelerate_layers, launcher, *config_layers, command_line]
-    # More than one config layer: the last one is a stage's block. It holds for any launch, and a file that the command
-    # line names is for this launch. So where both set an option, the file's value wins: it moves to a layer of its own,
-    # above the stage's.
+    # More than one config layer: the last one is a stage's block. Options outside of the stages are stronger than a file
+    # that the command line names. A stage's block is not, since the user names the file for the launch of this stage: where
+    # both set an option, the file's value moves to a layer above the stage's.
     if accelerate_config_layer is command_line and len(config_layers) > 1:
         accelerate_layer = accelerate_layers[-1]
         stage_layer = config_layers[-1]
@@ -273,39 +271,42 @@ def _resolve_values(
     # In other trainers an effective batch includes all accumulated batches. Here global_batch_size is one of them. The
     # key as written tells which of the two the user means.
     batch = values.get("global_batch_size")
-    steps = values.get("gradient_accumulation_steps")
-    is_effective = batch is not None and batch.key.endswith("effective_batch_size")
-    if batch is not None and steps is not None and is_effective:
-        if batch.value % steps.value:
+    num_accumulated = values.get("gradient_accumulation_steps")
+    if (
+        batch is not None
+        and batch.value is not None
+        and num_accumulated is not None
+        and batch.key.replace("-", "_").endswith("effective_batch_size")
+    ):
+        count = num_accumulated.value
+        if batch.value % count:
             problems.append(
                 f"{batch.place}: {batch.key}: {batch.value} must be a multiple of "
-                f"gradient_accumulation_steps: {steps.value} ({steps.place})"
+                f"gradient_accumulation_steps: {count} ({num_accumulated.place})"
             )
         else:
-            place = (
-                f"{batch.place}, {batch.value} over {steps.value} accumulated batches"
-            )
-            size = batch.value // steps.value
+            place = f"{batch.place}, {batch.value} over {count} accumulated batches"
+            size = batch.value // count
             values["global_batch_size"] = replace(batch, value=size, place=place)
 
-    model = values.get("model_name")
-    folder = values.get("output_dir")
     notes = resolve_paths(values, PATH_OPTIONS, config_file)
     # After the path of the class is resolved. Without a model_name the class starts from new weights, and names the model.
     model_class = values.get("model_class")
-    if model_class is not None and model_class.value and model is None:
+    if model_class is not None and model_class.value and "model_name" not in values:
         values["model_name"] = replace(model_class, option="model_name")
     # Last: its name may contain the model and the data.
-    if folder is not None:
+    output_dir = values.get("output_dir")
+    if output_dir is not None:
         plain = {name: value.value for name, value in values.items()}
-        path = folder.value
+        template = output_dir.value
+        path = template
         try:
-            path = expand_output_dir(folder.value, plain, env)
+            path = expand_output_dir(template, plain, env)
         except ValueError as error:
-            problems.append(f"output_dir: {folder.value}: {error} ({folder.place})")
-        if path != folder.value:
-            notes.append(f"output_dir: {folder.value} -> {path}")
-            values["output_dir"] = replace(folder, value=path)
+            problems.append(f"output_dir: {template}: {error} ({output_dir.place})")
+        if path != template:
+            notes.append(f"output_dir: {template} -> {path}")
+            values["output_dir"] = replace(output_dir, value=path)
     return notes, problems
 
 
@@ -514,9 +515,7 @@ def source_layers(
     pipeline = _pipeline_of(tree, config_name, command_line)
     if pipeline is not None:
         command_line.values.pop("output_dir", None)
-        if stage is None and "stage" in tree.value:
-            stage = str(tree.value["stage"].plain())
-        return pipeline.layers(stage), presets.value
+        return pipeline.layers(stage or _stage_of_file(tree)), presets.value
     if stage is not None:
         raise UserError(
             f"{config_name}: stage {stage!r} was asked for, but there is no {TRAINING_STAGES} block "
@@ -532,16 +531,21 @@ def chosen_pipeline(
     stage: str | None = None,
 ) -> Pipeline | None:
     """Return the pipeline of a config, if stages are to be run. None if it is a single training: the config has no stages,
-    or `stage` or the overrides name a training stage."""
+    or `stage`, the overrides or the file name a training stage."""
     command_line, chosen_stage = command_line_layer(overrides)
     tree, config_name = source_tree(source)
     pipeline = _pipeline_of(tree, config_name, command_line)
-    name = stage or chosen_stage
+    name = stage or chosen_stage or _stage_of_file(tree)
     if pipeline is None or name is None:
         return pipeline
     # An unknown name counts as a training: loading it raises the error that lists the names.
     kinds = {stage.name: stage.kind for stage in pipeline.stages}
     return None if kinds.get(name, "train") == "train" else pipeline
+
+
+def _stage_of_file(tree: Node) -> str | None:
+    """Return the stage that a config itself chooses by its key `stage`; None without the key."""
+    return str(tree.value["stage"].plain()) if "stage" in tree.value else None
 
 
 def _pipeline_of(
@@ -599,8 +603,8 @@ def _stage(
     number = len(before) + 1
     if not name:
         name = f"train{number}" if kind == "train" else f"{kind}-{number}"
-    by_name = {stage.name: stage for stage in before}
-    if name in by_name or "/" in name or name.startswith("."):
+    names_before = [stage.name for stage in before]
+    if name in names_before or "/" in name or name.startswith("."):
         raise UserError(
             f"{config_name}: stage {name}: give each stage a name of its own, without / and not beginning with ."
         )
@@ -627,11 +631,12 @@ def _stage(
         elif stage.kind == kind == "train":
             data_stage = None
     if start is not None:
-        model_stage = by_name.get(str(start.plain()))
+        models = {stage.name: stage for stage in before if stage.has_model}
+        model_stage = models.get(str(start.plain()))
         if model_stage is None:
             raise UserError(
-                f"{config_name}: stage {name} starts from {start.plain()}, and the stages before it are "
-                f"{', '.join(by_name) or 'none'}"
+                f"{config_name}: stage {name} starts from {start.plain()}, and the stages before it that leave a model are "
+                f"{', '.join(models) or 'none'}"
             )
     folder = Path(root, name)
     if "output_dir" in options:

@@ -157,9 +157,9 @@ class Layer:
                 f"{written_key}: {written_value} has no effect: {target} ({place})"
             )
         elif inner:
-            # Its keys are the user's column names: `column_mapping.query=title`.
+            # Its keys are the user's column names: `column_mapping.title=query`.
             earlier = self.values.pop(name, None)
-            columns = dict(earlier.value) if earlier is not None else {}
+            columns = dict(earlier.value or {}) if earlier is not None else {}
             columns[".".join(inner)] = plain
             self.add_option(name, columns, written_key, place)
         elif not callable(target):

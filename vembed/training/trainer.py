@@ -660,8 +660,10 @@ class Trainer:
         if data is not None and is_scored and has_checkpoint and state.best is None:
             # No best step is known: the options have changed, or this step was scored before it had a checkpoint. It has one
             # now, so it becomes the best. A best step that is known stays.
-            metric = self.config.evaluation.eval_metric
-            state.set_best(deciding_metric(metric, data))
+            metric = deciding_metric(self.config.evaluation.eval_metric, data)
+            # An eval_metric that is new may have a cut-off that was not scored.
+            if metric in state.scores:
+                state.set_best(metric)
         if not self.config.evaluation.guards:
             # The guard that ended the run is no longer asked for.
             state.guard_message = None
