@@ -161,25 +161,6 @@ def test_json_lines(lines):
         check(path, lines)
 
 
-@rank_batch(10)
-@given(
-    pairs_among(wrong_json, 8),
-    st.integers(0, 3),
-    st.integers(0, 30),
-)
-def test_json_arrays(elements, indent, cut):
-    text = json.dumps(records_of(elements), indent=indent or None)
-    constants = []  # NaN is a mistake in the syntax of JSON, after which an array cannot be read
-    json.loads(text, parse_constant=constants.append)
-    with folder() as place:
-        path = place / "data.json"
-        path.write_text(text[: len(text) - cut], encoding="utf-8")
-        if constants or cut:
-            assert "data.json" in refused(path, on_bad_record="skip")
-        else:
-            check(path, elements)
-
-
 broken_rows = st.sampled_from(
     [
         *(b"one", b"a,b,c", b",,,,", b",", b",b", b"a,", b" ,b", b"a\0,b", b"\xff,b"),

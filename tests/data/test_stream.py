@@ -3,10 +3,7 @@
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import time
-from contextlib import contextmanager
 from dataclasses import fields, replace
 
 import numpy as np
@@ -15,7 +12,7 @@ import pytest
 
 from tests import tiny
 from tests.data.files import text_records, write_jsonl
-from tests.harness import ROOT
+from tests.harness import forkserver
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.batching.stream import BatchProcess, RankBatchStream
@@ -57,25 +54,11 @@ def path(tmp_path):
     return write_jsonl(tmp_path / "pairs.jsonl", records)
 
 
-@contextmanager
-def started(stream):
-    process = BatchProcess(stream)
-    try:
-        await_ready(process)
-        yield process
-    finally:
-        process.close()
-
-
 def wait_until(condition, message):
     end = time.monotonic() + READY_SECONDS
     while not condition():
         assert time.monotonic() < end, message
         time.sleep(0.05)
-
-
-def await_ready(process):
-    wait_until(process.is_ready, "the process did not start")
 
 
 def assert_equal(actual, wanted):
@@ -92,18 +75,6 @@ def assert_equal(actual, wanted):
             assert_equal(getattr(actual, field.name), getattr(wanted, field.name))
     else:
         assert actual == wanted
-
-
-def test_the_batches_are_those_of_a_thread(path):
-    stream = open_stream(path)
-    with started(stream) as process:
-        for number in range(NUM_BATCHES):
-            batch = process.rank_batch(number)
-            assert list(batch.splits) == [MICRO_BATCH_TOKENS]
-            assert_equal(batch, stream.rank_batch(number))
-        # After a shortage of memory the step has another budget.
-        stream.micro_batch_tokens = MICRO_BATCH_TOKENS // 2
-        assert list(process.rank_batch(0).splits) == [MICRO_BATCH_TOKENS // 2]
 
 
 def test_a_reranker_has_the_same_pairs(path):
@@ -143,14 +114,14 @@ def test_batches_wait_for_no_start(path):
         process.close()
 
 
-def test_an_error_names_file_and_line_and_a_process_that_has_ended_is_named(path):
-    with started(open_stream(path)) as process:
-        os.truncate(path, 0)
-        with pytest.raises(UserError, match=r"pairs\.jsonl:\d+ has changed"):
-            process.rank_batch(0)
-        os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(RunError, match="exit code -9"):
-            process.rank_batch(0)
+def test_a_process_that_has_ended_is_named(path):
+    process = BatchProcess(open_stream(path))
+    os.kill(process.pid, signal.SIGKILL)
+    killed = psutil.Process(process.pid)
+    wait_until(lambda: killed.status() == psutil.STATUS_ZOMBIE, "it is still there")
+    with pytest.raises(RunError, match="exit code -9"):
+        process.rank_batch(0)
+    process.close()
 
 
 def test_the_process_ends_with_the_stream(path, monkeypatch):
@@ -169,26 +140,31 @@ def test_the_process_ends_with_the_stream(path, monkeypatch):
     assert not psutil.pid_exists(pid)
 
 
-PARENT = """
-import os, signal, sys, time
-from pathlib import Path
-from tests.data.test_stream import open_stream, await_ready
-from vembed.data.batching.stream import BatchProcess
-process = BatchProcess(open_stream(Path(sys.argv[1])))
-await_ready(process)
-print(process.pid, flush=True)
-time.sleep(600)
-"""
+def use_process(path, sender):
+    """Compare the batches of a process, let it meet a changed file, send its number, and wait to be killed."""
+    stream = open_stream(path)
+    process = BatchProcess(stream)
+    wait_until(process.is_ready, "the process did not start")
+    for number in range(NUM_BATCHES):
+        batch = process.rank_batch(number)
+        assert list(batch.splits) == [MICRO_BATCH_TOKENS]
+        assert_equal(batch, stream.rank_batch(number))
+    # After a shortage of memory the step has another budget.
+    stream.micro_batch_tokens = MICRO_BATCH_TOKENS // 2
+    assert list(process.rank_batch(0).splits) == [MICRO_BATCH_TOKENS // 2]
+    os.truncate(path, 0)
+    with pytest.raises(UserError, match=r"pairs\.jsonl:\d+ has changed"):
+        process.rank_batch(0)
+    sender.send(process.pid)
+    time.sleep(READY_SECONDS)
 
 
-def test_no_process_outlives_a_killed_parent(path):
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, path],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with parent:
-        pid = int(parent.stdout.readline())
-        parent.kill()
+def test_the_batches_are_those_of_a_thread_and_no_process_outlives_its_parent(path):
+    context = forkserver()
+    receiver, sender = context.Pipe(duplex=False)
+    parent = context.Process(target=use_process, args=(path, sender), daemon=True)
+    parent.start()
+    sender.close()
+    pid = receiver.recv()
+    parent.kill()
     wait_until(lambda: not psutil.pid_exists(pid), "the process is still there")

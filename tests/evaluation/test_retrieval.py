@@ -7,10 +7,8 @@ import pytest
 
 from tests.harness import run_ranks
 from vembed.data.examples import Item
-from vembed.evaluation import scores
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.scores import retrieval_metrics, score_rankings
-from vembed.parallel import collectives
 from vembed.parallel.session import start_command_session
 
 
@@ -107,34 +105,3 @@ def _metrics_on_a_rank():
 def test_queries_divided_among_ranks_give_the_same_last_digit():
     expected = metrics_of_cases()
     assert run_ranks(_metrics_on_a_rank, 2) == [expected, expected]
-
-
-class Stop(Exception):  # noqa: N818
-    pass
-
-
-def _stops_while_it_scores():
-    scores.DOCUMENTS_PER_SEARCH_TILE = 32
-    micro_batches = [0]
-    at = None
-
-    def between():
-        micro_batches[0] += 1
-        if at is not None and collectives.max_ints([int(micro_batches[0] == at)])[0]:
-            raise Stop
-
-    with start_command_session() as session:
-        queries, documents, data = random_case(num_queries=1)  # none for rank 1
-        options = {"session": session, "check_interrupt": between}
-        retrieval_metrics(queries, documents, data, [10], [4], **options)
-        whole = micro_batches[0]
-        micro_batches[0] = 0
-        at = 3
-        with pytest.raises(Stop):
-            retrieval_metrics(queries, documents, data, [10], [4], **options)
-        session.barrier()
-        return whole
-
-
-def test_scoring_can_be_stopped_after_each_tile_on_all_ranks():
-    assert run_ranks(_stops_while_it_scores, 2) == [2 * 3] * 2

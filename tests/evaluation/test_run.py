@@ -1,11 +1,10 @@
-"""evaluate(): a model folder and data in, numbers out: those of Sentence Transformers' vectors, and those of mteb."""
+"""evaluate(): a model folder and data in, numbers out: those of Sentence Transformers' vectors."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from scipy import stats
 from sentence_transformers import SentenceTransformer
 
@@ -106,38 +105,6 @@ def test_scored_pairs_have_the_correlations_of_scipy_at_every_size(tmp_path):
         pearson = stats.pearsonr(cosines, labels).statistic
         assert scores[f"{prefix}spearman"] == pytest.approx(spearman, abs=1e-5)
         assert scores[f"{prefix}pearson"] == pytest.approx(pearson, abs=1e-5)
-
-
-# mteb leaves files open, and warns of Sentence Transformers' renamed methods.
-@pytest.mark.filterwarnings("ignore")
-def test_equal_files_give_equal_numbers_as_mteb(tmp_path):
-    import mteb  # takes seconds
-
-    draw = np.random.default_rng(0)
-    queries = {f"q{number}": sentence(number) for number in range(12)}
-    corpus = {f"d{number}": sentence(1000 + number, 8) for number in range(40)}
-    relevant = {}
-    for name in queries:
-        relevant[name] = [f"d{j}" for j in draw.choice(40, 2, replace=False)]
-    write_beir(tmp_path, corpus, queries, relevant)
-    ours = evaluate(shared(tiny_bert_st), tmp_path)
-    task = mteb.get_task("SciFact")
-    tables = {"top_ranked": None}
-    for part, texts in (("corpus", corpus), ("queries", queries)):
-        rows = [{"id": name, "title": "", "text": text} for name, text in texts.items()]
-        tables[part] = Dataset.from_list(rows)
-    tables["relevant_docs"] = {
-        name: dict.fromkeys(documents, 1) for name, documents in relevant.items()
-    }
-    task.dataset = {"default": {"test": tables}}
-    task.data_loaded = True
-    model = SentenceTransformer(str(shared(tiny_bert_st)), device="cpu")
-    actual = mteb.evaluate(model, [task], cache=None, show_progress_bar=False)
-    (theirs,) = actual.task_results[0].scores["test"]
-    for metric in ("ndcg@10", "recall@100", "map@10", "mrr@10"):
-        assert theirs[metric.replace("@", "_at_")] == pytest.approx(
-            ours[metric], abs=1e-4
-        )
 
 
 def test_wrong_dims_and_broken_weights_are_named(tmp_path):

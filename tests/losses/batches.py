@@ -28,6 +28,8 @@ from vembed.losses.table import LOSS_ENTRY_ONLY
 from vembed.losses.tiles import Tiling
 
 TEACHER_DIM = 7
+WEIGHT = 3.0
+"""Weight of the loss in what is differentiated: its own backward pass has to take it into account."""
 SIZES = {"embedding_dim": 12, "teacher_dims": {"vectors": TEACHER_DIM}}
 
 
@@ -229,7 +231,8 @@ def _sizes_of_a_term(batch, config, term, parameters):
 
 
 def check(batch, config, loss=None, tolerance=1e-12):
-    """Loss and every gradient of vembed's loss equal those of the reference."""
+    """Loss and every gradient of vembed's loss equal those of the reference. Both are part of a larger sum, with a
+    weight."""
     loss = (loss or build_loss(config, **SIZES)).double()
     parameters = dict(loss.named_parameters())
     actual = loss(batch)
@@ -240,7 +243,9 @@ def check(batch, config, loss=None, tolerance=1e-12):
     terms = term_sizes(batch, config, loss)
     assert_close(actual, expected, tolerance, "loss", terms["loss"])
     names = ["embeddings", *parameters]
-    gradients_found = gradients(actual, batch.embeddings, *parameters.values())
-    want = gradients(expected, exact.embeddings, *parameters.values())
+    inputs = parameters.values()
+    gradients_found = gradients(WEIGHT * actual, batch.embeddings, *inputs)
+    want = gradients(WEIGHT * expected, exact.embeddings, *inputs)
     for name, g, w in zip(names, gradients_found, want, strict=True):
-        assert_close(g, w, tolerance, f"gradient of {name}", terms[name])
+        size = WEIGHT * terms[name]
+        assert_close(g, w, tolerance, f"gradient of {name}", size)

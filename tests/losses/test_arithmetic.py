@@ -9,12 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.losses.batches import (
     SIZES,
-    assert_close,
     check,
     config_of,
     gradients,
     make_batch,
-    term_sizes,
     tiled,
 )
 from tests.losses.test_contract import COMBINED, cases_of
@@ -54,6 +52,8 @@ def test_float32(options):
         value = loss(batch)
         (gradient,) = gradients(value, batch.embeddings)
     assert value.dtype == gradient.dtype == torch.float32
+    with torch.no_grad():
+        assert torch.equal(loss(batch), value)
     check(batch, config, tolerance=1e-5)
 
 
@@ -99,22 +99,6 @@ def test_small_losses_keep_their_digits_in_float32():
     assert float(loss.detach()) == pytest.approx(1.3887943864964e-11, rel=1e-5)
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
-def test_gradients_scale_with_the_loss(options):
-    batch = make_batch(7, max_positives=2)
-    config = config_of(**options)
-    loss = build_loss(config, **SIZES).double()
-    terms = term_sizes(batch, config, loss)
-    inputs = {"embeddings": batch.embeddings, **dict(loss.named_parameters())}
-    value = loss(batch)
-    with torch.no_grad():
-        assert torch.equal(loss(batch), value)
-    first = torch.autograd.grad(value, list(inputs.values()))
-    tripled = torch.autograd.grad(loss(batch) * 3.0, list(inputs.values()))
-    for name, gradient, three in zip(inputs, first, tripled, strict=True):
-        assert_close(three, 3.0 * gradient, 1e-14, name, 3.0 * terms[name])
-
-
 class LargestTensor(TorchDispatchMode):
     """Elements of the largest tensor that any operation returns."""
 
@@ -132,10 +116,10 @@ class LargestTensor(TorchDispatchMode):
 def test_memory_grows_with_the_rows_and_not_with_their_square(options):
     loss = build_loss(config_of(**options), **SIZES)
     largest = []
-    for num_examples in (150, 300):
-        batch = make_batch(num_examples, max_negatives=1, num_contents=50)
-        with tiled(8, 4000), LargestTensor() as opened:
+    for num_examples in (90, 180):
+        batch = make_batch(num_examples, max_negatives=1, num_contents=30)
+        with tiled(10, 4000), LargestTensor() as opened:
             loss(batch).backward()
         largest.append(opened.num_elements)
-        assert opened.num_elements < num_examples**2 / 2
+    assert largest[1] < num_examples**2 / 2
     assert largest[1] < 2.2 * largest[0]

@@ -11,7 +11,6 @@ from vembed.declarations import IDENTITY, check_parts
 from vembed.losses.table import LOSSES, check_losses
 from vembed.models.poolings.base import Mean
 from vembed.models.poolings.table import check_poolings
-from vembed.training.optimizer_kinds import OptimizerKind, Sgd
 from vembed.training.trackers.accelerate_trackers import TensorBoard
 
 
@@ -89,24 +88,3 @@ def test_what_a_part_takes_over_from_another_part_is_named(
 ):
     with pytest.raises(TypeError, match=f"{part.__name__} .*`{attribute}` .*{other}"):
         check((part,))
-
-
-def test_another_optimizers_spelling_is_taken_and_a_size_of_nothing_is_declared():
-    def names_of(kind):
-        return (kind.name, *kind.spellings.split())
-
-    body = {
-        "name": "strange",
-        "summary": "Strange.",
-        "__module__": __name__,
-        "spellings": "sgd",
-    }
-    strange = type("Strange", (Sgd,), body)
-    with pytest.raises(TypeError, match=r"Strange .*: the name sgd is that of .*Sgd"):
-        check_parts("optimizer", OptimizerKind, (Sgd, strange), names_of)
-    # SGD has a state of 0 bytes.
-    needed = ("state_bytes",)
-    check_parts("optimizer", OptimizerKind, (Sgd,), names_of, needed=needed)
-    bare = type("Bare", (OptimizerKind,), {"name": "bare", "__module__": __name__})
-    with pytest.raises(TypeError, match=r"Bare .*`state_bytes`, `build`"):
-        check_parts("optimizer", OptimizerKind, (bare,), names_of, needed=needed)

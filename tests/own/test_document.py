@@ -233,24 +233,6 @@ def test_the_free_bits_count_for_each_token():
     assert float(sums) == pytest.approx(2 * math.log(2) - 0.5) and int(counts) == 2
 
 
-def test_the_gradient_of_the_mapper():
-    """The one-hot's gradient is that of the probabilities of all classes, whichever class was drawn."""
-    from free_transformer import ModelConfig
-    from free_transformer.model import BinaryMapper
-
-    logits = torch.tensor([0.3, -0.7], dtype=torch.float64, requires_grad=True)
-    worth = torch.tensor([0.2, 1.0, -0.5, 0.9], dtype=torch.float64)
-    latent = BinaryMapper(ModelConfig(latent_dim=4))(logits)
-    assert sorted(latent.detach().round(decimals=9).tolist()) == [0, 0, 0, 1]
-    (actual,) = torch.autograd.grad(latent @ worth, logits)
-    low, high = torch.sigmoid(logits)
-    of_low = torch.stack([1 - low, low])
-    of_high = torch.stack([1 - high, high])
-    probabilities = torch.outer(of_high, of_low).flatten()
-    (expected,) = torch.autograd.grad(probabilities @ worth, logits)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.promise("E02", "E03")
 @pytest.mark.parametrize("target", ["train-free-fsdp", "train-baseline-fsdp"])
 def test_make_targets_start_two_processes_on_a_cpu(target):

@@ -13,7 +13,7 @@ import yaml
 
 import vembed
 from tests.commands import start
-from tests.data.files import read_jsonl, write_jsonl
+from tests.data.files import read_jsonl
 from tests.guides import STAGE_ONE
 from tests.harness import run_ranks
 from tests.tiny import change_json, read_json, shared, tiny_bert, tiny_bert_st
@@ -431,21 +431,6 @@ def test_stages_are_named_among_retrievers_and_judges(train):
     error = train(code=2).err
     assert "stage negatives: retrievers: soop" in error
     assert "did you mean 'soup'" in error
-
-
-def test_mining_reads_the_data_of_the_config_with_its_columns(train):
-    rows = [
-        {"frage": row["query"], "antwort": row["positive"]}
-        for row in read_jsonl("train.jsonl")
-    ]
-    write_jsonl(Path("deutsch.jsonl"), rows)
-    stages = [{"name": "negatives", "mine": {"num_negatives": 2}}, SHARP]
-    mapping = {"frage": "query", "antwort": "positive"}
-    written(stages, data_path="deutsch.jsonl", column_mapping=mapping)
-    train()
-    mined = read_jsonl("output/negatives/mined.jsonl")
-    assert [row["frage"] for row in mined] == [row["frage"] for row in rows]
-    assert_done("negatives", "sharp")
 
 
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):
