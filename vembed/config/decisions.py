@@ -1,7 +1,7 @@
 """Decisions of a run, each made once, with its value and its reason.
 
 ResolvedRun: those that follow from the config alone. Then what `auto` means where it depends on the model or the data:
-learning rate, epochs and intervals. None needs a device. The same config, model and data give the same decisions.
+learning rate, epochs and intervals. No decision needs a device. The same config, model and data give the same ones.
 """
 
 import math
@@ -347,20 +347,21 @@ TrainedPart = Literal["weights", "adapters", "head"]
 MEASURED_WIDTH = 384
 """Hidden size of all-MiniLM-L6-v2, on which the rates were measured."""
 EMBEDDING_MODEL_RATE = 8e-5
-"""Peak for all weights of an embedding model of this width. In wider models it falls in inverse proportion to the width."""
+"""Peak for all weights of an embedding model of MEASURED_WIDTH. In wider models it falls in inverse proportion to the width."""
 LANGUAGE_MODEL_RATE = 1.2e-4
 """The same for a language model that was not trained as an embedding model yet: it has further to go."""
 MIN_RATE = 5e-6
+"""Lowest peak for pretrained weights."""
 MAX_RATE = 1e-4
-"""Limits of the peak for pretrained weights, in models at least as wide as MEASURED_WIDTH."""
+"""Highest peak for pretrained weights of models at least as wide as MEASURED_WIDTH."""
 NARROW_POWER = 3
 """In narrower models the peak rises by this power of MEASURED_WIDTH / width."""
 MAX_NARROW_SHARE = 0.75
 """Largest peak for pretrained weights of a narrower model, as a share of the peak for initial weights."""
 LONG_RUN_STEPS = 100
+"""In runs of more steps the peak for all weights of a text model falls by the fourth root of LONG_RUN_STEPS / steps."""
 MAX_LONG_RUN_STEPS = 400
-"""In runs of more than LONG_RUN_STEPS steps the peak for all weights of a text model falls by the fourth root of
-LONG_RUN_STEPS / steps. It stays at 0.71 times the peak from MAX_LONG_RUN_STEPS on."""
+"""From so many steps on it stays at 0.71 times the peak."""
 
 TWO_TOWER_RATE = 1e-5
 """Peak for CLIP and SigLIP: their towers were trained on batches of tens of thousands of pairs."""
@@ -372,18 +373,20 @@ ADAPTER_RATIO = 15.0
 alone, where the peak for all weights is raised."""
 ADAPTER_ALPHA = 32
 MIN_ALPHA_FACTOR = 0.1
+"""Smallest factor by which another alpha changes the peak for adapters."""
 MAX_ALPHA_FACTOR = 10.0
-"""Limits of the factor by which another alpha changes the peak for adapters."""
+"""Largest such factor."""
 SHORT_RUN_OF_ADAPTERS = 48
+"""In runs of fewer steps the peak for adapters rises by the root of SHORT_RUN_OF_ADAPTERS / steps. B begins at zero, so a
+short run ends before A and B have grown together."""
 MIN_RUN_OF_ADAPTERS = 16
-"""In runs of fewer than SHORT_RUN_OF_ADAPTERS steps the peak for adapters rises by the root of SHORT_RUN_OF_ADAPTERS /
-steps, at most to that of MIN_RUN_OF_ADAPTERS steps. B begins at zero, so a short run ends before A and B have grown
-together."""
+"""In runs of fewer steps it rises no further."""
 
 HEAD_RATE = 1e-3
 """Peak for a linear layer on the outputs of frozen towers, and for new projections."""
 
 INITIAL_WIDTH = 512
+"""Hidden size for which INITIAL_RATE was measured."""
 INITIAL_RATE = 5e-4
 """Peak for initial weights of INITIAL_WIDTH dimensions. In wider models it falls by the root of the width. In narrower
 ones it rises in proportion, up to MAX_INITIAL_RATE."""
@@ -407,7 +410,7 @@ class RateFacts:
     has_logit_scale: bool = False
     """True for CLIP and SigLIP: their weights contain the learned scale of their loss."""
     total_steps: int = SHORT_RUN_OF_ADAPTERS
-    """Steps of the run."""
+    """Steps of the run. The default corrects nothing: the run is neither short nor long."""
 
 
 def peak_rate(
@@ -459,8 +462,8 @@ def peak_rate(
         rate = all_weights
         if steps > LONG_RUN_STEPS and not is_risen and not trained.has_logit_scale:
             reason += f", {steps:,d} steps"
-            shortening = LONG_RUN_STEPS / min(steps, MAX_LONG_RUN_STEPS)
-            rate = max(all_weights * shortening**0.25, MIN_RATE)
+            shortness = LONG_RUN_STEPS / min(steps, MAX_LONG_RUN_STEPS)
+            rate = max(all_weights * shortness**0.25, MIN_RATE)
         return Decision(_two_digits(rate), f"all weights: {reason}")
 
     # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out.
@@ -496,10 +499,11 @@ def rate_of(optimizer: OptimizerSection) -> float:
 # ---- epochs
 
 EPOCHS_PER_ROOT = 200.0
-"""n examples are seen 200 / sqrt(n) times: 6 times for 300, 4 times for 3,000, once for 30,000."""
+"""n examples are seen 200 / sqrt(n) times: 4 times for 3,000, once for 30,000, and at most MAX_EPOCHS times."""
 MAX_EPOCHS = 6
+"""The ratios below multiply this limit too."""
 MAX_EPOCHS_TWO_TOWERS = 12
-"""Of CLIP and SigLIP. Both limits hold before the ratios below."""
+"""The same for CLIP and SigLIP."""
 FROM_SCRATCH_EPOCH_RATIO = 4
 """Epochs of initial weights, over those of trained ones."""
 TWO_TOWERS_EPOCH_RATIO = 4

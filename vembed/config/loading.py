@@ -59,7 +59,9 @@ OUTPUT_DIR_FIELDS = ("model", "data", "seed", "time")
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 STAGES = "stages"
+"""Key of a config that holds its stages."""
 TRAINING_STAGES = "training_stages"
+"""Another name of this key."""
 USER_PRESETS = "distributed_examples"
 """Key of a config under which it defines presets of its own, for `accelerate_config`."""
 DATA_FILE_OF_KIND = {"mine": "mined.jsonl", "judge": "judged.jsonl"}

@@ -138,7 +138,7 @@ class Teacher(ConfigModel):
 
 
 class _LossEntry(ConfigModel):
-    """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
+    """One entry of `losses`: a loss, its weight, and options of losses for this term alone."""
 
     loss: LossName
     """Name of the loss."""
@@ -550,8 +550,8 @@ class OptimizerSection(Section):
     """Optimizer, learning rate and length of the run."""
 
     epochs: Auto | PositiveFloat = "auto"
-    """Passes over the data. May be a fraction. `max_steps` takes precedence. `auto`: 1 for many examples to 6 for few, four
-    times as many from random weights, and up to 48 for CLIP and SigLIP. The log gives the number."""
+    """Passes over the data. May be a fraction. `max_steps` takes precedence. `auto`: 1 for many examples to 6 for few, up to
+    48 for CLIP and SigLIP, and four times as many from random weights. The log gives the number."""
     max_steps: PositiveInt | None = None
     """Number of optimizer steps. Default: from `epochs`."""
     learning_rate: Auto | PositiveFloat = "auto"

@@ -27,6 +27,9 @@ example row 0 has the keys a and b, so its score with the column b does not coun
 
 With hard_negatives_scope: own a hard negative is a candidate for the rows of its own example only. A row then has few of
 them, which are negative pairs, scored one by one.
+
+Shapes: R rows and H hard negatives of all ranks, n rows of this rank, t columns of a tile, P negative pairs, N entries,
+C documents and C' queries as columns, S keys of a row, S' of a column.
 """
 
 import itertools
@@ -59,7 +62,7 @@ class ExclusionMask:
     """[C, S'] int32 keys of the columns. Unused slots are -2."""
 
     def tiles(self, rows: slice, tile_width: int) -> Iterator[Tensor]:
-        """Yield a bool mask [n, t] of some rows for each tile of `tile_width` columns: true is excluded."""
+        """Yield for each tile of `tile_width` columns a bool mask [len(rows), t]: true is excluded."""
         row_slots = self.row_keys[rows, :, None].unbind(1)
         for tile_keys in torch.split(self.column_keys, tile_width):
             # One [n, t] comparison for each pair of slots. A single broadcast would need [n, t, S, S'].
@@ -182,19 +185,19 @@ def plan_scores(batch: LossBatch, rule: CandidateRule) -> ScorePlan:
     if only_own or rule.own_negatives_as_pairs:
         # [P] the row of each pair, and the position of its hard negative among the H.
         tensors["pair_row"], negative_of_pair = batch.countable_negatives(rank_rows)
-        # Rows of one example share its hard negatives, and the table has each of them once. `number` [P]: which of
-        # `paired_negatives` each pair has.
-        paired_negatives, number = torch.unique(negative_of_pair, return_inverse=True)
-        tensors["negative_entry"] = first_paired_negative + number
+        # Rows of one example share its hard negatives, and the table has each of them once. `position` [P]: that of each
+        # pair's negative in `paired_negatives`.
+        paired_negatives, position = torch.unique(negative_of_pair, return_inverse=True)
+        tensors["negative_entry"] = first_paired_negative + position
     # [N] the occurrence of each entry, in the order of the table. Occurrences count from 0 for queries, from R for
     # positives, from 2 R for hard negatives.
-    occurrences = torch.arange(
+    all_occurrences = torch.arange(
         2 * num_rows + num_negative_columns, device=batch.query.device
     )
     parts = (
-        occurrences[2 * num_rows :],
-        occurrences[num_rows : 2 * num_rows],
-        occurrences[rows_with_query],
+        all_occurrences[2 * num_rows :],
+        all_occurrences[num_rows : 2 * num_rows],
+        all_occurrences[rows_with_query],
         2 * num_rows + paired_negatives,
     )
     occurrence = torch.cat(parts)

@@ -193,8 +193,8 @@ class SoftmaxRows(RowLoss):
     precision of small losses.
 
     `stretch` (hardness_alpha): the loss is the softmax over stretch * logit of the candidates, where stretch is 1 +
-    hardness_alpha / logit_scale. Its gradient is taken as if the added part (stretch - 1) * logit were a constant, so it lacks
-    the factor stretch.
+    hardness_alpha / logit_scale. Its gradient is taken as if the added part (stretch - 1) * logit were a constant: the stretch
+    weighs hard candidates more within the softmax, and does not make all gradients larger.
     `stretches_own_only` (hardness_scope: own): only single logits are stretched, those of the row's own hard negatives.
     Tiles are not.
     `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
@@ -218,7 +218,7 @@ class SoftmaxRows(RowLoss):
         self.others = OnlineSum(self.positive_logits, zeros)
 
     def add(self, candidates: CandidateLogits) -> None:
-        """See RowLoss. `candidates.out` may be the logits."""
+        """See RowLoss. `candidates.out` may be the logits themselves: a subclass may have written its own there."""
         logits = self._stretched(candidates)
         self.others.add(logits, candidates.row, candidates.out)
 
@@ -251,8 +251,8 @@ class SoftmaxRows(RowLoss):
             ratio = torch.where(
                 complement > 0, losses / complement, torch.ones_like(complement)
             )
-            slope = self.focal_gamma * (1 - complement) * ratio
-            self.focus = weights * (1 + slope)
+            growth = self.focal_gamma * (1 - complement) * ratio
+            self.focus = weights * (1 + growth)
             log_denominator = log_denominator - torch.log(self.focus)
             losses = losses * weights
         self.log_denominator = log_denominator

@@ -15,7 +15,8 @@ Words:
 
 input         What the model encodes: a text, an image, both, or for rerankers a pair, whose vector is its score (D = 1).
               This rank holds n of the U inputs. Equal inputs of a rank are one input. Equal inputs of two ranks are two.
-row           A query and one of its positives, as two indices of inputs. L is a sum over the rows.
+row           A query and one of its positives, as two indices of inputs. L is a sum over the rows, whose terms are divided
+              by their number already.
 example       The record of the data that a row comes from. One with several positives has several rows.
 hard negative A document that an example names as not relevant to its query.
 content       A hash of an input's text or image. Inputs of equal content are not negatives of each other.
@@ -53,8 +54,8 @@ cannot be repeated, and the rank raises RunError, which ends the run on all rank
 - Under FSDP after a shortage in a forward or backward pass. The other ranks wait inside a layer, and never reach the
   exchange. A model whose batch norms are shared by the ranks has the same problem.
 - After a shortage in a collective on the embeddings or their gradient, in `gather` and at the end of `differentiate`.
-- After a shortage in the loss unless a smaller budget would help. It leaves more memory to the loss only by keeping fewer
-  graphs. So some have to be kept, use_gradient_cache has to be auto, and the budget must not be the smallest one.
+- After a shortage in the loss, unless a smaller budget helps. It helps the loss only by keeping fewer graphs. So graphs have
+  to be kept now, with use_gradient_cache: auto, and the budget must not be the smallest one.
 """
 
 import time
@@ -113,7 +114,7 @@ class BatchCounts:
     has_label_scores: list[int]
     """1 if the rank's data have label scores of its positives."""
     padded_tokens: list[int]
-    """Tokens, with padding, of the micro-batches that the rank has made of its inputs before it knows the other ranks' numbers."""
+    """Tokens, with padding, of the micro-batches that each rank has cut by itself, before the ranks agree on their number."""
     longest: list[int]
     """Tokens of the rank's longest input."""
     failed: list[int]
@@ -202,8 +203,9 @@ class BatchResult:
     loss_share_on_host: HostCopy
     """`loss_share` on the host."""
     computed_tokens: int
-    """Tokens that this rank's forward passes computed, with padding where texts are padded."""
+    """Tokens of this rank's micro-batches, with padding where texts are padded. Those of a replay count once."""
     num_forwards: int
+    """Forward passes, with the replays."""
     num_kept_graphs: int
     embeddings: Tensor
     """[n, D] this rank's embeddings, for diagnostics."""
@@ -311,7 +313,7 @@ class TrainingStep:
         without float16.
         """
         scaled_weight = weight * float16_scale
-        # Weights stay the same until the optimizer step. So their bfloat16 copies are made once for the whole batch.
+        # Weights stay the same until the optimizer step, so one set of bfloat16 copies serves all micro-batches of the batch.
         with self.bf16_weights.held():
             with self.timer("data"):
                 input_source = InputSource(self.input_builder, rank_batch.features)
@@ -379,6 +381,7 @@ class TrainingStep:
         limit = budget.micro_batch_tokens
         input_split = rank_batch.split(limit)
         lengths = input_split.lengths
+        # The inputs of frozen towers that no cache has. They pass in micro-batches of their own.
         frozen_split = LockstepSplit(lengths, batch.input_source.uncached, limit)
         rank_counts = {
             "inputs": len(features),
@@ -515,7 +518,7 @@ class TrainingStep:
         by the world size. Collective."""
         embeddings = loss_batch.embeddings
         budget = self.budget
-        # A smaller budget keeps fewer graphs, and leaves their memory to the loss.
+        # A smaller budget keeps fewer graphs, and leaves their memory to the loss. None is `use_gradient_cache: auto`.
         can_repeat_loss = (
             batch.num_kept_graphs > 0
             and budget.use_gradient_cache is None
@@ -700,7 +703,8 @@ class TrainingStep:
         in_loss: bool = False,
     ) -> Iterator[None]:
         """Note if this rank runs out of memory inside the with-block, and go on behind it. The ranks learn of it in their
-        next exchange of numbers. Raise RunError instead if the step cannot be repeated."""
+        next exchange of numbers. Raise RunError instead if the step cannot be repeated. OutOfMemory, by which a stage tells of an
+        earlier shortage, passes."""
         try:
             yield
         except RuntimeError as error:

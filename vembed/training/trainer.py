@@ -122,7 +122,7 @@ def train_run(resolved: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
         """Before devices are chosen: check the paths, lock output_dir and open the Hub repository. Return the facts that all
         ranks compare."""
         if rank_info.rank == 0:
-            # Now, since a pass over large data takes minutes.
+            # A wrong path is refused before minutes of reading.
             require_paths(resolved)
             # Entering the with-block below does not take the lock. Rank 0 takes it here, before anything is read.
             lock.take()
@@ -295,6 +295,7 @@ class Trainer:
             config_after_build.logging.logging_steps,
             data,
             self.components.model,
+            # Of the user's config: that of a resumed run has the epochs that it had decided.
             is_length_given=user_config.optimizer.sets_length(),
         )
         intervals = asdict(self.intervals)
@@ -573,7 +574,7 @@ class Trainer:
         self.interrupts.wants_early_end |= self.hooks.on_evaluation(evaluation)
         self.interrupts.share_early_end()
         if is_better and self._is_last_step():
-            # A hook may have made this step the last one just now.
+            # Asked again, as a hook may have ended the run just now: the last step needs no checkpoint to be loaded later.
             state.set_best(metric)
 
     def save(self) -> None:
@@ -597,6 +598,7 @@ class Trainer:
         # The weights that final/ gets are those of the checkpoint of `step`. None: those that are in the model.
         step = None
         if state.guard_message is not None:
+            # Not None: where no step held, the guards' on_finish has ended the run above.
             reason = "the last checkpoint at which every guard held"
             step = state.guarded_step
             scores = state.guarded_scores
