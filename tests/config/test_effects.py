@@ -1,4 +1,4 @@
-"""A row for every option: where its effect is seen on what was built or written. An option without one fails."""
+"""Options whose effect is seen on what was built or written: a row for each."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +21,6 @@ from tests.tiny import read_json
 from tests.training.test_run import metric_lines
 from vembed.config.loading import one_line_yaml, resolve_run
 from vembed.config.options import all_options
-from vembed.losses.table import LOSS_OPTIONS
 
 Seen = Callable[[Built], Any] | str
 """A string: an attribute of the trainer."""
@@ -214,43 +213,3 @@ def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_mea
     for run in runs:
         assert run.strategy.value == "fsdp"
         assert run.recomputation.value is True
-
-
-# ---- a summary -------------------------------------------------------------------------------------------------------
-
-ELSEWHERE = """
-strategy accelerate_config fsdp_version fsdp_sharding_strategy fsdp_offload_params fsdp_forward_prefetch
-gradient_checkpointing num_processes num_machines overwrite
-
-column_mapping retrieval_mode image_root allow_image_urls on_bad_record max_negatives max_train_examples val_split
-homogeneous_batches
-
-max_length query_prompt min_pixels max_pixels image_model_name save_merged logging_steps
-
-model_name use_lora lora_variant lora_target_modules bidirectional_attention quantize_weights trust_remote_code
-torch_compile tokenizer_name auxiliary_losses mrl_dims mrl_projection padding_free pooling
-
-fsdp_reduce_dtype mixed_precision dist_timeout_minutes sync_batchnorm
-
-data_path val_data_path output_dir batch_size global_batch_size max_steps learning_rate scale_learning_rate
-eval_steps save_steps ema guards mine async_save wandb_project wandb_tags fsdp_state_dict_type console log_file
-debug cache_frozen_features optim weight_decay head_learning_rate on_nonfinite freeze load_best_model_at_end
-profile_steps save_total_limit resume max_train_minutes torch_dtype
-
-model_class model_arguments from_scratch fsdp_auto_wrap_policy fsdp_min_num_params
-fsdp_transformer_layer_cls_to_wrap
-
-push_to_hub task reranker_head first_stage rerank_top_k in_batch_negatives
-
-loss losses mrl_weights similarity quantize_embeddings teachers
-"""
-"""Options whose effect other tests show, a paragraph for each place: test_agreement.py and tests/cli; tests/data;
-tests/features, tests/files and tests/evaluation; tests/models; tests/parallel; tests/training; tests/own; tests/publish and tests/rerank;
-tests/losses."""
-
-
-def test_every_option_has_a_row():
-    rows = {*BUILT, *WRITTEN, *ELSEWHERE.split()}
-    # The contract tests of losses compare each option of a loss with its formula.
-    assert sorted(set(all_options()) - rows - set(LOSS_OPTIONS)) == []
-    assert sorted(rows - set(all_options())) == []

@@ -3,8 +3,6 @@
 import time
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests import tiny
@@ -12,20 +10,6 @@ from tests.data.files import open_path, pair, refused, write_parquet
 from tests.features.test_text_features import featuriser
 from vembed.data import features
 from vembed.data.formats.base import MAX_RECORD_BYTES
-from vembed.data.formats.parquet import ParquetFile
-
-
-def test_dictionaries_inside_of_lists_may_differ_between_groups(tmp_path):
-    """As pandas writes categories in a list."""
-    rows = [{"query": f"q {n}", "negatives": [f"n {n}", "n"]} for n in range(3)]
-    kind = pa.list_(pa.dictionary(pa.int32(), pa.string()))
-    schema = pa.schema([("query", pa.string()), ("negatives", kind)])
-    path = tmp_path / "a.parquet"
-    with pq.ParquetWriter(path, schema) as writer:
-        for row in rows:
-            writer.write_table(pa.Table.from_pylist([row], schema=schema))
-    read = [record for _, _, record in ParquetFile(path).rows()]
-    assert read == rows
 
 
 def test_the_limit_per_record_holds_for_parquet(tmp_path):

@@ -54,10 +54,18 @@ def positives_of_both_sides(parts):
 
 @pytest.fixture
 def rows():
-    """200 records of 100 different queries: each once more in capitals, or with one more word."""
+    """200 records of 100 different queries: each once more in capitals, with other words around it, or with another
+    word in it."""
     rows = []
     for number, query in enumerate(random_queries(random.Random(0), 100, longest=40)):
-        again = query.upper() if number % 2 else f"{query} now"
+        first, _, rest = query.partition(" ")
+        copies = (
+            query.upper(),
+            f"please tell {query}",
+            f"{query} right now",
+            f"{first} other{number} {rest.partition(' ')[2]}",
+        )
+        again = copies[number % 4]
         rows += [pair(query, f"first {number}"), pair(again, "second")]
     return rows
 
@@ -142,24 +150,6 @@ def test_near_duplicates_are_neither_all_nor_most_of_what_is_held_out(
     assert len(parts.train) + len(parts.examples) == 200
     held = [example.query.text for _, example in parts.examples]
     assert len(set(held) & set(similar)) <= most_similar
-
-
-def test_copies_of_queries_are_on_one_side(tmp_path):
-    rows = []
-    for number, query in enumerate(random_queries(random.Random(3), 300, longest=30)):
-        first, rest = query.split(maxsplit=1)
-        copies = (
-            f"{first} other{number} {rest.partition(' ')[2]}",
-            f"please tell {query}",
-            f"{query} right now",
-        )
-        copy = copies[number % 3]
-        rows += [pair(query, f"{number} first"), pair(copy, f"{number} second")]
-    parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
-    trained, held = positives_of_both_sides(parts)
-    numbers = {positive.split()[0] for positive in held}
-    assert numbers.isdisjoint(positive.split()[0] for positive in trained)
-    assert len(held) >= 28
 
 
 def test_answers_of_several_queries_are_on_one_side(tmp_path):

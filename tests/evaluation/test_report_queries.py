@@ -2,7 +2,6 @@
 
 import base64
 import io
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +13,11 @@ import vembed
 from tests.data.pictures import encoded
 from tests.training.test_run import metric_lines, settings
 from vembed.data.examples import ImageRef, Item
-from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import (
     NO_DIFFERENCE,
-    QueryResults,
+    Changed,
     compare_results,
+    item_content,
     paired_intervals,
     path_of,
     read_queries,
@@ -26,9 +25,6 @@ from vembed.evaluation.query_results import (
 from vembed.evaluation.report.page import TEMPLATES
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.report import changed_table, curves
-from vembed.training.hooks.base import Evaluation
-from vembed.training.hooks.evaluations import QueryRecord
-from vembed.training.trainer import LoopState
 
 
 @pytest.fixture(scope="module")
@@ -115,41 +111,18 @@ def test_images_of_changed_queries_are_shown_as_thumbnails(tmp_path):
         ImageRef(path=str(tmp_path / "red.png")),
         ImageRef(path=str(tmp_path / "gone.png")),
     ]
-    documents = tuple(Item(images=(image,)) for image in images)
-    queries = (Item(text="first"), Item(text="second"))
-    data = RetrievalData("val", queries, documents, ({0: 1}, {1: 1}))
-    record = QueryRecord()
-    run = SimpleNamespace(
-        data=SimpleNamespace(evaluation=data),
-        session=SimpleNamespace(is_main=True),
-        state=LoopState(),
-        output=tmp_path,
+    held, red, gone = (
+        item_content(Item(images=(image,)), "document 0") for image in images
     )
-    record.on_start(run)
-    contents = []
-    for step, scores, rankings in ((0, [0.0, 1.0], [1, 1]), (5, [1.0, 0.0], [0, 2])):
-        values = np.array(scores)[:, None]
-        results = QueryResults(["ndcg@10"], values, np.array(rankings)[:, None])
-        metrics = {"ndcg@10": 0.5}
-        record.on_evaluation(Evaluation(step, 1.0, metrics, "ndcg@10", results))
-        contents.append(read_queries(path_of(tmp_path, step)))
-    changes = compare_results(*contents, "ndcg@10")
-    better = changed_table(changes.better)
-    worse = changed_table(changes.worse)
-    embedded = "image of document 0"
-    for table, cells, num_pictures in (
-        (
-            better,
-            ("first", embedded, "red.png", f"[relevant] {embedded}"),
-            [0, 0, 1, 0],
-        ),
-        (worse, ("second", "red.png", "[relevant] red.png", "gone.png"), [0, 1, 1, 0]),
-    ):
-        assert table.rows[0][:4] == cells
-        pictures = [table.pictures[0, column] for column in range(4)]
-        assert [len(cell) for cell in pictures] == num_pictures
-    data_url = better.pictures[0, 2][0]
+    query = item_content(Item(text="first"), "query 0")
+    changed = Changed(query, [held], 0.0, 1.0, [(red, False)], [(gone, True)])
+    table = changed_table([changed])
+    cells = ("first", "image of document 0", "red.png", "[relevant] gone.png")
+    assert table.rows[0][:4] == cells
+    pictures = [table.pictures[0, column] for column in range(4)]
+    assert [len(cell) for cell in pictures] == [0, 0, 1, 0]
+    (data_url,) = pictures[2]
     thumbnail = Image.open(io.BytesIO(base64.b64decode(data_url.partition(",")[2])))
     assert thumbnail.size == (96, 64)
-    page = TEMPLATES.get_template("parts.html.j2").module.queries(better)
+    page = TEMPLATES.get_template("parts.html.j2").module.queries(table)
     assert page.count(data_url) == 1 and str(tmp_path) not in page

@@ -10,12 +10,9 @@ from tests.docs.resume_table import updated
 from tests.training.test_checkpoint import FILE, found_in, resumed, saved, starting
 from tests.training.test_integrity import damage, fake_checkpoint
 from tests.training.tiny_run import config_for
-from vembed.config.schema import option_fields
 from vembed.errors import UserError
 from vembed.training.checkpoint import folders as integrity
 from vembed.training.checkpoint.folders import (
-    JUDGES,
-    MAY_CHANGE,
     candidates,
     trim_metrics,
 )
@@ -52,22 +49,6 @@ def test_another_runs_checkpoint_needs_a_folder_of_its_own(tmp_path):
 
 
 # ---- what may change -------------------------------------------------------------------------------------------
-
-MUST_STAY = """
-    model_name model_revision pooling query_prompt max_length use_lora lora_r mrl_dims freeze torch_dtype
-    mixed_precision seed loss temperature bidirectional same_side_negatives learning_rate optim weight_decay warmup_steps
-    lr_scheduler_type gradient_accumulation_steps no_duplicates max_negatives max_train_examples column_mapping
-    scale_learning_rate head_learning_rate max_grad_norm model_arguments
-"""
-
-
-def test_the_list_of_what_may_change_names_options_that_exist():
-    options = set(option_fields())
-    assert options >= MAY_CHANGE
-    assert MAY_CHANGE >= JUDGES
-    must_stay = set(MUST_STAY.split())
-    assert options >= must_stay
-    assert not MAY_CHANGE & must_stay
 
 
 def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
