@@ -334,7 +334,7 @@ def write_container(kind):
         Path(kind).write_bytes(gzip.compress("\n".join(lines).encode()))
 
 
-@pytest.mark.parametrize("data", ["saved", "a.csv.gz", "parts", "parts/*.jsonl"])
+@pytest.mark.parametrize("data", ["saved", "a.csv.gz", "parts/*.jsonl"])
 def test_columns_and_sizes_are_looked_at_in_every_container(trained, start, data):
     write_container(data)
     config = start(data)

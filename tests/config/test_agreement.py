@@ -59,11 +59,8 @@ TWO = {
         name: {"accelerate_config": name, "num_processes": 2, "num_machines": 1}
         for name in (
             "accelerate_ddp",
-            "accelerate_fsdp",
             "accelerate_fsdp1",
             "accelerate_fsdp_offload",
-            "single_node_fsdp",
-            "multi_node_fsdp",
             "large_scale_fsdp",
         )
     },

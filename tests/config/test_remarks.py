@@ -14,7 +14,6 @@ from vembed.cli.commands import doctor
 from vembed.errors import UserError
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
-from vembed.parallel.step_memory import Budget, advice
 
 CPU = torch.device("cpu")
 
@@ -57,54 +56,6 @@ def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said():
     }
     (note,) = [note for note in resolve(teachers).notes if "teachers" in note]
     assert "teachers: me/other has no effect" in note
-
-
-class OnTwoRanks:
-    """As much of a session as the advice asks for."""
-
-    rank = 0
-    world_size = 2
-    device = CPU
-    keeps_gathered = False
-
-    def __init__(self, **options):
-        self.placement = place(resolve(options), RankInfo(0, 2, 0, 2), CPU, 2**34)
-        self.strategy = self.placement.strategy.value
-
-
-@pytest.mark.parametrize(
-    ("options", "proposed", "not_proposed"),
-    [
-        ({"strategy": "ddp"}, ["gradient_checkpointing", "use_lora", "use_fsdp"], []),
-        (
-            {"strategy": "fsdp"},
-            ["use_lora", "fsdp_offload_params"],
-            ["gradient_checkpointing", "use_fsdp"],
-        ),
-        ({"strategy": "fsdp", "fsdp_offload_params": True}, ["use_lora"], ["offload"]),
-        (
-            {"accelerate_config": "multi_node_fsdp"},
-            ["use_lora"],
-            ["offload", "gradient_checkpointing"],
-        ),
-        (
-            {"strategy": "fsdp", "gradient_checkpointing": False},
-            ["gradient_checkpointing"],
-            [],
-        ),
-        (
-            {"strategy": "fsdp", "use_lora": True},
-            ["use_qlora"],
-            ["use_lora", "adamw_8bit"],
-        ),
-    ],
-)
-def test_advice_on_memory_knows_what_is_on(options, proposed, not_proposed):
-    said = advice(OnTwoRanks(**options), Budget(4096, 4096, None))
-    assert all(name in said for name in proposed), said
-    assert not any(
-        name in said.partition("Change in this order")[2] for name in not_proposed
-    ), said
 
 
 def test_doctor_counts_the_processes_of_the_config(tmp_path, monkeypatch, capsys):

@@ -256,8 +256,9 @@ def test_threads_read_the_same(form, tmp_path):
             assert all(results)
 
 
-@all_formats
-@pytest.mark.parametrize("with_keys", [False, True])
+@pytest.mark.parametrize(
+    ("form", "with_keys"), [(JsonLines, True), (ParquetFile, False)]
+)
 def test_several_processes_find_what_one_finds(form, with_keys, tmp_path, monkeypatch):
     records = copy.deepcopy(RECORDS)
     records[150]["positive"] = " "

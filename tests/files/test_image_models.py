@@ -1,5 +1,7 @@
 """Saved models that see give the same embeddings in Sentence Transformers as here, for texts, images and both."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -88,8 +90,9 @@ def test_clip_has_the_module_that_versions_before_5_4_know(tmp_path):
     assert "modality_config" in tiny.read_json(folder / "sentence_bert_config.json")
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("make", VISION_LANGUAGE)
+@pytest.mark.parametrize(
+    ("make", "side"), [*zip(VISION_LANGUAGE, itertools.cycle(["left", "right"]))]
+)
 def test_vision_language_models_are_alike(make, side, pictures, tmp_path, monkeypatch):
     without_torchvision(monkeypatch)
     folder = save(

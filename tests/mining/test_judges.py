@@ -11,12 +11,11 @@ import pytest
 import torch
 from scipy.special import expit
 
-from tests.mining.data import documents, on_ranks, run, write_data
+from tests.mining.data import documents, run, write_data
 from tests.rerank.test_rerank import answer_scores, classifier_scores
 from tests.tiny import shared, tiny_qwen3_reranker, tiny_reranker
 from vembed.errors import RunError, UserError
 from vembed.mining.judges import answer_of, load_judge
-from vembed.mining.mine import mine
 from vembed.mining.options import Judge, MineConfig
 from vembed.models.families.description import RERANK_INSTRUCTION
 
@@ -206,21 +205,9 @@ def test_the_second_judge_sees_what_the_first_is_unsure_of(options, serve, tmp_p
     other = endpoint(server, instruction="another one, so that nothing is known yet")
     run(options, judges=[{"model": str(reranker), "unsure": [0.5, 0.5]}, other])
     assert not server.asked
-
-
-def test_a_judge_that_is_sure_is_not_overruled_by_the_limits_of_the_last(
-    options, serve, tmp_path
-):
-    reranker = str(tiny_reranker(tmp_path / "reranker"))
-    server = serve(says_cat)
     # Every score is at least `high` and below the middle of the last judge.
-    _, result = run(
-        options,
-        judges=[
-            {"model": reranker, "unsure": [0.0, 0.0]},
-            endpoint(server, unsure=[1.0, 1.0]),
-        ],
-    )
+    sure = {"model": str(reranker), "unsure": [0.0, 0.0]}
+    _, result = run(options, judges=[sure, endpoint(server, unsure=[1.0, 1.0])])
     assert not server.asked
     assert result.counts["judged_relevant"] > 0
 
@@ -279,21 +266,6 @@ def test_a_decoder_answers_yes_or_no(options, instruction):
 )
 def test_answers(text, answer):
     assert answer_of(text) == answer
-
-
-def judged(options):
-    return mine(options).counts
-
-
-def test_ranks_share_the_judging(options, tmp_path):
-    folder = str(tiny_reranker(tmp_path / "reranker"))
-    judge = load_judge(Judge(model=folder), MineConfig(**options), CPU)
-    scores = sorted(dict(judge(PAIRS)).values())
-    judges = [{"model": folder, "unsure": [scores[10], scores[10]]}]
-    (counts,), rows = on_ranks(judged, options, 1, tmp_path, judges=judges)
-    assert counts["judged_relevant"] > 0
-    both, rows_of_both = on_ranks(judged, options, 2, tmp_path, judges=judges)
-    assert (both[0], rows_of_both) == (counts, rows)
 
 
 def test_mistakes_in_the_config_of_a_judge(options):

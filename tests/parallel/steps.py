@@ -134,9 +134,8 @@ def sharded_step(
     dtype=torch.float64,
     edit=None,
 ):
-    """Runs on every rank. `pattern`: "cache" runs all micro-batches without grad before, "kept" runs all forwards
-    before the first backward, "gathered" keeps parameters gathered between micro-batches, "each" reduces gradients
-    after each micro-batch."""
+    """Runs on every rank. `pattern`: "kept" runs all forwards before the first backward, "gathered" keeps
+    parameters gathered between micro-batches, "each" reduces gradients after each micro-batch."""
     os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size or os.environ["WORLD_SIZE"])
     lines = listen()
     with start_session(config) as session:
@@ -147,10 +146,6 @@ def sharded_step(
             parts_of(featuriser, session.rank, number, dtype)
             for number in range(NUM_MICRO_BATCHES)
         ]
-        if pattern == "cache":
-            with torch.no_grad():
-                for parts in forward_parts:
-                    model(parts)
         parameters.set_fsdp_reduction(model, False)
         kept_outputs = []
         if pattern == "kept":

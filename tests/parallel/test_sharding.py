@@ -14,7 +14,7 @@ from tests.parallel.steps import (
     sharded_step,
     whole_step,
 )
-from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3, tiny_siglip
+from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3
 from vembed.parallel import placement, session
 
 FSDP1 = {"strategy": "fsdp", "fsdp_version": 1}
@@ -37,8 +37,6 @@ CASES = {
     "ddp": (2, {"strategy": "ddp"}, {}),
     "no_shard": (2, FSDP2 | {"fsdp_sharding_strategy": "NO_SHARD"}, {}),
     "fsdp2": (2, FSDP2, {}),
-    "fsdp2_three_ranks": (3, FSDP2, {"pattern": "kept"}),
-    "fsdp2_cache": (2, FSDP2, {"pattern": "cache"}),
     "fsdp2_gathered": (
         2,
         FSDP2 | {"fsdp_forward_prefetch": True},
@@ -56,7 +54,6 @@ CASES = {
     "fsdp2_no_wrap": (2, FSDP2 | {"fsdp_auto_wrap_policy": "NO_WRAP"}, {}),
     "fsdp2_by_size": (2, FSDP2 | BY_SIZE, {}),
     "fsdp1": (2, FSDP1, {}),
-    "fsdp1_cache": (2, FSDP1, {"pattern": "cache"}),
     "fsdp1_shard_grad_op": (2, FSDP1 | GRAD_OP, {}),
     "fsdp1_by_size": (2, FSDP1 | BY_SIZE, {}),
 }
@@ -144,7 +141,7 @@ def test_large_gradients_are_reduced_after_every_micro_batch():
 def test_other_families_shard_without_options_of_their_own():
     """By FSDP1. With FSDP2 tests/parity/test_families_parity.py has them, and the test of units by size above."""
     cases = {}
-    for make in (tiny_qwen3, tiny_clip, tiny_siglip):
+    for make in (tiny_qwen3, tiny_clip):
         cases[make.__name__] = (shared(make), FSDP1, {})
     results = run_cases(run_case, 2, cases)
     for name, (folder, *_) in cases.items():

@@ -110,17 +110,6 @@ def test_hidden_states_that_cannot_be(tmp_path):
             albert.hidden_states(["a cat"], layers)
 
 
-@pytest.mark.parametrize(("option", "layers"), [("all", "all"), ("0,2", [0, 2])])
-def test_files_of_hidden_states(texts, tmp_path, monkeypatch, option, layers):
-    monkeypatch.setattr(encode, "CHUNK_ROWS", 40)  # two lines at once
-    folder = str(shared(tiny_bert_st))
-    target = str(tmp_path / "layers.npy")
-    encode.encode(folder, str(texts), target, layers=option, pooling="cls")
-    embedder = Embedder(folder, device="cpu")
-    expected = embedder.hidden_states(TEXTS, layers, pooling="cls")
-    np.testing.assert_allclose(np.load(target), expected, atol=1e-6)
-
-
 # ---- similarities ----------------------------------------------------------------------------------------------
 
 
@@ -162,7 +151,10 @@ def _on_a_rank(folder, texts, records, val, out, strategy):
     """Everything at once, since a start costs more than the work."""
     use = ModelUse(strategy=strategy)
     encode.encode(folder, texts, f"{out}/vectors.npy", use=use)
-    encode.encode(folder, texts, f"{out}/layers.npy", layers="all", use=use)
+    encode.encode(folder, texts, f"{out}/all.npy", layers="all", use=use)
+    encode.CHUNK_ROWS = 40  # two lines at once
+    layers = {"layers": "0,2", "pooling": "cls"}
+    encode.encode(folder, texts, f"{out}/two.npy", **layers, use=use)
     scoring.score(folder, records, f"{out}/scores.npy", use=use)
     scores = evaluate_command(folder, val, use=use)
     with start_command_session(folder, strategy=strategy) as session:
@@ -192,7 +184,8 @@ def _assert_as_one_writes(folder, val, out, strategy, ends):
     first = Embedder(folder, device="cpu")
     for name, expected in (
         ("vectors", first.encode(TEXTS)),
-        ("layers", first.hidden_states(TEXTS)),
+        ("all", first.hidden_states(TEXTS)),
+        ("two", first.hidden_states(TEXTS, [0, 2], pooling="cls")),
         ("scores", first.score(in_order())),
     ):
         np.testing.assert_allclose(np.load(out / f"{name}.npy"), expected, atol=1e-5)

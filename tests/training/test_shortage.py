@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vembed
-from tests.harness import STRATEGIES, rank_outcomes, run_ranks
+from tests.harness import STRATEGIES, rank_outcomes, result_of, run_cases, run_ranks
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import (
     log_text,
@@ -123,14 +123,21 @@ def two_ranks(folder, failing_calls, **options):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """The losses where nothing runs out of memory."""
-    return run_ranks(two_ranks, 2, tmp_path_factory.mktemp("plain"), set())[0]
+def plain_and_short(tmp_path_factory):
+    """The losses where nothing runs out of memory, and where one rank does."""
+    folder = tmp_path_factory.mktemp("ranks")
+    cases = {"plain": (folder, set()), "short": (folder, {3, 11, 19})}
+    results = run_cases(two_ranks, 2, cases)
+    return [result_of(results, name)[0] for name in cases]
 
 
-def test_a_shortage_of_one_rank_is_known_to_all(plain, tmp_path):
-    failing_calls = {3, 11, 19}
-    (short, _) = run_ranks(two_ranks, 2, tmp_path, failing_calls)
+@pytest.fixture
+def plain(plain_and_short):
+    return plain_and_short[0]
+
+
+def test_a_shortage_of_one_rank_is_known_to_all(plain_and_short):
+    plain, short = plain_and_short
     assert short == pytest.approx(plain, rel=1e-5)
 
 
@@ -209,13 +216,18 @@ GATHERED = {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"}
         ({"fsdp_version": 1}, "fsdp_offload_params: true", "adamw_8bit"),
         ({}, "optim: adamw_8bit", "fsdp_sharding_strategy"),
         (GATHERED, "fsdp_sharding_strategy: FULL_SHARD", "use_fsdp"),
+        ({"strategy": "ddp"}, "use_fsdp: true", "fsdp_sharding_strategy"),
+        ({"fsdp_offload_params": True}, "use_lora: true", "fsdp_offload_params"),
+        ({"use_lora": True}, "use_qlora: true", "use_lora"),
+        ({"gradient_checkpointing": False}, "gradient_checkpointing: true", "use_fsdp"),
     ],
-    ids=["FSDP1", "FSDP2", "gathered by FSDP1"],
+    ids=str,
 )
-def test_under_fsdp_the_advice_named_what_does_not_go_there(options, expected, absent):
-    config = TrainConfig(
-        model_name=str(shared(tiny_bert)), data_path="-", strategy="fsdp", **options
-    )
+def test_the_advice_knows_what_is_on_and_what_does_not_go_there(
+    options, expected, absent
+):
+    values = {"strategy": "fsdp", **options}
+    config = TrainConfig(model_name=str(shared(tiny_bert)), data_path="-", **values)
     ranks = RankInfo(0, 2, 0, 2)
     run = resolve_run(config, env={})
     placement = place(run, ranks, torch.device("cuda"), H100.memory, gpu=H100)
@@ -224,7 +236,7 @@ def test_under_fsdp_the_advice_named_what_does_not_go_there(options, expected, a
         device=torch.device("cpu"),
         rank=0,
         world_size=2,
-        strategy="fsdp",
+        strategy=placement.strategy.value,
         keeps_gathered=placement.keeps_gathered(1.0),
     )
     said = advice(session, Budget(8192, 8192, None))
