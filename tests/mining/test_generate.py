@@ -208,8 +208,8 @@ def made(options):
 def test_the_same_for_any_number_of_ranks(options, tmp_path):
     corpus = write_jsonl(tmp_path / "c.jsonl", titled(documents()[:150]))
     options |= {"corpus_path": str(corpus), "model_name": model()}
-    (kept,), rows = on_ranks(made, options, 1, tmp_path)
-    assert on_ranks(made, options, 2, tmp_path) == ([kept, kept], rows)
+    rows, result = run(options)
+    assert on_ranks(made, options, 2, tmp_path) == ([result.kept] * 2, rows)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The same result for one, two and three ranks, and after a rank was killed in the middle."""
+"""The same result for one and for three ranks, and after a rank was killed in the middle."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import rank_outcomes, run_ranks
-from tests.mining.data import assert_same_rows, on_ranks, read_jsonl, write_data
+from tests.mining.data import assert_same_rows, on_ranks, read_jsonl, run, write_data
 from vembed.data.row_store import RowStore
 from vembed.mining import candidates
 from vembed.mining.mine import mine
@@ -60,13 +60,12 @@ def options(tmp_path):
 
 def test_the_same_for_any_number_of_ranks(options, tmp_path):
     del options["work_dir"]  # each has one beside its file
-    ((counts, num_encoded),), rows_alone = on_ranks(mined, options, 1, tmp_path)
-    assert num_encoded == 340
+    rows_alone, result = run(options)
+    assert result.num_encoded == 340
     assert sum(len(row["negatives"]) for row in rows_alone) > 100
-    for world_size in (2, 3):
-        outcomes, rows = on_ranks(mined, options, world_size, tmp_path)
-        assert outcomes == [(counts, 340)] * world_size
-        assert_same_rows(rows, rows_alone)
+    outcomes, rows = on_ranks(mined, options, 3, tmp_path)
+    assert outcomes == [(result.counts, 340)] * 3
+    assert_same_rows(rows, rows_alone)
 
 
 @pytest.mark.parametrize(

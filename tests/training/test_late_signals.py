@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
 import vembed
+from tests.commands import start
 from tests.harness import run_ranks
 from tests.training.test_resume_run import is_last_rank, send_sigterm
 from tests.training.test_run import (
@@ -107,20 +106,19 @@ def test_a_signal_while_final_is_written_lets_it_be_written(tmp_path):
 
 def test_a_signal_to_one_rank_before_the_first_step_ends_all_at_once(tmp_path):
     config = config_file(tmp_path, max_steps=1000)
-    command = [sys.executable, "-m", "vembed", "train", str(config), "--nproc", "2"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as launcher:
-        log = tmp_path / "run" / "training_log.txt"
-        while not log.exists() or "run id:" not in log.read_text():
-            assert launcher.poll() is None
-            time.sleep(0.01)
-        for rank in psutil.Process(launcher.pid).children():
-            if rank.environ()["RANK"] == "1":
-                rank.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        output = launcher.communicate(timeout=120)[0]
-    assert launcher.returncode == 143, output
+    out = tmp_path / "out"
+    words = ("train", str(config), "--nproc", "2")
+    launcher = start(*words, stdout=out, stderr=out)
+    log = tmp_path / "run" / "training_log.txt"
+    while not log.exists() or "run id:" not in log.read_text():
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    _, second_rank = psutil.Process(launcher.pid).children()
+    second_rank.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    code = launcher.wait(120)
+    output = out.read_text()
+    assert code == 143, output
     assert time.monotonic() - began < 25, "the launcher waits 30 s for ranks that hang"
     assert "before the first step: nothing was trained" in output, output
     assert "Traceback" not in output

@@ -11,7 +11,7 @@ from transformers import AlbertConfig, AlbertModel, GPTNeoXConfig, GPTNeoXModel
 
 import vembed
 from tests.commands import invoke
-from tests.harness import run_ranks
+from tests.harness import result_of, run_cases
 from tests.tiny import (
     change_json,
     read_json,
@@ -179,32 +179,35 @@ def test_the_weights_are_those_of_the_formula(model, files, tmp_path):
         torch.testing.assert_close(after[name].double(), expected, rtol=0, atol=1e-6)
 
 
-def _edit_on_a_rank(model, files, output, options):
+PLAN = {"where": "both", "direction": "principal", "components": 2}
+
+
+def _edit_on_a_rank(model, files, output, version):
     config = TrainConfig(
-        model_name=model, data_path="unused", mixed_precision="no", **options
+        model_name=model,
+        data_path="unused",
+        mixed_precision="no",
+        strategy="fsdp",
+        fsdp_version=version,
     )
-    plan = {"where": "both", "direction": "principal", "components": 2}
     with start_session(config) as session:
-        result = edit(model, output, *files, **plan, session=session)
+        result = edit(model, output, *files, **PLAN, session=session)
         return session.strategy, result.after
 
 
 @pytest.mark.promise("B18")
 def test_shards_are_edited_to_the_same_bits(model, files, tmp_path):
-    def edited(num_ranks, name, **options):
-        case = (str(model), files, str(tmp_path / name), options)
-        return run_ranks(_edit_on_a_rank, num_ranks, *case)
-
-    ((strategy, score),) = edited(1, "one")
-    assert strategy == "single"
+    alone = vembed.edit(model, tmp_path / "one", *files, **PLAN)
     expected = load_file(tmp_path / "one" / "model.safetensors")
+    cases = {}
     for version in (1, 2):
-        name = f"fsdp{version}"
-        ranks = edited(2, name, strategy="fsdp", fsdp_version=version)
-        for strategy, of_rank in ranks:
+        cases[version] = (str(model), files, str(tmp_path / f"{version}"), version)
+    results = run_cases(_edit_on_a_rank, 2, cases)
+    for version in cases:
+        for strategy, of_rank in result_of(results, version):
             assert strategy == "fsdp"
-            assert of_rank == pytest.approx(score, abs=0.02)
-        actual = load_file(tmp_path / name / "model.safetensors")
+            assert of_rank == pytest.approx(alone.after, abs=0.02)
+        actual = load_file(tmp_path / f"{version}" / "model.safetensors")
         torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
