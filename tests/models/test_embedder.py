@@ -17,7 +17,9 @@ from tests.models.families import (
     text_inputs,
 )
 from vembed.data.examples import Example, Item
+from vembed.data.features import build_featuriser
 from vembed.errors import UserError
+from vembed.inference.encoding import encode_items
 from vembed.models.building import load_embedder
 from vembed.models.heads import principal_components
 from vembed.saving.files import save_model
@@ -64,21 +66,37 @@ def test_principal_components_order_the_prefixes_by_what_they_carry():
         assert projected > cut
 
 
-def test_the_sample_is_of_the_whole_data(monkeypatch):
-    encoded_texts = []
-
-    def encode(model, featuriser, items, *arguments, **options):
-        encoded_texts[:] = [item.text for item in items]
-        draw = torch.Generator().manual_seed(1)
-        return torch.randn(len(items), 32, generator=draw).numpy()
-
+def test_a_projection_starts_from_the_components_of_documents_of_the_whole_data(
+    monkeypatch,
+):
     monkeypatch.setattr(setup, "NUM_PCA_DOCUMENTS", 10)
-    monkeypatch.setattr(setup, "encode_items", encode)
-    model = built(tiny.tiny_bert, mrl_dims=[8])
-    for num, last in ((19, "17"), (4, "3")):
-        store = [Example(Item("q"), (Item(str(number)),)) for number in range(num)]
-        setup.start_projection(model, None, store, SimpleNamespace(is_main=True))
-        assert len(encoded_texts) == min(num, 10) and encoded_texts[-1] == last
+    folder = str(tiny.shared(tiny.tiny_bert_st, dense_dim=12))
+    whole = built(tiny.tiny_bert, model_name=folder)
+    model = built(
+        tiny.tiny_bert, model_name=folder, mrl_dims=[8, 4], mrl_projection="pca"
+    )
+    featuriser = build_featuriser(model.description)
+    for num_examples, last in ((19, 17), (4, 3)):
+        store = [
+            Example(Item("q"), (Item(f"{'text ' * number} {number}"),))
+            for number in range(num_examples)
+        ]
+        setup.start_projection(model, featuriser, store, SimpleNamespace(is_main=True))
+        step = num_examples / min(num_examples, 10)
+        numbers = [int(number * step) for number in range(min(num_examples, 10))]
+        assert numbers[-1] == last
+        documents = [store[number].positives[0] for number in numbers]
+        sample = encode_items(
+            whole, build_featuriser(whole.description), documents, "document"
+        )
+        expected = principal_components(torch.from_numpy(sample), 8)
+        num_known = min(8, len(documents) - 1)
+        torch.testing.assert_close(
+            model.mrl_projection.linear.weight[:num_known],
+            expected[:num_known],
+            rtol=1e-3,
+            atol=1e-3,
+        )
 
 
 # ---- frozen parts ----------------------------------------------------------------------------------------------

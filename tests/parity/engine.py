@@ -84,6 +84,9 @@ def examples(case):
         query, positive, other, negative = words[4 * row : 4 * row + 4]
         if row % 3 == 2:
             positive = words[1]  # the positive of row 0, also on another rank
+        if row % 4 == 3:
+            # Another text of the same tokens: not equal, on whatever rank it is.
+            positive = words[1].upper()
         if row % 5 == 4:
             # The positive of row 1: a negative that another row must not be pushed from.
             negative = words[5]

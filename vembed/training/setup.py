@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -51,7 +51,7 @@ from vembed.losses.build import build_loss
 from vembed.models.building import build_model, has_initial_norms, is_embedding_model
 from vembed.models.embedding_model import ComposedModel, EmbeddingModel
 from vembed.models.families.description import ModelDescription, describe_trained
-from vembed.models.heads import Head, principal_components
+from vembed.models.heads import principal_components
 from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.environment import num_cores
@@ -457,15 +457,15 @@ def start_projection(
         for number in range(count):
             example = examples[number * len(examples) // count]
             items.append(example.positives[0])
-        # The sample is what the projection will be given.
-        head = cast(Head, embedding_model.head)
-        embedding_model.head = head[:-1]
-        vectors = encode_items(
-            embedding_model, featuriser, items, "document", normalize=False
+        # The sample is what the projection is given.
+        inputs = []
+        hook = projection.register_forward_pre_hook(
+            lambda _, arguments: inputs.append(arguments[0].float())
         )
-        embedding_model.head = head
+        encode_items(embedding_model, featuriser, items, "document")
+        hook.remove()
+        sample = torch.cat(inputs)
         weight = projection.linear.weight
-        sample = torch.from_numpy(vectors).to(weight.device)
         with torch.no_grad():
             weight.copy_(principal_components(sample, len(weight)))
         log.info(f"mrl_projection: principal components of {count:,d} documents")

@@ -112,7 +112,11 @@ def make_rank_batch(
     features = featuriser.features(units)
     where_to = np.arange(len(units))
     if not encodes_duplicates:
-        features, where_to = distinct(features, key=lambda feature: feature.key)
+        # Texts that differ in their content alone (in case, or behind max_length) stay apart: the loss masks by content, and
+        # on other ranks they would be apart too.
+        features, where_to = distinct(
+            features, key=lambda feature: (feature.key, feature.content)
+        )
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
     return RankBatch(
