@@ -8,6 +8,8 @@ bitsandbytes), and the rounding of real kernels. An operator counts as one kerne
 `scaled_dot_product_attention` runs as its formula, so it counts as more kernels than the fused one.
 """
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from torch._decomp.decompositions import _fused_rms_norm_backward
@@ -227,20 +229,27 @@ def on_device(leaf):
 
 def returned(operator, args, kwargs, result):
     """Return what the caller of an operator gets: the tensors that it wrote to, or new ones on the device."""
-    schema = operator._schema
     written = []
-    for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            inputs = args[place] if place < len(args) else kwargs.get(argument.name)
-            written.append(inputs)
+    for place, name in written_arguments(operator):
+        written.append(args[place] if place < len(args) else kwargs.get(name))
     if not written:
         return tree_map(on_device, result)
     for tensor in tree_leaves(written):
         if isinstance(tensor, DeviceTensor) and tensor.shape != tensor.values.shape:
             raise NotImplementedError(f"{operator} changed the shape of a tensor")
-    if not schema.returns:
+    if not operator._schema.returns:
         return None
     return written[0] if len(written) == 1 else tuple(written)
+
+
+@cache
+def written_arguments(operator):
+    """Return place and name of each argument that an operator writes to."""
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 class Functions(TorchFunctionMode):

@@ -5,6 +5,7 @@ import sysconfig
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,6 +77,7 @@ class Recording:
         self.waits[Wait(self.stage, kind, place or "?", caller or "?", line)] += 1
 
 
+@cache
 def readable(filename):
     """Return a path from the root of the repository or of the libraries; None for torch and for the harness."""
     path = Path(filename)
