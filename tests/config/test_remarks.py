@@ -1,7 +1,5 @@
 """What has no effect is said, what cannot be is refused before training, and advice knows what is on already."""
 
-from unittest.mock import Mock
-
 import pytest
 import torch
 
@@ -9,8 +7,6 @@ import vembed
 from tests import tiny
 from tests.config.effects import build, given, resolve
 from tests.training.test_run import log_text
-from vembed.cli import machine_checks
-from vembed.cli.commands import doctor
 from vembed.errors import UserError
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
@@ -56,18 +52,3 @@ def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said():
     }
     (note,) = [note for note in resolve(teachers).notes if "teachers" in note]
     assert "teachers: me/other has no effect" in note
-
-
-def test_doctor_counts_the_processes_of_the_config(tmp_path, monkeypatch, capsys):
-    config = tmp_path / "run.yaml"
-    text = f"model_name: {tiny.shared(tiny.tiny_bert)}\ndata_path: t.jsonl\n"
-    config.write_text(text + "num_processes: 3\nglobal_batch_size: 48\n")
-    run_ranks = Mock(return_value=0)
-    monkeypatch.setattr(machine_checks, "run_ranks", run_ranks)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert doctor.doctor(str(config))[1] == 0
-    _, environments = run_ranks.call_args.args
-    assert len(environments) == 3
-    said = capsys.readouterr().out
-    assert f"Checklist for {config} on 3 processes" in said
-    assert "batch: 16 per process" in said

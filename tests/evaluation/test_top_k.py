@@ -66,31 +66,3 @@ def test_equal_to_a_sort(num_queries, num_documents, k, first, in_order, monkeyp
     exact = np.einsum("nd,nd->n", queries[row], documents[actual[known]])
     np.testing.assert_array_equal(scores[known], exact)
     assert np.isneginf(scores[~known]).all()
-
-
-@pytest.mark.parametrize("document_tile", [32, 500])
-def test_exact_whatever_the_first_pass_rounds(document_tile, monkeypatch):
-    """Scores that the float32 of a product in tiles does not tell apart, lengths that differ, and queries
-    whose best score is negative: the result is that of a sort of all float32 scores, bit by bit."""
-    set_tiles(
-        monkeypatch, QUERY_TILE=8, DOCUMENT_TILE=document_tile, FIRST_TILE_DOCUMENTS=600
-    )
-    draw = torch.Generator().manual_seed(0)
-    documents = torch.randn(150, 24, generator=draw).repeat(10, 1)
-    documents += 1e-7 * torch.randn(documents.shape, generator=draw)
-    documents *= torch.rand(len(documents), 1, generator=draw) + 0.5
-    queries = torch.randn(20, 24, generator=draw)
-    documents[:, 0] = documents[:, 0].abs() + 0.1
-    queries[0] = -torch.eye(24)[0]  # every score is negative
-    k = 30
-    excluded = Pairs.of(np.arange(20), np.arange(20))
-    actual, scores = found_in_chunks(queries, documents, k, excluded, 700)
-    row = torch.arange(len(queries))
-    column = torch.arange(len(documents))
-    exact = top_k.products(
-        queries, row.repeat_interleave(len(column)), documents, column.repeat(len(row))
-    )
-    exact = exact.view(len(row), len(column)).numpy()
-    expected = found_by_sort(exact, k, excluded)
-    np.testing.assert_array_equal(actual, expected)
-    np.testing.assert_array_equal(scores, np.take_along_axis(exact, expected, axis=1))

@@ -41,16 +41,6 @@ def words_and_pictures(folder, words, copies, name, seed):
     return write_jsonl(folder / f"{name}.jsonl", rows)
 
 
-def pictures_by_word(folder, words, copies, seed):
-    """A folder of different pictures for each word."""
-    draw = random.Random(seed)
-    for word in words:
-        (folder / word).mkdir(parents=True)
-        for number in range(copies):
-            render(word, folder / word / f"{number}.png", draw)
-    return folder
-
-
 def mixed_rows(folder, count, seed=0):
     """Rows of text alone, with one picture, with two."""
     draw = random.Random(seed)

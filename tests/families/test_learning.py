@@ -8,13 +8,12 @@ import pytest
 import vembed
 from tests.families.pictures import (
     mixed_rows,
-    pictures_by_word,
     words_and_pictures,
     words_of_pictures,
 )
 from tests.families.scratch import small_clip
 from tests.harness import run_ranks
-from tests.tiny import shared, tiny_qwen3_vl, tiny_vit
+from tests.tiny import shared, tiny_qwen3_vl
 from tests.training.test_run import metrics
 
 
@@ -69,20 +68,6 @@ def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_s
     assert_learned(first, len(words))
     two = trained(tmp_path, nproc=2, max_steps=12, **options)
     np.testing.assert_allclose(metrics(two)[:6], metrics(first)[:6], rtol=1e-4)
-
-
-def test_vit_learns_from_a_folder_for_each_class(tmp_path):
-    words = words_of_pictures(10)
-    run = trained(
-        tmp_path,
-        model_name=str(shared(tiny_vit, hidden=64, initializer_range=0.02)),
-        data_path=str(pictures_by_word(tmp_path / "train", words, 20, seed=0)),
-        val_data_path=str(pictures_by_word(tmp_path / "val", words, 2, seed=1)),
-        epochs=8,
-        learning_rate=5e-4,
-        **LEARN,
-    )
-    assert_learned(run, len(words))
 
 
 def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path):

@@ -19,7 +19,6 @@ from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
 from vembed.data_tools.generate import cleaned, crop, docstring_function
-from vembed.errors import RunError
 
 __all__ = ["serve"]
 
@@ -144,29 +143,6 @@ def test_an_endpoint_writes_queries(options, serve, tmp_path):
     rows, _ = run(options, writer=endpoint(server), prompts=prompts, **chosen)
     assert {row["kind"] for row in rows} == {"claim", "title_body"}
     assert server.asked[-1][0].startswith("Claim! ")
-
-
-def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):
-    def asks_about(prompt, _):
-        return f"what about {prompt.rpartition('Document: ')[2][:9]}?"
-
-    def decide(prompt, number):
-        return asks_about(prompt, number) if number <= 3 else None
-
-    server = serve(decide)
-    writer = endpoint(server, max_retries=0, concurrency=1)
-    with pytest.raises(RunError, match="gave no answer"):
-        run(options, writer=writer)
-    answered = {prompt for prompt, _ in server.asked[:3]}
-    (remaining,) = tmp_path.glob("**/*.answers")
-    remaining.write_text(remaining.read_text() + '\n["5 question", "half')
-    num_asked = len(server.asked)
-    server.decide = asks_about
-    rows, _ = run(options, writer=writer)
-    asked = {prompt for prompt, _ in server.asked[num_asked:]}
-    assert len(asked) == len(RECORDS) - 3
-    assert not asked & answered
-    assert len(rows) == len(RECORDS)
 
 
 def test_a_local_model_writes_queries(options, tmp_path):

@@ -1,6 +1,5 @@
 """`vembed encode`: rows in the order of the lines, in both formats, from all kinds of input, by one process and two."""
 
-import datetime
 import gzip
 import io
 import shutil
@@ -304,16 +303,6 @@ def test_a_folder_of_images(pictures, folder):
     (folder / "empty").mkdir()
     refuses("empty is a folder without images", "empty")
     refuses("image", pictures, "text.parquet")
-
-
-def test_images_in_a_table(pictures):
-    picture = pictures / "b.png"
-    images = [{"bytes": picture.read_bytes(), "path": None}]
-    dates = [datetime.date(2026, 1, 2)]
-    pq.write_table(pa.table({"id": dates, "image": images}), "images.parquet")
-    vectors = vectors_of("images.parquet", "out.parquet", CLIP)
-    assert_close(vectors, Embedder(CLIP, device="cpu").encode([picture]))
-    assert ids_in("out.parquet") == ["2026-01-02"]
 
 
 def test_images_that_cannot_be_read_are_named_together(damaged):

@@ -15,7 +15,6 @@ from vembed.cli.commands.export import copy_model, export
 from vembed.cli.commands.train import plan
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
-from vembed.models.precision import Bf16Linear
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
 from vembed.parallel.step_memory import MemoryEstimate, measure
@@ -51,23 +50,6 @@ def test_plan_counts_parameters_and_divides_them():
     assert sharded.gradients == need.gradients, "whole between micro-batches"
     # They fit in a fifth of the memory.
     assert (need.gathered, sharded.gathered) == (0, 4 * total)
-
-
-def test_plan_left_out_the_copies_of_weights_in_bfloat16():
-    narrow = {"mixed_precision": "bf16"}
-    assert need_of(mixed_precision="no").copies == 0
-    assert need_of(2, strategy="fsdp", **narrow).copies == 0
-    model = model_of(placed(**narrow).run.config)
-    model.compute_in_bf16()
-    num_bytes = 0
-    for module in model.modules():
-        if isinstance(module, Bf16Linear):
-            num_bytes += sum(2 * weight.numel() for weight in module.parameters())
-    # Norms are counted too, and are small.
-    assert need_of(**narrow).copies == pytest.approx(num_bytes, rel=0.02)
-    adapters = {"use_lora": True, "torch_dtype": "bfloat16", **narrow}
-    num_trained = measure(placed(**adapters).run.config).trained
-    assert need_of(**adapters).copies == 2 * num_trained
 
 
 def test_plan_reads_the_options_of_the_batch():

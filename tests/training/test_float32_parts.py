@@ -14,7 +14,6 @@ from vembed.config.loading import resolve_run
 from vembed.errors import RunError
 from vembed.evaluation.top_k import top_k
 from vembed.losses.build import TermModule
-from vembed.models.attention import half_dtype
 from vembed.models.poolings.table import POOLINGS
 from vembed.parallel.devices import matmul_precision
 from vembed.parallel.session import start_session
@@ -72,16 +71,6 @@ def test_the_loss_is_exact_where_the_model_is_not(tmp_path, monkeypatch):
         vembed.train(settings_without_validation(tmp_path, max_steps=1))
         assert torch.get_float32_matmul_precision() == "high"
     assert recorded == {"highest"}
-
-
-def test_attention_ran_in_float16_where_nothing_was_in_16_bits():
-    wide = torch.zeros(1)
-    narrow = torch.zeros(1, dtype=torch.bfloat16)
-    # torch.get_autocast_dtype alone gives float16 on GPUs.
-    assert half_dtype(wide, wide, wide) is None
-    assert half_dtype(wide, wide, narrow) is torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16):
-        assert half_dtype(wide, wide, wide) is torch.bfloat16
 
 
 def test_adapters_widened_every_input_to_float32_under_autocast(tmp_path):

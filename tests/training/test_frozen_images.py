@@ -66,10 +66,9 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
     "more",
     [
         {},
-        {"gradient_checkpointing": True},
-        {**LORA, "mixed_precision": "bf16"},
+        {**LORA, "mixed_precision": "bf16", "gradient_checkpointing": True},
     ],
-    ids=["frozen", "checkpointing", "lora-bf16"],
+    ids=["frozen", "lora-bf16-checkpointing"],
 )
 def test_each_image_passes_once_and_the_run_is_the_same(tmp_path, more):
     twice = train(options(tmp_path, "twice", **more), keeps=False)
@@ -81,7 +80,7 @@ def test_each_image_passes_once_and_the_run_is_the_same(tmp_path, more):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
-    """A run on one process, and runs on two ranks of each strategy, with kept images and without."""
+    """A run on one process without kept images, and runs with them on two ranks of each strategy."""
     folder = tmp_path_factory.mktemp("ranks")
     more = {
         **LORA,
@@ -91,18 +90,14 @@ def on_two_ranks(tmp_path_factory):
     first = train(options(folder, "one", **more), keeps=False)
     cases = {}
     for name, strategy in STRATEGIES.items():
-        for keeps in (True, False):
-            case = f"{name}-{keeps}"
-            cases[case] = (options(folder, case, **more, **strategy), keeps)
+        cases[name] = (options(folder, name, **more, **strategy),)
     return first, run_cases(train, 2, cases)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_on_two_ranks(on_two_ranks, strategy):
     first, actual = on_two_ranks
-    once = result_of(actual, f"{strategy}-True")
-    twice = result_of(actual, f"{strategy}-False")
-    for rank, other in zip(once, twice, strict=True):
-        assert rank["losses"] == other["losses"]
-        assert 0 < rank["passed"] == other["passed"] / 2
-    np.testing.assert_allclose(once[0]["losses"], first["losses"], rtol=1e-4)
+    ranks = result_of(actual, strategy)
+    # Once a rank without an image passes a dummy, to stay in step.
+    assert sum(rank["passed"] for rank in ranks) == first["passed"] / 2 + 1
+    np.testing.assert_allclose(ranks[0]["losses"], first["losses"], rtol=1e-4)

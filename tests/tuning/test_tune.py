@@ -40,7 +40,7 @@ def trials_of(folder):
 
 
 def test_a_search_that_fails_in_the_middle_goes_on(config, folder, monkeypatch, capsys):
-    search = Search(config, (), folder, 5)
+    search = Search(config, (), folder, 4)
     original = searching._run
 
     def killed(search, number, *arguments):
@@ -56,7 +56,7 @@ def test_a_search_that_fails_in_the_middle_goes_on(config, folder, monkeypatch, 
     said = capsys.readouterr().out
     assert "trial 0: the config as it is" in said and "2 trials are done" in said
     trials = trials_of(folder)
-    assert len(trials) == 5 and trials[0]["trial"] == 0
+    assert len(trials) == 4 and trials[0]["trial"] == 0
     best = load_config(folder / "best.yaml")
     complete = [trial for trial in trials if trial["state"] == "complete"]
     top = max(complete, key=lambda trial: trial["score"])
@@ -68,7 +68,7 @@ def test_a_search_that_fails_in_the_middle_goes_on(config, folder, monkeypatch, 
     assert best.run.output_dir == load_config(config).run.output_dir
     run_tune(search)  # nothing is left to do
     assert trials_of(folder) == trials
-    refuses("choose another --output", config, ("seed=3",), folder, 5)
+    refuses("choose another --output", config, ("seed=3",), folder, 4)
 
 
 def test_a_search_that_goes_on_tries_nothing_twice(
@@ -124,12 +124,12 @@ def test_a_trial_whose_time_is_up_has_its_score(config, folder, tmp_path):
 
 
 def test_two_processes_share_the_trials(config, folder):
-    flags = "--trials 6 --options learning_rate,temperature --nproc 2 --output"
+    flags = "--trials 4 --options learning_rate,temperature --nproc 2 --output"
     command("tune", config, *flags.split(), str(folder), code=0)
     options = [trial["options"] for trial in trials_of(folder)]
     for values in options:
         assert values.keys() == {"learning_rate", "temperature"}
-    assert len({values["learning_rate"] for values in options}) == len(options) == 6
+    assert len({values["learning_rate"] for values in options}) == len(options) == 4
 
 
 def test_a_dry_run_shows_ranges_and_writes_nothing(config, tmp_path, monkeypatch):
