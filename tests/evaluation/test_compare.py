@@ -8,7 +8,7 @@ import pytest
 
 import vembed
 from tests.commands import invoke
-from tests.tiny import read_json
+from tests.tiny import change_json, read_json
 from tests.training.test_run import settings
 from vembed.evaluation.query_results import path_of, read_queries
 
@@ -93,6 +93,23 @@ def other_query(content):
 
 def larger_corpus(content):
     content["num_documents"] += 59
+
+
+@pytest.mark.parametrize(
+    ("data", "best"), [("40 pairs", "large"), ("9 pairs", "small")]
+)
+def test_runs_without_results_per_query_are_told_apart_by_their_data(
+    runs, tmp_path, data, best
+):
+    folders = []
+    for name, evaluation in (("small", "40 pairs"), ("large", data)):
+        folder = tmp_path / name
+        folders.append(folder)
+        shutil.copytree(runs / name, folder)
+        shutil.rmtree(folder / "evaluations")
+        change_json(folder / "run.json", evaluation=f"{evaluation}, from {name}.jsonl")
+    report = json.loads(invoke("compare", *folders, "--json").stdout)
+    assert report["best"] == best
 
 
 @pytest.mark.parametrize("change", [other_query, larger_corpus])

@@ -107,6 +107,12 @@ def test_scores_of_positives_are_grades(scores, grades):
     assert bool(data.notes) == (min(scores) <= 0)
 
 
+def test_logits_of_a_teacher_are_no_grades():
+    positives = (Item("A"), Item("B"))
+    logits = (Example(Item("a"), positives, (Item("C"),), (-0.7, 9.1), "", (-4.2,)),)
+    assert found(from_examples(logits, "x")) == {"a": {"A": 1, "B": 1}}
+
+
 def test_equal_scores_do_not_favour_relevant_documents():
     """A collapsed model finds a relevant document by chance alone."""
     examples = [example(f"q{number}", f"d{number}") for number in range(50)]

@@ -8,6 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import vembed
+from tests.training.test_run import (
+    NUM_TRAIN,
+    metric_lines,
+    settings_without_validation,
+)
 from tests.training.tiny_run import config_for
 from vembed.training.optimizer import Schedule, lr_factor
 
@@ -88,3 +94,20 @@ def test_warmup_in_steps_or_as_a_ratio(tmp_path, caplog):
     assert caplog.messages == []
     schedule_of(tmp_path, total_steps=15, warmup_steps=30)
     assert "warmup_steps: 30 is more than the 15 steps" in caplog.text
+
+
+@pytest.mark.parametrize("batch_size", [16, 200])
+def test_the_batch_that_is_counted_is_the_one_that_there_is(tmp_path, batch_size):
+    run = settings_without_validation(
+        tmp_path,
+        batch_size=batch_size,
+        max_steps=1,
+        warmup_steps=0,
+        lr_scheduler_type="constant",
+        scale_learning_rate="linear",
+    )
+    vembed.train(run)
+    (step,) = [row for row in metric_lines(tmp_path / "run") if "loss" in row]
+    assert step["learning_rate"] == pytest.approx(
+        2e-3 * min(batch_size, NUM_TRAIN) / 32
+    )

@@ -178,6 +178,18 @@ def test_each_task_is_validated_logged_and_drawn(tmp_path):
         assert f"Loss, {name.removeprefix('loss/')}" in page
 
 
+def test_validation_data_of_a_source_are_read_with_its_columns(tmp_path):
+    path = tmp_path / "german.jsonl"
+    write_jsonl(path, [{"frage": f"was {n}", "antwort": f"das {n}"} for n in range(8)])
+    mapping = {"frage": "query", "antwort": "positive"}
+    paths = {"path": str(path), "val_data_path": str(path)}
+    source = {**paths, "column_mapping": mapping}
+    english = files(tmp_path)[0]
+    sets = opened(tmp_path, data_path=[english, source], val_data_path=english["path"])
+    (data,) = sets.by_task.values()
+    assert len(data.queries) == 8
+
+
 def opened(folder, **more):
     config = resolve_run(options(folder, **more)).config
     return open_sets(

@@ -248,8 +248,11 @@ def test_the_embedding_is_edited_before_it_is_cut(model, tmp_path):
 
 def test_a_text_is_a_line_of_the_file(tmp_path):
     path = tmp_path / "windows.txt"
-    path.write_bytes("\ufeffone\r\ntwo\u2028and\x0cmore\r\n\r\nthree".encode())
+    path.write_bytes("\ufeffone\ntwo\u2028and\x0cmore\nthree\n\n".encode())
     assert read_texts(path) == ("one", "two\u2028and\x0cmore", "three")
+    path.write_text("one\n\nthree")
+    with pytest.raises(UserError, match=r"windows\.txt:2 is blank"):
+        read_texts(path)
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,7 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
         ),
         ({"method": "slerp"}, "slerp is between two models, and 3 are given"),
         ({"method": "ties"}, "give it as base"),
+        ({"method": "ties", "weights": [1, -1, 1], "base": "x"}, "at least 0"),
         ({"last": 3}, "no run's output folder"),
         ({"method": "ties", "density": 5.0, "base": "x"}, "density: 5 is the share"),
     ],

@@ -89,7 +89,9 @@ def open_sets(
     by_task: dict[str, EvalData] = {}
     for number, source in enumerate(options.sources()):
         if source.val_data_path is not None:
-            data = open_eval_data(options, source.val_data_path, objective)
+            mapping = source.column_mapping or options.column_mapping
+            as_source = options.model_copy(update={"column_mapping": mapping})
+            data = open_eval_data(as_source, source.val_data_path, objective)
             name = source_group_names(options, store.names)[number]
             free_name = f"{name} {len(by_task) + 1}" if name in by_task else name
             by_task[free_name] = data.read_as(ReadAs.of(source))
@@ -140,7 +142,9 @@ class RunLength:
     total_steps: int
     """Optimizer steps of the whole run."""
     examples_per_step: int
-    """Examples of all global batches of an optimizer step."""
+    """Examples of all global batches of an optimizer step, as the options say."""
+    mean_examples_per_step: float
+    """Examples that a step has on average: fewer where the data fill no batch, or where sources have batches of their own."""
 
 
 def run_length(
@@ -186,6 +190,7 @@ def run_length(
     total_steps = optimizer.max_steps or steps_of_epochs(
         epochs.value, schedule.batches_per_epoch, batches_per_step
     )
+    num_used = schedule.num_drawn - schedule.num_left_out
     processes = counted(world_size, "process", "processes")
     smallest = schedule.smallest_batch
     examples = smallest if schedule.is_short else size
@@ -204,6 +209,7 @@ def run_length(
         epochs=epochs.value,
         total_steps=total_steps,
         examples_per_step=size * batches_per_step,
+        mean_examples_per_step=num_used / schedule.batches_per_epoch * batches_per_step,
     )
 
 

@@ -205,8 +205,10 @@ def from_examples(
     classes: dict[str, dict[int, Item]] = {}
     num_left_out = 0
     all_scores: list[float] = []
+    negative_scores: list[float] = []
     for example in examples:
         all_scores += example.scores or ()
+        negative_scores += example.negative_scores or ()
         if example.label is not None:
             members = classes.setdefault(str(example.label), {})
             if len(members) < MAX_OF_CLASS:
@@ -225,22 +227,26 @@ def from_examples(
             f"at most {MAX_OF_CLASS:,d} of a class, {num_left_out:,d} left out"
         )
     all_notes += notes
-    num_irrelevant = sum(score <= 0 for score in all_scores)
-    if num_irrelevant:
-        all_notes.append(
-            f"{num_irrelevant:,d} positives with a score of 0 or below are not relevant"
-        )
     # Whole scores are grades already; fractions, and scores that are no grades, are spread over grades up to MAX_GRADE.
     top = max(all_scores, default=1.0)
     is_whole = all(float(score).is_integer() for score in all_scores)
     are_grades = top <= LARGEST_GRADE and is_whole
+    # Others of which some are below 0 are logits of a teacher, and say nothing about the relevance of a positive.
+    are_logits = not are_grades and min(*all_scores, *negative_scores, 0.0) < 0
+    num_irrelevant = sum(score <= 0 for score in all_scores)
+    if num_irrelevant and not are_logits:
+        all_notes.append(
+            f"{num_irrelevant:,d} positives with a score of 0 or below are not relevant"
+        )
     for example in examples:
         if example.label is not None:
             continue
         scores = example.scores or (1.0,) * len(example.positives)
         for positive, score in zip(example.positives, scores, strict=True):
             grade = 0
-            if score > 0 and are_grades:
+            if are_logits:
+                grade = 1
+            elif score > 0 and are_grades:
                 grade = int(score)
             elif score > 0:
                 # At least 1: a score above 0 means relevant, however small it is compared with the highest.

@@ -153,7 +153,7 @@ class Schedule:
         self,
         options: OptimizerSection,
         total_steps: int,
-        examples_per_step: int,
+        examples_per_step: float,
     ) -> None:
         peak = rate_of(options)
         self.head_ratio = (options.head_learning_rate or peak) / peak
@@ -164,7 +164,9 @@ class Schedule:
         derivation = "the same on any number of processes"
         if options.scale_learning_rate != "none":
             self.multiplier = examples_per_step / BASE_BATCH_SIZE
-            formula = f"({examples_per_step:,d} examples per step / {BASE_BATCH_SIZE})"
+            formula = (
+                f"({examples_per_step:,.6g} examples per step / {BASE_BATCH_SIZE})"
+            )
             if options.scale_learning_rate == "sqrt":
                 self.multiplier = math.sqrt(self.multiplier)
                 formula = f"sqrt{formula}"

@@ -311,7 +311,7 @@ class Trainer:
             if (name, value) not in user_options.items()
         ]
         self.schedule = Schedule(
-            self.config.optimizer, data.total_steps, data.examples_per_step
+            self.config.optimizer, data.total_steps, data.mean_examples_per_step
         )
         log_parameter_summary(self.components.model)
         self.hooks = Hooks([*configured_hooks(self), *hooks])

@@ -183,7 +183,13 @@ def read_texts(source: str | Path | Sequence[str]) -> tuple[str, ...]:
             f"{source} cannot be read as a file of texts, one per line: {error}"
         ) from error
     # Not splitlines(): it splits at line separators inside a text too, and pairs of the two files would shift.
-    return tuple(line for line in content.split("\n") if line.strip())
+    lines = content.rstrip().split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            raise UserError(
+                f"{source}:{number} is blank, and each line is a text: files are paired line by line"
+            )
+    return tuple(lines)
 
 
 def _check(

@@ -68,7 +68,8 @@ def check_merge(
         raise UserError(
             "method: weighted needs weights, one for each model; without them it is the mean"
         )
-    are_shares = method in ("weighted", "slerp")
+    # ties elects the sign of each value by the weighted differences.
+    are_shares = method in ("weighted", "slerp", "ties")
     if weights and are_shares and (sum(weights) <= 0 or min(weights) < 0):
         raise UserError(
             f"weights of {method} are shares: give numbers of at least 0, and not only zeros"

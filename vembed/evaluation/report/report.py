@@ -530,9 +530,15 @@ def _compare(
 ) -> None:
     """Compare the queries of a run with those of the first, if these are the same ones."""
     contents = []
+    sizes = [
+        compared.record.summary.evaluation.partition(", from")[0]
+        for compared in (first, run)
+    ]
     for compared in (first, run):
         results = compared.queries
         if results is None:
+            # Correlations have no results per query: the number of pairs tells the data apart.
+            run.has_other_data = sizes[0] != sizes[1]
             run.not_paired = f"no results per query were recorded by {compared.name}"
             return
         texts = [(row["query"], row["relevant"]) for row in results["queries"]]

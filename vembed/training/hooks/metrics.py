@@ -303,8 +303,7 @@ def log_setup(run: Trainer) -> None:
     evaluation = "no validation data (set val_split: 0.1)"
     if data.evaluation is not None:
         evaluation = data.evaluation.summary()
-    # Data smaller than one batch are one batch.
-    per_step = min(data.examples_per_step, len(data.examples))
+    per_step = round(data.mean_examples_per_step)
     strategy: str = session.strategy
     if session.placement.run.strategy.value not in ("auto", strategy):
         strategy += f" ({session.placement.decisions['strategy'].reason})"
