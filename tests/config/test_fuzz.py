@@ -168,11 +168,11 @@ def test_words_of_the_command_line(words):
 @pytest.mark.parametrize(
     "content",
     [
-        b"a: " + b"[" * 200_000,
-        b"- " * 100_000,
+        b"a: " + b"[" * 10_000,
+        b"- " * 25_000,
         b"a: '" + b"x" * 290_000,
-        b"".join(b"k%d: 1\n" % number for number in range(20_000)),
-        b'{"a": ' * 30_000,
+        b"".join(b"k%d: 1\n" % number for number in range(4_000)),
+        b'{"a": ' * 10_000,
     ],
     ids=range(5),
 )

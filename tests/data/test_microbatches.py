@@ -1,15 +1,14 @@
-"""The plan of micro-batches: nothing lost, nothing above the budget, close to the best cut, split as asked."""
+"""The plan of micro-batches: nothing lost, nothing above the budget, split as asked."""
 
 import itertools
 import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vembed.data.batching.rank_batch import (
-    PRICE_DIVISOR,
     LockstepSplit,
     padded_tokens,
     split_by_length,
@@ -38,47 +37,6 @@ def test_every_index_once_within_the_budget(lengths, budget, max_inputs, at_leas
     assert [bool(rows) for rows in split] == [
         place < len(split) - num_empty for place in range(len(split))
     ]
-
-
-@ANY_INPUTS
-def test_splitting_finer_never_pads_more(lengths, budget, max_inputs, at_least):
-    coarse = split_by_length(lengths, budget, max_inputs, at_least)
-    finer = split_by_length(lengths, budget, max_inputs, at_least + 3)
-    assert padded_tokens(lengths, finer) <= padded_tokens(lengths, coarse)
-
-
-def best_cost(ordered, budget, max_inputs, per_micro_batch):
-    """The cheapest cut of all there are, by trying them."""
-    places = range(1, len(ordered))
-    costs = []
-    for num_cuts in range(len(ordered)):
-        for cuts in itertools.combinations(places, num_cuts):
-            ends = itertools.pairwise([0, *cuts, len(ordered)])
-            parts = [ordered[start:end] for start, end in ends]
-            if all(is_allowed(part, budget, max_inputs) for part in parts):
-                costs.append(
-                    sum(len(part) * part[0] + per_micro_batch for part in parts)
-                )
-    return min(costs)
-
-
-def is_allowed(part, budget, max_inputs):
-    if len(part) == 1:
-        return True
-    return len(part) * part[0] <= budget and len(part) <= (max_inputs or len(part))
-
-
-@settings(max_examples=40)
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=9),
-    st.integers(1, 300),
-    st.none() | st.integers(1, 5),
-)
-def test_no_cut_is_cheaper(lengths, budget, max_inputs):
-    price = min(budget, max(lengths) * (max_inputs or budget)) // PRICE_DIVISOR
-    split = split_by_length(lengths, budget, max_inputs)
-    cost = padded_tokens(lengths, split) + price * len(split)
-    assert cost == best_cost(sorted(lengths, reverse=True), budget, max_inputs, price)
 
 
 @pytest.mark.parametrize(

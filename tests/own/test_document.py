@@ -1,22 +1,15 @@
-"""The fourth source document: its model, its snippets, its script and its make targets, on two processes of a CPU."""
+"""The fourth source document: its model, its snippet, its make targets and its command, on two processes of a CPU."""
 
-import contextlib
-import io
 import math
-import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.commands import command
 from tests.docs.pages import ROOT
-from tests.harness import run_ranks
 from tests.training.test_run import log_text, metrics
 
 PACKAGE = ROOT / "examples" / "own_model"
@@ -41,69 +34,6 @@ config = ModelConfig(
 
 model = FreeTransformer(config)
 """
-
-SCRIPT = """
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from free_transformer import FreeTransformer, ModelConfig
-from free_transformer.model import DecoderBlock
-
-def setup_distributed():
-    \"\"\"Initialize distributed training.\"\"\"
-    dist.init_process_group(backend="nccl")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-
-def get_fsdp_config():
-    \"\"\"Get FSDP configuration.\"\"\"
-    return {
-        "auto_wrap_policy": ModuleWrapPolicy({DecoderBlock}),
-        "sharding_strategy": ShardingStrategy.FULL_SHARD,
-        "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
-        "mixed_precision": MixedPrecision(
-            param_dtype=torch.bfloat16,
-            reduce_dtype=torch.float32,
-            buffer_dtype=torch.float32,
-        ),
-        "device_id": torch.cuda.current_device(),
-    }
-
-def main():
-    setup_distributed()
-    
-    # Create model
-    config = ModelConfig(
-        vocab_size=50000,
-        hidden_dim=1024,
-        num_layers=24,
-        num_heads=16,
-        latent_dim=64
-    )
-    
-    model = FreeTransformer(config)
-    
-    # Wrap with FSDP
-    model = FSDP(model, **get_fsdp_config())
-    
-    # Training loop
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    
-    for batch in dataloader:
-        optimizer.zero_grad()
-        
-        logits, z_logits = model(batch['input_ids'], mode='training')
-        loss = compute_loss(logits, z_logits, batch['input_ids'])
-        
-        loss.backward()
-        optimizer.step()
-        
-        if dist.get_rank() == 0:
-            print(f"Loss: {loss.item():.4f}")
-
-if __name__ == "__main__":
-    main()
-"""  # noqa: W293
 
 
 @pytest.fixture(autouse=True)
@@ -144,62 +74,9 @@ def test_the_model_as_printed():
         names["ModelConfig"](latent_dim=48)
 
 
-def run_script():
-    """Called on every rank: the document's script, with the names that it does not import, gloo for NCCL, the CPU for
-    the GPU, and a smaller model. Returns what it printed and the number of sharded units."""
-    sys.path.insert(0, str(PACKAGE))
-    from free_transformer.model import kl_to_uniform
-
-    def compute_loss(logits, z_logits, ids):
-        above = (kl_to_uniform(z_logits) - 0.35).clamp(min=0)
-        return next_token_loss(logits.float(), ids) + above.mean()
-
-    draw = torch.Generator().manual_seed(int(os.environ["RANK"]))
-    batch = {"input_ids": torch.randint(0, 50, (4, 9), generator=draw)}
-    units = []
-    start = dist.init_process_group
-    wrap = fsdp.FullyShardedDataParallel.__init__
-
-    def init(self, *value, **options):
-        units.append(self)
-        wrap(self, *value, **options)
-
-    names = {
-        "__name__": "__main__",
-        "os": os,
-        "ShardingStrategy": fsdp.ShardingStrategy,
-        "BackwardPrefetch": fsdp.BackwardPrefetch,
-        "MixedPrecision": fsdp.MixedPrecision,
-        "compute_loss": compute_loss,
-        "dataloader": [batch] * 3,
-    }
-    script = SCRIPT
-    sizes = {"50000": "50", "=1024": "=32", "=24": "=2", "=16": "=2"}
-    for size, smaller in sizes.items():
-        assert script.count(size) == 1
-        script = script.replace(size, smaller)
-    printed = io.StringIO()
-    cpu = torch.device("cpu")
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(dist, "init_process_group", lambda backend: start("gloo"))
-        patch.setattr(torch.cuda, "set_device", lambda _: None)
-        patch.setattr(torch.cuda, "current_device", lambda: cpu)
-        patch.setattr(fsdp.FullyShardedDataParallel, "__init__", init)
-        exec(script, names)
-    dist.destroy_process_group()
-    return printed.getvalue(), len(units)
-
-
 def next_token_loss(logits, ids):
     predictions = logits[:, :-1].flatten(0, 1)
     return torch.nn.functional.cross_entropy(predictions, ids[:, 1:].flatten())
-
-
-@pytest.mark.promise("E40", "E41")
-def test_the_script_as_printed():
-    (first, units), (second, _) = run_ranks(run_script, 2)
-    assert len(LOSS_LINE.findall(first)) == 3 and second == ""
-    assert units == 4, "two blocks, the encoder's, and the rest"
 
 
 def test_the_paths_of_the_latent():

@@ -1,14 +1,14 @@
 """The lock on output_dir, and starts that leave the folder as it was."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import vembed
 from tests.cli.conftest import vembed as command
+from tests.commands import CODE
+from tests.commands import command as run_command
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import settings, settings_without_validation
 from vembed.errors import UserError
@@ -22,8 +22,7 @@ def test_the_lock_of_a_killed_run_is_free_at_once(tmp_path):
         "import os, sys; from pathlib import Path; from vembed.training.checkpoint.folders import OutputLock\n"
         "lock = OutputLock(Path(sys.argv[1])); lock.take(); os._exit(9)"
     )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert killed.returncode == 9
+    run_command(code, str(tmp_path), module=CODE, code=9)
     assert (tmp_path / LOCK).exists()
     with OutputLock(tmp_path) as lock:
         lock.take()
