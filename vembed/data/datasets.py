@@ -323,14 +323,28 @@ def hold_out(
     """Hold out this share of the examples."""
     groups = example_groups(store)
     num_held_out = max(1, round(share * len(store)))
-    group_of = groups.connected
-    sizes = Counter(group_of.tolist())
-    # Examples of groups that are small enough to be held out.
-    num_available = sum(size for size in sizes.values() if size <= num_held_out)
-    by_documents = num_available >= MIN_CHOICE * num_held_out
-    if not by_documents:
-        group_of = groups.by_query
+    # The strictest grouping that leaves enough to choose from, and what a looser one has to be read with.
+    ways = [
+        (groups.connected, MIN_CHOICE * num_held_out, ""),
+        (
+            groups.by_query,
+            num_held_out,
+            "queries alone are held out, because most examples are connected by equal or nearly equal texts",
+        ),
+        (
+            groups.by_equal_query,
+            0,
+            "queries nearly equal to those of training are among them, because most are nearly equal to another",
+        ),
+    ]
+    note = ""
+    for group_of, num_needed, reason in ways:
+        note = reason
         sizes = Counter(group_of.tolist())
+        # Examples of groups that are small enough to be held out.
+        num_available = sum(size for size in sizes.values() if size <= num_held_out)
+        if num_available >= num_needed:
+            break
     # Texts from one template are one group through chains of near-duplicates, which may be most of the data. A large
     # group would be most of what is held out, so smaller ones are taken where there are enough.
     largest = max(1, num_held_out // SMALL_GROUPS)
@@ -352,7 +366,7 @@ def hold_out(
     if is_held.all():
         raise UserError(
             f"val_split: {share:g} of {len(store):,d} examples with {len(sizes):,d} different queries leaves nothing "
-            "to train on (equal and nearly equal queries are held out together); give val_data_path, or more data"
+            "to train on (equal queries are held out together); give val_data_path, or more data"
         )
     indices = np.flatnonzero(is_held).tolist()
     held = [(store.source_of(index), store[index]) for index in indices]
@@ -367,10 +381,8 @@ def hold_out(
             f"{len(trained):,d} of the {len(documents):,d} documents that should be found are positives of training "
             "examples too"
         )
-        if not by_documents:
-            notes.append(
-                "queries alone are held out, because most examples are connected by equal or nearly equal texts"
-            )
+        if note:
+            notes.append(note)
     return HeldOut(store, train, held, notes)
 
 
@@ -378,6 +390,8 @@ def hold_out(
 class ExampleGroups:
     """Groups of examples. Their numbers depend on the contents alone."""
 
+    by_equal_query: np.ndarray
+    """[n] the same for equal queries."""
     by_query: np.ndarray
     """[n] the same for equal and nearly equal queries."""
     connected: np.ndarray
@@ -426,6 +440,7 @@ def example_groups(store: ExampleStore) -> ExampleGroups:
     for index, document in zip(pair_examples, pair_documents, strict=True):
         connected.join(query_keys[index], document + FIRST_DOCUMENT)
     return ExampleGroups(
+        np.array(query_keys, np.int64),
         np.array([by_query.of(key) for key in query_keys], np.int64),
         np.array([connected.of(key) for key in query_keys], np.int64),
         np.array(pair_examples, np.int64),
