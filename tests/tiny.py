@@ -221,11 +221,17 @@ def tiny_qwen3_reranker(directory):
     return tiny_answering(directory, transformers.Qwen3ForCausalLM)
 
 
-def tiny_reranker(directory, *, hidden=16, dropout=0.0):
-    """A BERT that scores pairs of texts, as Transformers saves it."""
-    config = _bert_config(1, hidden, dropout)
-    config |= {"initializer_range": 0.5, "num_labels": 1}
-    model_class = transformers.BertForSequenceClassification
+def tiny_reranker(
+    directory,
+    model_class=transformers.BertForSequenceClassification,
+    *,
+    hidden=16,
+    dropout=0.0,
+    **config,
+):
+    """A BERT, or another encoder, that scores pairs of texts, as Transformers saves it."""
+    defaults = _bert_config(1, hidden, dropout)
+    config = {**defaults, "initializer_range": 0.5, "num_labels": 1, **config}
     return _save_text_model(directory, wordpiece_tokenizer(), model_class, **config)
 
 

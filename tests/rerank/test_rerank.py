@@ -13,11 +13,14 @@ import yaml
 from sentence_transformers import CrossEncoder
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    AlbertForSequenceClassification,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    CanineForSequenceClassification,
     Gemma2ForCausalLM,
     GraniteForCausalLM,
+    LongformerForSequenceClassification,
     PhiForCausalLM,
     Qwen3Model,
     Qwen3MoeForCausalLM,
@@ -128,8 +131,14 @@ def tiny_llama_ending_in_padding(folder):
     return folder
 
 
+def tiny_albert(folder):
+    """Its pooler is a linear layer, whose activation the model has."""
+    return tiny_reranker(folder, AlbertForSequenceClassification, embedding_size=8)
+
+
 LABELLED = [
     (tiny_reranker, {}),
+    (tiny_albert, {}),
     (tiny_bert, {}),
     (tiny_distilbert, {}),
     (tiny_roberta, {}),
@@ -540,6 +549,20 @@ def test_a_head_that_changes_its_logits_is_refused(model_class, options):
     """Logits that are scaled, capped, or have a bias."""
     model = shared(tiny_answering, model_class, **options)
     with pytest.raises(UserError, match=rf"reranker_head: .*{model_class.__name__}"):
+        vembed.Reranker(model)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "options"),
+    [
+        (LongformerForSequenceClassification, {"attention_window": 4}),
+        (CanineForSequenceClassification, {}),
+    ],
+)
+def test_a_classifier_of_more_than_one_state_is_refused(model_class, options):
+    """Attention from the first token to all, and a first state that the base model makes of several."""
+    model = shared(tiny_reranker, model_class, **options)
+    with pytest.raises(UserError, match=rf"reranker here: .*{model_class.__name__}"):
         vembed.Reranker(model)
 
 

@@ -32,12 +32,14 @@ from vembed.models.families.backbones import is_decoder_only, language_class
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import (
     ANSWER_SETTINGS,
+    LIBRARY_ERRORS,
     AnswerSettings,
     DenseSettings,
     error_sentence,
     read_settings,
     read_tensors,
 )
+from vembed.models.poolings.table import POOLINGS
 from vembed.models.processors import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -145,16 +147,24 @@ class GivenStates(nn.Module):
 
     states: Tensor | None = None
 
-    def __init__(self, pooler: nn.Module | None) -> None:
-        """`pooler`: the base model's layer over the first token, which only classifiers use."""
+    def __init__(
+        self,
+        pooler: nn.Module | None,
+        activation: nn.Module | None = None,
+    ) -> None:
+        """`pooler`: the base model's layer over the first token, which only classifiers use. `activation`: of ALBERT, whose
+        pooler is a linear layer alone."""
         super().__init__()
         self.pooler = pooler
+        self.activation = activation
 
     def forward(
         self, *_: Any, **__: Any
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """Return them."""
         pooled = None if self.pooler is None else self.pooler(self.states)
+        if self.activation is not None:
+            pooled = self.activation(pooled[:, 0])
         output = BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=self.states, pooler_output=pooled
         )
@@ -176,7 +186,10 @@ class WholeHead(nn.Module):
         """`whole`: the model. Its base model is taken out of it."""
         super().__init__()
         self.base_name = str(whole.base_model_prefix)
-        setattr(whole, self.base_name, GivenStates(pooler))
+        activation = None
+        if pooler is not None:
+            activation = getattr(whole.base_model, "pooler_activation", None)
+        setattr(whole, self.base_name, GivenStates(pooler, activation))
         self.whole = whole
         stored = read_tensors(Path(description.source))
         names = [name for name, _ in whole.named_parameters()]
@@ -282,10 +295,15 @@ class ScoreHead(WholeHead):
         ids = torch.full((len(states), 1), self.token, device=states.device)
         with torch.autocast(states.device.type, enabled=False):
             logits = self.logits(states.to(weight.dtype)[:, None], ids)
-        # Of two labels the sigmoid of the difference is the second one's probability.
-        if logits.shape[1] == 2:
-            return logits[:, 1:] - logits[:, :1]
-        return logits
+        return one_score(logits)
+
+
+def one_score(logits: Tensor) -> Tensor:
+    """Map logits [n, 1 or 2] to scores [n, 1]."""
+    # Of two labels the sigmoid of the difference is the second one's probability.
+    if logits.shape[1] == 2:
+        return logits[:, 1:] - logits[:, :1]
+    return logits
 
 
 class AnswerHead(nn.Module):
@@ -330,13 +348,52 @@ def build_score_head(
         answer_head = AnswerHead(whole, no, yes)
         refuse_changed_logits(whole, description)
         return answer_head
-    head = ScoreHead(whole, description)
+    if next(whole.parameters()).is_meta:
+        # The process that reads the weights compares.
+        head = ScoreHead(whole, description)
+    else:
+        head = compared_head(whole, description)
     log.info(
         "score: of %s, whose head is %s",
         type(whole).__name__,
         "new" if head.is_new else "that of its files",
     )
     return head
+
+
+@torch.no_grad()
+def compared_head(whole: Any, description: ModelDescription) -> ScoreHead:
+    """Return the head of a classifier. Raise UserError if it does not give the classifier's own scores of two short texts:
+    some read more than the state of one token."""
+    whole.eval()
+    base = whole.base_model
+    device = next(whole.parameters()).device
+    tokens = [token for token in range(13) if token != whole.config.pad_token_id]
+    texts = [torch.tensor([tokens[:length]], device=device) for length in (8, 12)]
+    # The kernel that is chosen may run on another device alone.
+    kernel = whole.config._attn_implementation
+    whole.config._attn_implementation = "eager"
+    try:
+        scores = [one_score(whole(input_ids=ids).logits) for ids in texts]
+        head = ScoreHead(whole, description)
+        states = []
+        for ids in texts:
+            hidden = base(input_ids=ids).last_hidden_state
+            states.append(POOLINGS[description.pooling].pool(hidden, None))
+        expected = torch.cat(scores)
+        difference = (head(torch.cat(states)) - expected).abs().max()
+    except LIBRARY_ERRORS as error:
+        reason = error_sentence(error)
+    else:
+        whole.config._attn_implementation = kernel
+        tolerance = torch.finfo(expected.dtype).eps ** 0.5
+        if difference <= tolerance * expected.abs().max():
+            return head
+        reason = "its scores differ"
+    raise UserError(
+        f"{description.name} cannot be used as a reranker here: its classification head, that of "
+        f"{type(whole).__name__}, does not read the pooled state alone ({reason}). Take another reranker"
+    )
 
 
 def refuse_changed_logits(whole: Any, description: ModelDescription) -> None:
