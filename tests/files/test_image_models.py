@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+import vembed
 from tests import tiny
 from tests.built import model_of
 from tests.files.saving import (
@@ -80,6 +81,9 @@ def test_a_projection_of_clip_is_a_dense_module(pictures, tmp_path):
     model = assert_alike(folder, TEXTS)
     images = [of_image(path) for path in pictures]
     assert_same(ours(folder, images), model.encode(pictures))
+    # Transparent pixels of opened images are white, and those of files have the colour that is stored.
+    opened = list(map(Image.open, pictures))
+    assert_same(vembed.Embedder(folder).encode(opened), model.encode(opened))
 
 
 def test_clip_has_the_module_that_versions_before_5_4_know(tmp_path):

@@ -44,7 +44,7 @@ Input = str | Path | Image.Image | Mapping[str, Any] | Item
 """A text, an image or its Path, {"text": ..., "image": path, image or a list of them}, or an Item."""
 
 # Others (CMYK, YCbCr, F) cannot be written as PNG.
-PNG_MODES = frozenset({"1", "L", "LA", "P", "RGB", "RGBA"})
+PNG_MODES = frozenset({"1", "L", "P", "RGB"})
 
 
 class Embedder:
@@ -350,6 +350,11 @@ def _image_ref(image: Any) -> ImageRef:
     if isinstance(image, bytes):
         return ImageRef(data=image)
     if isinstance(image, Image.Image):
+        if image.has_transparency_data:
+            # As processors of Transformers do. (Sentence Transformers drops the transparency of files before that.)
+            image = image.convert("RGBA")
+            white = Image.new("RGBA", image.size, "white")
+            image = Image.alpha_composite(white, image)
         # PNG, because it loses nothing: items are told apart by their bytes. Level 1: it stays in memory only.
         encoded = io.BytesIO()
         (image if image.mode in PNG_MODES else image.convert("RGB")).save(

@@ -164,7 +164,7 @@ class GivenStates(nn.Module):
         """Return them."""
         pooled = None if self.pooler is None else self.pooler(self.states)
         if self.activation is not None:
-            pooled = self.activation(pooled[:, 0])
+            pooled = self.activation(pooled)[:, 0]
         output = BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=self.states, pooler_output=pooled
         )
