@@ -54,10 +54,10 @@ from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import unit_rows
 from vembed.inference.reranker import Reranker, read_weights
 from vembed.models.embedding_model import SEGMENTS
-from vembed.models.families.backbones import file_dtype, read_config
+from vembed.models.families.backbones import file_dtype
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import EXPORT_FILE, is_reranker, read_object
-from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS, poolings_of
 from vembed.models.processors import load_tokenizer, save_processors
 from vembed.progress import Log
 from vembed.saving.card import Card, render_card
@@ -103,14 +103,13 @@ def export_model(
     by default those of the run. `server`: the one that the export is for. `log` takes a line before each part that may
     take minutes."""
     target = Path(output)
-    if target.exists():
-        raise UserError(f"{target} exists already; give a new folder")
     export_format = EXPORT_FORMATS[format_name]
     if precision is not None and precision not in export_format.precisions:
         raise UserError(
             f"--precision {precision}: --format {format_name} takes {', '.join(export_format.precisions)}"
         )
-    if format_name != "onnx" and is_reranker(model):
+    gives_scores = is_reranker(model)
+    if gives_scores and format_name != "onnx":
         raise UserError(
             f"--format {format_name}: {model} is a reranker, which is exported to onnx; servers such as TEI and vLLM read "
             "its folder as it is"
@@ -119,7 +118,7 @@ def export_model(
     if missing is not None and (check or format_name != "safetensors"):
         raise UserError(f"--format {format_name}: {missing}")
     evaluation = evaluation_data(model, data) if check else None
-    if is_reranker(model):
+    if gives_scores:
         return export_reranker(
             model,
             target,
@@ -135,7 +134,6 @@ def export_model(
         model,
         device="cpu",
         torch_dtype="float32",
-        mixed_precision="no",
         trust_remote_code=trust_remote_code,
     )
     description = embedder.description
@@ -148,9 +146,7 @@ def export_model(
         precision = "float32"
         if format_name == "safetensors":
             # The dtype of the model's file, so that nothing grows or is rounded.
-            source = Path(description.source)
-            trust = description.trust_remote_code
-            dtype = file_dtype(read_config(source, trust_remote_code=trust))
+            dtype = file_dtype(description.read_config())
             for name in export_format.precisions:
                 if str(dtype) == f"torch.{name}":
                     precision = name
@@ -318,13 +314,13 @@ def _describe(
     format_name: FormatName,
     precision: WeightPrecision,
     check: Check | None,
-    vectors: Mapping[str, Any] | None = None,
+    vectors: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Write export.json and the card; return the content of the first. `vectors`: facts about embeddings."""
     facts = {
         "format": format_name,
         "precision": precision,
-        **(vectors or {}),
+        **vectors,
         "check": None if check is None else asdict(check),
     }
     write_json(folder / EXPORT_FILE, facts)
@@ -482,7 +478,7 @@ def export_reranker(
                     f"the onnx export of {model} differs from the model: {result.lines()[0]}; nothing was written "
                     "(--tolerance allows more)"
                 )
-        facts = _describe(folder, description, "onnx", precision, result)
+        facts = _describe(folder, description, "onnx", precision, result, {})
     return Exported(target, result, description, facts)
 
 
@@ -525,7 +521,7 @@ def check_served(server: ServerName, description: ModelDescription) -> None:
     runs_own_code = server == "vllm" and description.pooling == MODEL_POOLING
     if not pools_tokens or runs_own_code:
         return
-    known = [pooling.name for pooling in POOLINGS.values() if server in pooling.servers]
+    known = poolings_of(server)
     if description.pooling not in known:
         raise UserError(
             f"--for {server}: it pools by {', '.join(known)}, and {description.name} by {description.pooling}: use --for "
@@ -612,9 +608,7 @@ def compare_server(
     if not route.endswith("/embeddings"):
         route = route.removesuffix("/v1") + OPENAI_ROUTE
     served_embeddings(route, name, ["a"])  # before the model is loaded
-    embedder = Embedder(
-        model, device="cpu", torch_dtype="float32", mixed_precision="no"
-    )
+    embedder = Embedder(model, device="cpu", torch_dtype="float32")
     description = embedder.description
     texts = texts_to_compare(evaluation_data(model, data), description.max_length)
     expected_ND = encode_all(embedder.encode, texts)
@@ -667,7 +661,6 @@ STUDENT_TOLERANCE = 0.5
 MAX_SCORED_QUERIES = 500
 MAX_SCORED_DOCUMENTS = 2_000
 """For the nDCG of an export. Relevant documents are always among them."""
-METRIC = "ndcg@10"
 WORDS = (
     "the a of red green small bird garden sorted list returns house river music number city window open close "
     "value error file name 17 3.5 (x) data, model; query? document. Zurich naive tree between never always"
@@ -824,8 +817,8 @@ def ndcg(
     """Return nDCG@10 of an encoder."""
     queries = encode([item.text or "" for item in data.queries], "query")
     documents = encode([item.text or "" for item in data.documents], "document")
-    metrics = retrieval_metrics(queries, documents, data, [10], [], normalize=normalize)
-    return metrics[METRIC]
+    metrics = retrieval_metrics(queries, documents, data, [10], normalize=normalize)
+    return metrics[data.metric]
 
 
 def distances(first_ND: np.ndarray, second_ND: np.ndarray) -> np.ndarray:

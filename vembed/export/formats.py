@@ -7,7 +7,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ from vembed.inference.embedder import Embedder
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import StaticConfig, quiet_transformers
 from vembed.models.families.model_files import STATIC, read_object
-from vembed.models.poolings.table import POOLINGS
+from vembed.models.poolings.table import poolings_of
 from vembed.models.processors import load_tokenizer
 from vembed.progress import Log
 from vembed.saving.files import MODULE, save_model, write_modules
@@ -55,9 +55,9 @@ class ExportJob:
     embedder: Embedder
     """The model in float32. A format may change its attention function, so that its own vectors are computed first."""
     precision: WeightPrecision
-    texts: Sequence[tuple[str, Kind]] = ()
+    texts: Sequence[tuple[str, Kind]]
     """Texts to train a student with; other formats need none."""
-    log: Log = log_nothing
+    log: Log
     """Takes a line before each part that may take minutes."""
 
 
@@ -308,19 +308,16 @@ class GgufFormat(ExportFormat):
             return (
                 "llama.cpp has no Dense module and no truncate_dim; export it as onnx"
             )
-        pooling = POOLINGS[description.pooling]
-        if "gguf" not in pooling.servers:
-            known = [
-                other.name for other in POOLINGS.values() if "gguf" in other.servers
-            ]
-            return f"llama.cpp pools by {', '.join(known)}, and this model by {pooling.name}"
+        known = poolings_of("llama.cpp")
+        if description.pooling not in known:
+            return f"llama.cpp pools by {', '.join(known)}, and this model by {description.pooling}"
         return None
 
     def write(self, job: ExportJob, folder: Path) -> None:
         """Write `model.gguf` and, for the check, the tokenizer and prompts."""
         # The converter reads a folder of Transformers and rounds the weights itself.
         whole = folder / "whole"
-        SafetensorsFormat().write(ExportJob(job.model, job.embedder, "float32"), whole)
+        SafetensorsFormat().write(replace(job, precision="float32"), whole)
         converter = shutil.which(CONVERTER)
         assert converter is not None
         command = [sys.executable, converter, str(whole)]

@@ -33,6 +33,7 @@ INPUTS_PER_CHUNK = 16_384
 memory."""
 CPU_BUDGET = 4_096
 CUDA_BUDGET = 32_768
+"""Padded tokens of a forward pass by default. More is not faster."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of distinct inputs done and the total, both summed over all ranks."""
@@ -40,11 +41,6 @@ Take = Callable[[np.ndarray, np.ndarray], None]
 """Called with the numbers of some inputs and their embeddings, [n, D] float32 as the model gives them."""
 InterruptCheck = Callable[[], None]
 """Called after each micro-batch, equally often on all ranks. An exception from it ends the encoding."""
-
-
-def default_budget(device: torch.device | str) -> int:
-    """Return the default number of padded tokens per forward pass. More is not faster."""
-    return CPU_BUDGET if torch.device(device).type == "cpu" else CUDA_BUDGET
 
 
 def encode_items(
@@ -253,7 +249,8 @@ def _encode_rank(
 ) -> Tensor:
     """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank runs.
     `after` is called after each with the number of its inputs."""
-    budget = budget_tokens or default_budget(feeder.device)
+    on_cpu = feeder.device.type == "cpu"
+    budget = budget_tokens or (CPU_BUDGET if on_cpu else CUDA_BUDGET)
     tables = {}
     if input_builder is not None:
         tables = input_builder.encode(features, budget, max_inputs, check_interrupt)

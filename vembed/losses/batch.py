@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from vembed.errors import UserError
 from vembed.losses.declaration import LossDeclaration
-from vembed.losses.similarity import PAIRS_AT_ONCE, arithmetic_dtype, chunks
+from vembed.losses.similarity import Similarity, arithmetic_dtype, pair_scores
 
 NO_KEY_ROW = -1
 """Fills the keys of rows up to a rectangle."""
@@ -76,12 +76,8 @@ class TeacherVectors:
     def scores_of(self, pairs: ListedPairs) -> Tensor:
         """Return [1, n + P] scores."""
         left, right = pairs.sides(self)
-        scores = self.vectors.new_empty(1, left.numel())
-        # In chunks, so that the gathered vectors [n + P, width] never exist at once.
-        for chunk in chunks(left.numel(), PAIRS_AT_ONCE):
-            products = self.vectors[left[chunk]] * self.vectors[right[chunk]]
-            scores[0, chunk] = products.sum(1)
-        return scores
+        dot_product = Similarity(cosine=False, dims=(self.vectors.shape[1],))
+        return pair_scores(self.vectors, left, right, dot_product)
 
 
 @dataclass(frozen=True)

@@ -36,16 +36,15 @@ class TermModule(LossModule):
     def __init__(
         self,
         term: ResolvedTerm,
-        similarity: Similarity | None = None,
-        start: StartValues | None = None,
+        similarity: Similarity,
+        start: StartValues,
     ) -> None:
         super().__init__()
-        start = start or StartValues()
         self.declared = term.loss
         self.teacher = term.teacher
         self.follows_data = term.follows_data
         self.guide = term.guide
-        self.run_similarity = similarity or Similarity()
+        self.run_similarity = similarity
         """Similarity of the run. Without Matryoshka it has no dims yet. `similarity` adds that of the embeddings."""
         self.seed = start.seed
         for name, value in term.loss.start_values(start).items():

@@ -395,16 +395,14 @@ class RankNet(ListedLoss, Temperature):
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
-        import torch.nn.functional as F
+        from vembed.losses.similarity import softplus
 
         num_pairs = self.num_ordered(batch, term)
         lists = batch.listed_by_example()
         above, below = lists.ordered(self.labels(batch, term, lists))
         logits = term.logits(batch, lists)
         differences = logits[:, below] - logits[:, above]  # [K, M of this rank]
-        # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold of torch, 20, is for float32.
-        losses = F.softplus(differences, threshold=50.0)
-        return term.mean(losses, num_pairs)
+        return term.mean(softplus(differences), num_pairs)
 
 
 class Lambda(ListedLoss):
@@ -429,7 +427,8 @@ class Lambda(ListedLoss):
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
         import torch
-        import torch.nn.functional as F
+
+        from vembed.losses.similarity import softplus
 
         num_pairs = self.num_ordered(batch, term)
         lists = batch.listed_by_example()
@@ -454,10 +453,8 @@ class Lambda(ListedLoss):
         far = discount[:, above] - discount[:, below]
         gain_difference = gain[above] - gain[below]
         weight = gain_difference.abs() * (CLOSE_WEIGHT * close + far.abs())
-        # Above 50, log(1 + exp(x)) is x to float64's precision.
         differences = scores[:, below] - scores[:, above]
-        losses = F.softplus(differences, threshold=50.0)
-        losses = weight * losses / math.log(2.0)
+        losses = weight * softplus(differences) / math.log(2.0)
         return term.mean(losses, num_pairs)
 
 

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -356,6 +357,11 @@ class KnownGradients(torch.autograd.Function):
             product = gradient * d_loss.to(gradient.dtype) if needs_gradient else None
             products.append(product)
         return tuple(products)
+
+
+def softplus(values: Tensor) -> Tensor:
+    """Return log(1 + exp(x)). torch returns x itself above 20 by default, which is too coarse in float64."""
+    return F.softplus(values, threshold=50.0)
 
 
 def length_of(entries: slice) -> int:

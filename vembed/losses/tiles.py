@@ -40,7 +40,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vembed.losses.batch import TeacherVectors
@@ -54,6 +53,7 @@ from vembed.losses.similarity import (
     arithmetic_dtype,
     chunks,
     length_of,
+    softplus,
 )
 
 MEBIBYTE = 2**20
@@ -336,13 +336,13 @@ class SigmoidRows(RowLoss):
         assert start.bias is not None, "the sigmoid loss has a bias"
         self.bias = start.bias
         self.biased_positives = self.positive_logits + self.bias
-        self.sum = _softplus(-self.biased_positives).sum()
+        self.sum = softplus(-self.biased_positives).sum()
 
     def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
         # No mask: softplus and sigmoid of EXCLUDED are exactly 0.
         logits = torch.add(candidates.logits, self.bias, out=candidates.out)
-        self.sum = self.sum + _softplus(logits).sum()
+        self.sum = self.sum + softplus(logits).sum()
 
     def total(self) -> Tensor:
         """See RowLoss."""
@@ -356,11 +356,6 @@ class SigmoidRows(RowLoss):
     def d_positives(self) -> Tensor:
         """See RowLoss."""
         return -self.coefficient * torch.sigmoid(-self.biased_positives)
-
-
-def _softplus(tensor: Tensor) -> Tensor:
-    """Return log(1 + exp(x)). torch returns x itself above 20 by default, which is too coarse in float64."""
-    return F.softplus(tensor, threshold=50.0)
 
 
 class DivergenceRows(RowLoss):

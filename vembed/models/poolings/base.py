@@ -24,7 +24,7 @@ class Pooling:
     """Modes of Sentence Transformers' Pooling module that do the same. Without any, the
     pooling is saved as a module of vembed's own, which only vembed loads."""
     servers: ClassVar[Mapping[str, str]] = {}
-    """Server or format -> its name for this pooling. Those that are missing refuse."""
+    """Server -> its name for this pooling. Those that are missing refuse."""
     needs_order: ClassVar[bool] = False
     """True: it needs tokens in an order, which those of an image do not have."""
     is_trained: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class Cls(Pooling):
     name = "cls"
     spellings = "first"
     modes = ("cls",)
-    servers = {"tei": "cls", "vllm": "CLS", "llama.cpp": "cls", "gguf": "cls"}
+    servers = {"tei": "cls", "vllm": "CLS", "llama.cpp": "cls"}
 
     def refusal(
         self,
@@ -108,7 +108,7 @@ class Mean(Pooling):
     name = "mean"
     spellings = "average avg"
     modes = ("mean",)
-    servers = {"tei": "mean", "vllm": "MEAN", "llama.cpp": "mean", "gguf": "mean"}
+    servers = {"tei": "mean", "vllm": "MEAN", "llama.cpp": "mean"}
 
     def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
@@ -129,12 +129,7 @@ class Last(Pooling):
     name = "last"
     spellings = "last_token lasttoken eos"
     modes = ("lasttoken",)
-    servers = {
-        "tei": "last-token",
-        "vllm": "LAST",
-        "llama.cpp": "last",
-        "gguf": "last",
-    }
+    servers = {"tei": "last-token", "vllm": "LAST", "llama.cpp": "last"}
     needs_order = True
 
     def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:

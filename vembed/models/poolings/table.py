@@ -61,6 +61,13 @@ def check_poolings(classes: Sequence[type[Pooling]]) -> dict[str, Pooling]:
 
 POOLINGS = check_poolings(_CLASSES)
 """Name, as in the option `pooling` -> its pooling, in the order of this file."""
+
+
+def poolings_of(server: str) -> list[str]:
+    """Return the names of the poolings that a server has."""
+    return [pooling.name for pooling in POOLINGS.values() if server in pooling.servers]
+
+
 if TYPE_CHECKING:
     PoolingName = str
 else:
