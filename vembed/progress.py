@@ -97,6 +97,11 @@ def counted(number: int, singular: str, plural: str = "") -> str:
     return f"{number:,d} {noun}"
 
 
+def rate_text(value: float) -> str:
+    """Format a number per second: 1,234 or 12.3."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def duration(seconds: float) -> str:
     """Format a duration: 45 s, 3 min 20 s or 2 h 05 min."""
     whole = max(round(seconds), 0)

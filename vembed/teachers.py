@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ class Teachers:
             for number in range(len(examples)):
                 for key, question in teacher.questions(examples[number]):
                     questions.setdefault(key, question)
-            teacher.complete(list(questions), list(questions.values()))
+            teacher.complete(questions)
 
     def attach(
         self,
@@ -202,29 +202,30 @@ class CachedTeacher(ABC):
         """Return answers [n, dim] to this rank's questions. Collective: ranks may ask different things, and at least one
         rank asks something."""
 
-    def answers(self, keys: Sequence[bytes], questions: Sequence[Any]) -> np.ndarray:
-        """Return [n, dim] float32. Collective: ranks may ask different things, and compute together what is missing."""
+    def answers(self, questions: Mapping[bytes, Any]) -> np.ndarray:
+        """Return [n, dim] float32. Collective: ranks may ask different things, and compute together what is missing.
+
+        `questions`: by the keys of their answers."""
+        keys = list(questions)
         stored = self.store.find_rows(keys)
         missing = [place for place in range(len(keys)) if place not in stored]
         rows = np.zeros((len(keys), self.dim), np.float32)
         # `compute` is collective: all ranks call it as soon as one of them misses an answer, the others with no
         # question.
         if collectives.max_ints([len(missing)])[0]:
-            computed = self.compute([questions[place] for place in missing])
-            self.store.add_rows([keys[place] for place in missing], computed)
+            missing_keys = [keys[place] for place in missing]
+            computed = self.compute([questions[key] for key in missing_keys])
+            self.store.add_rows(missing_keys, computed)
             if missing:
                 rows[missing] = computed
         if stored:
             rows[list(stored)] = np.stack(list(stored.values()))
         return rows
 
-    def complete(
-        self,
-        keys: Sequence[bytes],
-        questions: Sequence[Any],
-    ) -> None:
-        """Compute what is missing of these answers. Collective: all ranks pass the same keys and questions."""
+    def complete(self, questions: Mapping[bytes, Any]) -> None:
+        """Compute what is missing of these answers. Collective: all ranks pass the same questions."""
         session = self.session
+        keys = list(questions)
         # Rank 0 decides for all: the files may change while the ranks look at them.
         found_missing = self.store.missing(keys) if session.is_main else []
         missing = collectives.broadcast_object(found_missing)
@@ -236,14 +237,14 @@ class CachedTeacher(ABC):
             f"teacher {self.teacher.label}", active=session.is_main, log=log.info
         ) as progress:
             for start in range(0, len(missing), chunk_size):
-                chunk = missing[start : start + chunk_size]
+                chunk = [keys[place] for place in missing[start : start + chunk_size]]
                 # Dealt to the ranks in turn.
                 share = chunk[session.rank :: session.world_size]
-                computed = self.compute([questions[place] for place in share])
+                computed = self.compute([questions[key] for key in share])
                 rows = from_all_ranks(computed, len(chunk), session)
                 # A machine may have a disk of its own, so one process of each machine writes.
                 if session.local_rank == 0:
-                    self.store.add_rows([keys[place] for place in chunk], rows)
+                    self.store.add_rows(chunk, rows)
                 progress(start + len(chunk), len(missing))
         # Its weights are read again if something is missing later.
         self._loaded = None
@@ -271,8 +272,7 @@ class VectorTeacher(CachedTeacher):
                 document_prompt=teacher.document_prompt,
             )
         )
-        described = self.description
-        self.dim = described.truncate_dim or described.embedding_dim
+        self.dim = self.description.output_dim
         super().__init__(teacher, *args, **options)
 
     def input_settings(self) -> list[Any]:
@@ -344,8 +344,8 @@ class VectorTeacher(CachedTeacher):
         query = index_of([query for query, _ in row_items], "query")
         positive = index_of([positive for _, positive in row_items], "document")
         negative = index_of(negatives, "document")
-        rows = self.answers(list(questions), list(questions.values()))
-        counts = [row[0] for row in collectives.all_gather_ints([len(rows)])]
+        rows = self.answers(questions)
+        counts = collectives.all_gather_int(len(rows))
         # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
         offset = sum(counts[: self.session.rank])
         return TeacherVectors(
@@ -424,7 +424,7 @@ class PairTeacher(CachedTeacher):
             key = pair_key(*pair)
             keys.append(key)
             questions[key] = pair
-        answers = self.answers(list(questions), list(questions.values()))[:, 0]
+        answers = self.answers(questions)[:, 0]
         by_key = dict(zip(questions, answers.tolist(), strict=True))
         scores = np.array([by_key[key] for key in keys], dtype=np.float64)
         scores *= self.teacher.scale

@@ -170,7 +170,7 @@ def vectors_of(config, cache, items):
         asked = []
         for item in items:
             key, question = teacher.question(item, "query")
-            asked.append(teacher.answers([key], [question]))
+            asked.append(teacher.answers({key: question}))
     return np.concatenate(asked)
 
 

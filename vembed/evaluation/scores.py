@@ -193,7 +193,7 @@ def evaluate_model(
             query_results,
         )
     description = featuriser.description
-    full = description.truncate_dim or description.embedding_dim
+    full = description.output_dim
     if dims is None:
         dims = [dim for dim in description.mrl_dims if dim <= full]
     for dim in dims:
@@ -306,13 +306,6 @@ def similarity_metrics(
     return metrics
 
 
-def deciding_metric(eval_metric: str, data: EvalData) -> str:
-    """Return the key of the metric that decides which checkpoint is best. `check_metric` has seen it."""
-    if eval_metric == "auto":
-        return data.metric
-    return eval_metric
-
-
 def check_metric(
     evaluation: EvaluationSection,
     quantize_embeddings: str | None,
@@ -320,7 +313,7 @@ def check_metric(
     description: ModelDescription,
 ) -> None:
     """Raise UserError if `eval_metric` is none of the scores that this evaluation will have."""
-    full = description.truncate_dim or description.embedding_dim
+    full = description.output_dim
     sizes = [dim for dim in description.mrl_dims if dim <= full]
     names = ["spearman", "pearson"]
     if isinstance(data, RetrievalData):

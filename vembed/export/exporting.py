@@ -163,7 +163,7 @@ def export_model(
         else:
             log(f"writing the {format_name} files in {precision}")
             export_format.write(job, folder)
-        size = embedder.truncate_dim or description.embedding_dim
+        size = description.output_dim
         vectors = {"embedding_dim": size, "normalized": description.normalize}
         facts = _describe(folder, description, format_name, precision, result, vectors)
         if is_student:

@@ -28,8 +28,7 @@ from vembed.export.formats import (
 )
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder, to_item
-from vembed.models.embedding_model import pool, tower_module
-from vembed.models.families.backbones import is_decoder_only
+from vembed.models.embedding_model import pool, run_texts, tower_module
 from vembed.models.families.description import IMAGE_TOWER_FOLDER
 from vembed.models.families.family import Modality
 from vembed.models.families.model_files import read_object
@@ -97,24 +96,16 @@ class TextGraph(Graph):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Map [n, tokens] ids and mask to [n, d] embeddings."""
         traits = self.description.family_traits
-        arguments: dict[str, Any] = {"input_ids": input_ids}
+        inputs = {"input_ids": input_ids}
         if traits.forward_kinds["text"] == "pooled_towers":
             # Texts of fixed length were trained without a mask.
             if not traits.has_fixed_length:
-                arguments["attention_mask"] = attention_mask
+                inputs["attention_mask"] = attention_mask
             tower = tower_module(self.backbone, traits, "text")
-            return self.finish(tower(**arguments).pooler_output)
+            return self.finish(tower(**inputs).pooler_output)
         model = _text_model(self.backbone, traits)
-        arguments["attention_mask"] = attention_mask
-        if is_decoder_only(model.config):
-            arguments["use_cache"] = False
-            if self.description.padding_side == "left":
-                # Padded on the left, a text's first token must still have position 0; without this its position depends
-                # on the batch.
-                arguments["position_ids"] = (attention_mask.cumsum(dim=1) - 1).clamp(
-                    min=0
-                )
-        hidden = model(**arguments).last_hidden_state
+        output = run_texts(self.description, model, inputs, attention_mask)
+        hidden = output.last_hidden_state
         module = self.model.pooling
         pooled = pool(self.description.pooling, hidden, attention_mask, module=module)
         return self.finish(pooled)

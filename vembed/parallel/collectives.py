@@ -94,6 +94,11 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
         return by_rank
 
 
+def all_gather_int(value: int) -> list[int]:
+    """Return one number of every rank, by rank."""
+    return [numbers[0] for numbers in all_gather_ints([value])]
+
+
 def max_ints(values: Sequence[int]) -> list[int]:
     """Return the maximum of each number over all ranks."""
     return _reduced("max_ints", values, torch.int64, dist.ReduceOp.MAX)
@@ -133,7 +138,7 @@ def all_gather_parts(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Te
     if world_size() == 1:
         return rows_ND.detach()
     if counts is None:
-        counts = [row[0] for row in all_gather_ints([rows_ND.shape[0]])]
+        counts = all_gather_int(rows_ND.shape[0])
     with _collective("all_gather_parts"):
         _check_rows(rows_ND.shape[0], counts[rank()])
         # NCCL gathers equal sizes only: pad to the longest rank, and remove the padding afterwards.

@@ -74,7 +74,7 @@ def log_parameter_summary(model: nn.Module) -> None:
         log.info(f"  {name}: {count:,d} ({count / 1e9:.2f}B)")
     if collectives.world_size() > 1:
         local = sum(local_tensor(parameter).numel() for parameter in model.parameters())
-        held = [f"{row[0]:,d}" for row in collectives.all_gather_ints([local])]
+        held = [f"{count:,d}" for count in collectives.all_gather_int(local)]
         log.info(f"  Held by each rank: {', '.join(held)}")
 
 
@@ -385,7 +385,7 @@ class GatheredBatchNorm(_Base):
         """Normalise [n, channels, ...] by the mean and variance over all ranks; in evaluation, by the running ones."""
         if not self.training or collectives.world_size() == 1:
             return super().forward(values_NC)
-        counts = [row[0] for row in collectives.all_gather_ints([len(values_NC)])]
+        counts = collectives.all_gather_int(len(values_NC))
         gathered = _RowsOfAllRanks.apply(values_NC, counts)  # type: ignore[no-untyped-call]
         first = sum(counts[: collectives.rank()])
         return super().forward(gathered)[first : first + len(values_NC)]

@@ -24,7 +24,7 @@ from vembed.parallel import collectives, sharding
 from vembed.parallel.devices import GIB, bf16_instructions, choose_device
 from vembed.parallel.environment import ELSEWHERE, interface_to, read_rank_info
 from vembed.parallel.launch_check import Heartbeats, LaunchCheck, RankFacts
-from vembed.parallel.parameters import share_batch_norms
+from vembed.parallel.parameters import set_keep_gathered, share_batch_norms
 from vembed.parallel.placement import (
     FITS_SHARE,
     Layout,
@@ -201,6 +201,13 @@ class Session(AbstractContextManager["Session"]):
             # Replicas start from the weights of rank 0.
             collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
         return model
+
+    def keep_gathered(self, model: nn.Module, *, on: bool) -> None:
+        """Keep the parameters of a sharded model gathered between micro-batches, where they fit in memory. Switch it off
+        before the last backward pass of a step."""
+        if self.fsdp is not None and self.keeps_gathered:
+            reshards = self.fsdp.reshard_after_forward
+            set_keep_gathered(model, on=on, reshard_after_forward=reshards)
 
     def barrier(self) -> None:
         """Block until every rank has called it."""

@@ -29,7 +29,6 @@ from vembed.parallel.parameters import (
     discard_passes,
     num_parameters,
     set_fsdp_reduction,
-    set_keep_gathered,
 )
 from vembed.training.optimizer_kinds import OPTIMIZERS
 
@@ -455,8 +454,7 @@ def measure_demand(
     # Whole gradients between micro-batches, as in a step. FSDP1 would keep them where `discard_passes` cannot see them.
     reduces_each = session.reduces_each_micro_batch or _is_fsdp1(session.fsdp)
     set_fsdp_reduction(model, reduces_each)
-    if session.keeps_gathered:
-        set_keep_gathered(model, on=True)
+    session.keep_gathered(model, on=True)
     try:
         demand = _demand_of(featuriser, session, sample, peak)
     except RuntimeError as error:
@@ -468,10 +466,7 @@ def measure_demand(
         ) from error
     # Gradients of these passes must not reach the first step.
     discard_passes(model)
-    if session.fsdp is not None and session.keeps_gathered:
-        set_keep_gathered(
-            model, on=False, reshard_after_forward=session.fsdp.reshard_after_forward
-        )
+    session.keep_gathered(model, on=False)
     torch.cuda.empty_cache()
     return demand
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from vembed.data.example_store import ExampleStore
+from vembed.data.examples import spread
 from vembed.data.language import MAX_SAMPLED_TEXTS, is_english, language_of
 from vembed.errors import RunError
 from vembed.evaluation.report.record import (
@@ -78,8 +79,8 @@ def _store(
     )
 
 
-def save_final(trainer: Trainer, metric: str) -> Path:
-    """Write final/ and the report; return the model's folder. `metric`: the deciding score, or "".
+def save_final(trainer: Trainer) -> Path:
+    """Write final/ and the report; return the model's folder.
 
     Collective: every rank contributes its shards. Raise RunError, and write nothing, if the model is not finite.
     """
@@ -89,6 +90,7 @@ def save_final(trainer: Trainer, metric: str) -> Path:
     data = trainer.data
     state = trainer.state
     output = trainer.output
+    metric = trainer.metric if state.scores else ""
     embedding_model = components.embedding_model
     folder = output / "final"
     newest = newest_checkpoint(output)
@@ -209,9 +211,8 @@ def _not_finite(embedding_model: nn.Module, weights: dict[str, Tensor]) -> str |
 
 def _language(examples: ExampleStore) -> str | None:
     """Return the language of a sample of the texts; "" where it is unclear and not English, None without texts."""
-    step = max(1, len(examples) // MAX_SAMPLED_TEXTS)
     texts = []
-    for index in range(0, len(examples), step):
+    for index in spread(len(examples), MAX_SAMPLED_TEXTS):
         example = examples[index]
         items = (example.query, *example.positives[:1])
         texts += [item.text for item in items if item.text]

@@ -86,7 +86,7 @@ from vembed.models.families.family import Modality
 from vembed.models.precision import bf16_weights_of
 from vembed.parallel import collectives
 from vembed.parallel.devices import is_shortage, matmul_precision, seed_draws
-from vembed.parallel.parameters import reshard, set_fsdp_reduction, set_keep_gathered
+from vembed.parallel.parameters import reshard, set_fsdp_reduction
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import SMALLEST_BUDGET, Budget, OutOfMemory, advice
 from vembed.teachers import Teachers
@@ -435,7 +435,7 @@ class TrainingStep:
             )
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
-            self._keep_gathered(on=True)
+            self.session.keep_gathered(self.model, on=True)
             inputs_in_turn = batch.input_source.feed(
                 batch.micro_batches, first_replayed=batch.num_kept_graphs
             )
@@ -580,7 +580,7 @@ class TrainingStep:
                 )
             # FSDP2 may free the parameters after the last backward pass, and not earlier. If this were set before a replay's
             # forward pass, FSDP2 would free them after that pass, and gather them again for the backward pass.
-            self._keep_gathered(on=not is_last_backward)
+            self.session.keep_gathered(self.model, on=not is_last_backward)
             # The roots of this backward pass, each with the gradient that it starts from.
             roots = []
             gradients = []
@@ -687,13 +687,6 @@ class TrainingStep:
             all_reduce=is_last_backward or not session.all_reduces_once,
             is_last_backward=is_last_backward,
         )
-
-    def _keep_gathered(self, *, on: bool) -> None:
-        fsdp = self.session.fsdp
-        if fsdp is not None and self.session.keeps_gathered:
-            set_keep_gathered(
-                self.model, on=on, reshard_after_forward=fsdp.reshard_after_forward
-            )
 
     @contextmanager
     def _deferring_shortage(

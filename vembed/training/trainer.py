@@ -32,7 +32,7 @@ from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
-from vembed.evaluation.scores import deciding_metric, evaluate_model
+from vembed.evaluation.scores import evaluate_model
 from vembed.parallel.devices import fsdp_print_memory_usage
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.parameters import log_parameter_summary
@@ -303,6 +303,12 @@ class Trainer:
             intervals["epochs"] = data.epochs
         # The fields of RunIntervals are named as their options. Fully resolved: a training with this config repeats the run.
         self.config = config_after_build.changed(**intervals)
+        self.metric = self.config.evaluation.eval_metric
+        """Key of the score that decides which checkpoint is best. Empty without evaluation data."""
+        if data.evaluation is None:
+            self.metric = ""
+        elif self.metric == "auto":
+            self.metric = data.evaluation.metric
         checkpointer.options = self.config.to_dict()
         user_options = user_config.to_dict()
         self.decided_options = [
@@ -556,7 +562,7 @@ class Trainer:
             )
         state.scores = scores
         state.scored_step = state.step
-        metric = deciding_metric(config.evaluation.eval_metric, data)
+        metric = self.metric
         when = f"after step {state.step:,d}" if state.step else "before training"
         seconds = self.elapsed_seconds() - start
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
@@ -625,12 +631,8 @@ class Trainer:
             else:
                 log.warning("final/ gets the last step")
         fsdp_print_memory_usage("after the last step")
-        data = self.data.evaluation
-        metric = ""
-        if data is not None and state.scores:
-            metric = deciding_metric(self.config.evaluation.eval_metric, data)
         with self.hooks.evaluation_weights():
-            model_dir = save_final(self, metric)
+            model_dir = save_final(self)
         before = {f"before/{name}": score for name, score in state.before.items()}
         return TrainResult(
             model_dir=model_dir,
@@ -656,16 +658,14 @@ class Trainer:
     def _restore(self, point: ResumePoint) -> LoopState:
         """Return the state to begin with, and restore weights, optimizer and hooks."""
         state = LoopState.restored(self.checkpointer.load(point, self._trained_state()))
-        data = self.data.evaluation
         is_scored = state.step > 0 and state.scored_step == state.step
         has_checkpoint = self.checkpointer.path_of(state.step).is_dir()
-        if data is not None and is_scored and has_checkpoint and state.best is None:
+        if self.metric and is_scored and has_checkpoint and state.best is None:
             # No best step is known: the options have changed, or this step was scored before it had a checkpoint. It has one
             # now, so it becomes the best. A best step that is known stays.
-            metric = deciding_metric(self.config.evaluation.eval_metric, data)
             # An eval_metric that is new may have a cut-off that was not scored.
-            if metric in state.scores:
-                state.set_best(metric)
+            if self.metric in state.scores:
+                state.set_best(self.metric)
         if not self.config.evaluation.guards:
             # The guard that ended the run is no longer asked for.
             state.guard_message = None

@@ -164,7 +164,7 @@ def encode(
                 f"{target} would not say which image a vector is of: give NAME.parquet"
             )
         embedder = Embedder(model_path, truncate_dim=truncate_dim, **options)
-        dim = embedder.truncate_dim or embedder.description.embedding_dim
+        dim = embedder.description.output_dim
         levels = None if ranges is None else read_ranges(ranges, dim)
 
         def vectors_of(items: list[Item], progress: Progress) -> np.ndarray:

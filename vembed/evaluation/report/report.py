@@ -33,7 +33,7 @@ from vembed.evaluation.report.record import (
     read_run,
 )
 from vembed.files import replace_text, short_name
-from vembed.progress import duration
+from vembed.progress import duration, rate_text
 
 STEP_COLUMNS = ("loss", "learning_rate", "grad_norm")
 """Columns, behind the step, of the steps since the last logged line."""
@@ -324,15 +324,11 @@ def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
     return {"table": table, "lines": lines, "plot": plot}
 
 
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
 QUANTITIES: dict[str, tuple[str, str, Callable[[float], str]]] = {
     "loss": ("Loss", "of the global batch", "{:.3g}".format),
     "learning_rate": ("Learning rate", "", "{:.2g}".format),
     "grad_norm": ("Gradient norm", "global, before clipping", "{:.3g}".format),
-    "samples_per_second": ("Throughput", "examples per second", _rate),
+    "samples_per_second": ("Throughput", "examples per second", rate_text),
     "padding_fraction": ("Padding", "share of tokens", "{:.0%}".format),
     "memory": ("Memory", "peak of the fullest process, GiB", "{:.3g}".format),
 }

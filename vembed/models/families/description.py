@@ -195,6 +195,11 @@ class ModelDescription:
         return "\n  ".join(lines)
 
     @property
+    def output_dim(self) -> int:
+        """Size of the vectors that `encode` returns."""
+        return self.truncate_dim or self.embedding_dim
+
+    @property
     def compares_unit_vectors(self) -> bool:
         """True: the similarity of two inputs is that of their vectors of length 1."""
         return self.normalize or self.similarity == "cosine"

@@ -390,7 +390,20 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
                 "python": platform.python_version(),
             },
         }
-        commit = partial(self._commit, unfinished, final, content, kept_steps, start)
+
+        def commit(checksums: Mapping[str, str]) -> None:
+            """Write the state, complete the checkpoint, and prune the oldest ones. Runs on rank 0."""
+            write_durably(unfinished / STATE, json.dumps(content, indent=1).encode())
+            folders.commit(unfinished, final, checksums)
+            files = [path for path in final.rglob("*") if path.is_file()]
+            size = sum(path.stat().st_size for path in files)
+            seconds = time.monotonic() - start
+            log.info(f"saved {final.name} ({size / 1e9:.2f} GB, {seconds:.1f} s)")
+            try:
+                folders.prune(self.output, self.run.save_total_limit, kept_steps)
+            except OSError as error:
+                log.warning(f"an old checkpoint could not be removed: {error}")
+
         arguments: dict[str, Any] = {
             "storage_writer": CheckpointWriter(unfinished, commit),
             "planner": CheckpointPlanner(flatten_state_dict=False),
@@ -496,27 +509,6 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             f"{name} could not be written ({problem}); the newest checkpoint is {newest or 'none'}. "
             f"Make room in {self.output} if its disk is full, and resume"
         )
-
-    def _commit(
-        self,
-        unfinished: Path,
-        final: Path,
-        content: Mapping[str, Any],
-        kept_steps: set[int],
-        start: float,
-        checksums: Mapping[str, str],
-    ) -> None:
-        """Write the state, complete the checkpoint, and prune the oldest ones. Runs on rank 0."""
-        write_durably(unfinished / STATE, json.dumps(content, indent=1).encode())
-        folders.commit(unfinished, final, checksums)
-        files = [path for path in final.rglob("*") if path.is_file()]
-        size = sum(path.stat().st_size for path in files)
-        seconds = time.monotonic() - start
-        log.info(f"saved {final.name} ({size / 1e9:.2f} GB, {seconds:.1f} s)")
-        try:
-            folders.prune(self.output, self.run.save_total_limit, kept_steps)
-        except OSError as error:
-            log.warning(f"an old checkpoint could not be removed: {error}")
 
 
 def read_state(directory: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from vembed.errors import RunError
 from vembed.parallel import collectives
 from vembed.parallel.devices import memory_snapshot
 from vembed.parallel.parameters import num_parameters
-from vembed.progress import ProgressReport, duration
+from vembed.progress import ProgressReport, duration, rate_text
 from vembed.training.checkpoint.folders import METRICS_FILE, newest_checkpoint
 from vembed.training.hooks.base import Evaluation, Hook, StepReport
 from vembed.training.run_log import END_OF_SETUP, HEADLINE, LineFile
@@ -174,14 +174,12 @@ def log_line(
 ) -> str:
     """Return the log line of one step, with as many losses as fit. All metrics are in metrics.jsonl. `head_rate`: the
     learning rate of heads."""
-    rate = values["samples_per_second"]
-    rate_text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
     head = ""
     if head_rate != values["learning_rate"]:
         head = f" (head {head_rate:.1e})"
     line = (
         f"step {values['step']:,d}/{total_steps:,d}  loss {values['loss']:.4f}  lr {values['learning_rate']:.1e}{head}  "
-        f"grad {values['grad_norm']:.3g}  {rate_text} samples/s  left {duration(seconds_left)}"
+        f"grad {values['grad_norm']:.3g}  {rate_text(values['samples_per_second'])} samples/s  left {duration(seconds_left)}"
     )
     for name, value in values.items():
         if name.startswith("loss/"):
