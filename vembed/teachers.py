@@ -71,10 +71,8 @@ class Teachers:
             files = model_folder(teacher.model, option="teacher")
             kind = teacher_kind(teacher, files, needs_vectors=name in needs_vectors)
             form: type[VectorTeacher | PairTeacher] = PairTeacher
-            arithmetic = "float32"
             if kind == "embedder":
                 form = VectorTeacher
-                arithmetic = str(session.mixed_precision)
                 for term in terms:
                     lowest, highest = term.loss.score_limits or (-1.0, 1.0)
                     if term.teacher == name and lowest > -1.0:
@@ -94,7 +92,6 @@ class Teachers:
                 files,
                 session,
                 folder or cache_folder(),
-                arithmetic=arithmetic,
                 trust_remote_code=model.trust_remote_code,
             )
 
@@ -169,10 +166,9 @@ class CachedTeacher(ABC):
         session: Session,
         cache: Path,
         *,
-        arithmetic: str,
         trust_remote_code: bool,
     ) -> None:
-        """`folder`: of the model's files. `arithmetic`: the precision in which the answers are computed."""
+        """`folder`: of the model's files."""
         self.teacher = teacher
         self.kind = kind
         self.folder = folder
@@ -184,18 +180,22 @@ class CachedTeacher(ABC):
             IDENTITY_VERSION,
             of_model(str(folder)),
             kind,
-            arithmetic,
-            *self.input_settings(),
+            *self.answer_settings(),
         ]
         if kind == "yes_no":
             settings += [teacher.instruction, ANSWER_PROMPT, ANSWER_END]
         identity = short_hash(*settings)
         self.store = RowStore(cache / "teachers", identity, "teacher", ".answers")
 
-    def input_settings(self) -> list[Any]:
-        """Return the prompts and the maximum length, which change its answers."""
+    def answer_settings(self) -> list[Any]:
+        """Return the precision in which it computes, the prompts and the maximum length, which change its answers."""
         teacher = self.teacher
-        return [teacher.query_prompt, teacher.document_prompt, teacher.max_length]
+        return [
+            "float32",
+            teacher.query_prompt,
+            teacher.document_prompt,
+            teacher.max_length,
+        ]
 
     @abstractmethod
     def compute(self, questions: Sequence[Any]) -> np.ndarray:
@@ -275,10 +275,11 @@ class VectorTeacher(CachedTeacher):
         self.dim = self.description.output_dim
         super().__init__(teacher, *args, **options)
 
-    def input_settings(self) -> list[Any]:
-        """Return those of the description, which may decide the prompts by the name of the folder."""
+    def answer_settings(self) -> list[Any]:
+        """Return those of the session and the description, which may decide the prompts by the name of the folder."""
         described = self.description
         return [
+            str(self.session.mixed_precision),
             described.query_prompt,
             described.document_prompt,
             described.max_length,

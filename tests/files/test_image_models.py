@@ -22,7 +22,7 @@ from tests.files.saving import (
 )
 from tests.models.families import IMAGE_ENCODERS, TWO_TOWERS, VISION_LANGUAGE
 from vembed.data.examples import ImageRef, Item
-from vembed.models.building import load_embedder
+from vembed.models.building import load_embedder, stored_scale_and_bias
 from vembed.saving.files import save_model
 from vembed.training.setup import decide_rates
 
@@ -181,9 +181,8 @@ def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path):
     stored = load_file(folder / "model.safetensors")
     assert stored["logit_scale"].exp().item() == pytest.approx(12.5)
     assert stored["logit_bias"].item() == -7.0
-    assert load_embedder(folder).initial_logit_scale_and_bias == pytest.approx(
-        (12.5, -7.0)
-    )
+    described = load_embedder(folder).description
+    assert stored_scale_and_bias(described) == pytest.approx((12.5, -7.0))
 
 
 def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(

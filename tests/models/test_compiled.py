@@ -87,7 +87,7 @@ def test_checkpointed_layers_are_compiled(options, monkeypatch):
     monkeypatch.setattr(precision, "compile_layers", compile_layers)
     config = config_for(tiny.tiny_bert, torch_compile=True, **options)
     with start_session(config) as session:
-        model = model_of(config, recompute=True).train()
+        model = model_of(config, recompute=True, compiles=True).train()
         assert model.packs_texts() is plain.packs_texts()
         loss = loss_of(model(parts_for(model.description)))
         num_forward_calls = backend.num_calls

@@ -25,6 +25,7 @@ from vembed.data.examples import Example, Item
 from vembed.data.features import build_featuriser
 from vembed.losses.batch import INDEX_FIELDS, LossBatch
 from vembed.losses.build import build_loss
+from vembed.models.building import stored_scale_and_bias
 from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
@@ -119,7 +120,7 @@ def build(config, teacher_dims=None):
         if "lora_B" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             parameter.data.normal_(0, 0.05, generator=generator)
-    scale, bias = model.initial_logit_scale_and_bias or (None, None)
+    scale, bias = stored_scale_and_bias(description) or (None, None)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,

@@ -28,6 +28,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.batching.rank_batch import make_rank_batch
 from vembed.data.examples import Example, Item
 from vembed.inference.embedder import to_item
+from vembed.models.building import stored_scale_and_bias
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
 
@@ -229,7 +230,7 @@ def wanted(name):
         if places:
             (rows,) = model([(modality, featuriser.collate(features))])
             embeddings = embeddings.index_put((torch.tensor(places),), rows)
-    scale, _ = model.initial_logit_scale_and_bias or (None, None)
+    scale, _ = stored_scale_and_bias(model.description) or (None, None)
     return formula_gradients(
         config,
         model,

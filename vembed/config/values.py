@@ -25,6 +25,7 @@ ProperFraction = Annotated[
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), RefusesBool]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False), RefusesBool]
 Dtype = Literal["float32", "bfloat16", "float16"]
+ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Auto = Literal["auto"]
 Task = Literal["embed", "rerank"]
 RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]

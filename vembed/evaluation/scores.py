@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from vembed.config.schema import DataSection, EvaluationSection
-from vembed.config.values import RetrievalMode
+from vembed.config.values import Auto, ModelDtype, RetrievalMode
 from vembed.data.examples import Item, KeyIndex, Kind
 from vembed.data.features import BaseFeaturiser, Pair, PairFeaturiser, refuse_prompts
 from vembed.errors import UserError, nearest
@@ -75,7 +75,7 @@ def evaluate(
     on_bad_record: Literal["stop", "skip"] = "stop",
     retrieval_mode: RetrievalMode | None = None,
     device: str | None = None,
-    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    torch_dtype: ModelDtype = "auto",
     trust_remote_code: bool = False,
     session: Session | None = None,
     compressed: bool = False,
@@ -155,7 +155,7 @@ def evaluate_model(
     session: Session | None,
     *,
     ks: Sequence[int] | None = None,
-    micro_batch_tokens: int | Literal["auto"] = "auto",
+    micro_batch_tokens: int | Auto = "auto",
     dims: Sequence[int] | None = None,
     compressed: bool = False,
     show_progress: bool = False,

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import nn
 
 from vembed.config.decisions import Decision, Precision
+from vembed.config.values import ModelDtype
 from vembed.data.examples import (
     LONE_SURROGATE,
     ImageRef,
@@ -59,7 +60,7 @@ class Embedder:
         path_or_name: str | Path,
         *,
         device: str | torch.device | None = None,
-        torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        torch_dtype: ModelDtype = "auto",
         mixed_precision: Literal["auto", "no", "bf16"] = "auto",
         truncate_dim: int | None = None,
         trust_remote_code: bool = False,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vembed.config.schema import ModelSection
+from vembed.config.values import ModelDtype
 from vembed.data.features import Features, PairFeaturiser, names_no_question
 from vembed.errors import UserError
 from vembed.files import check_weights
@@ -44,7 +45,7 @@ class Reranker:
         max_length: int | None = None,
         query_prompt: str | None = None,
         document_prompt: str | None = None,
-        torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+        torch_dtype: ModelDtype = "auto",
         trust_remote_code: bool = False,
         holds: torch.device | str | None = None,
         session: Session | None = None,

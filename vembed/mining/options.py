@@ -34,6 +34,7 @@ from vembed.config.schema import DataSource, NegativeSelection
 from vembed.config.values import (
     ConfigModel,
     Fraction,
+    ModelDtype,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -166,7 +167,7 @@ class WeightOptions(ConfigModel):
     """Options of every command that loads a model."""
 
     # ---- model -------------------------------------------------------------------------------------------------
-    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    torch_dtype: ModelDtype = "auto"
     """Dtype of the weights. `auto`: the file's own."""
     trust_remote_code: bool = False
     """Run Python code that a model's folder brings along. Only for models that you trust as you trust your own code."""

@@ -555,7 +555,7 @@ def cut(
         if min(of_piece) < longest:
             # [texts, longest]: True where a slot holds a token. Texts start at slot 0, so the padding is on the right.
             real = slot < torch.tensor(of_piece)[:, None]
-            slots = real.flatten().nonzero().squeeze(1)
+            slots = real_tokens(real)
             visible = real[:, None, None, :].expand(-1, 1, longest, -1)
         if causal or window is not None:
             # [longest, longest]: key position less query position; positive lies in the future.

@@ -6,7 +6,7 @@ import math
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
+from vembed.config.values import ModelDtype
 from vembed.errors import UserError
 from vembed.files import check_weights, read_yaml
 from vembed.losses.table import LOSSES
@@ -83,7 +84,7 @@ def build_model(
     computes_on: torch.device | None = None,
     compute_dtype: torch.dtype = torch.float32,
     recompute: bool = False,
-    compiles: bool | None = None,
+    compiles: bool = False,
     meta: bool = False,
     for_inference: bool = False,
 ) -> EmbeddingModel:
@@ -93,7 +94,7 @@ def build_model(
 
     `computes_on`: the device that the model will be moved to, if not `device`. `compute_dtype`: dtype of the
     arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `compiles`: compile
-    the layers; None: only if the config asks for it. `meta`: leave backbone parameters empty (meta device), for a process
+    the layers. `meta`: leave backbone parameters empty (meta device), for a process
     that receives its weights from another rank. `for_inference`: it is not trained, and needs no float32 master weights.
 
     The order matters: adapters wrap the loaded layers, freezing looks at all parameters, checkpointing and the compiler
@@ -140,16 +141,8 @@ def build_model(
         language_head.requires_grad_(False)
     if head is None and dense_modules:
         head = Head(*dense_modules)
-    scale = None
-    if description.family_traits.has_logit_scale_and_bias:
-        scale = logit_scale_and_bias(Path(description.source))
     model = EmbeddingModel(
-        description,
-        backbone,
-        head,
-        pooling=pooling,
-        logit_scale_and_bias=scale,
-        language_head=language_head,
+        description, backbone, head, pooling=pooling, language_head=language_head
     )
     freeze_unused(backbone)
     if not adapters.use_lora:
@@ -174,8 +167,6 @@ def build_model(
         for module in backbone.modules():
             if type(module) is nn.Dropout and module.p > 0.0:
                 module.__class__ = attention.CpuDropout
-    if compiles is None:
-        compiles = options.torch_compile is True
     if computes_on.type == "cuda" and not compiles:
         # The compiler fuses the plain formulas.
         precision.fuse_norms(backbone)
@@ -285,7 +276,7 @@ def load_embedder(
     device: torch.device | str = "cpu",
     computes_on: torch.device | None = None,
     meta: bool = False,
-    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    torch_dtype: ModelDtype = "auto",
     trust_remote_code: bool = False,
 ) -> EmbeddingModel:
     """Load a saved model for inference: in evaluation mode, without gradients, by default in the dtype of its file.
@@ -529,13 +520,16 @@ def _cast_frozen_towers(
         tower_module(backbone, description.family_traits, tower).to(dtype)
 
 
-def logit_scale_and_bias(folder: Path) -> tuple[float, float] | None:
-    """Return the scale and bias that CLIP or SigLIP was trained with, read from the weight files.
+def stored_scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
+    """Return the scale and bias that CLIP or SigLIP was trained with (CLIP's bias is 0), read from the weight files; None
+    for other models.
 
     The model's own parameters may be empty (meta) or sharded.
     """
+    if not description.family_traits.has_logit_scale_and_bias:
+        return None
     values = {}
-    for path in folder.glob("*.safetensors"):
+    for path in Path(description.source).glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in set(file.keys()).intersection(REPLACED_BY_LOSS):
                 values[name] = float(file.get_tensor(name))

@@ -44,6 +44,7 @@ from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescript
 from vembed.models.families.family import Family, Modality, Tower
 from vembed.models.heads import Dense, LanguageHead
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
+from vembed.models.precision import at_least_float32
 from vembed.models.vision import (
     LONGEST_IMAGE,
     VISION_PREFIX,
@@ -116,19 +117,17 @@ class EmbeddingModel(nn.Module):
         head: Any = None,
         *,
         pooling: nn.Module | None = None,
-        logit_scale_and_bias: tuple[float, float] | None = None,
         language_head: LanguageHead | None = None,
     ) -> None:
         """`head`: a sequence of Dense modules, or that of a reranker. None: no head. `pooling`: the module of a trained
-        pooling. None for poolings without weights, which `description.pooling` names. `logit_scale_and_bias`: those that
-        CLIP or SigLIP was trained with (CLIP's bias is 0). `language_head`: for the auxiliary losses of predicted tokens."""
+        pooling. None for poolings without weights, which `description.pooling` names. `language_head`: for the auxiliary
+        losses of predicted tokens."""
         super().__init__()
         self.description = description
         self.backbone = backbone
         self.pooling = pooling
         self.head = head
         self.language_head = language_head
-        self.initial_logit_scale_and_bias = logit_scale_and_bias
         self.has_auxiliary = (
             isinstance(backbone, UserModel) or language_head is not None
         )
@@ -550,11 +549,6 @@ def padding_mask(inputs: Inputs) -> Tensor | None:
 
 
 # ---- pooling, and losses of the model ----------------------------------------------------------------------------
-
-
-def at_least_float32(values: Tensor) -> Tensor:
-    """Return values in float32, or float64 as they are."""
-    return values if values.dtype == torch.float64 else values.float()
 
 
 def pool(

@@ -54,6 +54,11 @@ def dtype_in_files(folder: Path) -> torch.dtype:
     return _NAMES_IN_FILES[sizes.most_common(1)[0][0]] if sizes else torch.float32
 
 
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return values in float32, or float64 as they are."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
 def enable_checkpointing(layers: list[nn.Module]) -> None:
     """Recompute each layer in the backward pass of training mode, also layers without trainable parameters."""
     for layer in layers:
@@ -520,9 +525,8 @@ class _StraightThrough(torch.autograd.Function):
 
 def rounded_to_int8(weight: Tensor) -> Tensor:
     """Return a weight [out, in] as whole multiples, from -127 to 127, of a scale for each row, in its own dtype."""
-    values = weight.detach()
     # Scales of 16-bit weights are computed in float32: their quotients decide the rounding.
-    values = values if values.dtype == torch.float64 else values.float()
+    values = at_least_float32(weight.detach())
     scale = values.abs().amax(dim=1, keepdim=True) / INT8_MAX
     # A row of zeros would be 0 / 0.
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))

@@ -48,7 +48,12 @@ from vembed.evaluation.scores import check_metric
 from vembed.inference.encoding import encode_items
 from vembed.losses.batch import LossModule
 from vembed.losses.build import build_loss
-from vembed.models.building import build_model, has_initial_norms, is_embedding_model
+from vembed.models.building import (
+    build_model,
+    has_initial_norms,
+    is_embedding_model,
+    stored_scale_and_bias,
+)
 from vembed.models.embedding_model import ComposedModel, EmbeddingModel
 from vembed.models.families.description import ModelDescription, describe_trained
 from vembed.models.heads import principal_components
@@ -259,7 +264,7 @@ def build_components(
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
     if config.optimizer.learning_rate == "auto":
         config = decide_rates(config, embedding_model, data.total_steps)
-    scale, bias = embedding_model.initial_logit_scale_and_bias or (None, None)
+    scale, bias = stored_scale_and_bias(description) or (None, None)
     if config.matryoshka.mrl_projection == "pca":
         start_projection(embedding_model, featuriser, data.examples, session)
     frozen = embedding_model.frozen_modalities()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from vembed.config.values import ModelDtype
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, open_test_data
@@ -107,7 +108,7 @@ def edit(
     trials: int = 0,
     max_drop: float = DEFAULT_MAX_DROP,
     seed: int = 42,
-    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    torch_dtype: ModelDtype = "auto",
     trust_remote_code: bool = False,
     session: Session | None = None,
 ) -> EditResult:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vembed.config.values import ModelDtype
 from vembed.errors import UserError
 from vembed.evaluation.dataset import open_test_data
 from vembed.evaluation.scores import evaluate
@@ -57,7 +58,6 @@ NOT_COPIED = (
 )
 """In a model's folder: what is of this model alone, and the weights, which are written anew."""
 SlerpOf = Literal["auto", "weights", "differences"]
-MergeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def merge(
     sweep_points: Sequence[float] | None = None,
     data: str | Path | None = None,
     metric: str = "auto",
-    dtype: MergeDtype = "auto",
+    dtype: ModelDtype = "auto",
     seed: int | None = None,
     session: Session | None = None,
 ) -> MergeResult:

@@ -18,7 +18,11 @@ from vembed.config.terms import needed_teachers
 from vembed.errors import UserError
 from vembed.files import check_weights
 from vembed.losses.build import build_loss
-from vembed.models.building import build_model, load_embedder
+from vembed.models.building import (
+    build_model,
+    load_embedder,
+    stored_scale_and_bias,
+)
 from vembed.models.families.backbones import is_never_used
 from vembed.models.families.description import DESCRIPTION_FILE, describe_trained
 from vembed.models.families.model_files import (
@@ -306,7 +310,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         objective=config.objective,
         seed=config.run.seed,
     )
-    scale, bias = embedder.initial_logit_scale_and_bias or (None, None)
+    scale, bias = stored_scale_and_bias(description) or (None, None)
     size = description.embedding_dim
     teachers = needed_teachers(config.objective, config.data, config.model)
     loss = build_loss(

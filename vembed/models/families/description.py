@@ -62,6 +62,7 @@ NOT_SAVED = (
     "config_changes",
 )
 Size = Annotated[int, Field(ge=1)]
+SimilarityName = Literal["cosine", "dot"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class ModelDescription:
     default_prompt_name: str | None = None
     """Prompt that Sentence Transformers takes where none is asked for: query, document or one of the others. Saved
     along."""
-    similarity: Literal["cosine", "dot"] = "cosine"
+    similarity: SimilarityName = "cosine"
     normalize: bool = True
     """True: encode returns unit vectors."""
     truncate_dim: Size | None = None
@@ -212,7 +213,6 @@ class ModelDescription:
 # ---- decisions ---------------------------------------------------------------------------------------------------
 
 
-SimilarityName = Literal["cosine", "dot"]
 SMALLEST_MRL_DIM = 64
 
 _BGE_ZH = "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
