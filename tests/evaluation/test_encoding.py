@@ -9,7 +9,7 @@ from tests.tiny_tokenizers import WORDS
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.inference import encoding
-from vembed.inference.encoding import encode_items
+from vembed.inference.encoding import encode_items, unit_rows
 from vembed.models.building import load_embedder
 from vembed.parallel.session import start_command_session
 
@@ -22,6 +22,11 @@ def items(number):
         words = (WORDS + WORDS)[first : first + 1 + row * 5 % 11]
         built.append(Item(text=" ".join(words)))
     return built
+
+
+def encoded(*arguments, **options):
+    """Vectors of length 1."""
+    return unit_rows(encode_items(*arguments, **options))
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +55,9 @@ def test_the_budget_limits_what_goes_through_the_model_at_once(
     model, featuriser, shapes
 ):
     inputs = items(30)
-    whole = encode_items(model, featuriser, inputs, "document")
+    whole = encoded(model, featuriser, inputs, "document")
     shapes.clear()
-    actual = encode_items(model, featuriser, inputs, "document", budget_tokens=48)
+    actual = encoded(model, featuriser, inputs, "document", budget_tokens=48)
     assert max(rows * length for rows, length in shapes) <= 48
     assert len(shapes) > 3
     np.testing.assert_allclose(actual, whole, atol=1e-6)
@@ -94,7 +99,7 @@ def _on_a_rank(folder, numbers):
         actual = []
         for number in numbers:
             micro_batches.clear()
-            embeddings = encode_items(
+            embeddings = encoded(
                 model,
                 featuriser,
                 items(number),
@@ -111,7 +116,7 @@ def test_ranks_encode_uneven_shares_in_step_and_in_order(model, featuriser):
     numbers = [7, 0, 1, 3, 20]
     by_rank = run_ranks(_on_a_rank, 3, shared(tiny_bert_st), numbers)
     for place, number in enumerate(numbers):
-        expected = encode_items(model, featuriser, items(number), "document")
+        expected = encoded(model, featuriser, items(number), "document")
         num_forwards = set()
         for entry in by_rank:
             embeddings, count = entry[place]

@@ -44,10 +44,8 @@ def encoded(model, items, kind="query"):
     """Embeddings of texts and items by a model."""
     description = model.description
     items = [Item(text=item) if isinstance(item, str) else item for item in items]
-    normalize = description.normalize
-    return encode_items(
-        model, Featuriser(description), items, kind, normalize=normalize
-    )
+    vectors = encode_items(model, Featuriser(description), items, kind)
+    return first_dims(vectors, None, description.normalize)
 
 
 def assert_same(first, second):

@@ -8,7 +8,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -218,7 +217,6 @@ def evaluate_model(
                 featuriser,
                 items,
                 kind,
-                normalize=False,
                 progress=progress,
                 **options,
             )
@@ -454,16 +452,9 @@ def _first_stage(
         )
         return documents_of(keys).numpy()
     embedder = Embedder(evaluation.first_stage, session=session)
-    encode = partial(
-        encode_items,
-        embedder.model,
-        embedder.featuriser,
-        session=session,
-        normalize=embedder.description.compares_unit_vectors,
-        truncate_dim=embedder.truncate_dim,
-    )
-    queries = encode(data.queries, "query")
-    documents = encode(data.documents, "document")
+    normalize = embedder.description.compares_unit_vectors
+    queries = embedder.encode(data.queries, "query", normalize=normalize)
+    documents = embedder.encode(data.documents, "document", normalize=normalize)
     return top_k(queries, documents, k, excluded)
 
 

@@ -172,7 +172,6 @@ class Embedder:
                 kind,
                 max_inputs=batch_size,
                 session=self.session,
-                normalize=False,
                 progress=progress,
             )
         # False asks for no normalisation besides the model's own, which Sentence Transformers keeps too.
@@ -243,7 +242,6 @@ class Embedder:
             budget_tokens=budget_tokens,
             max_inputs=batch_size,
             session=self.session,
-            normalize=False,
         )
         return flat.reshape(len(items), len(states.layers), states.width)
 

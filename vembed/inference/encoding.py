@@ -48,15 +48,10 @@ def encode_items(
     featuriser: BaseFeaturiser,
     items: Sequence[Item],
     kind: Kind,
-    *,
-    normalize: bool = True,
-    truncate_dim: int | None = None,
     **options: Any,
 ) -> np.ndarray:
-    """Return [n, d] float32 embeddings in the order of the items, on every rank. `options`: those of `encode_chunks`.
-
-    Equal items are encoded once. `truncate_dim` keeps the first coordinates; `normalize` is applied after it.
-    """
+    """Return [n, D] float32 embeddings as the model gives them, in the order of the items, on every rank. Equal items are
+    encoded once. `options`: those of `encode_chunks`."""
     contents, content_of = distinct(
         items, key=lambda item: (item.key(), item.prompt, item.max_length)
     )
@@ -69,9 +64,7 @@ def encode_items(
         embeddings[numbers] = rows
 
     encode_chunks(model, featuriser, contents, kind, take, **options)
-    if len(contents) < len(items):
-        embeddings = embeddings[content_of]
-    return first_dims(embeddings, truncate_dim, normalize)
+    return embeddings[content_of] if len(contents) < len(items) else embeddings
 
 
 def encode_chunks(

@@ -21,7 +21,7 @@ from vembed.evaluation.bm25 import best_keys, build_bm25_index, scores_of_query
 from vembed.evaluation.top_k import Pairs, TopK, documents_of, products, scores_of
 from vembed.files import short_hash
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import check_finite, encode_items
+from vembed.inference.encoding import check_finite, encode_items, first_dims
 from vembed.mining.inputs import Documents, KnownPositives, MiningInputs
 from vembed.mining.options import MineConfig, ModelOptions, Retriever
 from vembed.models.families.model_files import (
@@ -128,15 +128,11 @@ def _load_vembed(
     budget = None if options.batch_tokens == "auto" else options.batch_tokens
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
-        return encode_items(
-            embedder.model,
-            featuriser,
-            items,
-            kind,
-            budget_tokens=budget,
-            normalize=description.compares_unit_vectors,
-            truncate_dim=embedder.truncate_dim,
+        vectors = encode_items(
+            embedder.model, featuriser, items, kind, budget_tokens=budget
         )
+        is_unit = description.compares_unit_vectors
+        return first_dims(vectors, embedder.truncate_dim, is_unit)
 
     return encode
 

@@ -187,7 +187,6 @@ def encode(
                 kind,
                 budget_tokens=batch_tokens,
                 session=session,
-                normalize=False,
                 progress=progress,
             )
             vectors = embedder.finish(full, embedder.truncate_dim, normalize)
