@@ -304,7 +304,7 @@ class GgufFormat(ExportFormat):
         description = embedder.description
         if not description.family_traits.reads_only_text:
             return "llama.cpp's embeddings are of text models"
-        if embedder.head is not None or embedder.truncate_dim is not None:
+        if embedder.head is not None or description.truncate_dim is not None:
             return (
                 "llama.cpp has no Dense module and no truncate_dim; export it as onnx"
             )

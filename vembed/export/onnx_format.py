@@ -68,7 +68,6 @@ class Graph(nn.Module):
         self.description = embedder.description
         self.model: Any = embedder.model
         self.backbone: Any = embedder.backbone
-        self.truncate_dim = embedder.truncate_dim
         traits = self.description.family_traits
         models: list[Any] = [self.backbone]
         if traits.is_composed:
@@ -85,7 +84,8 @@ class Graph(nn.Module):
         # First the length, then the cut: the values of Embedder and Sentence Transformers.
         if self.description.normalize:
             vectors = nn.functional.normalize(vectors, dim=-1)
-        return vectors if self.truncate_dim is None else vectors[:, : self.truncate_dim]
+        size = self.description.truncate_dim
+        return vectors if size is None else vectors[:, :size]
 
 
 class TextGraph(Graph):

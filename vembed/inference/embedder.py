@@ -114,7 +114,6 @@ class Embedder:
             self.model = session.prepare(model, model.description.layer_classes).eval()
         if self._checked(truncate_dim):
             self.description = replace(self.description, truncate_dim=truncate_dim)
-        self.truncate_dim = self.description.truncate_dim
         self.featuriser = Featuriser(self.description)
 
     @property
@@ -176,9 +175,7 @@ class Embedder:
             )
         # False asks for no normalisation besides the model's own, which Sentence Transformers keeps too.
         unit = True if normalize_embeddings else normalize
-        finished = self.finish(
-            full, self._checked(truncate_dim) or self.truncate_dim, unit
-        )
+        finished = self.finish(full, unit, self._checked(truncate_dim))
         limits = None if ranges is None else checked_ranges(ranges, finished.shape[1])
         vectors = quantized(finished, precision, limits)
         result: Any = vectors[0] if is_single else vectors
@@ -248,15 +245,16 @@ class Embedder:
     def finish(
         self,
         full_ND: np.ndarray,
-        truncate_dim: int | None,
         normalize: bool | None,
+        truncate_dim: int | None = None,
     ) -> np.ndarray:
-        """Truncate and normalise the model's output vectors."""
+        """Truncate and normalise the model's output vectors. `truncate_dim`: another one than this Embedder's."""
         if normalize is None:
             # Sentence Transformers normalises in a module of the model and truncates after it, without another
             # normalisation.
             full_ND = first_dims(full_ND, None, self.description.normalize)
-        return first_dims(full_ND, truncate_dim, bool(normalize))
+        size = truncate_dim or self.description.truncate_dim
+        return first_dims(full_ND, size, bool(normalize))
 
     def similarity(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return [n, m] similarities of embeddings [n, d] and [m, d] (or of single ones) by the model's measure:

@@ -737,8 +737,7 @@ class ModelEncoder(TextEncoder):
         for feature in features:
             ids = feature.token_ids
             num_tokens.append(0 if ids is None else len(ids))
-        finished = self.embedder.finish(embeddings, self.embedder.truncate_dim, None)
-        return finished, num_tokens
+        return self.embedder.finish(embeddings, None), num_tokens
 
 
 class PairScorer(TextEncoder):

@@ -132,7 +132,7 @@ def _load_vembed(
             embedder.model, featuriser, items, kind, budget_tokens=budget
         )
         is_unit = description.compares_unit_vectors
-        return first_dims(vectors, embedder.truncate_dim, is_unit)
+        return first_dims(vectors, description.truncate_dim, is_unit)
 
     return encode
 

@@ -189,7 +189,7 @@ def encode(
                 session=session,
                 progress=progress,
             )
-            vectors = embedder.finish(full, embedder.truncate_dim, normalize)
+            vectors = embedder.finish(full, normalize)
             if levels is None and len(vectors) > 1:
                 # Of the first inputs, for all: levels mean the same in the whole file.
                 levels = ranges_of(vectors)
