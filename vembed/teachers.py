@@ -279,7 +279,7 @@ class VectorTeacher(CachedTeacher):
         """Return those of the session and the description, which may decide the prompts by the name of the folder."""
         described = self.description
         return [
-            str(self.session.mixed_precision),
+            self.session.mixed_precision,
             described.query_prompt,
             described.document_prompt,
             described.max_length,

@@ -502,7 +502,7 @@ def names_no_question(folder: Path) -> bool:
 
 def refuse_other_question(description: ModelDescription, tokenizer: Any) -> None:
     """Raise UserError if a model was saved by CrossEncoder with a chat template that asks another question."""
-    folder = Path(description.source)
+    folder = description.folder
     if names_no_question(folder) or tokenizer.chat_template is None:
         return
     # Its template is the question, of any instruction and prompt.

@@ -424,9 +424,10 @@ def _evaluate_reranker(
         query_results.names = names
         query_results.values = values
         query_results.first_documents = rankings[:, :NUM_FIRST_DOCUMENTS]
-    result = dict(zip(names, values.mean(axis=0).tolist(), strict=True))
-    before = dict(zip(names, first_values.mean(axis=0).tolist(), strict=True))
-    return result | {FIRST_STAGE + name: value for name, value in before.items()}
+    means = means_of(names, values)
+    for name, value in means_of(names, first_values).items():
+        means[FIRST_STAGE + name] = value
+    return means
 
 
 def _first_stage(
@@ -624,7 +625,7 @@ class RetrievalSearch:
             names, values = score_rankings(rankings, relevance, self._ks)
             # Summed in the order of the queries, so that rounding does not depend on the number of ranks.
             by_query = from_all_ranks(values, num_queries, self._session)
-            means = dict(zip(names, by_query.mean(axis=0).tolist(), strict=True))
+            means = means_of(names, by_query)
             if dim == self._full:
                 scores.update(means)
                 if results is not None:
@@ -710,6 +711,11 @@ def score_rankings(
         row += [measured[f"map_cut_{k}"] for k in ks]
         values[int(query)] = row
     return names, values
+
+
+def means_of(names: Sequence[str], values: np.ndarray) -> dict[str, float]:
+    """Return the mean of each metric over the queries, for values [Q, number of names]."""
+    return dict(zip(names, values.mean(axis=0).tolist(), strict=True))
 
 
 def compressed_scores(

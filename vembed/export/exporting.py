@@ -440,9 +440,11 @@ def export_reranker(
         save_processors(description, folder)
         write_reranker_layout(folder, description)
         write_json(folder / DESCRIPTION_FILE, description.to_dict())
-        source = Path(description.source)
         classifier = read_weights(
-            AutoModelForSequenceClassification, source, torch.float32, trust_remote_code
+            AutoModelForSequenceClassification,
+            description.folder,
+            torch.float32,
+            trust_remote_code,
         )
         if classifier.config.pad_token_id is None:
             # Decoders look for the last token that is no padding.

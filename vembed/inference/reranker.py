@@ -78,7 +78,7 @@ class Reranker:
         tokenizer = load_tokenizer(description)
         if (
             description.scores == "answer"
-            and names_no_question(Path(description.source))
+            and names_no_question(description.folder)
             and QUESTION_MARK not in tokenizer.get_vocab()
         ):
             raise UserError(

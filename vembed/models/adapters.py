@@ -65,7 +65,7 @@ def add_adapters(
     # Of a folder, the one with config.json, which other programs look for. Its path is made absolute: the adapter's files
     # name the base model from any place.
     is_folder = Path(model.model_name).expanduser().is_dir()
-    source = Path(description.source).resolve()
+    source = description.folder.resolve()
     settings = LoraConfig(
         r=options.lora_r,
         lora_alpha=options.lora_alpha,

@@ -220,7 +220,7 @@ def has_language_head(
 ) -> bool:
     """Return True if the run trains by the language-model head. Raise UserError if it asks for what cannot be."""
     alone = objective.losses is None and LOSSES[objective.loss].is_of_model
-    is_own_model = is_own(Path(description.source))
+    is_own_model = is_own(description.folder)
     names = {NEXT_TOKEN, MASKED_TOKEN}.intersection(objective.auxiliary_losses or {})
     has_weight = bool(names) and not is_own_model
     if not alone and not has_weight:
@@ -310,7 +310,7 @@ def build_backbone(
 ) -> nn.Module:
     """Return the backbone with its weights. `meta`: empty parameters. `has_head`: return the model with a head, whose base
     model is the backbone. `device`, `precisions`: where and how it will compute (see `_load`)."""
-    folder = Path(description.source)
+    folder = description.folder
     load = partial(
         _load, description, options, adapters, device, meta=meta, **precisions
     )
@@ -327,8 +327,7 @@ def build_backbone(
         merge_saved_adapter(text, Path(description.adapter))
     if not description.family_traits.is_composed:
         return whole
-    assert description.image_source is not None
-    image_tower = load(folder=Path(description.image_source))
+    image_tower = load(folder=description.image_folder)
     towers = ComposedModel(text, image_tower, description)
     if (folder / DESCRIPTION_FILE).is_file():
         towers.load_projections(folder)
@@ -361,7 +360,7 @@ def _load(
     `torch_dtype` says.
     """
     trust = description.trust_remote_code
-    is_source = folder == Path(description.source)
+    is_source = folder == description.folder
     changes = description.config_changes if is_source else None
     config = read_config(folder, trust_remote_code=trust, changes=changes)
     if config.model_type == "vit_mae":
@@ -511,11 +510,11 @@ def _cast_frozen_towers(
     for tower in frozen_towers(backbone, description.family_traits):
         dtype = precision.DTYPES.get(options.torch_dtype)
         if dtype is None:
-            folder = description.source
-            if tower == "vision" and description.image_source is not None:
-                folder = description.image_source
+            folder = description.folder
+            if tower == "vision":
+                folder = description.image_folder
             trust = description.trust_remote_code
-            dtype = file_dtype(read_config(Path(folder), trust_remote_code=trust))
+            dtype = file_dtype(read_config(folder, trust_remote_code=trust))
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.family_traits, tower).to(dtype)
 
@@ -529,7 +528,7 @@ def stored_scale_and_bias(description: ModelDescription) -> tuple[float, float] 
     if not description.family_traits.has_logit_scale_and_bias:
         return None
     values = {}
-    for path in Path(description.source).glob("*.safetensors"):
+    for path in description.folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             for name in set(file.keys()).intersection(REPLACED_BY_LOSS):
                 values[name] = float(file.get_tensor(name))

@@ -634,53 +634,50 @@ class LayerPooler(nn.Module):
         self.width = POOLINGS[self.pooling_name].width(hidden_dim)
 
     def forward(self, slices: list[ModalitySlice]) -> list[Tensor]:
-        """Return for each slice (modality, inputs) [n, layers * width], layer by layer."""
-        states = []
-        for modality_slice in slices:
-            inputs = modality_slice[1]
-            captured = dict[int, Tensor]()
+        """Return [n, layers * width], layer by layer, for the one slice (modality, inputs)."""
+        ((_, inputs),) = slices
+        captured = dict[int, Tensor]()
 
-            def keep(number: int, hidden: Tensor) -> None:
-                if number in captured:  # noqa: B023 - its hook is removed below
-                    raise UserError(
-                        "the layers of this model share their weights, so one layer runs several times in a pass. vembed "
-                        "reads no hidden states of such a model: use its embeddings"
-                    )
-                captured[number] = self.pool_layer(hidden, inputs)  # noqa: B023
-
-            def capture_input(
-                _: nn.Module,
-                arguments: tuple[Any, ...],
-                named: dict[str, Any],
-            ) -> None:
-                keep(0, arguments[0] if arguments else named["hidden_states"])
-
-            def capture_output(
-                number: int,
-                _: nn.Module,
-                __: Any,
-                output: Any,
-            ) -> None:
-                keep(number, output[0] if isinstance(output, tuple) else output)
-
-            # Hooks, and not output_hidden_states: they are the same for padded, packed and sharded models.
-            hooks = []
-            if 0 in self.layers:
-                hook = self._transformer_layers[0].register_forward_pre_hook(
-                    capture_input, with_kwargs=True
+        def keep(number: int, hidden: Tensor) -> None:
+            if number in captured:
+                raise UserError(
+                    "the layers of this model share their weights, so one layer runs several times in a pass. vembed "
+                    "reads no hidden states of such a model: use its embeddings"
                 )
-                hooks.append(hook)
-            for number, layer in enumerate(self._transformer_layers, start=1):
-                if number in self.layers:
-                    capture = partial(capture_output, number)
-                    hooks.append(layer.register_forward_hook(capture))
-            try:
-                self.model([modality_slice])
-            finally:
-                for hook in hooks:
-                    hook.remove()
-            states.append(torch.cat([captured[layer] for layer in self.layers], dim=1))
-        return states
+            captured[number] = self.pool_layer(hidden, inputs)
+
+        def capture_input(
+            _: nn.Module,
+            arguments: tuple[Any, ...],
+            named: dict[str, Any],
+        ) -> None:
+            keep(0, arguments[0] if arguments else named["hidden_states"])
+
+        def capture_output(
+            number: int,
+            _: nn.Module,
+            __: Any,
+            output: Any,
+        ) -> None:
+            keep(number, output[0] if isinstance(output, tuple) else output)
+
+        # Hooks, and not output_hidden_states: they are the same for padded, packed and sharded models.
+        hooks = []
+        if 0 in self.layers:
+            hook = self._transformer_layers[0].register_forward_pre_hook(
+                capture_input, with_kwargs=True
+            )
+            hooks.append(hook)
+        for number, layer in enumerate(self._transformer_layers, start=1):
+            if number in self.layers:
+                capture = partial(capture_output, number)
+                hooks.append(layer.register_forward_hook(capture))
+        try:
+            self.model(slices)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [torch.cat([captured[layer] for layer in self.layers], dim=1)]
 
     def pool_layer(self, hidden: Tensor, inputs: Inputs) -> Tensor:
         """Pool the states of a layer, padded [n, tokens, dim] or packed [1, all tokens, dim], to [n, width]."""

@@ -39,8 +39,8 @@ def saved_dtype(torch_dtype: str, description: ModelDescription) -> torch.dtype 
     """Return the dtype to store the trained model in; None: the dtype that its weights have."""
     if torch_dtype in DTYPES:
         return DTYPES[torch_dtype]
-    sources = {description.source, description.image_source or description.source}
-    dtypes = {dtype_in_files(Path(source)) for source in sources}
+    folders = {description.folder, description.image_folder}
+    dtypes = {dtype_in_files(folder) for folder in folders}
     return dtypes.pop() if len(dtypes) == 1 and torch.float32 not in dtypes else None
 
 

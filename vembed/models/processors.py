@@ -47,7 +47,7 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     tokenizer = open_tokenizer(
         source, trust_remote_code=description.trust_remote_code, **options
     )
-    folder = Path(description.source)
+    folder = description.folder
     values = read_object(folder / "config.json")
     values = values.get("text_config") or values
     num_rows = values.get("vocab_size") or math.inf
@@ -124,7 +124,7 @@ def open_tokenizer(
 
 def load_image_processor(description: ModelDescription) -> Any:
     """Return the model's image processor with the description's limits on the image area."""
-    source = description.image_source or description.source
+    source = description.image_folder
     try:
         processor = AutoImageProcessor.from_pretrained(
             source, trust_remote_code=description.trust_remote_code
@@ -177,7 +177,7 @@ def load_chat_template(
 
 def image_placeholder(description: ModelDescription) -> str:
     """Return what stands for an image in the conversations of a vision-language model."""
-    config = read_object(Path(description.source) / "config.json")
+    config = read_object(description.folder / "config.json")
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
     tokenizer = load_tokenizer(description)
     return "".join(tokenizer.convert_ids_to_tokens([config[name] for name in names]))
@@ -219,7 +219,7 @@ def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
     They are copied, not saved from a loaded processor: not every machine can load all of them (videos).
     """
     folder.mkdir(exist_ok=True)
-    source = Path(description.image_source or description.source)
+    source = description.image_folder
     for name in PROCESSOR_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -4,7 +4,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -68,7 +67,7 @@ def render_card(
     `adapter_alone`: the folder has an adapter and no other weights.
     """
     # Of an own model it names the class.
-    config = read_object(Path(description.source, "config.json"))
+    config = read_object(description.folder / "config.json")
     scores = []
     for key, value in card.scores.items():
         row = [key, f"{value:.4f}"]
@@ -123,7 +122,7 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
         front["base_model"] = name
     base = None
     with suppress(OSError, ValueError, yaml.YAMLError):
-        base = metadata_load(Path(description.source, "README.md"))
+        base = metadata_load(description.folder / "README.md")
     for key in ("license", "license_name", "license_link", "language"):
         if base is not None and key in base:
             front[key] = base[key]

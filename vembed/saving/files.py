@@ -100,7 +100,6 @@ def save_model(
     if reason and not merge_adapters:
         log.info("save_merged: the whole model is saved (%s)", reason)
         merge_adapters = True
-    source = Path(description.source)
     with replaced_folder(Path(directory)) as folder:
         if has_lora and merge_adapters:
             save_adapter(folder / ADAPTER_FOLDER, backbone, weights)
@@ -128,8 +127,8 @@ def save_model(
             if description.scores is not None:
                 whole_head = head_state
             _write_backbone(folder, description, backbone, weights, whole_head)
-        if is_own(source):
-            save_code(source, folder)
+        if is_own(description.folder):
+            save_code(description.folder, folder)
         save_processors(description, folder)
         if description.scores is not None:
             write_reranker_layout(folder, description)
@@ -326,7 +325,7 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
     write_modules(folder, modules)
     card = {
         "model_type": "CrossEncoder",
-        "activation_fn": _activation(Path(description.source)),
+        "activation_fn": _activation(description.folder),
         "prompts": prompts,
         "default_prompt_name": default_prompt_name,
     }

@@ -73,7 +73,7 @@ def open_stores(embedding_model: EmbeddingModel, session: Session) -> Stores:
                 description,
                 embedding_model.backbone,
                 modality,
-                str(session.mixed_precision),
+                session.mixed_precision,
             )
     identities = collectives.broadcast_object(identities)
     folder = cache_folder() / "features"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -509,7 +508,7 @@ def decide_rates(
         what=what,
         family=description.family,
         width=description.text_hidden_dim or description.hidden_dim,
-        is_tuned=is_embedding_model(Path(description.source)),
+        is_tuned=is_embedding_model(description.folder),
         is_new=is_new or has_initial_weights(config.model),
         has_logit_scale=description.family_traits.has_logit_scale_and_bias,
         total_steps=total_steps,

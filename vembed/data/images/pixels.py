@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,7 @@ class Pixels:
         """`decoders`: images that are decoded at once; None: one per core of this process."""
         self._processor = load_image_processor(description)
         self._recipe = find_recipe(self._processor)
-        folder = Path(description.image_source or description.source)
+        folder = description.image_folder
         trust = description.trust_remote_code
         config = read_config(folder, trust_remote_code=trust).to_dict()
         vision = config.get("vision_config", config)

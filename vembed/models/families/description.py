@@ -135,6 +135,16 @@ class ModelDescription:
     """Field -> reason for its value, for the log."""
 
     @property
+    def folder(self) -> Path:
+        """The folder `source`."""
+        return Path(self.source)
+
+    @property
+    def image_folder(self) -> Path:
+        """Folder of the image tower and its processor."""
+        return Path(self.image_source or self.source)
+
+    @property
     def family_traits(self) -> Family:
         """The record of the model's family."""
         return FAMILIES[self.family]
@@ -142,7 +152,7 @@ class ModelDescription:
     def read_config(self) -> PretrainedConfig:
         """Read the config of the weights in `source`, with the changes of this run."""
         return read_config(
-            Path(self.source),
+            self.folder,
             trust_remote_code=self.trust_remote_code,
             changes=self.config_changes,
         )
