@@ -659,13 +659,13 @@ class Trainer:
         """Return the state to begin with, and restore weights, optimizer and hooks."""
         state = LoopState.restored(self.checkpointer.load(point, self._trained_state()))
         is_scored = state.step > 0 and state.scored_step == state.step
+        # An eval_metric that is new may have a cut-off that was not scored.
+        is_scored &= self.metric in state.scores
         has_checkpoint = self.checkpointer.path_of(state.step).is_dir()
-        if self.metric and is_scored and has_checkpoint and state.best is None:
+        if is_scored and has_checkpoint and state.best is None:
             # No best step is known: the options have changed, or this step was scored before it had a checkpoint. It has one
             # now, so it becomes the best. A best step that is known stays.
-            # An eval_metric that is new may have a cut-off that was not scored.
-            if self.metric in state.scores:
-                state.set_best(self.metric)
+            state.set_best(self.metric)
         if not self.config.evaluation.guards:
             # The guard that ended the run is no longer asked for.
             state.guard_message = None
