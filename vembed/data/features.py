@@ -566,7 +566,7 @@ def pair_template(description: ModelDescription, image_placeholder: str) -> str:
 
 def build_featuriser(description: ModelDescription, **options: Any) -> BaseFeaturiser:
     """Return the featuriser of a model. `options`: those of `Featuriser`."""
-    if description.scores is not None:
+    if description.is_reranker:
         return PairFeaturiser(description, **options)
     return Featuriser(description, **options)
 

@@ -19,7 +19,7 @@ from vembed.config.schema import DataSection, EvaluationSection
 from vembed.config.values import Auto, ModelDtype, RetrievalMode
 from vembed.data.examples import Item, KeyIndex, Kind
 from vembed.data.features import BaseFeaturiser, Pair, PairFeaturiser, refuse_prompts
-from vembed.errors import UserError, nearest
+from vembed.errors import UserError, did_you_mean
 from vembed.evaluation.bm25 import best_keys, build_bm25_index
 from vembed.evaluation.dataset import (
     TEST_FIRST,
@@ -316,7 +316,7 @@ def check_metric(
     names = ["spearman", "pearson"]
     if isinstance(data, RetrievalData):
         names = metric_names(evaluation.cutoffs())
-        if description.scores is not None:
+        if description.is_reranker:
             names += [FIRST_STAGE + name for name in names]
     whole_names = list(names)
     for dim in sizes:
@@ -325,10 +325,9 @@ def check_metric(
         for form in COMPRESSED_FORMS:
             names += [compressed_name(form, dim) for dim in sorted({full, *sizes})]
     if evaluation.eval_metric not in ("auto", *names):
-        near = nearest(evaluation.eval_metric, names)
-        hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(
-            f"eval_metric: {evaluation.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
+            f"eval_metric: {evaluation.eval_metric} is not among what is measured: {', '.join(names)}"
+            f"{did_you_mean(evaluation.eval_metric, names)}"
         )
 
 

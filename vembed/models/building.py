@@ -116,13 +116,13 @@ def build_model(
             # Quantisation to 4 bits needs the values, so its layers cannot be built empty.
             meta=meta and not adapters.use_qlora,
             compute_dtype=compute_dtype,
-            has_head=has_language or description.scores is not None,
+            has_head=has_language or description.is_reranker,
             keeps_masters=keeps_masters,
         )
         backbone: nn.Module = whole
         head: nn.Module | None = None
         language_head = None
-        if description.scores is not None:
+        if description.is_reranker:
             backbone = whole.base_model
             head = build_score_head(description, whole)
         elif has_language:
@@ -226,7 +226,7 @@ def has_language_head(
     if not alone and not has_weight:
         return False
     is_possible = (
-        description.scores is None
+        not description.is_reranker
         and not is_own_model
         and description.family_traits.reads_only_text
         and not description.family_traits.is_composed

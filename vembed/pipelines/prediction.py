@@ -117,7 +117,7 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
     description = describe(model)
     if description.modalities == ("image",):
         raise refusal
-    if description.scores is not None:
+    if description.is_reranker:
         raise UserError("only for embedding models")
     tokenizer = load_tokenizer(description)
     num_examples = 0

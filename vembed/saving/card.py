@@ -110,8 +110,7 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
         "tags": ["feature-extraction", "vembed"],
         "pipeline_tag": "sentence-similarity" if is_text_only else "feature-extraction",
     }
-    is_reranker = description.scores is not None
-    if is_reranker:
+    if description.is_reranker:
         front["tags"] = ["cross-encoder", "reranker", "vembed"]
         front["pipeline_tag"] = "text-ranking"
     if description.family_traits.sentence_transformers is not None:
@@ -134,7 +133,7 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
         del front["language"]
     if card.scores:
         # The form in which the Hub shows scores.
-        task = "Reranking" if is_reranker else "Retrieval"
+        task = "Reranking" if description.is_reranker else "Retrieval"
         if "spearman" in card.scores:
             task = "STS"
         metrics = [
@@ -177,7 +176,7 @@ def _properties(description: ModelDescription) -> list[tuple[str, str]]:
         ("Pooling", description.pooling),
         ("Similarity", description.similarity),
     ]
-    if description.scores is not None:
+    if description.is_reranker:
         score = "the logit of one label"
         if description.scores == "answer":
             score = "the logit of `yes` less that of `no`"

@@ -89,7 +89,7 @@ def save_model(
         family.has_logit_scale_and_bias
         or family.is_composed
         or description.bidirectional_attention
-        or description.scores is not None
+        or description.is_reranker
         or bool(description.config_changes)
         or (model.language_head is not None and model.language_head.is_new)
         or "mask_ratio" in backbone.config.to_dict()
@@ -124,13 +124,13 @@ def save_model(
                     part[name] = tensor.to(dtype)
         if weights:
             whole_head = language_state
-            if description.scores is not None:
+            if description.is_reranker:
                 whole_head = head_state
             _write_backbone(folder, description, backbone, weights, whole_head)
         if is_own(description.folder):
             save_code(description.folder, folder)
         save_processors(description, folder)
-        if description.scores is not None:
+        if description.is_reranker:
             write_reranker_layout(folder, description)
         else:
             write_layout(
@@ -199,7 +199,7 @@ def _write_backbone(
             if name in state and same in state:
                 state[name] = state[same]
     with quiet_transformers():
-        if description.scores is not None or head:
+        if description.is_reranker or head:
             save_with_head(folder, description, backbone.config, state, head)
         else:
             backbone.save_pretrained(folder, state_dict=state)

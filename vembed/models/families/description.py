@@ -193,7 +193,7 @@ class ModelDescription:
     def summary(self) -> str:
         """Return the model's facts and their reasons, one line each, for the log."""
         output = f"embedding of {self.embedding_dim:,d} dimensions"
-        if self.scores is not None:
+        if self.is_reranker:
             output = "reranker"
         lines = [
             f"{self.name or self.source}: {self.family}, {output}, "
@@ -204,6 +204,11 @@ class ModelDescription:
             f"{key}: {values[key]!r} ({reason})" for key, reason in self.reasons.items()
         ]
         return "\n  ".join(lines)
+
+    @property
+    def is_reranker(self) -> bool:
+        """True: it gives scores of pairs, and no embeddings."""
+        return self.scores is not None
 
     @property
     def output_dim(self) -> int:

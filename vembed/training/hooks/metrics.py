@@ -309,7 +309,7 @@ def log_setup(run: Trainer) -> None:
     if description.adds_projection:
         output += f" ({description.reasons['embedding_dim']})"
     output += f", pooling {description.pooling}"
-    if description.scores is not None:
+    if description.is_reranker:
         output = "reranker"
     if description.modalities != ("image",):
         output += f", at most {description.max_length:,d} tokens"
