@@ -519,12 +519,10 @@ print(next(iter(model.embed([{query!r} + "a query"])))[:5])
 
 def check_served(server: ServerName, description: ModelDescription) -> None:
     """Raise UserError if a server cannot run a model as it is."""
-    pools_tokens = server in ("tei", "vllm", "llama.cpp")
     runs_own_code = server == "vllm" and description.pooling == MODEL_POOLING
-    if not pools_tokens or runs_own_code:
-        return
+    # Empty for servers that run the model's own pooling.
     known = poolings_of(server)
-    if description.pooling not in known:
+    if known and not runs_own_code and description.pooling not in known:
         raise UserError(
             f"--for {server}: it pools by {', '.join(known)}, and {description.name} by {description.pooling}: use --for "
             "fastembed, whose graph has the pooling inside"
