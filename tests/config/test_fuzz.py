@@ -12,7 +12,7 @@ from vembed.config.loading import load_config, resolve_run, save_config
 from vembed.config.options import all_options
 from vembed.errors import UserError
 
-NUM_EXAMPLES = int(os.environ.get("VEMBED_FUZZ", "60"))
+NUM_EXAMPLES = int(os.environ.get("VEMBED_FUZZ", "40"))
 fuzz = settings(
     max_examples=NUM_EXAMPLES,
     deadline=10_000,  # milliseconds: nothing hangs

@@ -1,6 +1,6 @@
 """Broken input of every kind at the loaders: a UserError or a counted skip, no traceback and no lost good record.
 
-VEMBED_FUZZ says how many inputs are made altogether; 500 by default, 10,000 in the long version.
+VEMBED_FUZZ says how many inputs are made altogether; 200 by default, 10,000 in the long version.
 """
 
 import csv
@@ -27,7 +27,7 @@ from tests.data.files import (
 from vembed.data.formats import base, delimited
 from vembed.errors import UserError
 
-NUM_INPUTS = int(os.environ.get("VEMBED_FUZZ", "500"))
+NUM_INPUTS = int(os.environ.get("VEMBED_FUZZ", "200"))
 LONGEST_LINE = 3000
 SUFFIXES = [".jsonl", ".json", ".csv", ".tsv", ".parquet"]
 

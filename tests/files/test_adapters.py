@@ -179,11 +179,10 @@ def test_a_composed_model_with_adapters_is_saved_whole(tmp_path):
 
 
 def test_two_processes_start_from_an_adapter_that_was_saved_alone(tmp_path):
+    folder = save(tuned(tiny.tiny_bert), tmp_path / "alone", merge=False)
     options = settings(
         tmp_path, max_steps=2, use_lora=True, lora_dropout=0.0, val_data_path=None
     )
-    folder = vembed.train({**options, "save_merged": False}).model_dir
-    assert not (folder / "model.safetensors").exists()
     options |= {"model_name": str(folder), "output_dir": str(tmp_path / "one")}
     vembed.train(options)
     options |= {"strategy": "fsdp", "output_dir": str(tmp_path / "two")}

@@ -136,10 +136,10 @@ def test_it_has_a_reference(name):
 @pytest.mark.promise("D24")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_it_equals_its_formula(case):
-    """Alone, at Matryoshka sizes, with dot products, and with duplicates of every kind."""
+    """Alone, and at Matryoshka sizes with dot products and duplicates of every kind. Shares of ranks have cosines at
+    Matryoshka sizes."""
     batch = make_batch(7, max_positives=2, max_negatives=4, num_contents=40)
     check(batch, config_of(**case))
-    check(batch, config_of(**case, **MRL))
     crowded = make_batch(6, max_positives=3, max_negatives=3, num_contents=9, seed=2)
     check(
         crowded, config_of(**{"temperature": 1.0, **case, "similarity": "dot"}, **MRL)
