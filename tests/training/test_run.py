@@ -90,7 +90,8 @@ def final_weights(folder):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
-    return vembed.train(settings(folder, report_to=["tensorboard"], mrl_dims=[32, 16]))
+    more = {"report_to": ["tensorboard"], "mrl_dims": [32, 16], "overwrite": True}
+    return vembed.train(settings(folder, **more))
 
 
 def test_output_directory_has_all_that_is_promised(plain):
@@ -113,7 +114,9 @@ def test_output_directory_has_all_that_is_promised(plain):
 
 def test_the_saved_config_repeats_the_run_bit_for_bit(plain, tmp_path):
     again = tmp_path / "again"
-    vembed.train(plain.output_dir / "config.yaml", [f"output_dir={again}"])
+    saved = plain.output_dir / "config.yaml"
+    assert not vembed.load_config(saved).run.overwrite
+    vembed.train(saved, [f"output_dir={again}"])
     assert losses_and_norms(again) == losses_and_norms(plain.output_dir)
 
 

@@ -400,7 +400,9 @@ class Trainer:
         self.checkpointer.begin(self.resume_point)
         self.run_log.begin()
         if self.session.is_main:
-            save_config(self.config, self.output / "config.yaml")
+            # It repeats the run in another folder, and neither resumes it nor replaces it.
+            repeated = self.config.changed(resume=False, overwrite=False)
+            save_config(repeated, self.output / "config.yaml")
         self.restart_stream()
         for hook in self.hooks:
             hook.on_start(self)
