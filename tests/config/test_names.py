@@ -257,6 +257,22 @@ def test_keys_that_are_known_and_not_used(refused, name, way_out):
     assert way_out in message
 
 
+@pytest.mark.parametrize("block", ["eval", "evaluation"])
+def test_evaluation_has_no_options_of_training(block, read, refused):
+    for key in ("batch_size", "max_length", "bf16", "training"):
+        assert f"line 3: unknown option '{key}' in {block}" in refused(
+            f"{block}: {{{key}: 64}}\n"
+        )
+    config = read(f"{block}: {{data: val.jsonl, steps: 5, patience: 2}}\n")
+    assert_options(config, val_data_path="val.jsonl", eval_steps=5, patience=2)
+
+
+def test_warmup_ratio_is_a_share(read, refused):
+    assert "warmup_ratio must be from 0 to 1" in refused("warmup_ratio: 10\n")
+    assert read("warmup_ratio: 1\n").optimizer.warmup_steps == 1.0
+    assert read("warmup_steps: 10\n").optimizer.warmup_steps == 10
+
+
 def test_the_table_is_sound():
     options = all_options()
     names = [name for names in ALIASES.values() for name in names.split()]

@@ -131,7 +131,7 @@ class Layer:
         name = key.strip().replace("-", "_")
         written_key = outer_keys + key
         # A block: its keys one by one.
-        if name in OPTION_BLOCKS:
+        if name in OPTION_BLOCKS and block not in EVALUATION_BLOCKS:
             outer_keys = f"{written_key}."
             if inner:
                 self.add_key(inner, value, place, block=name, outer_keys=outer_keys)
@@ -234,7 +234,12 @@ class Layer:
                 self.problems.append(f"{place}: {name!r} is not used here: {reason}")
                 return
         hint = did_you_mean(name, known_names(block))
-        if name in OPTION_BLOCKS:
+        if block in EVALUATION_BLOCKS and target_of(name) is not None:
+            hint = (
+                ": it sets the training, and stands outside of this block. Evaluation uses the run's micro_batch_tokens "
+                "and max_length"
+            )
+        elif name in OPTION_BLOCKS:
             hint = f": it is a block of options, as {name}.OPTION=..."
         elif not hint:
             hint = "; `vembed schema --format markdown` lists all options"
@@ -505,6 +510,15 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _warmup_share(value: Any) -> list[Setting]:
+    # As a whole number, or above 1, it would count steps.
+    if type(value) not in (int, float) or not 0 <= value <= 1:
+        raise ValueError(
+            "must be from 0 to 1, and warmup_steps takes a number of steps"
+        )
+    return [("warmup_steps", float(value))]
+
+
 _shard_switch = _flag("strategy", "fsdp", "ddp")
 
 
@@ -565,10 +579,7 @@ TRANSLATED: dict[str, Translation] = {
     "load_in_4bit": _qlora,
     "use_rslora": _flag("lora_variant", "rslora", "lora"),
     "use_dora": _flag("lora_variant", "dora", "lora"),
-    # As a whole number it would count steps.
-    "warmup_ratio": lambda value: [
-        ("warmup_steps", float(value) if type(value) is int else value)
-    ],
+    "warmup_ratio": _warmup_share,
     "use_wandb": _wandb_switch,
 }
 """Alias -> the function that converts its value to settings of options."""
@@ -603,14 +614,16 @@ OPTION_BLOCKS: dict[str, dict[str, str]] = {
     "distributed": {},
     "fsdp": {"enabled": "use_fsdp", "config": "accelerate_config"},
     "fsdp_config": {},
-    "evaluation": {"steps": "eval_steps", "metric": "eval_metric"},
+    "evaluation": {"data": "val_data_path"},
     "eval": {"data": "val_data_path"},
     "logging": {"steps": "logging_steps", "file": "log_file"},
     "wandb": {"enabled": "use_wandb", "name": "run_name"},
     "checkpoint": {"steps": "save_steps"},
 }
 """Block that may hold options -> the short names that are valid only inside it, each with the option, or key of TRANSLATED,
-that it stands for. Full names and aliases of all options are valid in every block."""
+that it stands for. Full names and aliases of all options are valid in every block but EVALUATION_BLOCKS."""
+EVALUATION_BLOCKS = frozenset({"evaluation", "eval"})
+"""Blocks of evaluation's options and the validation data alone: a batch size or length in them would set the training."""
 
 BLOCK_PREFIXES = {
     "fsdp": "fsdp_",
@@ -619,6 +632,7 @@ BLOCK_PREFIXES = {
     "mrl": "mrl_",
     "wandb": "wandb_",
     "eval": "eval_",
+    "evaluation": "eval_",
 }
 """Block -> the beginning of option names that its keys may leave out: inside `fsdp:`, `min_num_params` is
 `fsdp_min_num_params`."""
@@ -673,10 +687,16 @@ def target_of(key: str, block: str | None = None) -> str | Translation | None:
         block_prefix = BLOCK_PREFIXES.get(block, "")
     # With the prefix first: `offload_params` inside `fsdp:` is FSDP's, whatever the name means at the top.
     for candidate in (block_prefix + name, name):
-        if candidate in all_options():
-            return candidate
-        if candidate in _OPTION_OF_ALIAS:
-            return _OPTION_OF_ALIAS[candidate]
+        option = all_options().get(_OPTION_OF_ALIAS.get(candidate, candidate))
+        if block in EVALUATION_BLOCKS:
+            if option is None:
+                continue
+            is_allowed = option.section == "evaluation" or option.name.startswith(
+                "val_"
+            )
+            return option.name if is_allowed else None
+        if option is not None:
+            return option.name
         if candidate in TRANSLATED:
             return TRANSLATED[candidate]
         fixed = FIXED_IN_FSDP.get(candidate.removeprefix("fsdp_"))
@@ -693,7 +713,10 @@ def known_names(block: str | None = None) -> list[str]:
         return names
     block_prefix = BLOCK_PREFIXES.get(block, "")
     short_names = [name.removeprefix(block_prefix) for name in all_options()]
-    return [*OPTION_BLOCKS[block], *short_names, *names]
+    names = [*OPTION_BLOCKS[block], *short_names, *names]
+    if block in EVALUATION_BLOCKS:
+        names = [name for name in names if target_of(name, block) is not None]
+    return names
 
 
 @dataclass(frozen=True)
