@@ -40,7 +40,6 @@ CHAIN = [
     (2, {"strategy": "ddp"}, "ddp"),
     (2, {"strategy": "fsdp"}, "fsdp"),
     (3, {"strategy": "fsdp", "async_save": True}, "fsdp"),
-    (2, {"strategy": "fsdp", "fsdp_version": 1}, "fsdp"),
     (1, {"async_save": True}, "single"),
     (3, {"strategy": "ddp", "async_save": True}, "ddp"),
     (2, {"strategy": "fsdp", "fsdp_version": 1, "async_save": True}, "fsdp"),
