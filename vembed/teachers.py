@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from vembed.config.schema import DataSection, ModelSection, ObjectiveSection, Teacher
-from vembed.config.terms import needed_teachers, run_terms
+from vembed.config.terms import listed_teachers, needed_teachers, run_terms
 from vembed.data.batching.rank_batch import RankBatch, to_device
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind, input_digest
@@ -26,14 +26,14 @@ from vembed.data.features import ANSWER_END, ANSWER_PROMPT, Featuriser, Pair
 from vembed.data.row_store import KEY_BYTES, RowStore, lasting_identity
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash
-from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features, from_all_ranks, unit_rows
 from vembed.inference.reranker import Reranker
 from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
 from vembed.losses.similarity import arithmetic_dtype
-from vembed.models.building import load_embedder
+from vembed.models.building import build_model
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import kind_of, model_folder
+from vembed.models.precision import bf16_weights_of
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.parallel.sharding import shard_for_use
@@ -66,9 +66,22 @@ class Teachers:
             needs_vectors.add(term.guide)
             if term.loss.needs_vectors():
                 needs_vectors.add(term.teacher)
+        listed = [teacher.label for teacher in listed_teachers(objective)]
         for teacher in needed_teachers(objective, data, model):
             name = teacher.label
-            files = model_folder(teacher.model, option="teacher")
+            options = ModelSection(
+                model_name=teacher.model,
+                trust_remote_code=model.trust_remote_code,
+                max_length=teacher.max_length,
+                query_prompt=teacher.query_prompt,
+                document_prompt=teacher.document_prompt,
+            )
+            if name == model.model_name and name not in listed:
+                # The start model is read as the run reads it, in the dtype of its file.
+                options = model.model_copy(update={"torch_dtype": "auto"})
+            files = model_folder(
+                teacher.model, options.model_revision, option="teacher"
+            )
             kind = teacher_kind(teacher, files, needs_vectors=name in needs_vectors)
             form: type[VectorTeacher | PairTeacher] = PairTeacher
             if kind == "embedder":
@@ -92,7 +105,7 @@ class Teachers:
                 files,
                 session,
                 folder or cache_folder(),
-                trust_remote_code=model.trust_remote_code,
+                options,
             )
 
     @property
@@ -165,15 +178,14 @@ class CachedTeacher(ABC):
         folder: Path,
         session: Session,
         cache: Path,
-        *,
-        trust_remote_code: bool,
+        options: ModelSection,
     ) -> None:
-        """`folder`: of the model's files."""
+        """`folder`: of the model's files. `options`: how the model is read."""
         self.teacher = teacher
         self.kind = kind
         self.folder = folder
         self.session = session
-        self.trust_remote_code = trust_remote_code
+        self.options = options
         self._loaded: Any = None
         """The model, once something is computed."""
         settings = [
@@ -257,23 +269,10 @@ class CachedTeacher(ABC):
 class VectorTeacher(CachedTeacher):
     """An embedding model as teacher. Its weights are read when the first vector is computed."""
 
-    def __init__(
-        self,
-        teacher: Teacher,
-        *args: Any,
-        **options: Any,
-    ) -> None:
-        self.description = describe(
-            ModelSection(
-                model_name=teacher.model,
-                trust_remote_code=options["trust_remote_code"],
-                max_length=teacher.max_length,
-                query_prompt=teacher.query_prompt,
-                document_prompt=teacher.document_prompt,
-            )
-        )
+    def __init__(self, *args: Any) -> None:
+        self.description = describe(args[-1])
         self.dim = self.description.output_dim
-        super().__init__(teacher, *args, **options)
+        super().__init__(*args)
 
     def answer_settings(self) -> list[Any]:
         """Return those of the session and the description, which may decide the prompts by the name of the folder."""
@@ -283,6 +282,9 @@ class VectorTeacher(CachedTeacher):
             described.query_prompt,
             described.document_prompt,
             described.max_length,
+            described.pooling,
+            described.bidirectional_attention,
+            self.options.model_arguments,
         ]
 
     def compute(self, questions: Sequence[tuple[Item, Kind]]) -> np.ndarray:
@@ -359,33 +361,25 @@ class VectorTeacher(CachedTeacher):
     def _load(self) -> tuple[nn.Module, Featuriser]:
         """Return the model, as a copy or as this rank's shard, and what prepares its inputs."""
         session = self.session
-        teacher = self.teacher
-        model: nn.Module
-        if is_sharded(teacher, self.folder, session):
-            # Rank 0 reads the weights into host memory, the others build on the meta device and get their shards
-            # from it.
-            loaded = load_embedder(
-                teacher.model,
-                device="cpu",
-                computes_on=session.device,
-                meta=not session.is_main,
-                trust_remote_code=self.trust_remote_code,
-            )
-            layers = loaded.description.layer_classes
+        is_shard = is_sharded(self.teacher, self.folder, session)
+        # Of shards rank 0 reads the weights into host memory, the others build on the meta device and get theirs from it.
+        loaded = build_model(
+            self.description,
+            self.options,
+            device="cpu" if is_shard else session.device,
+            computes_on=session.device,
+            meta=is_shard and not session.is_main,
+            for_inference=True,
+        )
+        loaded.eval().requires_grad_(False)
+        model: nn.Module = loaded
+        if is_shard:
+            layers = self.description.layer_classes
             model = shard_for_use(loaded, layers, session.device, only_rank0_reads=True)
-        else:
+        elif session.device.type == "cpu" and session.placement.copies_weights:
             # On CPUs as the trained model, on a GPU in the dtype of the teacher's weights.
-            on_cpu = session.device.type == "cpu"
-            in_bf16 = on_cpu and session.placement.copies_weights
-            embedder = Embedder(
-                teacher.model,
-                device=session.device,
-                mixed_precision="bf16" if in_bf16 else "no",
-                # An Embedder with a session of FSDP would be sharded.
-                session=session if session.fsdp is None else None,
-                trust_remote_code=self.trust_remote_code,
-            )
-            model = embedder.model
+            loaded.compute_in_bf16()
+            bf16_weights_of(loaded).num_holders += 1
         return model, Featuriser(self.description)
 
 
@@ -448,7 +442,7 @@ class PairTeacher(CachedTeacher):
             max_length=teacher.max_length,
             query_prompt=teacher.query_prompt,
             document_prompt=teacher.document_prompt,
-            trust_remote_code=self.trust_remote_code,
+            trust_remote_code=self.options.trust_remote_code,
             holds="cpu" if is_shard else device,
         )
         if is_shard:

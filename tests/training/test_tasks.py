@@ -110,6 +110,22 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path):
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
 
 
+def test_an_anchor_is_the_start_model_as_the_run_reads_it(tmp_path):
+    source = {"path": files(tmp_path)[0]["path"], "query_prompt": "blue: "}
+    more = {
+        "data_path": [{**source, "max_length": 4}],
+        "homogeneous_batches": False,
+        "loss": "anchor",
+        "query_prompt": "red: ",
+        "max_length": 32,
+        "pooling": "max",
+        "model_arguments": {"num_hidden_layers": 1},
+        "max_steps": 1,
+    }
+    (step,) = train(options(tmp_path, **more))
+    assert step["loss"] == pytest.approx(0.0, abs=1e-6)
+
+
 STRONG = 20.0
 """Weight of an anchor."""
 

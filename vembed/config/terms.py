@@ -243,14 +243,6 @@ def needed_teachers(
 ) -> list[Teacher]:
     """Return the models that losses follow or are guided by, in the order of the terms."""
     by_label = {teacher.label: teacher for teacher in listed_teachers(objective)}
-    # The start model reads what the run reads.
-    start_model = Teacher(
-        model=model.model_name,
-        query_prompt=model.query_prompt,
-        document_prompt=model.document_prompt,
-        max_length=model.max_length,
-    )
-    by_label.setdefault(model.model_name, start_model)
     needed = {}
     for term in run_terms(objective, data, model.model_name):
         for name in (term.teacher, term.guide):
