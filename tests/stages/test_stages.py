@@ -404,6 +404,18 @@ def test_a_mining_reads_the_data_of_the_run_as_the_run_does(place):
     assert "data_path=val.jsonl" not in runs[3].arguments.overrides
 
 
+def test_a_mining_before_any_training_reads_inputs_as_the_run_does(train):
+    entries = [{"path": "train.jsonl", "query_prompt": "ask: "}, "val.jsonl"]
+    first = {"name": "first", "mine": {"num_negatives": 2}}
+    prompts = {"query_prompt": "query: ", "max_length": 64}
+    written([first, BROAD, NEGATIVES], data_path=entries, **prompts)
+    first, trained = re.findall("would run: vembed mine (.*)", train("--dry-run").out)
+    assert f"data_path={json.dumps(entries)}" in first
+    assert " query_prompt=query:  max_length=64 " in first
+    # The model that is trained has them.
+    assert "_prompt" not in trained and "max_length" not in trained
+
+
 def test_stages_are_named_among_retrievers_and_judges(train):
     retrievers = ["bm25", {"model": "broad", "weight": 2.0}, "soup"]
     judges = [{"model": "broad"}, {"model": "soup", "base_url": "http://127.0.0.1:1"}]

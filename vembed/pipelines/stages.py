@@ -24,7 +24,7 @@ from vembed.config.loading import (
 )
 from vembed.config.options import OptionValue, command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
-from vembed.config.schema import FILE_OPTIONS
+from vembed.config.schema import FILE_OPTIONS, DataSource
 from vembed.config.terms import needed_teachers
 from vembed.errors import RunError, UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
@@ -145,11 +145,12 @@ class _StageRun:
         self.before = stage.before
         self.command_line, _ = command_line_layer(arguments.overrides)
         shared = {**pipeline.shared.values, **self.command_line.values}
-        self.options = _with_shared_data(shared, stage)
+        self.options = _with_shared_options(shared, stage)
         """Of a command stage; its paths may stand beside the config file."""
         for key in (*DATA_FILE_OPTIONS, *MODELS, "image_root"):
             if key in self.options:
                 self.options[key] = _with_names(self.options[key], self._located)
+        self.takes_model = _takes_model(stage.kind, self.options)
         model = pipeline.shared.value("model_name")
         self.config_model = self.command_line.value("model_name", model)
         overwrite = pipeline.shared.value("overwrite", False)
@@ -216,7 +217,7 @@ class _StageRun:
         if self.stage.kind != "train":
             before = [known[stage.name] for stage in self.before]
             facts = {"options": _contents(self.options), "before": before}
-            if self.stage.model_stage is None and self._takes_model():
+            if self.stage.model_stage is None and self.takes_model:
                 facts["model_name"] = _contents(self.config_model)
             return _digest(facts)
         run = self._resolve()
@@ -320,16 +321,15 @@ class _StageRun:
             if key in options:
                 options[key] = _with_names(options[key], self._model_named)
         target = str(self.folder / RESULTS[kind])
-        if kind == "mine":
-            if self._takes_model():
-                options["model_name"] = self._model()
-            return "mine", _pairs({**options, "output_path": target})
+        if kind == "mine" and self.takes_model:
+            options["model_name"] = self._model()
         if kind == "judge":
             if "data_path" not in options and self.stage.data_stage is not None:
                 options["data_path"] = str(self.stage.data_stage.result)
-            if self._takes_model():
+            if self.takes_model:
                 options["judges"] = [{"model": self._model()}]
-            return "judge", _pairs({**options, "output_path": target})
+        if kind in ("mine", "judge"):
+            return kind, _pairs({**options, "output_path": target})
         if kind == "evaluate":
             options.pop("require", None)
             if "data" not in options:
@@ -375,12 +375,6 @@ class _StageRun:
                     "it are not run"
                 )
         return 0, scores
-
-    def _takes_model(self) -> bool:
-        """Return whether a command stage uses a model and names none of its own."""
-        kind = self.stage.kind
-        names = MODELS_IN_USE.get(kind, ())
-        return kind in MODELS_IN_USE and not any(map(self.options.get, names))
 
     def _model(self) -> str:
         """Return the model of the last stage before this one that leaves one, else the config's own."""
@@ -503,10 +497,10 @@ def _pairs(options: Mapping[str, Any]) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    """Return a value as a word of the command line: lists with commas, records as JSON."""
+    """Return a value as a word of the command line: lists with commas, others as JSON."""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and not any(isinstance(entry, dict) for entry in value):
+    if isinstance(value, list):
         return ",".join(map(str, value))
     return json.dumps(value)
 
@@ -544,6 +538,8 @@ READING_OPTIONS = (
     "on_bad_record",
 )
 """Options that say how records are read."""
+MODEL_OPTIONS = ("query_prompt", "document_prompt", "max_length")
+"""Options that say how a model reads inputs."""
 MODELS = ("model_name", "model", "models", "base", "retrievers", "judges")
 MODELS_IN_USE = {
     "mine": ("retrievers", "model_name"),
@@ -583,24 +579,42 @@ def _names_in(value: Any) -> list[str]:
     return names
 
 
-def _with_shared_data(
+def _with_shared_options(
     shared: Mapping[str, OptionValue], stage: PipelineStage
 ) -> dict[str, Any]:
     """Return the options of a stage. `mine` reads the data of the whole config unless it names its own, and `judge` what
-    was mined of them. `shared`: the options outside of the stages."""
+    was mined of them. The config's own model is mined with as it is trained. `shared`: the options outside of the stages."""
     options = dict(stage.options)
-    if stage.kind not in ("mine", "judge") or "data_path" not in shared:
+    if stage.kind not in ("mine", "judge"):
         return options
-    path = shared["data_path"].value
-    if options.get("data_path", path) != path:
-        return options
-    if stage.kind == "mine" and isinstance(path, str):
-        options["data_path"] = path
+    names: list[str] = []
+    path = shared.get("data_path")
     # How records are read belongs to these data.
-    for name in READING_OPTIONS:
+    if path is not None and options.get("data_path", path.value) == path.value:
+        names += READING_OPTIONS
+    if stage.kind == "mine":
+        names.append("data_path")
+        # A trained model brings its own.
+        if stage.model_stage is None and _takes_model(stage.kind, options):
+            names += MODEL_OPTIONS
+    for name in names:
         if name in shared:
-            options.setdefault(name, shared[name].value)
+            value = shared[name].value
+            if isinstance(value, list):
+                value = [
+                    entry.model_dump(exclude_unset=True)
+                    if isinstance(entry, DataSource)
+                    else entry
+                    for entry in value
+                ]
+            options.setdefault(name, value)
     return options
+
+
+def _takes_model(kind: str, options: Mapping[str, Any]) -> bool:
+    """Return whether a command stage uses a model and names none of its own."""
+    names = MODELS_IN_USE.get(kind, ())
+    return kind in MODELS_IN_USE and not any(map(options.get, names))
 
 
 def _parse(name: str, condition: Any) -> tuple[str, float]:
