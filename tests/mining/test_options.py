@@ -84,6 +84,17 @@ def test_options_of_the_command_win_over_those_of_training(training):
     assert (config.num_negatives, config.max_length, config.seed) == (7, 64, 5)
 
 
+def test_a_limit_that_is_taken_for_an_option_of_training_is_named(training, caplog):
+    with training.open("a") as file:
+        file.write("margin: 0.1\noutput_path: mined.jsonl\n")
+    config = load_options(MineConfig, training)
+    assert config.margin is None
+    (message,) = caplog.messages
+    assert message.startswith(f"margin: 0.1 ({training}, line 14)")
+    assert load_options(MineConfig, training, ["margin=0.2"]).margin == 0.2
+    assert len(caplog.messages) == 1
+
+
 def test_a_model_on_the_command_line_wins_over_retrievers_of_the_file(tmp_path):
     """Both in one place are refused."""
     path = tmp_path / "mine.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,8 @@ from vembed.config.values import (
     RetrievalMode,
 )
 from vembed.errors import UserError, did_you_mean
+
+log = logging.getLogger("vembed")
 
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""
@@ -539,6 +542,14 @@ def load_options(
             Level.COMMAND_LINE,
         )
 
+    if kind is MineConfig:
+        for name in sorted({*kind.not_of_training} & {*training.values} - {*values}):
+            log.warning(
+                "%s is the option of training here, and mining does without: give %s=... on the command line, or in the "
+                "block mine",
+                training.values[name],
+                name,
+            )
     _choose_model(values)
     for name, option in options.items():
         if name in values:
