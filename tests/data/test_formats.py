@@ -270,7 +270,7 @@ def test_several_processes_find_what_one_finds(form, with_keys, tmp_path, monkey
         monkeypatch.setattr(example_store, "num_cores", lambda count=num_cores: count)
         reader = open_reader(pattern)
         assert isinstance(reader, SeveralFiles)
-        index = build_index(reader, record_format(keeps_keys=with_keys))
+        index = build_index(reader, [record_format(keeps_keys=with_keys)] * 2)
         results.append(as_plain(index))
     assert results[0] == results[1]
     assert results[0]["counts"]["bad"] == 2
@@ -332,7 +332,7 @@ def test_records_checked_together_are_those_checked_alone(
         form = record_format(losses=losses, max_negatives=1)
         reader = JsonLines(path)
         part = range(reader.start, reader.stop)
-        facts = vars(index_part(reader, form, part))
+        facts = vars(index_part(reader, [form], part))
         facts["counts"] = +facts["counts"]
         facts["columns"] = vars(facts["columns"])
         return facts

@@ -299,6 +299,14 @@ def test_images_start_from_the_folder_of_the_file(tmp_path):
     options = {"image_root": str(picture.parent), "retrieval_mode": "t2i"}
     store = open_rows(tmp_path, [pair(positive="cat.jpg")], **options)
     assert store[0].positives == expected
+    # Of several files in the folder of each.
+    pictures = [write(tmp_path / name / "cat.jpg") for name in "ab"]
+    for picture in pictures:
+        row = pair(positive={"image": "cat.jpg"})
+        write_jsonl(picture.parent / "rows.jsonl", [row])
+    shards = examples_of(open_path(tmp_path / "?/rows.jsonl"))
+    actual = [example.positives[0].images[0].path for example in shards]
+    assert actual == list(map(str, pictures))
     rows = [pair(positive={"image": "https://x.org/y.png"})]
     assert "allow_image_urls: true" in refused_rows(tmp_path, rows)
     assert len(open_rows(tmp_path, rows, allow_image_urls=True)) == 1

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.files import write_beir
 from tests.data.pictures import write
 from tests.mining.data import documents, model, pair, pairs_of, read_jsonl, write_jsonl
 from tests.tiny import read_json
@@ -129,6 +130,25 @@ def test_equal_questions_about_different_images_are_not_near(tmp_path):
         "output_path": str(tmp_path / "audit.html"),
     }
     assert not run(options, val_data_path=str(validation))[1]
+
+
+def test_validation_data_are_read_as_training_reads_them(tmp_path):
+    """Of a BEIR-style folder the test queries, and of a file vembed's own names beside those of the mapping."""
+    texts = documents()[:3]
+    queries = {f"q{number}": text for number, text in enumerate(texts)}
+    folder = tmp_path / "beir"
+    write_beir(folder, {"d": "a document"}, queries, {"q2": ["d"]})
+    (folder / "qrels/train.tsv").write_text("q0\td\t1\nq1\td\t1\n")
+    rows = [{"frage": text, "positive": f"p {text}"} for text in texts]
+    options = {
+        "data_path": str(write_jsonl(tmp_path / "rows.jsonl", rows)),
+        "column_mapping": {"frage": "query"},
+        "output_path": str(tmp_path / "audit.html"),
+    }
+    file = write_jsonl(tmp_path / "val.jsonl", [pair(texts[2])])
+    for validation in (folder, folder / "qrels/test.tsv", file):
+        _, actual = run(options, val_data_path=str(validation))
+        assert [leak["row"] for leak in actual["leakage"].examples] == ["3"]
 
 
 def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):

@@ -179,6 +179,36 @@ def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
             assert (extra_negative in negatives) == keep
 
 
+def test_an_entry_of_data_path_is_read_by_its_own_mapping_and_prompts(tmp_path):
+    rows = [
+        {"question": f"find {text}", "solution": text, "wrong": "replaced"}
+        for text in documents()[:5]
+    ]
+    options = small(tmp_path, rows, num_negatives=1, keep_negatives=False)
+    mapping = {"question": "query", "solution": "positive", "wrong": "negative"}
+    entry = {"path": options["data_path"], "column_mapping": mapping}
+    mined, result = run(options, data_path=[entry])
+    texts = {row["solution"] for row in rows}
+    for row, source in zip(mined, rows, strict=True):
+        (negative,) = row["wrong"]
+        assert negative in texts - {source["solution"]}
+        assert row == {**source, "wrong": [negative]}
+    # Five queries and documents, and the negative that they share.
+    assert result.num_encoded == 11
+    _, result = run(options, data_path=[{**entry, "query_prompt": "ask: "}])
+    assert result.num_encoded == 5
+    _, result = run(options, data_path=[{**entry, "max_length": 4}])
+    assert result.num_encoded == 11
+
+
+def test_a_corpus_at_an_address(tmp_path):
+    corpus = [{"_id": "d", "text": "find"}]
+    options = small(tmp_path, [pair("find it", "it")], corpus, num_negatives=1)
+    address = f"file://{options['corpus_path']}"
+    rows, _ = run(options, model_name="bm25", corpus_path=address)
+    assert rows[0]["negative_ids"] == ["d"]
+
+
 def test_rows_of_one_query_take_turns(tmp_path):
     actual = documents()
     rows = [pair("the cat", actual[number]) for number in range(3)]

@@ -172,6 +172,12 @@ def test_what_holds_for_all_is_not_decided_by_the_rows_read_first(folder, monkey
     np.testing.assert_allclose(ranges, ranges_of(expected()), atol=1e-6)
 
 
+def test_an_address(texts, folder):
+    write_jsonl(folder / "texts.jsonl", [{"text": text} for text in TEXTS])
+    expected = vectors_of(texts)
+    np.testing.assert_array_equal(vectors_of(f"file://{folder}/texts.jsonl"), expected)
+
+
 def test_several_files(folder):
     (folder / "a.jsonl").write_text('{"text": "red"}\n')
     (folder / "b.jsonl").write_text('{"text": "red"}\n{broken\n')

@@ -146,7 +146,7 @@ class EncodeInput:
             raise UserError(
                 f"{self.path} holds several data sets: give the folder of one of them"
             )
-        reader = open_reader(self.path)
+        reader = open_reader(self.source)
         encoded = {self.column} if self.column else ENCODED_COLUMNS
         names = set(reader.columns or ())
         # Where a column is missing, all are read, so that the refusal can list them.

@@ -18,7 +18,7 @@ import sys
 import time
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
@@ -88,10 +88,11 @@ class Records:
 
     entry: DataSource
     reader: Format
-    form: RecordFormat
+    column_mapping: Mapping[str, str] | None
+    """That of the entry, else that of the run."""
+    forms: Sequence[RecordFormat]
+    """Of each file."""
     index: Index
-    image_folder: str
-    """Folder of relative paths of images."""
     terms: Sequence[ResolvedTerm] = ()
     """Terms of the loss of a source to train on."""
     read_as: ReadAs = field(default_factory=ReadAs)
@@ -116,6 +117,10 @@ class Records:
         reason = record if isinstance(record, BadRecord) else "no object"
         raise self._changed(number, reason)
 
+    def row(self, number: int, root: ImageRoot) -> dict[str, Any]:
+        """Return a record as it stands in a file whose paths of images start in `root`."""
+        return self._form(number).renamed(self.record(number), root)
+
     @cached_property
     def mates(self) -> np.ndarray:
         """The next example of the class of each, in labelled data."""
@@ -131,11 +136,20 @@ class Records:
             example = replace(example, positives=(self._read(mate).query,))
         return self.read_as.apply(example)
 
+    @cached_property
+    def with_all_negatives(self) -> Records:
+        """The same records with the negatives beyond `max_negatives`."""
+        forms = [replace(form, max_negatives=None) for form in self.forms]
+        return replace(self, forms=forms)
+
+    def _form(self, number: int) -> RecordFormat:
+        return self.forms[int(self.index.numbers[number]) >> FILE_BITS]
+
     def _read(self, number: int) -> Example:
         """Return what a record means. Its images name the record, for messages."""
         where = self.where(number)
         try:
-            example = self.form.example(self.record(number), where)
+            example = self._form(number).example(self.record(number), where)
         except BadRecord as error:
             raise self._changed(number, error) from error
         if any(item.images for item in example.items):
@@ -187,7 +201,8 @@ class Records:
         counts = index.counts
         numbers = range(min(NUM_INSPECTED, len(self)))
         examples = [self.example(number) for number in numbers]
-        losses = self.form.losses
+        form = self.forms[0]
+        losses = form.losses
         # Pairs without scores are taken for matches: by a loss, or by an evaluation.
         takes_matches = not losses or any(
             LOSSES[loss].records == "matches" for loss in losses
@@ -203,7 +218,7 @@ class Records:
         in_need = [
             term for term in self.terms if term.loss.needed_negatives() == "some"
         ]
-        has_negatives = counts["negatives"] or self.form.gets_negatives
+        has_negatives = counts["negatives"] or form.gets_negatives
         if losses and in_need and not has_negatives:
             sentences.append(
                 f"no record has a hard negative, without which loss: {' and '.join(loss_names(in_need))} stays 0: "
@@ -218,7 +233,7 @@ class Records:
                     "loss: cosent if they say how well a pair matches, loss: kl and teacher: scores if they are a "
                     "teacher's, or leave out the pairs that do not match"
                 )
-        layouts = self.form.columns.layouts.values()
+        layouts = form.columns.layouts.values()
         if reads_scores(self.terms) and any(
             layout.score == LABEL for layout in layouts
         ):
@@ -319,8 +334,7 @@ class ExampleStore:
     def all_documents(self, index: int) -> tuple[Item, ...]:
         """Return the documents of an example, with the negatives beyond `max_negatives`."""
         source, number = self._locate(index)
-        form = replace(source.form, max_negatives=None)
-        return replace(source, form=form).example(number).documents
+        return source.with_all_negatives.example(number).documents
 
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
@@ -381,15 +395,14 @@ def open_examples(
         requirements = {}
         if is_training:
             requirements = _requirements(data, objective, entry, terms)
-        # Validation data may use vembed's own names.
         records = open_records(
             data,
             entry,
             role,
-            may_miss=not is_training or len(entries) > 1,
+            num_sources=len(entries),
             **requirements,
         )
-        sources.append(replace(records, terms=terms, read_as=ReadAs.of(entry)))
+        sources.append(replace(records, terms=terms))
     refuse_bad_sources(
         sources,
         on_bad_record=data.on_bad_record,
@@ -526,50 +539,51 @@ def open_records(
     entry: DataSource,
     role: Role,
     *,
-    may_miss: bool,
+    num_sources: int,
     texts_alone: bool = False,
     reads_all: bool = False,
     **requirements: Any,
 ) -> Records:
     """Check every record of one source. `options`: `image_root`, `allow_image_urls`, `retrieval_mode` and
-    `column_mapping` of a run or of a command on data. `may_miss`: their column mapping may have names that the source
-    lacks. `requirements`: of the losses, for `RecordFormat`."""
+    `column_mapping` of a run or of a command on data, which reads `num_sources` of them. `requirements`: of the losses, for
+    `RecordFormat`."""
     mapping = entry.column_mapping
+    may_miss = False
     if mapping is None:
         mapping = options.column_mapping
-    else:
-        may_miss = False
+        # Another source may have the other names, and validation data vembed's own.
+        may_miss = role != "train" or num_sources > 1
     columns = Columns(
         mapping, may_miss=may_miss, texts_alone=texts_alone, reads_all=reads_all
     )
     reader = open_reader(entry.path, columns, role)
-    images = ImageRoot(
-        options.image_root or str(reader.folder), allow_urls=options.allow_image_urls
-    )
-    form = RecordFormat(
-        columns,
-        images,
-        mode=options.retrieval_mode,
-        numbers_in_text=reader.numbers_are_text,
-        **requirements,
-    )
+    forms = [
+        RecordFormat(
+            columns,
+            ImageRoot.of(options, file.folder),
+            mode=options.retrieval_mode,
+            numbers_in_text=file.numbers_are_text,
+            **requirements,
+        )
+        for file in reader.single_files
+    ]
     identity = [
         reader.name,
         mapping,
         options.retrieval_mode,
-        images.folder,
-        images.allow_urls,
+        [form.images.folder for form in forms],
+        options.allow_image_urls,
         texts_alone,
         reads_all,
         requirements,
     ]
-    index = cached_index(reader, form, identity)
+    index = cached_index(reader, forms, identity)
     if index.missing and not may_miss:
         raise UserError(
             f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has (not read: "
             f"{listed(index.unused) or 'nothing'})"
         )
-    return Records(entry, reader, form, index, images.folder)
+    return Records(entry, reader, mapping, forms, index, read_as=ReadAs.of(entry))
 
 
 def refuse_bad_sources(
@@ -704,8 +718,9 @@ class PartIndex:
             self.counts[name] += count * times
 
 
-def build_index(reader: Format, form: RecordFormat) -> Index:
-    """Check all records of a source."""
+def build_index(reader: Format, forms: Sequence[RecordFormat]) -> Index:
+    """Check all records of a source. `forms`: of each file, with the same `columns`."""
+    columns = forms[0].columns
     parts = reader.parts()
     num_processes = min(len(parts), num_cores(), MAX_PROCESSES)
     num_done = 0
@@ -721,13 +736,13 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         # Begins beside the first parts, and is faster than they are.
         digests = pool.map(_file_hash, reader.files())
         if num_processes > 1:
-            results = in_processes(reader, form, parts, num_processes)
+            results = in_processes(reader, forms, parts, num_processes)
         else:
-            results = (index_part(reader, form, part) for part in parts)
+            results = (index_part(reader, forms, part) for part in parts)
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
             if num_processes > 1:
-                form.columns.merge(result.columns)
+                columns.merge(result.columns)
             # The parts of a file follow one another. Lines of a part count from its own first line.
             file = part.start >> FILE_BITS
             first_line = first_lines[file]
@@ -758,8 +773,8 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         counts=counts,
         fingerprint=fingerprint,
         problems=problems[:NUM_NAMED],
-        unused=sorted(form.columns.unused),
-        missing=sorted(form.columns.missing),
+        unused=sorted(columns.unused),
+        missing=sorted(columns.missing),
         image_stamps={path: _image_stamp(path) for path in images},
     )
 
@@ -778,10 +793,11 @@ def _labels(members: np.ndarray) -> np.ndarray:
 
 def index_part(
     reader: Format,
-    form: RecordFormat,
+    forms: Sequence[RecordFormat],
     part: range,
 ) -> PartIndex:
     """Check the records of a part."""
+    form = forms[part.start >> FILE_BITS]
     index = PartIndex(form.columns)
     numbered_records = reader.rows(part)
     with ThreadPoolExecutor(IMAGE_THREADS) as pool:
@@ -860,7 +876,7 @@ def _file_hash(path: Path) -> bytes:
 
 def in_processes(
     reader: Format,
-    form: RecordFormat,
+    forms: Sequence[RecordFormat],
     parts: Sequence[range],
     num_processes: int,
 ) -> Iterator[PartIndex]:
@@ -873,7 +889,7 @@ def in_processes(
             )
             # After an error or Ctrl-C no process begins another part.
             stack.callback(child.close)
-            child.send((reader, form, parts[first::num_processes]))
+            child.send((reader, forms, parts[first::num_processes]))
             children.append(child)
         for number in range(len(parts)):
             child = children[number % num_processes]
@@ -893,11 +909,11 @@ def index_for_parent() -> None:
     """Index the parts that standard input names. Runs in a child process, without torch."""
     out = answers()
     gc.disable()  # Python's default looks for cycles several times in each block of records, which have none
-    reader, form, parts = pickle.load(sys.stdin.buffer)
+    reader, forms, parts = pickle.load(sys.stdin.buffer)
     for part in parts:
         answer: PartIndex | UserError
         try:
-            answer = index_part(reader, form, part)
+            answer = index_part(reader, forms, part)
         except UserError as error:
             answer = error
         send(out, answer)
@@ -908,7 +924,7 @@ def index_for_parent() -> None:
 
 def cached_index(
     reader: Format,
-    form: RecordFormat,
+    forms: Sequence[RecordFormat],
     options: Sequence[Any],
 ) -> Index:
     """Return the index of a source: from the cache folder if its files, its images, the options and the code are the
@@ -935,7 +951,7 @@ def cached_index(
             facts["counts"] = Counter(facts["counts"])
             return Index(**facts, **arrays)
     began = time.monotonic()
-    index = build_index(reader, form)
+    index = build_index(reader, forms)
     # A short pass is not worth a file in the cache.
     if time.monotonic() - began < CACHE_AFTER_SECONDS:
         return index

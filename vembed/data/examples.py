@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -29,6 +30,8 @@ def has_lone_surrogate(text: str) -> bool:
 
 
 _HTTP = ("http://", "https://")
+IMAGE_KEYS = frozenset({"image", "images", "path"})
+"""Keys of a query or document that hold paths of images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +207,13 @@ class ImageRoot:
         self._real = os.path.realpath(folder)
         self._inside: dict[str, bool] = {}
 
+    @classmethod
+    def of(cls, options: Any, folder: Path) -> ImageRoot:
+        """Return that of a file in a folder, by `image_root` and `allow_image_urls` of a run or a command on data."""
+        return cls(
+            options.image_root or str(folder), allow_urls=options.allow_image_urls
+        )
+
     def reference(self, path: str) -> ImageRef:
         """Return the reference for a path or address in a record. Opens nothing."""
         name = printable(path, 200)
@@ -232,6 +242,36 @@ class ImageRoot:
                 f"image path {name} leads out of image_root ({self.folder}): set image_root, or write the whole path"
             )
         return ImageRef(path=whole)
+
+    def name_of(self, image: ImageRef) -> str:
+        """Return how a record names an image: by a relative path where `reference` takes it, else by the path as it is."""
+        path = image.path
+        if path is None:
+            raise UserError(
+                "images that are held inside a Parquet file cannot be written as negatives: save them as files"
+            )
+        if _is_in(path, self.folder):
+            # A link inside may lead out of it.
+            with suppress(BadRecord):
+                name = os.path.relpath(path, self.folder)
+                self.reference(name)
+                return name
+        return path
+
+    def renamed(self, value: Any, target: ImageRoot, *, is_path: bool) -> Any:
+        """Return a value of a record with its images named as records of another root name them. `is_path`: a bare string
+        is a path."""
+        if isinstance(value, str) and is_path:
+            return target.name_of(self.reference(value))
+        if isinstance(value, list):
+            return [self.renamed(entry, target, is_path=is_path) for entry in value]
+        # A path beside bytes is a name alone.
+        if isinstance(value, dict) and value.get("bytes") is None:
+            return {
+                key: self.renamed(entry, target, is_path=key in IMAGE_KEYS)
+                for key, entry in value.items()
+            }
+        return value
 
 
 def _is_in(path: str, folder: str) -> bool:

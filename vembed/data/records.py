@@ -17,6 +17,7 @@ from typing import Any
 
 from vembed.config.values import RetrievalMode
 from vembed.data.examples import (
+    IMAGE_KEYS,
     LONE_SURROGATE,
     BadRecord,
     Example,
@@ -31,7 +32,10 @@ from vembed.losses.table import LOSSES
 LARGEST_SCORE = 3.4e38
 """Larger scores are infinite in float32, and all the same."""
 NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
-_ITEM_KEYS = frozenset({"text", "title", "image", "images", "bytes", "path"})
+_ITEM_KEYS = IMAGE_KEYS | {"text", "title", "bytes"}
+_QUERY_PATHS = ("i2t", "i2i")
+_DOCUMENT_PATHS = ("t2i", "i2i", "m2i")
+"""Modes in which bare strings of queries and of documents are paths of images."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class RecordFormat:
             images = self._image_list(record[layout.query_image], layout.query_image)
         if value is None and not images:
             raise BadRecord(f"{query_name or layout.query_image} is empty")
-        is_path = self.mode in ("i2t", "i2i")
+        is_path = self.mode in _QUERY_PATHS
         query = self._item(value, images, is_path, str(query_name))
         if layout.query_prompt is not None:
             # The record's own prompt. An empty cell of a table is none; `""` in JSON is a prompt.
@@ -150,6 +154,23 @@ class RecordFormat:
         self._check_losses(layout, negatives, scores)
         return Example(query, positives, negatives, scores, where, negative_scores)
 
+    def renamed(self, record: dict[str, Any], root: ImageRoot) -> dict[str, Any]:
+        """Return a record with its images named as those of another root. Where that changes names, a conversation becomes
+        the fields that it is read as."""
+        if root.folder == self.images.folder:
+            return record
+        fields = as_fields(record) if is_conversation(record) else dict(record)
+        layout = self.columns.layout(tuple(fields))
+        paths = {layout.query_image, layout.positive_image, layout.negative_image}
+        if self.mode in _QUERY_PATHS:
+            paths.add(layout.query)
+        if self.mode in _DOCUMENT_PATHS:
+            paths |= {layout.positive, *layout.negatives}
+        for name in layout.read:
+            is_path = name in paths
+            fields[name] = self.images.renamed(fields[name], root, is_path=is_path)
+        return fields
+
     def _documents(
         self,
         record: dict[str, Any],
@@ -171,7 +192,7 @@ class RecordFormat:
                 raise BadRecord(
                     f"{name} and {image_name} belong together, but they are {len(values):,d} and {len(images):,d}"
                 )
-        is_path = self.mode in ("t2i", "i2i", "m2i")
+        is_path = self.mode in _DOCUMENT_PATHS
         items = []
         for number, item_value in enumerate(values):
             item_name = str(name) if len(values) == 1 else f"{name} {number + 1}"
@@ -501,7 +522,8 @@ LABEL = "label"
 """Column of the class of a text or image."""
 _NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
 _LAYOUTS_KEPT = 1024
-_ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names}
+ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names}
+"""Part of a record by the name of its column."""
 
 
 QUERY_MESSAGES = "messages"
@@ -686,11 +708,11 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
     """Return the column mapping with each target name replaced by its part of a record."""
     roles: dict[str, str] = {}
     for name, target in mapping.items():
-        role = _ROLE_OF.get(target)
+        role = ROLE_OF.get(target)
         entry = f"column_mapping: {{{name}: {target}}}"
         if role is None:
-            near = nearest(target, _ROLE_OF, cutoff=0.7)
-            if name in _ROLE_OF and not near:
+            near = nearest(target, ROLE_OF, cutoff=0.7)
+            if name in ROLE_OF and not near:
                 raise UserError(
                     f"{entry} is the wrong way round: the name in the file comes first, {{{quoted_column(target)}: {name}}}"
                 )

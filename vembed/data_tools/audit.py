@@ -2,7 +2,6 @@
 
 import functools
 import json
-import shutil
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ import numpy as np
 
 from vembed.data.datasets import short_item
 from vembed.data.example_store import Records
+from vembed.data.examples import ImageRoot
 from vembed.data.near_duplicates import NearIndex, comparable_text, ngrams
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
@@ -27,7 +27,7 @@ from vembed.mining.inputs import (
     open_rows,
     read_mining_inputs,
 )
-from vembed.mining.mine import work_folder
+from vembed.mining.mine import clear_folder, work_folder
 from vembed.mining.options import (
     AuditConfig,
     CommandConfigSource,
@@ -93,8 +93,13 @@ def audit(
             log_line(line)
         validation = None
         if config.val_data_path is not None:
-            changes = {"data_path": config.val_data_path, "on_bad_record": "skip"}
-            validation = AuditedRows(open_rows(config.model_copy(update=changes)))
+            changes = {
+                "data_path": config.val_data_path,
+                "on_bad_record": "skip",
+                "split": None,
+            }
+            options = config.model_copy(update=changes)
+            validation = AuditedRows(open_rows(options, "validation"))
         checks = Checks(config, data)
         checks.records(rows)
         checks.duplicates()
@@ -109,9 +114,8 @@ def audit(
             folder = work_folder(mining)
             search = open_candidates(mining, inputs, folder, running)
             sources = checks.ranks(inputs, search, mining)
-            running.barrier()
-            if running.is_main and not config.keep_work:
-                shutil.rmtree(folder, ignore_errors=True)
+            if not config.keep_work:
+                clear_folder(folder, running)
 
         num_cleaned = None
         if config.cleaned_path is not None:
@@ -122,7 +126,8 @@ def audit(
             if running.is_main:
                 kept_rows = (row for row in range(len(rows)) if row not in dropped)
                 cleaned = Path(config.cleaned_path).expanduser()
-                write_rows(cleaned, map(rows.record, kept_rows))
+                root = ImageRoot.of(config, cleaned.parent)
+                write_rows(cleaned, (rows.row(row, root) for row in kept_rows))
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         findings = checks.findings
         name = f"{len(data.names)} sources"

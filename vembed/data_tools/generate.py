@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from vembed.data.examples import Item
+from vembed.data.examples import ImageRoot, Item
 from vembed.data.near_duplicates import casefolded
 from vembed.data.records import document_id, document_text
 from vembed.errors import UserError
@@ -38,7 +37,7 @@ from vembed.mining.inputs import (
     read_corpus,
     read_mining_inputs,
 )
-from vembed.mining.mine import work_folder
+from vembed.mining.mine import clear_folder, work_folder
 from vembed.mining.options import (
     CommandConfigSource,
     Endpoint,
@@ -117,7 +116,8 @@ def generate(
             texts = _written_texts(config, files, documents, folder, running)
         rows = []
         known_pairs = set()
-        for row in _rows(config, files, documents, texts, left_out):
+        root = ImageRoot.of(config, target.parent)
+        for row in _rows(config, files, documents, texts, left_out, root):
             query = casefolded(row["query"])
             positive = json.dumps(row["positive"])
             if query == casefolded(str(row["positive"])):
@@ -130,7 +130,7 @@ def generate(
         log_line(f"pairs: {len(rows):,d} made")
         if config.model_name is not None and rows:
             num_made = len(rows)
-            rows = _round_trip(config, rows, folder, running)
+            rows = _round_trip(config, rows, root, folder, running)
             reason = f"round trip: not among the first {config.round_trip_top_k}"
             left_out[reason] = num_made - len(rows)
         for reason, count in (+left_out).most_common():
@@ -143,9 +143,8 @@ def generate(
         if running.is_main:
             write_rows(target, rows)
         running.barrier()
-        if running.is_main and not config.keep_work:
-            shutil.rmtree(folder, ignore_errors=True)
-        running.barrier()
+        if not config.keep_work:
+            clear_folder(folder, running)
         kept = dict(Counter(str(row["kind"]) for row in rows))
         seconds = time.monotonic() - began
         by_kind = ", ".join(f"{kind} {kept[kind]:,d}" for kind in sorted(kept))
@@ -159,21 +158,25 @@ def _rows(
     documents: np.ndarray,
     texts: Mapping[str, str],
     left_out: Counter[str],
+    root: ImageRoot,
 ) -> Iterator[dict[str, Any]]:
-    """Yield all pairs, in the order of the documents."""
+    """Yield all pairs, in the order of the documents, with paths of images from `root`."""
     written = config.written_kinds()
     free = [kind for kind in config.kinds if kind not in written]
     for document in documents:
         file = files[document[FILE]]
-        record = file.reader.read(int(document[START]))
-        item = file.item(record)
+        start = int(document[START])
+        record = file.reader.read(start)
+        item = file.item(record, start)
         identity = document_id(record)
         columns = {} if identity is None else {"document_id": identity}
         if free or not written:
             # By content: a document gets the same pairs wherever it stands in the files.
             random = np.random.default_rng([config.seed, int(document[EXACT])])
             pairs = pairs_of(record, item, free, random)
-            for kind, (query, positive) in pairs:
+            images = file.images(start)
+            for kind, (query, value) in pairs:
+                positive = images.renamed(value, root, is_path=False)
                 yield {"query": query, "positive": positive, "kind": kind} | columns
             if not pairs:
                 left_out["no kind fits"] += 1
@@ -277,14 +280,17 @@ def _read_answers(folder: Path) -> dict[str, str]:
 def _round_trip(
     config: GenerateConfig,
     rows: list[dict[str, Any]],
+    root: ImageRoot,
     folder: Path,
     session: Session,
 ) -> list[dict[str, Any]]:
-    """Return the pairs whose document is among the first for its query. Collective."""
+    """Return the pairs whose document is among the first for its query. `root`: where their paths of images start.
+    Collective."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "pairs.jsonl"
     if session.is_main:
-        write_rows(path, rows)
+        here = ImageRoot.of(config, folder)
+        write_rows(path, (root.renamed(row, here, is_path=False) for row in rows))
     session.barrier()
     has_ids = any("document_id" in row for row in rows)
     mining = MineConfig.shared(

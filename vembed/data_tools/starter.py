@@ -23,7 +23,7 @@ from vembed.config.schema import ModelSection
 from vembed.config.values import Task
 from vembed.data.examples import BadRecord, NotUtf8
 from vembed.data.formats.base import Format
-from vembed.data.formats.table import SeveralFiles, open_reader
+from vembed.data.formats.table import open_reader
 from vembed.data.images.files import IMAGE_PATH
 from vembed.data.records import negative_columns
 from vembed.errors import UserError, printable
@@ -88,8 +88,7 @@ def read_sample(path: Path) -> FileSample:
         )
     if not records:
         raise UserError(problems[0] if problems else f"{path}: has no records")
-    files = reader.readers if isinstance(reader, SeveralFiles) else (reader,)
-    counts = [_num_records(file) for file in files]
+    counts = [_num_records(file) for file in reader.single_files]
     return FileSample(
         records,
         sum(count for count, _ in counts),

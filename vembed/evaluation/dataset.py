@@ -128,7 +128,8 @@ def num_prompts(data: EvalData) -> int:
 
 
 TEST_FIRST = ("test", "dev", "validation", "val")
-"""Order of preference of the qrels of a folder for a finished model. During training `test` comes last."""
+DEV_FIRST = ("dev", "validation", "val", "test")
+"""Order of preference of the qrels of a folder for a finished model, and during training."""
 
 
 def open_eval_data(
@@ -136,7 +137,7 @@ def open_eval_data(
     path: str,
     objective: ObjectiveSection | None = None,
     *,
-    splits: Sequence[str] = ("dev", "validation", "val", "test"),
+    splits: Sequence[str] = DEV_FIRST,
     task: EvaluationTask = "auto",
 ) -> EvalData:
     """Return the evaluation data at `path`: a BEIR-style folder, one of its `qrels/*.tsv` files, or any training data.
@@ -144,17 +145,14 @@ def open_eval_data(
     `splits`: the qrels of a folder in the order of preference. A single split must exist. `task: auto`: scored pairs if
     every example has one positive with a score and no negatives, otherwise retrieval.
     """
-    place = Path(path)
-    folder = folder_of_qrels(place)
-    if task == "similarity" and (folder is not None or is_beir_folder(place)):
+    beir = beir_qrels(path, splits)
+    if task == "similarity" and beir is not None:
         raise UserError(
             f"task similarity: {path} is a BEIR-style folder, which has no scored pairs: give a file of scored pairs, or "
             "task retrieval"
         )
-    if folder is not None:
-        return read_beir(folder, place, options.on_bad_record)
-    if is_beir_folder(place):
-        return read_beir(place, choose_qrels(place, splits), options.on_bad_record)
+    if beir is not None:
+        return read_beir(*beir, options.on_bad_record)
     if len(splits) == 1:
         raise UserError(
             f"{path} is no BEIR-style folder, so it has no qrels of a split {splits[0]}"
@@ -468,13 +466,16 @@ def choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
     )
 
 
-def folder_of_qrels(path: Path) -> Path | None:
-    """Return the BEIR-style folder that a file of judgements belongs to; None for other files."""
+def beir_qrels(name: str, splits: Sequence[str]) -> tuple[Path, Path] | None:
+    """Return the BEIR-style folder and the file of judgements of a path, which names one of them; None for other data."""
+    path = Path(name)
+    if is_beir_folder(path):
+        return path, choose_qrels(path, splits)
     folder = path.parent.parent
     is_in_qrels = path.suffix in QRELS_ENDINGS and path.parent.name == "qrels"
     if path.suffix != ".tsv" and not is_in_qrels:
         return None
-    return folder if is_beir_folder(folder) else None
+    return (folder, path) if is_beir_folder(folder) else None
 
 
 def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:

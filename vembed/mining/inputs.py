@@ -21,13 +21,17 @@ from vembed.data.example_store import (
     refuse_bad_records,
     refuse_bad_sources,
 )
-from vembed.data.examples import BadRecord, Example, ImageRoot, Item, KeyIndex
+from vembed.data.examples import BadRecord, Example, ImageRoot, Item, KeyIndex, ReadAs
+from vembed.data.formats.base import FILE_BITS
+from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import open_document_reader
 from vembed.data.near_duplicates import casefolded
 from vembed.data.records import document_id, document_item, document_text
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
+    DEV_FIRST,
     Corpus,
+    beir_qrels,
     choose_qrels,
     id_key,
     is_beir_folder,
@@ -43,7 +47,7 @@ from vembed.progress import Log
 
 log = logging.getLogger("vembed")
 
-SPLITS = ("train", "dev", "validation", "val", "test")
+SPLITS = ("train", *DEV_FIRST)
 
 
 @contextmanager
@@ -60,13 +64,14 @@ class BeirTable:
     def __init__(
         self,
         folder: Path,
+        qrels: Path,
         options: RowOptions,
+        settings: ReadAs,
     ) -> None:
         self.name = str(folder)
-        self.image_folder = str(folder)
-        splits = [options.split] if options.split else SPLITS
-        qrels = choose_qrels(folder, splits)
-        self._data = read_beir(folder, qrels, options.on_bad_record)
+        self.column_mapping = options.column_mapping
+        data = read_beir(folder, qrels, options.on_bad_record)
+        self._data = data.read_as(settings)
         self._query_ids = {
             number: identity for identity, number in self._data.query_ids.items()
         }
@@ -101,7 +106,8 @@ class BeirTable:
 
 
 Table = Any
-"""Rows by number: whole records with every field (`record`), and examples (`example`). With `name` and `image_folder`."""
+"""Rows by number: whole records with every field (`record`), and examples (`example`). With `name` and
+`column_mapping`."""
 
 
 class Rows:
@@ -127,6 +133,13 @@ class Rows:
         record: dict[str, Any] = table.record(number)
         return record
 
+    def row(self, row: int, root: ImageRoot) -> dict[str, Any]:
+        """A row as it stands in a file whose paths of images start in `root`."""
+        table, number = self.locate(row)
+        return (
+            table.row(number, root) if isinstance(table, Records) else self.record(row)
+        )
+
     def example(self, row: int) -> Example:
         """Meaning of a row."""
         table, number = self.locate(row)
@@ -134,21 +147,25 @@ class Rows:
         return example
 
 
-def open_rows(options: RowOptions) -> Rows:
+def open_rows(options: RowOptions, role: Role = "train") -> Rows:
     """Check every record of `data_path`; a `UserError` names the first ten that cannot be used."""
     sources = sources_of(options.data_path)
     tables: list[Table] = []
+    splits = SPLITS if role == "train" else DEV_FIRST
     for source in sources:
-        folder = Path(source.path)
-        if is_beir_folder(folder):
-            tables.append(BeirTable(folder, options))
-        else:
-            may_miss = len(sources) > 1
-            tables.append(
-                open_records(
-                    options, source, "train", may_miss=may_miss, reads_all=True
-                )
+        beir = beir_qrels(source.path, [options.split] if options.split else splits)
+        if beir is not None:
+            tables.append(BeirTable(*beir, options, ReadAs.of(source)))
+            continue
+        tables.append(
+            open_records(
+                options,
+                source,
+                role,
+                num_sources=len(sources),
+                reads_all=True,
             )
+        )
     refuse_bad_sources(
         [table for table in tables if isinstance(table, Records)],
         on_bad_record=options.on_bad_record,
@@ -160,7 +177,7 @@ NUM_COLUMNS = 6
 FILE, START, SLOT, KEY, EXACT, ID = range(NUM_COLUMNS)
 """Columns of a table of documents, which has a row for each: number of the file, or ROWS; offset of the record in its
 file, or number of the row; place among the positives and negatives of a row; content apart from case and spaces;
-content as it is; key of the id, or 0."""
+what the vector depends on; key of the id, or 0."""
 ROWS = -1
 """In place of a file's number: the rows of the training data."""
 
@@ -168,6 +185,13 @@ ROWS = -1
 def content_key(item: Item) -> int:
     """A 63-bit number that is the same for items with the same text apart from case, width and spaces, and the same images."""
     return item.key(casefolded)
+
+
+def vector_key(item: Item) -> int:
+    """A 63-bit number for all that an item's vector depends on besides the model."""
+    if item.prompt is None and item.max_length is None:
+        return item.key()
+    return Item(f"{item.key()} {item.max_length} {item.prompt}").key()
 
 
 def array_identity(values: np.ndarray) -> str:
@@ -183,18 +207,22 @@ class CorpusFile:
         path: str,
         options: RecordOptions,
     ) -> None:
-        place = Path(path).expanduser()
-        self.reader = open_document_reader(texts_path(place, "corpus") or place)
-        folder = options.image_root or str(self.reader.folder)
-        self._images = ImageRoot(folder, allow_urls=options.allow_image_urls)
+        folder = Path(path).expanduser()
+        self.reader = open_document_reader(texts_path(folder, "corpus") or path)
+        files = self.reader.single_files
+        self._images = [ImageRoot.of(options, file.folder) for file in files]
 
-    def item(self, record: Any) -> Item:
-        """The document that a record means; `BadRecord` says why it means none."""
-        return document_item(record, self._images)
+    def images(self, start: int) -> ImageRoot:
+        """Where relative paths of images of the record at an offset start."""
+        return self._images[start >> FILE_BITS]
+
+    def item(self, record: Any, start: int) -> Item:
+        """The document that the record at an offset means; `BadRecord` says why it means none."""
+        return document_item(record, self.images(start))
 
     def read(self, start: int) -> Item:
         """The document at an offset."""
-        return self.item(self.reader.read(start))
+        return self.item(self.reader.read(start), start)
 
 
 def read_corpus(
@@ -207,7 +235,7 @@ def read_corpus(
     for number, file in enumerate(files):
         for start, line, record in file.reader.rows():
             try:
-                item = file.item(record)
+                item = file.item(record, start)
             except BadRecord as error:
                 num_bad += 1
                 if len(problems) < NUM_NAMED:
@@ -259,7 +287,8 @@ class Documents:
         of_rows = array("q")
         for row in range(len(rows)):
             for slot, item in enumerate(rows.example(row).documents):
-                of_rows.extend((ROWS, row, slot, content_key(item), item.key(), 0))
+                key = content_key(item)
+                of_rows.extend((ROWS, row, slot, key, vector_key(item), 0))
         # With a corpus, documents of the rows that it lacks are scored as positives and negatives, and never mined.
         # Without one the documents of all rows are the candidates.
         corpus = _as_table(of_rows)
@@ -282,7 +311,7 @@ class Documents:
                 f"documents: {num_extra:,d} of the rows are not among them, and are no candidates"
             )
         self.exact = self._table[:, EXACT].copy()
-        """The content of each document as a number, where case and spaces count."""
+        """What the vector of each document depends on, as a number."""
         # An id leads to the document that stands for its content, also where that one came first under another id.
         with_id = corpus[corpus[:, ID] != 0]
         self._by_content = KeyIndex(self._table[:, KEY])
@@ -334,22 +363,11 @@ def _as_table(values: array[int]) -> np.ndarray:
     return np.array(values, np.int64).reshape(-1, NUM_COLUMNS)
 
 
-def row_values(items: Iterable[Item], image_folder: str) -> list[Any]:
-    """Return items as a row of training data holds them; paths of images relative to `image_folder` where they are in
-    it."""
+def row_values(items: Iterable[Item], root: ImageRoot) -> list[Any]:
+    """Return items as a row of training data holds them whose paths of images start in `root`."""
     values: list[Any] = []
     for item in items:
-        images = []
-        for image in item.images:
-            if image.path is None:
-                raise UserError(
-                    "images that are held inside a Parquet file cannot be written as negatives: save them as files"
-                )
-            path = Path(image.path)
-            name = image.path
-            if path.is_relative_to(image_folder):
-                name = str(path.relative_to(image_folder))
-            images.append(name)
+        images = list(map(root.name_of, item.images))
         if not images:
             values.append(item.text)
             continue
@@ -401,7 +419,7 @@ class KnownPositives:
             query_of_row.append(query)
             if query == len(first_row):
                 first_row.append(row)
-                exact.append(example.query.key())
+                exact.append(vector_key(example.query))
                 texts.extend((query, key))
             for item in example.positives:
                 positives.extend((query, content_key(item)))
@@ -434,7 +452,7 @@ class KnownPositives:
         self.query_of_row = np.array(query_of_row, np.int64)
         self.num_queries = len(first_row)
         self.exact = np.array(exact, np.int64)
-        """Key of each query as it is encoded: it differs where spaces or case differ."""
+        """What the vector of each query depends on, as a number."""
         self._first_row = first_row
         self.notes: list[str] = []
         """Lines for the log."""

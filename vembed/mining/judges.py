@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from vembed.data.examples import Item, distinct
+from vembed.data.examples import ImageRoot, Item, distinct
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT
 from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
@@ -414,6 +414,7 @@ def judge(
                 _judged_rows(
                     config,
                     data,
+                    ImageRoot.of(config, target.parent),
                     judgements,
                     is_relevant,
                     stays,
@@ -446,11 +447,13 @@ def judge(
 def _judged_rows(
     config: JudgeConfig,
     data: RowNegatives,
+    root: ImageRoot,
     judgements: np.ndarray,
     is_relevant: np.ndarray,
     stays: np.ndarray,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows to write, in the order of the input. A row that loses no negative is written as it was read.
+    """Yield the rows to write, in the order of the input, with paths of images from `root`. A row that loses no negative is
+    written as it was read.
 
     Another one gets one list of the negatives that stay, with what stands beside them in the same order. With
     `relabel` the relevant ones become positives, unless the row has scores of its own.
@@ -458,23 +461,20 @@ def _judged_rows(
     for row in range(len(data.rows)):
         span = slice(data.starts[row], data.starts[row + 1])
         indices = np.flatnonzero(stays[span]).tolist()
-        table, number = data.rows.locate(row)
-        record = table.record(number)
-        fields = dict(record)
+        fields = dict(data.rows.row(row, root))
         if len(indices) < span.stop - span.start:
-            example = table.example(number)
+            example = data.rows.example(row)
             negatives = example.negatives
             added = []
             if config.false_negatives == "relabel" and example.scores is None:
                 relevant = np.flatnonzero(is_relevant[span]).tolist()
                 added = [negatives[index] for index in relevant]
             fields = row_with_negatives(
-                record,
-                example,
+                data.rows,
+                row,
                 [negatives[index] for index in indices],
                 added,
-                config.column_mapping,
-                table.image_folder,
+                root,
             )
             for name in PER_NEGATIVE:
                 # Only lists with one entry per negative: anything else of that name is the user's own.

@@ -12,7 +12,7 @@ import numpy as np
 
 from vembed.config.schema import DataSection, EpochMining
 from vembed.data.example_store import ExampleStore
-from vembed.data.examples import Example
+from vembed.data.examples import Example, ImageRoot
 from vembed.evaluation.bm25 import check_bm25
 from vembed.files import short_hash
 from vembed.mining.candidates import (
@@ -117,6 +117,7 @@ def mine(
             chosen,
             judge.relabelled,
             search,
+            ImageRoot.of(config, target.parent),
         )
         if running.is_main:
             write_rows(target, maker.rows())
@@ -139,9 +140,8 @@ def mine(
                 f"{folder}: vectors and candidates, which a run with other choices uses again (keep_work: false "
                 "deletes it)"
             )
-        elif running.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-        running.barrier()
+        else:
+            clear_folder(folder, running)
     return MineResult(
         output_path=target,
         num_rows=maker.num_rows,
@@ -167,6 +167,14 @@ def work_folder(config: MineConfig | GenerateConfig) -> Path:
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
 
 
+def clear_folder(folder: Path, session: Session) -> None:
+    """Delete a folder that no rank reads any more. Collective."""
+    session.barrier()
+    if session.is_main:
+        shutil.rmtree(folder, ignore_errors=True)
+    session.barrier()
+
+
 @dataclass(frozen=True)
 class _ExampleTable:
     """Examples in the form of a table of `vembed mine`."""
@@ -174,7 +182,6 @@ class _ExampleTable:
     examples: ExampleStore
     has_ids: bool
     name: str = "the training data"
-    image_folder: str = ""
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -244,7 +251,7 @@ class ExampleMiner:
         options = self.options
         known = self._known
         # Vectors of other weights must not be taken for those of now.
-        self._clear(folder)
+        clear_folder(folder, session)
         dense = DenseRetriever(
             folder,
             "run",
@@ -274,9 +281,7 @@ class ExampleMiner:
         if choice.calibration is not None:
             note = choice.calibration.summary(options.max_false_negative_rate)
         chosen = choice.chosen
-        # A rank may still read what rank 0 is about to remove.
-        session.barrier()
-        self._clear(folder)
+        clear_folder(folder, session)
         scores = chosen.scores[chosen.documents >= 0]
         mean = float(scores.mean()) if len(scores) else float("nan")
         number = options.num_negatives
@@ -300,8 +305,3 @@ class ExampleMiner:
         plain = tuple(replace(item, prompt=None, max_length=None) for item in added)
         read = self.examples.as_read(index, replace(example, negatives=plain))
         return replace(read, negatives=example.negatives + read.negatives)
-
-    def _clear(self, folder: Path) -> None:
-        if self.session.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-        self.session.barrier()

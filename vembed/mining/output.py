@@ -12,15 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vembed.config.schema import sources_of
-from vembed.data.examples import Example, Item
+from vembed.data.examples import ImageRoot, Item
 from vembed.data.formats.table import files_of_pattern
-from vembed.data.records import COLUMNS, as_fields, is_conversation, is_negative_name
+from vembed.data.records import ROLE_OF, as_fields, is_conversation, is_negative_name
 from vembed.errors import UserError
 from vembed.evaluation.dataset import is_beir_folder
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import existing, is_pattern, replaced_file
 from vembed.mining.candidates import UNDECIDED, CandidateSearch, Chosen, columns_by_row
-from vembed.mining.inputs import MiningInputs, content_key, row_values
+from vembed.mining.inputs import MiningInputs, Rows, content_key, row_values
 from vembed.mining.options import INPUT_OPTIONS, CommandConfig, MineConfig
 
 
@@ -35,6 +35,8 @@ class RowMaker:
     relabelled: Mapping[int, Sequence[int]]
     """Query -> documents that become its positives."""
     search: CandidateSearch
+    root: ImageRoot
+    """Where the output's paths of images start."""
     num_negatives: int = 0
     num_short: int = 0
     num_dropped: int = 0
@@ -64,8 +66,7 @@ class RowMaker:
             query = int(query_of_row[row])
             output_row = self._row(row, query, columns)
             self.num_short += len(columns) < number
-            name = column_of("negative", self.config.column_mapping)
-            if not output_row[name] and self.config.on_missing == "drop":
+            if output_row is None:
                 self.num_dropped += 1
                 continue
             self.num_rows += 1
@@ -77,11 +78,13 @@ class RowMaker:
         row: int,
         query: int,
         columns: np.ndarray,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | None:
+        """Return a row to write, or None for one to drop."""
         config = self.config
-        table, number = self.inputs.rows.locate(row)
-        example = table.example(number)
+        example = self.inputs.rows.example(row)
         kept: Sequence[Item] = example.negatives if config.keep_negatives else ()
+        if config.on_missing == "drop" and not len(kept) + len(columns):
+            return None
         added = []
         if example.scores is None:  # a row with scores of its own gets no positives
             relabelled = self.relabelled.get(query, ())
@@ -89,12 +92,11 @@ class RowMaker:
         mined = self.chosen.documents[query, columns].tolist()
         items = [self._documents.item(document) for document in mined]
         output_row = row_with_negatives(
-            table.record(number),
-            example,
+            self.inputs.rows,
+            row,
             [*kept, *items],
             added,
-            config.column_mapping,
-            table.image_folder,
+            self.root,
         )
         if self._documents.has_ids:
             ids = [self._documents.identity(document) for document in mined]
@@ -136,44 +138,42 @@ def written_judgements(judgements: np.ndarray) -> list[float | None]:
 
 
 def row_with_negatives(
-    record: dict[str, Any],
-    example: Example,
+    rows: Rows,
+    row: int,
     negatives: Sequence[Item],
     added: Sequence[Item],
-    column_mapping: Mapping[str, str] | None,
-    image_folder: str,
+    root: ImageRoot,
 ) -> dict[str, Any]:
     """Return the fields of a row with these negatives in place of its own, without their scores, and with positives
-    added. All other fields stay."""
-    roles = ["negative", "negative_image", "negative_score"]
+    added. All other fields stay. `root`: where paths of images start."""
+    record = rows.row(row, root)
+    example = rows.example(row)
+    roles = {"negative_score"}
     if example.negative_scores is not None:
-        roles.append("score")  # one column may hold the scores of both
+        roles.add("score")  # one column may hold the scores of both
     if added:
-        roles += ["positive", "positive_image"]
-    columns: set[str] = set()
-    for role in roles:
-        columns.update(COLUMNS[role])
-    mapping = column_mapping or {}
+        roles |= {"positive", "positive_image"}
+    mapping = rows.locate(row)[0].column_mapping or {}
     # A conversation is written as the fields that it is read as.
     fields = as_fields(record) if is_conversation(record) else record
     output_row = {}
     for name, value in fields.items():
         target = mapping.get(name, name)
-        if target not in columns and not is_negative_name(target):
+        if ROLE_OF.get(target) not in roles and not is_negative_name(target):
             output_row[name] = value
     if example.negative_scores is not None and example.scores is not None:
         output_row["positive_scores"] = list(example.scores)
     if added:
         positives = [*example.positives, *added]
-        output_row[column_of("positive", mapping)] = row_values(positives, image_folder)
-    output_row[column_of("negative", mapping)] = row_values(negatives, image_folder)
+        output_row[column_of("positive", mapping)] = row_values(positives, root)
+    output_row[column_of("negative", mapping)] = row_values(negatives, root)
     return output_row
 
 
-def column_of(role: str, column_mapping: Mapping[str, str] | None) -> str:
+def column_of(role: str, column_mapping: Mapping[str, str]) -> str:
     """Return the column to write: one that the mapping names stays, because the next reader has the mapping too."""
-    for name, target in (column_mapping or {}).items():
-        if target in COLUMNS[role]:
+    for name, target in column_mapping.items():
+        if ROLE_OF.get(target) == role:
             return name
     return {"positive": "positive", "negative": "negatives"}[role]
 

@@ -161,9 +161,11 @@ def _load_sentence_transformers(
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
         texts = [item.text for item in items]
-        if any(item.images for item in items) or None in texts:
+        forms = {(item.prompt, item.max_length, item.images) for item in items}
+        if None in texts or forms - {(None, None, ())}:
             raise UserError(
-                "library: sentence_transformers is for texts alone: images need a model that vembed loads"
+                "library: sentence_transformers is for texts alone: images, and prompts and lengths of records or of entries "
+                "of data_path, need a model that vembed loads"
             )
         encode_texts = model.encode_document
         prompt = retriever.document_prompt

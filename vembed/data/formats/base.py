@@ -65,6 +65,11 @@ class Format(ABC):
         """Number behind the last one."""
 
     @property
+    def single_files(self) -> "Sequence[Format]":
+        """The reader of each file, by the number of the file."""
+        return (self,)
+
+    @property
     def numbers(self) -> range:
         """All numbers."""
         return range(self.start, self.stop)

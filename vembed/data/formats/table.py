@@ -106,7 +106,6 @@ class SeveralFiles(Format):
     def __init__(self, name: str, readers: Sequence[Format]) -> None:
         super().__init__(readers[0].path)
         self.name = name
-        self.folder = readers[0].folder
         self.readers = tuple(readers)
         self.columns = readers[0].columns
         self.numbers_are_text = readers[0].numbers_are_text  # type: ignore[misc]
@@ -114,6 +113,11 @@ class SeveralFiles(Format):
     def __reduce__(self) -> tuple[Any, ...]:
         """Each file is opened again."""
         return SeveralFiles, (self.name, self.readers)
+
+    @property
+    def single_files(self) -> Sequence[Format]:
+        """See Format."""
+        return self.readers
 
     @property
     def stop(self) -> int:
@@ -440,8 +444,9 @@ class TextLines(LineFormat):
             return BadRecord("not UTF-8: save the file as UTF-8")
 
 
-def open_document_reader(path: Path) -> Format:
+def open_document_reader(path: str | Path) -> Format:
     """Return the reader of documents: of any source of data, or of a plain text file."""
-    if path.suffix.lower() in PLAIN_TEXT_ENDINGS and path.is_file():
-        return TextLines(path)
+    file = Path(path).expanduser()
+    if file.suffix.lower() in PLAIN_TEXT_ENDINGS and file.is_file():
+        return TextLines(file)
     return open_reader(path)
