@@ -68,6 +68,15 @@ class CountingBackend:
         return call
 
 
+def bert_of_one_layer(folder):
+    """Compiling takes seconds for each layer."""
+    return tiny.tiny_bert(folder, layers=1)
+
+
+def qwen3_of_one_layer(folder):
+    return tiny.tiny_qwen3(folder, layers=1)
+
+
 def loss_and_gradients(model):
     loss = loss_of(model.train()(parts_for(model.description)))
     loss.backward()
@@ -80,12 +89,12 @@ def loss_and_gradients(model):
 def test_checkpointed_layers_are_compiled(options, monkeypatch):
     """Graphs are called in the forward pass, and again in the backward pass."""
     options = {**options, "mixed_precision": "no"}
-    plain = model_of(config_for(tiny.tiny_bert, **options))
+    plain = model_of(config_for(bert_of_one_layer, **options))
     expected, gradients = loss_and_gradients(plain)
     backend = CountingBackend()
     compile_layers = partial(precision.compile_layers, backend=backend)
     monkeypatch.setattr(precision, "compile_layers", compile_layers)
-    config = config_for(tiny.tiny_bert, torch_compile=True, **options)
+    config = config_for(bert_of_one_layer, torch_compile=True, **options)
     with start_session(config) as session:
         model = model_of(config, recompute=True, compiles=True).train()
         assert model.packs_texts() is plain.packs_texts()
@@ -100,7 +109,7 @@ def test_checkpointed_layers_are_compiled(options, monkeypatch):
 
 def sharded_gradients(is_compiled):
     """Return the calls of compiled graphs, and the gradients, of checkpointed layers under FSDP2."""
-    config = config_for(tiny.tiny_qwen3, mixed_precision="no")
+    config = config_for(qwen3_of_one_layer, mixed_precision="no")
     model = model_of(config, recompute=not is_compiled)
     backend = CountingBackend()
     layers = layers_of(model.backbone)
@@ -121,7 +130,7 @@ def plain_and_compiled():
 
 
 def test_checkpointed_layers_are_compiled_under_fsdp2():
-    tiny.shared(tiny.tiny_qwen3)
+    tiny.shared(qwen3_of_one_layer)
     ranks = run_ranks(plain_and_compiled, 2, process_group=True)
     for (_, expected), (num_calls, gradients) in ranks:
         assert num_calls > 0
