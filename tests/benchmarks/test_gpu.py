@@ -21,22 +21,15 @@ def rows(tmp_path, *options):
 
 
 def test_gradients_are_compared(tmp_path):
-    for name in ("FSDP2 on a mesh of one", "Gradient Cache with dropout"):
-        actual = rows(tmp_path, "--part", "correctness", "--row", name)
-        assert actual[f"equal gradients: {name}"]["gradients"] < 1e-3
+    name = "FSDP2 on a mesh of one"
+    actual = rows(tmp_path, "--part", "correctness", "--row", name)
+    assert actual[f"equal gradients: {name}"]["gradients"] < 1e-3
 
 
 def test_4_bit_weights_whose_bits_look_like_no_numbers_are_saved(tmp_path):
     # They are stored as 16-bit floats: a run whose packed bits looked like a NaN ended without its model.
     pytest.importorskip("bitsandbytes")
     assert rows(tmp_path, "--row", "QLoRA")["QLoRA"]["status"] == "ok"
-
-
-def test_speed_and_memory_on_tiny_models(tmp_path):
-    actual = rows(tmp_path, "--row", "clip")
-    assert actual["clip-vit-b16"]["status"] == "ok"
-    spoken = rows(tmp_path, "--part", "memory", "--row", "qwen3-vl")["qwen3-vl-2b"]
-    assert spoken["predicted_gb"] > 0
 
 
 MISSING = ("pytrec_eval", "datasets", "bitsandbytes", "flash_attn", "torchao", "bm25s")
@@ -46,9 +39,8 @@ MISSING = ("pytrec_eval", "datasets", "bitsandbytes", "flash_attn", "torchao", "
 def test_a_missing_package_ended_every_training(tmp_path, monkeypatch):
     for name in MISSING:
         monkeypatch.setitem(sys.modules, name, None)
-    actual = rows(tmp_path, "--part", "speed", "--row", "bert-base")["bert-base"]
+    actual = rows(tmp_path, "--part", "speed", "--row", "clip")["clip-vit-b16"]
     assert actual["samples_per_second"] > 0
-    assert actual["peer"] == "skipped: datasets is not installed"
     actual = rows(tmp_path, "--row", "QLoRA")["QLoRA"]
     assert actual["status"] == "skipped"
     assert actual["reason"] == "bitsandbytes is not installed"

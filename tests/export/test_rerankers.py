@@ -16,7 +16,7 @@ PAIRS = list(zip(texts(40, seed=1), texts(40, seed=2), strict=True))
 
 def qwen_reranker(folder):
     """A decoder with one label, which is read at the last token."""
-    config = AutoConfig.from_pretrained(shared(tiny_qwen3), num_labels=1)
+    config = AutoConfig.from_pretrained(shared(tiny_qwen3, layers=1), num_labels=1)
     torch.manual_seed(0)
     model = Qwen3ForSequenceClassification(config)
     torch.nn.init.normal_(model.score.weight, std=0.3)
