@@ -106,23 +106,21 @@ GROUPS = {
     "ddp-2": (2, {"strategy": "ddp"}),
     "fsdp2-2": (2, {"strategy": "fsdp"}),
 }
-ON_EVERY_GROUP = (
+SHARDED = (
     "clip",
-    "clip-frozen-images",
     "siglip",
     "vit",
     "convnext",
-    "qwen3-vl-frozen-images",
     "qwen3-vl-lora",
     "composed",
 )
-"""What runs on one process and sharded too; tests/models/test_sharded.py has the gradients of every family's units."""
-TABLE = [
-    (group, family)
-    for group in GROUPS
-    for family in BY_NAME
-    if group == "ddp-2" or family in ON_EVERY_GROUP
-]
+"""What runs sharded too; tests/models/test_sharded.py has the gradients of every family's units."""
+FAMILIES_OF = {
+    "one": ("clip", "qwen3-vl-frozen-images"),
+    "ddp-2": tuple(BY_NAME),
+    "fsdp2-2": SHARDED,
+}
+TABLE = [(group, family) for group in GROUPS for family in FAMILIES_OF[group]]
 
 
 def examples(modalities):
@@ -204,7 +202,7 @@ def on_ranks(configs):
 def found(group):
     """All families of a group, in one start of its ranks: (family, cached) -> per rank."""
     world_size, more = GROUPS[group]
-    families = [family for of, family in TABLE if of == group]
+    families = FAMILIES_OF[group]
     configs = [BY_NAME[family].config(**more) for family in families]
     by_rank = run_ranks(on_ranks, world_size, configs)
     keys = [(family, cached) for family in families for cached in (False, True)]

@@ -104,7 +104,7 @@ CASES = [
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
-GROUPS = ("one", "ddp-2", "fsdp2-3-uneven")
+GROUPS = ("ddp-2", "fsdp2-3-uneven")
 TEACHER_DIM = 24
 
 
