@@ -90,17 +90,23 @@ def test_adapters_alone_are_trained_and_all_of_them_are(make):
     assert others == new
 
 
-@every_model
+DORA = {"lora_variant": "dora"}
+QLORA = {"quantize_weights": "nf4"}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"lora_variant": "dora"}, {"quantize_weights": "nf4"}],
-    ids=["dora", "qlora"],
+    ("make", "options"),
+    [
+        *((make, QLORA) for make in [*EVERY, COMPOSED] if make != tiny.tiny_gpt2),
+        # Linear layers, transposed ones and convolutions; one tower, two, and a model of texts with images.
+        (tiny.tiny_bert, DORA),
+        (tiny.tiny_gpt2, DORA),
+        (tiny.tiny_convnext, DORA),
+        (tiny.tiny_clip, DORA),
+        (tiny.tiny_qwen3_vl, DORA),
+    ],
 )
 def test_merged_weights_score_as_the_adapter_does(make, options):
-    if make is tiny.tiny_gpt2 and "quantize_weights" in options:
-        with pytest.raises(UserError, match="GPT2Model stores its layers transposed"):
-            built(make, use_lora=True, **options)
-        return
     model = _trained(built(make, use_lora=True, **options))
     state = merged_state(model.backbone, _backbone_state(model))
     empty = empty_backbone(model.description)
@@ -146,6 +152,8 @@ def test_an_adapter_of_peft_scores_the_same(options, tmp_path):
 
 
 def test_adapters_that_cannot_be_used_are_refused(tmp_path):
+    with pytest.raises(UserError, match="GPT2Model stores its layers transposed"):
+        built(tiny.tiny_gpt2, use_lora=True, **QLORA)
     model = built(tiny.tiny_bert, use_lora=True)
     save_adapter(tmp_path, model.backbone, _backbone_state(model))
     options = {"model_name": str(tmp_path), "use_lora": True}

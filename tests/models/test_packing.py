@@ -53,9 +53,12 @@ def test_every_model_that_is_named_is_tried_here():
     "options",
     [
         {},
-        {"pooling": "mean"},
-        {"gradient_checkpointing": True},
-        {"use_lora": True, "lora_dropout": 0.0},
+        {
+            "pooling": "mean",
+            "gradient_checkpointing": True,
+            "use_lora": True,
+            "lora_dropout": 0.0,
+        },
     ],
 )
 def test_numbers_and_gradients_are_those_of_padded_texts(make, options):
