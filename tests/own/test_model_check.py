@@ -6,6 +6,7 @@ import pytest
 
 from tests.commands import invoke
 from tests.own.classes import BAG, BOTH, CONVOLUTIONS, FOLDER, FREE, FREE_SIZES, PACKED
+from tests.tiny import read_json
 from vembed.cli.check_class import check_model
 
 
@@ -63,7 +64,10 @@ def test_the_command():
 
 def test_init_makes_a_tokenizer(tmp_path):
     data = tmp_path / "texts.jsonl"
-    data.write_text('{"text": "a red cat"}\n{"text": "two dogs"}\n')
+    data.write_text('{"what": "a red cat", "sees": "two zebras", "id": "jjj"}\n')
     target = tmp_path / "tokenizer"
-    invoke("init", "--data", data, "--tokenizer", target, "--vocab-size", 300)
-    assert (target / "tokenizer.json").is_file()
+    columns = ("--query", "what", "--column-mapping", "{sees: positive}")
+    words = ("init", "--data", data, "--tokenizer", target, "--vocab-size", 300)
+    invoke(*words, *columns)
+    vocabulary = read_json(target / "tokenizer.json")["model"]["vocab"]
+    assert "zebras" in "".join(vocabulary)

@@ -17,6 +17,7 @@ MASK_TOKEN = "<|mask|>"
 
 def tokenizer_of_data(
     data: str,
+    column_mapping: dict[str, str],
     folder: str,
     vocab_size: int,
 ) -> int:
@@ -26,9 +27,8 @@ def tokenizer_of_data(
         raise UserError(
             f"--tokenizer {folder}: the folder is not empty; give a new one"
         )
-    examples = open_examples(
-        DataSection(data_path=data), data, ObjectiveSection(loss="none")
-    )
+    section = DataSection(data_path=data, column_mapping=column_mapping or None)
+    examples = open_examples(section, data, ObjectiveSection(loss="none"))
 
     def texts() -> Iterable[str]:
         for number in range(len(examples)):

@@ -47,8 +47,9 @@ TRIAL_OPTIONS = (
     "save_steps=null",
     "load_best_model_at_end=false",
     "patience=null",
+    "guards=null",
 )
-"""A trial is scored by its best evaluation, and its weights are not kept."""
+"""A trial is scored by its best evaluation, and its weights are not kept. Guards choose among checkpoints."""
 SEEDS_OF_A_TRIAL = 1_000
 """Distance between the seeds of two starts of a search, by the trials that each finds."""
 RATE_RATIO = 8

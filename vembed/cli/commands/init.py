@@ -108,19 +108,19 @@ def init(
         tokenizer: Train a tokenizer on the data instead, and write it to this folder.
         vocab_size: Its size.
     """
-    if tokenizer is not None:
-        from vembed.data_tools.new_tokenizer import tokenizer_of_data
-
-        count = tokenizer_of_data(data, tokenizer, vocab_size)
-        print_lines(
-            f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}"
-        )
-        return
     mapping = dict(option("column_mapping", column_mapping) or {})
     if query is not None:
         mapping[query] = "query"
     if positive is not None:
         mapping[positive] = "positive"
+    if tokenizer is not None:
+        from vembed.data_tools.new_tokenizer import tokenizer_of_data
+
+        count = tokenizer_of_data(data, mapping, tokenizer, vocab_size)
+        print_lines(
+            f"wrote {tokenizer}: {count:,d} tokens; use it with tokenizer_name: {tokenizer}"
+        )
+        return
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(
