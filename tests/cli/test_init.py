@@ -13,9 +13,12 @@ import pytest
 
 from tests.data.files import numbered, pair, write_jsonl
 from tests.data.pictures import write
-from tests.tiny import shared, tiny_bert, tiny_clip
+from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3_reranker
 from vembed.config.loading import load_config
+from vembed.data.examples import Example, Item
+from vembed.data.features import build_featuriser
 from vembed.data_tools import starter
+from vembed.models.families.description import describe
 from vembed.models.families.table import FAMILIES
 
 GERMAN = [
@@ -130,6 +133,17 @@ def test_a_reranker_is_trained_in_two_commands(trained, start, faq, has_negative
     metrics = (folder / "metrics.jsonl").read_text().splitlines()
     scores = json.loads(metrics[-1])["eval"]
     assert 0 < scores["first_stage/ndcg@10"] <= 1
+
+
+def test_a_question_around_a_pair_counts_in_its_length(start):
+    rows = [pair(f"where is {number}?", f"{number} is here") for number in range(60)]
+    data = write_rows("train.jsonl", rows)
+    model = str(shared(tiny_qwen3_reranker))
+    config = start(data, "--task", "rerank", model=model)
+    featuriser = build_featuriser(describe(config.model))
+    (unit,) = featuriser.units(Example(Item("where is 1?"), (Item("1 is here"),)))
+    (features,) = featuriser.features([unit])
+    assert features.length < config.model.max_length
 
 
 def test_images_get_no_reranker(refused):
@@ -316,6 +330,8 @@ def test_a_dry_run_shows_what_is_given_and_the_data(refused, trained, start, faq
     words = "data_path=bad.jsonl column_mapping=null --dry-run"
     done = refused(f"train vembed.yaml {words}", "bad.jsonl:1")
     assert "world size: 1" in done.out
+    refused("train vembed.yaml eval_metric=ndgc@10 --dry-run", "eval_metric: ndgc@10")
+    refused("train vembed.yaml output_dir=bad.jsonl --dry-run", "output_dir")
 
 
 # ---- containers and kinds of data ----------------------------------------------------------------------------------

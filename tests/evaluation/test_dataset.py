@@ -113,6 +113,12 @@ def test_logits_of_a_teacher_are_no_grades():
     assert found(from_examples(logits, "x")) == {"a": {"A": 1, "B": 1}}
 
 
+def test_a_positive_that_equals_its_query_does_not_count():
+    data = graded(("a", "aB", None), ("c", "c", None))
+    assert found(data) == {"a": {"B": 1}}
+    assert "2 positives equal their query" in data.notes[-1]
+
+
 def test_equal_scores_do_not_favour_relevant_documents():
     """A collapsed model finds a relevant document by chance alone."""
     examples = [example(f"q{number}", f"d{number}") for number in range(50)]

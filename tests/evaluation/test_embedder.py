@@ -12,6 +12,7 @@ from tests.tiny import change_json, shared, tiny_bert_st, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
+from vembed.evaluation.scores import evaluate
 from vembed.inference.embedder import to_item
 
 TEXTS = ["red cat", "the old house by the river " * 9, "", "bird", "red cat"]
@@ -138,6 +139,11 @@ def test_an_input_that_is_none_is_named_by_its_place(model):
 
 
 def test_wrong_settings_are_named(folder, model):
+    for name in ("mixed_precision", "torch_dtype"):
+        with pytest.raises(UserError, match=f"{name} is 'bf61', and not one of auto"):
+            Embedder(folder, device="cpu", **{name: "bf61"})
+    with pytest.raises(UserError, match=r"ks: \[0\]"):
+        evaluate(model, "nowhere.jsonl", ks=[0])
     for options, message in (
         ({"kind": "passage"}, "kind is 'passage'"),
         ({"truncate_dim": 4096}, "truncate_dim is 4096"),

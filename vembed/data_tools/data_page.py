@@ -81,9 +81,18 @@ def data_facts(
     if is_here:
         # These import torch, which takes seconds.
         from vembed.data.features import build_featuriser
+        from vembed.evaluation.scores import check_metric
         from vembed.models.families.description import describe
 
-        featuriser = build_featuriser(describe(config.model))
+        description = describe(config.model, config.matryoshka)
+        if sets.evaluation is not None:
+            check_metric(
+                config.evaluation,
+                config.objective.quantize_embeddings,
+                sets.evaluation,
+                description,
+            )
+        featuriser = build_featuriser(description)
         figures["lengths"] = _lengths(sample, featuriser)
         figures["max_length"] = featuriser.description.max_length
     page = render_page(

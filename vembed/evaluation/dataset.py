@@ -236,13 +236,16 @@ def from_examples(
         all_notes.append(
             f"{num_irrelevant:,d} positives with a score of 0 or below are not relevant"
         )
+    num_equal = 0
     for example in examples:
         if example.label is not None:
             continue
         scores = example.scores or (1.0,) * len(example.positives)
         for positive, score in zip(example.positives, scores, strict=True):
             grade = 0
-            if are_logits:
+            if positive.key() == example.query.key():
+                num_equal += 1
+            elif are_logits:
                 grade = 1
             elif score > 0 and are_grades:
                 grade = int(score)
@@ -252,6 +255,10 @@ def from_examples(
             # A document without a relevant query is part of the corpus too.
             document = judgements.key_of(positive)
             judgements.add(example.query, document, grade)
+    if num_equal:
+        all_notes.append(
+            f"{num_equal:,d} positives equal their query, which anything would find, and do not count"
+        )
     for item in documents:
         judgements.key_of(item)
     # By a hash of the content: a search puts the lower number first where scores are equal, and relevant documents must

@@ -92,6 +92,8 @@ def evaluate(
         retrieval_mode: what plain strings of the data are. Default: as in the run that made the model.
         session: the process group, if several processes call this together.
     """
+    if any(k < 1 for k in ks):
+        raise UserError(f"ks: {list(ks)}: cut-offs are whole numbers from 1 on")
     if not isinstance(data, str | Path | RetrievalData | ScoredPairs):
         raise UserError(
             f"data is a {type(data).__name__}; give the path of a file of pairs or of a BEIR-style folder, or what "

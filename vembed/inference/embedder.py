@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from vembed.data.examples import (
     has_lone_surrogate,
 )
 from vembed.data.features import Featuriser
-from vembed.errors import UserError
+from vembed.errors import UserError, did_you_mean
 from vembed.inference.encoding import (
     EmbeddingPrecision,
     checked_ranges,
@@ -72,6 +72,8 @@ class Embedder:
         keeps the first coordinates of every embedding. `session`: of processes that use this Embedder together; all of
         them make each call, with the same inputs, share the work and get the same result. Where its strategy is fsdp,
         each holds a shard of the model."""
+        require_choice("mixed_precision", mixed_precision, ("auto", "no", "bf16"))
+        require_choice("torch_dtype", torch_dtype, get_args(ModelDtype))
         self.device = (
             session.device if session is not None else inference_device(device)
         )
@@ -273,6 +275,14 @@ class Embedder:
                 f"truncate_dim is {truncate_dim}, and this model's embeddings have 1 to {width} dimensions"
             )
         return truncate_dim
+
+
+def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise UserError if the value of an argument is none of the choices."""
+    if value not in choices:
+        raise UserError(
+            f"{name} is {value!r}, and not one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
+        )
 
 
 def inference_device(asked: str | torch.device | None) -> torch.device:

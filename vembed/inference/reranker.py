@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -14,7 +14,12 @@ from vembed.config.values import ModelDtype
 from vembed.data.features import Features, PairFeaturiser, names_no_question
 from vembed.errors import UserError
 from vembed.files import check_weights
-from vembed.inference.embedder import Input, inference_device, to_item
+from vembed.inference.embedder import (
+    Input,
+    inference_device,
+    require_choice,
+    to_item,
+)
 from vembed.inference.encoding import encode_features, from_all_ranks
 from vembed.models.building import build_model
 from vembed.models.families.backbones import quiet_transformers, read_config
@@ -55,6 +60,8 @@ class Reranker:
         the model takes. `holds`: where the weights are put, for a model
         that will be sharded; by default `device`. `session`: of processes that make each call of `predict` together,
         with the same pairs, as in Embedder."""
+        require_choice("torch_dtype", torch_dtype, get_args(ModelDtype))
+        require_choice("head", head, ("auto", "label", "answer"))
         if session is not None:
             device = session.device
             holds = session.model_device
@@ -148,6 +155,8 @@ class Reranker:
         images has no "text"."""
         if isinstance(documents, str):
             raise UserError(f"documents is one text, {documents!r:.80}; give a list")
+        if top_k is not None and top_k < 1:
+            raise UserError(f"top_k is {top_k}: give 1 or more")
         scores = self.predict([(query, document) for document in documents])
         return sorted_documents(documents, scores, top_k)
 

@@ -438,9 +438,12 @@ def log_truncated_texts(
             lengths.append(len(feature.token_ids))
     num_full = sum(length >= description.max_length for length in lengths)
     if num_full:
-        log.info(
+        # Cut texts may be equal, and then nothing can be learned from them.
+        level = logging.WARNING if 2 * num_full > len(lengths) else logging.INFO
+        log.log(
+            level,
             f"max_length: {num_full:,d} of the first {len(lengths):,d} texts fill {description.max_length:,d} tokens, "
-            "and what is longer is cut there"
+            "and what is longer is cut there",
         )
 
 

@@ -22,6 +22,7 @@ from vembed.data.records import Columns, as_fields, is_conversation
 from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,
+    blank_question,
     field_texts,
     fitting_batch,
     fitting_epochs,
@@ -193,7 +194,11 @@ def starter(
     texts = [*summary.queries, *summary.documents]
     if task == "rerank":
         pairs = zip(cycle(summary.queries), summary.documents, strict=False)
-        texts = [f"{query} {document}" for query, document in pairs]
+        asks = family.name == "text_decoder"
+        if description is not None:
+            asks = description.scores == "answer"
+        question = blank_question() if asks else ""
+        texts = [f"{question}{query} {document}" for query, document in pairs]
     lengths = measure_lengths(texts, description)
     limit = None if description is None else description.max_length
     max_length = fitting_length(lengths, limit, kind.max_length or 0)

@@ -262,7 +262,7 @@ def require_output_folder(name: str) -> None:
         systems = ("/proc", "/sys", "/dev")
         is_system = any(map(output.is_relative_to, systems))
         is_refused = is_system and not output.is_relative_to("/dev/shm")
-        is_refused |= output == Path(output.anchor)
+        is_refused |= output == Path(output.anchor) or output.is_file()
     except (OSError, ValueError):  # a NUL character
         is_refused = True
     if is_refused:
