@@ -64,6 +64,9 @@ def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_so
     assert said in refused(first, column_mapping=mapping)
     assert len(open_path([first, second], column_mapping=mapping)) == 10
     assert said in refused(first, column_mapping=mapping)
+    nothing_is_read = refused(second, column_mapping={"quary": "query"})
+    assert "names quary, which no record has" in nothing_is_read
+    assert "querry" in nothing_is_read
     mapping["flasch"] = "negative"
     said = "column_mapping names flasch, which no record of any source has"
     assert said in refused([first, second], column_mapping=mapping)

@@ -1,9 +1,11 @@
 """`vembed audit`: each finding on data that have it, the page, the JSON, and the data that are cleaned."""
 
+import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.commands import invoke
 from tests.data.files import write_beir
 from tests.data.pictures import write
 from tests.mining.data import documents, model, pair, pairs_of, read_jsonl, write_jsonl
@@ -76,6 +78,19 @@ def test_cleaned_data_have_none_of_it(options, tmp_path):
     )
     _, again = run(options, data_path=str(cleaned))
     assert not again
+
+
+def test_the_command_that_is_advised_cleans_the_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"frage": f"q {n % 9}", "antwort": f"a {n % 9}"} for n in range(12)]
+    # An advised command does not write over the data.
+    write_jsonl(Path("cleaned.jsonl"), [*rows, {"frage": ""}])
+    mapping = {"frage": "query", "antwort": "positive"}
+    options = {"data_path": "cleaned.jsonl", "column_mapping": mapping}
+    _, kinds = run({**options, "on_bad_record": "skip"})
+    _, *words = shlex.split(kinds["duplicates"].fix)
+    invoke(*words)
+    assert len(read_jsonl(Path("new-cleaned.jsonl"))) == 9
 
 
 def test_findings_with_a_model(options, tmp_path):

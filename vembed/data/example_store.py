@@ -579,9 +579,12 @@ def open_records(
     ]
     index = cached_index(reader, forms, identity)
     if index.missing and not may_miss:
+        # Where no record could be read, the first problem says which columns there are.
+        others = next(iter(index.problems), "")
+        if index.unused:
+            others = f"not read: {listed(index.unused)}"
         raise UserError(
-            f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has (not read: "
-            f"{listed(index.unused) or 'nothing'})"
+            f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has ({others or 'it is empty'})"
         )
     return Records(entry, reader, mapping, forms, index, read_as=ReadAs.of(entry))
 

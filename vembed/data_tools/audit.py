@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shlex
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from vembed.config.loading import one_line_yaml
 from vembed.data.datasets import short_item
 from vembed.data.example_store import Records
 from vembed.data.examples import ImageRoot
@@ -29,6 +31,7 @@ from vembed.mining.inputs import (
 )
 from vembed.mining.mine import clear_folder, work_folder
 from vembed.mining.options import (
+    READING_OPTIONS,
     AuditConfig,
     CommandConfigSource,
     MineConfig,
@@ -218,16 +221,23 @@ class Checks:
         self.data = data
         self.findings: list[Finding] = []
         self.rows_to_drop: dict[str, set[int]] = {}
-        # The options that name the data, as arguments of a command that is advised.
+        # The options that name and read the data, as arguments of a command that is advised.
         arguments = []
-        for name in ("model_name", "data_path", "corpus_path"):
+        for name in ("model_name", "data_path", "corpus_path", *READING_OPTIONS):
             value = getattr(config, name)
-            if isinstance(value, str):
-                arguments.append(f"{name}={value}")
-        self.arguments = " ".join(arguments)
-        self.command = f"vembed audit {self.arguments} cleaned_path=cleaned.jsonl"
+            if isinstance(value, str | dict):
+                arguments.append(f"{name}={one_line_yaml(value)}")
+        self.arguments = shlex.join(arguments)
+        self.command = (
+            f"vembed audit {self.arguments} cleaned_path={self.new_file('cleaned')}"
+        )
         if config.val_data_path is not None:
             self.command += f" val_data_path={config.val_data_path}"
+
+    def new_file(self, name: str) -> str:
+        """Return the name of a file that an advised command writes, other than that of the data."""
+        file = f"{name}.jsonl"
+        return f"new-{file}" if self.config.data_path == file else file
 
     def add(
         self,
@@ -503,7 +513,7 @@ class Checks:
             text,
             map(query_preview, passed[np.argsort(-lead, kind="stable")].tolist()),
             count=len(passed),
-            fix=f"vembed mine {self.arguments} output_path=mined.jsonl threshold=auto",
+            fix=f"vembed mine {self.arguments} output_path={self.new_file('mined')} threshold=auto",
         )
         by_source = {}
         for number, name in enumerate(data.names):

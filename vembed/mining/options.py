@@ -48,6 +48,14 @@ log = logging.getLogger("vembed")
 
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""
+READING_OPTIONS = (
+    "column_mapping",
+    "retrieval_mode",
+    "image_root",
+    "allow_image_urls",
+    "on_bad_record",
+)
+"""Options that say how records are read."""
 
 
 def paths_of(paths: str | list[str] | None) -> list[str]:

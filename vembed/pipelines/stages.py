@@ -37,7 +37,7 @@ from vembed.files import (
     replace_text,
     similar_path,
 )
-from vembed.mining.options import BM25
+from vembed.mining.options import BM25, READING_OPTIONS
 from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local
 from vembed.training.trackers.table import require_trackers
 
@@ -530,14 +530,6 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 DATA_FILE_OPTIONS = ("data_path", "corpus_path", "qrels_path", "data")
 """Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
-READING_OPTIONS = (
-    "column_mapping",
-    "retrieval_mode",
-    "image_root",
-    "allow_image_urls",
-    "on_bad_record",
-)
-"""Options that say how records are read."""
 MODEL_OPTIONS = ("query_prompt", "document_prompt", "max_length")
 """Options that say how a model reads inputs."""
 MODELS = ("model_name", "model", "models", "base", "retrievers", "judges")
