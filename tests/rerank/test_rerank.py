@@ -279,6 +279,20 @@ def test_questions_of_published_decoders(tmp_path):
         vembed.Reranker(other)
 
 
+def test_what_a_published_decoder_is_asked_is_said(tmp_path, caplog):
+    """Its chat template tells a model of Qwen2. Without one nothing is known."""
+    folder = tiny_qwen3_reranker(tmp_path / "published")
+    vembed.Reranker(folder, query_prompt="Is it red?")
+    (warning,) = [record for record in caplog.records if "question" in record.msg]
+    assert warning.levelname == "WARNING" and "Is it red?" in warning.getMessage()
+    template = folder / "chat_template.jinja"
+    template.write_text("<|im_start|>user\n{{ messages[0].content }}<|im_end|>\n")
+    with pytest.raises(UserError, match="chat template has no <think>"):
+        vembed.Reranker(folder)
+    template.write_text(template.read_text() + "<think>\n\n</think>\n\n")
+    vembed.Reranker(folder)
+
+
 def test_the_prompt_of_a_published_classifier_is_read(tmp_path):
     prompts = {"prompts": {"ask": "red green "}, "default_prompt_name": "ask"}
     model = CrossEncoder(str(shared(tiny_reranker)), device="cpu", **prompts)

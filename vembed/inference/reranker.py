@@ -1,5 +1,6 @@
 """Reranker: a model that reads a query and a document together and gives a score, ready for use."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,13 +24,17 @@ from vembed.inference.embedder import (
 from vembed.inference.encoding import encode_features, from_all_ranks
 from vembed.models.building import build_model
 from vembed.models.families.backbones import quiet_transformers, read_config
-from vembed.models.families.description import describe
+from vembed.models.families.description import ModelDescription, describe
 from vembed.models.families.model_files import check_whole_weights
 from vembed.models.processors import load_tokenizer
 from vembed.parallel.session import Session
 
 QUESTION_MARK = "<|im_start|>"
 """Token that the question of Qwen3-Reranker begins with."""
+THINKING = "<think>"
+"""What the end of that question has, and all chat templates of Qwen3."""
+
+log = logging.getLogger(__name__)
 
 
 class Reranker:
@@ -82,16 +87,8 @@ class Reranker:
         if description.scores == "answer" and instruction is not None:
             description = replace(description, query_prompt=instruction)
         self.role = role or description.name
-        tokenizer = load_tokenizer(description)
-        if (
-            description.scores == "answer"
-            and names_no_question(description.folder)
-            and QUESTION_MARK not in tokenizer.get_vocab()
-        ):
-            raise UserError(
-                f"{self.role} was not trained on the question of Qwen3-Reranker, which vembed asks: its tokenizer has no "
-                f"token {QUESTION_MARK}. Use the program that its page names, or train it with task: rerank"
-            )
+        if description.scores == "answer" and names_no_question(description.folder):
+            self._refuse_other_form(description)
         self.featuriser = PairFeaturiser(description, self.role)
         built = build_model(
             description,
@@ -112,6 +109,29 @@ class Reranker:
         if session is not None and session.fsdp is not None:
             self.model = session.prepare(built, description.layer_classes).eval()
         self.description = description
+
+    def _refuse_other_form(self, description: ModelDescription) -> None:
+        """Raise UserError if a decoder's tokenizer shows that it was trained on another question. Warn if it shows nothing."""
+        tokenizer = load_tokenizer(description)
+        is_text = not description.family_traits.is_vision_language
+        reason = None
+        if QUESTION_MARK not in tokenizer.get_vocab():
+            reason = f"its tokenizer has no token {QUESTION_MARK}"
+        elif is_text and tokenizer.chat_template is None:
+            log.warning(
+                "%s: its files do not show the question that it was trained on. vembed asks that of Qwen3-Reranker, with the "
+                "instruction %r (instruction or query_prompt sets another). A model of another question needs the program that its "
+                "page names",
+                self.role,
+                description.query_prompt,
+            )
+        elif is_text and THINKING not in str(tokenizer.chat_template):
+            reason = f"its chat template has no {THINKING}"
+        if reason is not None:
+            raise UserError(
+                f"{self.role} was not trained on the question of Qwen3-Reranker, which vembed asks: {reason}. Use the "
+                "program that its page names, or train it with task: rerank"
+            )
 
     def scores_of(
         self, features: Sequence[Features], world_size: int = 1
