@@ -503,10 +503,11 @@ def names_no_question(folder: Path) -> bool:
 def refuse_other_question(description: ModelDescription, tokenizer: Any) -> None:
     """Raise UserError if a model was saved by CrossEncoder with a chat template that asks another question."""
     folder = description.folder
-    if names_no_question(folder) or tokenizer.chat_template is None:
+    # The template of vembed's own folders is the question, of any instruction and prompt.
+    is_own = (folder / DESCRIPTION_FILE).is_file()
+    if is_own or not (folder / ANSWER_SETTINGS).is_file():
         return
-    # Its template is the question, of any instruction and prompt.
-    if (folder / DESCRIPTION_FILE).is_file():
+    if tokenizer.chat_template is None:
         return
     instruction, query_mark, document_mark, end = answer_form(description)
     contents = {"query": "red", "document": f"{description.document_prompt}green"}
