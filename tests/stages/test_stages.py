@@ -322,6 +322,15 @@ def test_parts_of_the_list_and_a_dry_run(train):
         assert message in train(*words.split(), code=2).err
 
 
+def test_a_teacher_of_another_output_dir_is_named(train):
+    taught = {"name": "last", "loss": "relational", "teacher": "output/broad/final"}
+    written([BROAD, taught])
+    train("--stage", "broad")
+    assert "another run" not in train("--dry-run").err
+    said = train("--dry-run", "output_dir=other").err
+    assert "another run: stage broad of this one leaves other/broad/final" in said
+
+
 def test_a_step_whose_earlier_one_has_not_run_names_it(train):
     written([BROAD, NEGATIVES, CHECK])
     for name in ("negatives", "check"):

@@ -178,6 +178,12 @@ class _StageRun:
                     raise UserError(
                         f"{self.where}teacher: {name} is a stage: give its model, {by_name[name].result}"
                     )
+                # The folder of another run with the same stages, where output_dir is new.
+                stage = by_name.get(Path(name).parent.name)
+                if stage is not None and Path(name) != stage.result:
+                    self._log(
+                        f"teacher: {name} is a model of another run: stage {stage.name} of this one leaves {stage.result}"
+                    )
             if not self.arguments.is_dry_run:
                 require_paths(run, future_folders)
             return
