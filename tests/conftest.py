@@ -20,7 +20,6 @@ gc.disable()  # until all tests are collected: what is imported stays
 
 LONG = (
     "imitation/test_imitation.py",
-    "docs/test_extending.py",
     "docs/test_recipes.py",
     "export/test_export.py",
     "serve/test_serve.py",
@@ -33,6 +32,7 @@ LONG = (
     "models/test_compiled.py",
     "models/test_sharded.py",
     "data/test_stream.py",
+    "docs/test_extending.py",
     "training/test_frozen.py",
     "training/test_late_signals.py",
     "own/test_document.py",
