@@ -343,7 +343,7 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     learned = loss.logit_scale_and_bias()
     if learned is not None:
         embedder.write_logit_scale_and_bias(*learned, weights)
-    # In the run's own order (finish.py): first the learned scale and bias, then the weights as int8 layers round them.
+    # As training/final.py stores them: rounded as int8 layers compute with them.
     store_rounded(embedder, weights)
     log.info("%s: step %d", checkpoint, saved["loop"]["step"])
     return save_model(
