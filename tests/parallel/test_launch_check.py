@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import resolve_run
-from vembed.config.schema import option_fields
+from vembed.config.schema import FILE_OPTIONS, option_fields
 from vembed.errors import UserError
 from vembed.parallel import launch_check
 from vembed.parallel.environment import RankInfo, read_rank_info
@@ -167,6 +167,23 @@ def test_ranks_that_force_a_resume_differ_from_those_with_a_path(value, compared
 )
 def test_files_versions_and_launches_are_compared(what, named, meetings):
     assert named in str(meetings[0][what])
+
+
+PLAIN_TEXTS = (
+    "model_revision query_prompt document_prompt eval_metric run_name wandb_project push_to_hub log_file output_dir "
+    "fsdp_transformer_layer_cls_to_wrap image_root accelerate_config resume sampling wandb_tags freeze"
+)
+"""Options whose texts are not compared by the content of a file."""
+
+
+def test_every_option_that_may_name_a_file_is_compared_by_content():
+    known = {*FILE_OPTIONS, *PLAIN_TEXTS.split()}
+    for name, field in option_fields().items():
+        annotation = str(field.annotation)
+        if "str" in annotation and not (
+            "Literal" in annotation or "dict" in annotation
+        ):
+            assert name in known, name
 
 
 # ---- processes that do not find each other, on loopback ----------------------
