@@ -119,7 +119,7 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
     for key, node in keys.items():
         if key not in TOP_KEYS:
             hint = did_you_mean(key, TOP_KEYS)
-            raise UserError(f"{place}, line {node.line}: unknown key {key!r}{hint}")
+            raise UserError(f"{node.place(place)}: unknown key {key!r}{hint}")
         if key in IGNORED and node.plain():
             notes.append(f"{key} in {place}{UNUSED}")
     value = {key: node.plain() for key, node in keys.items()}
@@ -132,12 +132,12 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
     layer = Layer(place)
     for key in ("mixed_precision", "num_machines", "num_processes"):
         if value.get(key) is not None:
-            layer.add_key([key], keys[key], f"{place}, line {keys[key].line}")
+            layer.add_key([key], keys[key], keys[key].place(place))
     if value.get("fsdp_config"):
         block = keys["fsdp_config"]
         if not isinstance(block.value, dict):
             raise UserError(
-                f"{place}, line {block.line}: fsdp_config must hold keys with values"
+                f"{block.place(place)}: fsdp_config must hold keys with values"
             )
         options_of_fsdp = {}
         for key, node in block.value.items():

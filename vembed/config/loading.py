@@ -511,7 +511,7 @@ def source_layers(
     presets = tree.value.get(USER_PRESETS, Node({}, None))
     if not isinstance(presets.value, dict):
         raise UserError(
-            f"{config_name}, line {presets.line}: {USER_PRESETS} must hold blocks like "
+            f"{presets.place(config_name)}: {USER_PRESETS} must hold blocks like "
             "`distributed`, by name"
         )
     pipeline = _pipeline_of(tree, config_name, command_line)
@@ -575,7 +575,7 @@ def _pipeline_of(
         entries += [(None, tree_of_mapping(entry)) for entry in node.value]
     if not entries or not all(isinstance(entry.value, dict) for _, entry in entries):
         raise UserError(
-            f"{config_name}, line {node.line}: {STAGES} must be a list of stages with their options"
+            f"{node.place(config_name)}: {STAGES} must be a list of stages with their options"
         )
     root = command_line.value("output_dir")
     if root is None:

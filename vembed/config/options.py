@@ -107,7 +107,7 @@ class Layer:
         `outer_keys`, `block`: of the block that contains the keys, see `add_key`.
         """
         for key, node in keys.items():
-            place = f"{self.name}, line {node.line}" if node.line else self.name
+            place = node.place(self.name)
             path = key.split(".")
             self.add_key(path, node, place, block=block, outer_keys=outer_keys)
         return self

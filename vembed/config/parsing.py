@@ -87,6 +87,10 @@ class Node:
             return {key: node.plain() for key, node in self.value.items()}
         return self.value
 
+    def place(self, source: str) -> str:
+        """Return where the value stands, for messages: `cfg.yaml, line 7`; the source alone where there are no lines."""
+        return f"{source}, line {self.line}" if self.line else source
+
 
 def read_tree(path: Path) -> Node:
     """Return the tree of a YAML, TOML or JSON file. Raise UserError with file and line if it cannot be read."""

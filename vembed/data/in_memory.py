@@ -81,7 +81,7 @@ def _stored_rows(name: str, rows: list[Mapping[str, Any]]) -> str:
     lines = []
     for number, row in enumerate(rows, 1):
         try:
-            line = json.dumps(dict(row), ensure_ascii=False)
+            line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{name}, record {number}: {error}; records in a list hold texts, numbers and paths of images (a "

@@ -498,7 +498,7 @@ def load_options(
         )
         for key, name in nodes.items():
             node = tree.value[key]
-            place = f"{source_name}, line {node.line}" if node.line else source_name
+            place = node.place(source_name)
             # An alias of training, such as output_path, is the command's option where it has one.
             is_command_option = name in options and name not in all_options()
             if is_training and not is_command_option and _is_training_key(name):

@@ -207,7 +207,8 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         forbidden = []
         changed = []
         for name, before, value, is_allowed in self._differences(point):
-            difference = f"{name} {before} -> {value}"
+            what = "content of the data" if name == "data" else name
+            difference = f"{what} {before} -> {value}"
             is_named = name not in ("resume", "output_dir")
             if not is_allowed:
                 forbidden.append(difference)
