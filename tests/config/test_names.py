@@ -263,8 +263,10 @@ def test_evaluation_has_no_options_of_training(block, read, refused):
         assert f"line 3: unknown option '{key}' in {block}" in refused(
             f"{block}: {{{key}: 64}}\n"
         )
-    config = read(f"{block}: {{data: val.jsonl, steps: 5, patience: 2}}\n")
-    assert_options(config, val_data_path="val.jsonl", eval_steps=5, patience=2)
+    keys = "data: val.jsonl, steps: 5, patience: 2, load_best_model_at_end: false"
+    config = read(f"{block}: {{{keys}}}\n")
+    expected = {"eval_steps": 5, "patience": 2, "load_best_model_at_end": False}
+    assert_options(config, val_data_path="val.jsonl", **expected)
 
 
 def test_warmup_ratio_is_a_share(read, refused):

@@ -80,6 +80,27 @@ class OptionValue:
         )
 
 
+Setting = tuple[str, Any]
+"""An option and its value."""
+
+
+class WeakInSource(str):
+    """Option name in a `Setting` that applies only if its source does not set the option otherwise: `bf16: false`. The
+    setting still overrides weaker sources."""
+
+    __slots__ = ()
+
+
+class NoEffect(str):
+    """Target of a key that is understood and changes nothing: the reason."""
+
+    __slots__ = ()
+
+
+Translation = Callable[[Any], list[Setting]]
+"""Function from a value to settings. It raises ValueError if the value is invalid."""
+
+
 @dataclass
 class Layer:
     """Options of one source and the problems in them. `loading` merges the layers of all sources, stronger over weaker."""
@@ -384,26 +405,6 @@ def _fold(value: Any) -> str:
 
 # ---- names of options
 
-Setting = tuple[str, Any]
-"""An option and its value."""
-
-
-class WeakInSource(str):
-    """Option name in a `Setting` that applies only if its source does not set the option otherwise: `bf16: false`. The
-    setting still overrides weaker sources."""
-
-    __slots__ = ()
-
-
-class NoEffect(str):
-    """Target of a key that is understood and changes nothing: the reason."""
-
-    __slots__ = ()
-
-
-Translation = Callable[[Any], list[Setting]]
-"""Function from a value to settings. It raises ValueError if the value is invalid."""
-
 ALIASES: dict[str, str] = {
     # model
     "model_name": "model model_name_or_path pretrained_model_name_or_path model_path model_id base_model",
@@ -671,7 +672,8 @@ REFUSED = {
     "global batch, so that the loss is the same on any number of processes",
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
-"""Keys of other libraries for features that vembed does not have, or has under another name -> what to write instead."""
+"""Keys of other libraries, one or several with spaces between, for features that vembed does not have, or has under another
+name -> what to write instead."""
 _OPTION_OF_ALIAS: dict[str, str] = {
     name: option for option, names in ALIASES.items() for name in names.split()
 }
@@ -689,12 +691,9 @@ def target_of(key: str, block: str | None = None) -> str | Translation | None:
     for candidate in (block_prefix + name, name):
         option = all_options().get(_OPTION_OF_ALIAS.get(candidate, candidate))
         if block in EVALUATION_BLOCKS:
-            if option is None:
-                continue
-            is_allowed = option.section == "evaluation" or option.name.startswith(
-                "val_"
-            )
-            return option.name if is_allowed else None
+            if option is not None and is_of_evaluation(option):
+                return option.name
+            continue
         if option is not None:
             return option.name
         if candidate in TRANSLATED:
@@ -704,6 +703,12 @@ def target_of(key: str, block: str | None = None) -> str | Translation | None:
             word = yaml_word(fixed)
             return NoEffect(f"FSDP2 always works as with {word}, and FSDP1 does here")
     return None
+
+
+def is_of_evaluation(option: "Option") -> bool:
+    """Return whether an option may stand in a block of evaluation."""
+    others = ("val_data_path", "val_split", "load_best_model_at_end")
+    return option.section == "evaluation" or option.name in others
 
 
 def known_names(block: str | None = None) -> list[str]:

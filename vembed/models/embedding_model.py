@@ -171,11 +171,11 @@ class EmbeddingModel(nn.Module):
                     vectors = inputs[POOLED]
                 elif with_auxiliary:
                     language_head = self.language_head if modality == "text" else None
-                    masked_inputs = inputs
+                    tower_inputs = inputs
                     if language_head is not None:
                         # Before the tower runs: an encoder must not see the tokens that it has to predict.
-                        masked_inputs, targets = language_head.mask_tokens(inputs)
-                    output = self.tower_output(modality, masked_inputs)
+                        tower_inputs, targets = language_head.mask_tokens(inputs)
+                    output = self.tower_output(modality, tower_inputs)
                     vectors = output.pooled
                     slice_losses = sums_and_counts(output.auxiliary, len(vectors))
                     if language_head is not None:

@@ -271,8 +271,8 @@ class InputSource:
         starts_at: int = 0,
         first_replayed: int | None = None,
     ) -> Iterator[ModelInputs]:
-        """Yield the model's input for each forward pass, from the micro-batch `starts_at` on. Those from `first_replayed` on
-        will be fed again."""
+        """Yield the model's input for each forward pass, from the micro-batch `starts_at` on. The token ids of those from
+        `first_replayed` on are kept, for the second call, which feeds the replays."""
         builder = self.builder
         # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
