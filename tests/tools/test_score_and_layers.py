@@ -217,9 +217,11 @@ def test_paths_of_images_are_read_as_in_the_run_of_the_model(tmp_path, capsys):
     (run / "config.yaml").write_text("retrieval_mode: i2i\n")
     lines = []
     for number in range(4):
-        name = f"{number}.png"
-        write(tmp_path / name, "PNG", seed=number)
-        lines.append(pair(name, name))
+        # The same picture in another file: one that is its own positive would not count.
+        names = (f"{number}.png", f"{number}.bmp")
+        for name, form in zip(names, ("PNG", "BMP"), strict=True):
+            write(tmp_path / name, form, seed=number)
+        lines.append(pair(*names))
     data = write_jsonl(tmp_path / "pairs.jsonl", lines)
     for model, options in (
         (run / "final", {}),
