@@ -332,6 +332,7 @@ def test_a_dry_run_shows_what_is_given_and_the_data(refused, trained, start, faq
     assert "world size: 1" in done.out
     refused("train vembed.yaml eval_metric=ndgc@10 --dry-run", "eval_metric: ndgc@10")
     refused("train vembed.yaml output_dir=bad.jsonl --dry-run", "output_dir")
+    refused("train vembed.yaml data_path=bad.jsnl --dry-run", "mean bad.jsonl?")
 
 
 # ---- containers and kinds of data ----------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from typing import Any
 from vembed.cli.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import config_yaml, require_earlier_stage, resolve_run
-from vembed.config.rules import data_paths
+from vembed.config.rules import data_paths, missing_path
 from vembed.config.values import RESULT_SEPARATOR
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.files import existing
+from vembed.files import existing, similar_path
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
     DEFAULT_PORT,
@@ -97,6 +97,11 @@ def run_train(
         # A mistake in the data is reported after what is known. No data are fetched for a dry run.
         sys.stdout.flush()
         require_output_folder(config.run.output_dir)
+        # Data may be on the machine of the run alone, but a name like that of a file here is a typing error.
+        for option, path in data_paths(config.data):
+            problem = missing_path(option, path)
+            if problem and similar_path(path):
+                raise UserError(problem)
         if all(existing(path) for _, path in data_paths(config.data)):
             from vembed.data_tools.data_page import data_facts
 

@@ -483,7 +483,8 @@ def missing_path(
         return None
     from vembed.data.formats.table import is_hub_dataset  # loads the formats' libraries
 
-    if is_hub_dataset(path):
+    # A name like that of a file here is a typing error.
+    if is_hub_dataset(path) and not similar_path(path):
         return None
     return f"{option}: {path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
 
