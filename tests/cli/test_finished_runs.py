@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import on_ranks, write_config
+from tests.commands import command
 from tests.tiny import read_json
 from tests.training.test_run import metrics
 from vembed.config.loading import expand_output_dir
@@ -86,6 +87,11 @@ def test_output_dir_may_be_a_template(vembed, refused, run):
     assert (folder / "final").is_dir()
     refused(words + "{name}", "{name} is not known", "{model}, {data}")
     refused(words + "{time} --resume", "{time} names a new folder at each start")
+    shutil.rmtree("runs")
+    several = f"{words}{{time}} --nproc 2 --json"
+    started = command(*several.split(), code=0)
+    (folder,) = Path("runs").iterdir()
+    assert str(folder / "final") in started.stdout
 
 
 def test_all_ranks_expand_a_template_to_one_folder():
@@ -97,6 +103,9 @@ def test_all_ranks_expand_a_template_to_one_folder():
         folders.add(expand_output_dir("{model}-{data}-{time}", values, env))
     (folder,) = folders
     assert folder.startswith("some-model-faq-2")
+    several = {"LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(ValueError, match="between the machines"):
+        expand_output_dir("{time}", values, several)
 
 
 def test_a_resumed_run_keeps_its_global_batch_on_more_processes(run):

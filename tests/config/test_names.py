@@ -155,6 +155,10 @@ def test_stage_two_starts_from_the_result_of_stage_one(write_config, refused):
     assert chosen_pipeline(file) is None
     said = "several stages: choose with --stage NAME: stage1, stage2"
     assert said in refused(MODULAR, needed="")
+    second = ["stage=stage2", "output_dir=runs/{model}-s{seed}"]
+    templated = resolve_run(write_config(MODULAR, needed=""), second).config
+    assert templated.model.model_name == "runs/some-s42/stage1/final"
+    assert templated.run.output_dir == "runs/some-s42/stage2"
     said = "there is no training stage 'stage3'"
     assert said in refused(MODULAR, "stage=stage3", needed="")
     assert "there is no training_stages block" in refused("", "stage=stage1")

@@ -4,6 +4,7 @@ run)."""
 import os
 import shlex
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,12 @@ from typing import Any
 
 from vembed.cli.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import config_yaml, require_earlier_stage, resolve_run
+from vembed.config.loading import (
+    START_TIME,
+    config_yaml,
+    require_earlier_stage,
+    resolve_run,
+)
 from vembed.config.rules import data_paths, missing_path
 from vembed.config.values import RESULT_SEPARATOR
 from vembed.errors import UserError
@@ -75,7 +81,7 @@ def run_train(
     plain process stays single on any machine.
     """
     run_variables = {} if arguments.run_id is None else {RUN_ID: arguments.run_id}
-    env = {**env, **run_variables}
+    env = {START_TIME: str(time.time()), **env, **run_variables}
     run = resolve_run(
         arguments.source, arguments.overrides, stage=arguments.stage, env=env
     )

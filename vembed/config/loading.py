@@ -56,6 +56,8 @@ PATHS_OF_ENTRIES = ("path", "val_data_path", "corpus_path")
 """Paths in an entry of `data_path` or `guards`, and in `mine`."""
 OUTPUT_DIR_FIELDS = ("model", "data", "seed", "time")
 """Placeholders that a template of output_dir may contain, in braces."""
+START_TIME = "VEMBED_START_TIME"
+"""Environment variable by which `vembed train` tells its ranks the start of the run."""
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 STAGES = "stages"
@@ -109,15 +111,14 @@ def resolve_run(
     )
     for layer in config_layers:
         # Before the layers are merged, since the Accelerate file is read for that.
-        notes += resolve_paths(layer.values, ("accelerate_config",), config_file)
+        if layer.value("accelerate_config") not in user_presets:
+            notes += resolve_paths(layer.values, ("accelerate_config",), config_file)
     launcher, launcher_notes = launcher_layer(env)
-    accelerate_config_layer = _layer_of_accelerate_config(
-        [*config_layers, command_line]
-    )
+    naming_layer = _layer_naming_accelerate_file([*config_layers, command_line])
     file_name = None
     own_preset_layers = []
-    if accelerate_config_layer is not None:
-        file_name = accelerate_config_layer.value("accelerate_config")
+    if naming_layer is not None:
+        file_name = naming_layer.value("accelerate_config")
     if file_name is not None and file_name in user_presets:
         # The name is that of a preset that the config itself defines: a block of options, as weak as those of a file. The
         # block may name a file in turn.
@@ -161,7 +162,7 @@ def resolve_run(
     # More than one config layer: the last one is a stage's block. Options outside of the stages are stronger than a file
     # that the command line names. A stage's block is not, since the user names the file for the launch of this stage: where
     # both set an option, the file's value moves to a layer above the stage's.
-    if accelerate_config_layer is command_line and len(config_layers) > 1:
+    if naming_layer is command_line and len(config_layers) > 1:
         accelerate_layer = accelerate_layers[-1]
         stage_layer = config_layers[-1]
         layer_above_stage = Layer(accelerate_layer.name, Level.COMMAND_LINE)
@@ -215,7 +216,7 @@ def resolve_run(
     )
 
 
-def _layer_of_accelerate_config(layers: Sequence[Layer]) -> Layer | None:
+def _layer_naming_accelerate_file(layers: Sequence[Layer]) -> Layer | None:
     """Return the strongest layer that sets `accelerate_config`, whose value counts. None if there is none, or if it sets
     null."""
     for layer in reversed(layers):
@@ -393,9 +394,14 @@ def expand_output_dir(
                 f"{{time}} names a new folder at each start, so resume: {str(resume).lower()} finds no checkpoint "
                 "there; give resume the folder of the earlier run, or leave out {time}"
             )
-        seconds = time.time()
-        if env.get("LOCAL_RANK") is not None:
-            # Ranks take the start of the process that started them, which they share.
+        seconds = float(env.get(START_TIME) or time.time())
+        is_rank = env.get("LOCAL_RANK") is not None
+        if is_rank and env.get("WORLD_SIZE") != env.get("LOCAL_WORLD_SIZE"):
+            raise ValueError(
+                "{time} differs between the machines of a run: give the folder without it"
+            )
+        if is_rank and START_TIME not in env:
+            # Ranks of another launcher take the start of the process that started them, which they share.
             import psutil
 
             seconds = float(psutil.Process(os.getppid()).create_time())
@@ -577,15 +583,30 @@ def _pipeline_of(
         raise UserError(
             f"{node.place(config_name)}: {STAGES} must be a list of stages with their options"
         )
-    root = command_line.value("output_dir")
-    if root is None:
-        root = str(shared.value("output_dir", "output"))
+    template = command_line.value("output_dir")
+    if template is None:
+        template = str(shared.value("output_dir", "output"))
+    root = _folder_of_stages(template, shared, command_line)
     stages: list[PipelineStage] = []
     for name, entry in entries:
         stages.append(
             _stage(name, dict(entry.value), config_name, root, stages, shared)
         )
     return Pipeline(config_name, root, shared, tuple(stages))
+
+
+def _folder_of_stages(template: str, *layers: Layer) -> str:
+    """Return the folder that a template names: once for all, so that a stage finds the result that it starts from."""
+    values = {}
+    for layer in layers:
+        for option, value in layer.values.items():
+            values[option] = value.value
+    try:
+        if "{time}" in template:
+            raise ValueError("with {time} the stages could not go on at the next start")
+        return expand_output_dir(template, values, {})
+    except ValueError as error:
+        raise UserError(f"output_dir: {template}: {error}") from error
 
 
 def _stage(
@@ -642,7 +663,7 @@ def _stage(
             )
     folder = Path(root, name)
     if "output_dir" in options:
-        folder = Path(str(options["output_dir"]))
+        folder = Path(_folder_of_stages(str(options["output_dir"]), shared, layer))
     return PipelineStage(
         name,
         kind,

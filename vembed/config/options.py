@@ -193,8 +193,10 @@ class Layer:
                     f"{place}: {written_key} {error}, but is {quoted(plain)}"
                 )
                 return
-            for target_name, setting in settings:
-                self.add_option(target_name, setting, written_key, place, written_value)
+            for target_name, target_value in settings:
+                self.add_option(
+                    target_name, target_value, written_key, place, written_value
+                )
 
     def add_option(
         self,

@@ -596,7 +596,8 @@ class ParallelSection(Section):
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """How the model is distributed over processes. ddp: each has the whole model, and gradients are averaged. fsdp: each
     has a shard, with the options of `configs/accelerate_fsdp.yaml`. single: one process. `auto`: by the model's size. The
-    log gives the reason. Alias: `use_fsdp: true` for fsdp. `use_fsdp: false`: any but fsdp."""
+    log gives the reason. Alias: `use_fsdp: true` for fsdp. `use_fsdp: false` for ddp, which is single where
+    there is one process."""
     accelerate_config: str | None = None
     """YAML file of Accelerate, or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Options of the training
     config and values that `accelerate launch` sets override it."""

@@ -105,13 +105,13 @@ class GuidedLoss(CandidateLoss):
                 guide = Guide(vectors, self.guide_margin, is_relative=False)
         # N counts the rows of all ranks, of which this rank adds up its own. With both directions L is their mean.
         share = 1.0 / max(1, batch.num_rows)
-        direction_weights = (share / 2, share / 2) if both_directions else (share,)
+        direction_factors = (share / 2, share / 2) if both_directions else (share,)
         scoring = Scoring(
             plan=plan_scores(batch, rule),
             similarity=term.similarity(batch.embeddings),
             row_loss=row_loss,
             row_loss_options=row_loss_options,
-            direction_weights=direction_weights,
+            direction_factors=direction_factors,
             margin_above_positive=self.false_negative_margin,
             guide=guide,
         )

@@ -273,7 +273,7 @@ class KL(SoftmaxLoss, CandidateLoss):
             similarity=term.similarity(batch.embeddings),
             row_loss=DivergenceRows,
             row_loss_options={"teacher_scale": self.teacher_scale()},
-            direction_weights=(1.0 / max(1, batch.num_rows),),
+            direction_factors=(1.0 / max(1, batch.num_rows),),
             teacher=batch.teacher_vectors(term.teacher),
         )
         scale = term.scale(batch.embeddings)

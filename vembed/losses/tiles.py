@@ -192,9 +192,9 @@ class SoftmaxRows(RowLoss):
     `others` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
     precision of small losses.
 
-    `stretch` (hardness_alpha): the loss is the softmax over stretch * logit of the candidates, where stretch is 1 +
-    hardness_alpha / logit_scale. Its gradient is taken as if the added part (stretch - 1) * logit were a constant: the stretch
-    weighs hard candidates more within the softmax, and does not make all gradients larger.
+    `stretch` (hardness_alpha): a candidate enters the softmax with logit + hardness_alpha * score, which is stretch * logit
+    with stretch = 1 + hardness_alpha / logit_scale. Its gradient is taken as if the added part (stretch - 1) * logit were a
+    constant: the stretch weighs hard candidates more within the softmax, and does not make all gradients larger.
     `stretches_own_only` (hardness_scope: own): only single logits are stretched, those of the row's own hard negatives.
     Tiles are not.
     `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
@@ -506,7 +506,7 @@ class Scoring:
     similarity: Similarity
     row_loss: type[RowLoss]
     """An instance holds the losses of a row block, for one dim and direction."""
-    direction_weights: tuple[float, ...]
+    direction_factors: tuple[float, ...]
     """Factor of each direction (query to document, document to query), divided by R already: L is a mean over the rows."""
     margin_above_positive: float | None = None
     """Exclude candidates with a score above the positive's score plus this margin. None: no such limit."""
@@ -717,7 +717,7 @@ class _ScorePass:
         # One row loss for each dim and direction. Each starts with the positives' logits [n].
         for scores, weight in zip(positive_scores.unbind(), weights, strict=True):
             by_direction = []
-            for factor in scoring.direction_weights:
+            for factor in scoring.direction_factors:
                 logits = scores * self.logit_scale
                 start = RowLossStart(logits, weight * factor, self.bias, teacher_scores)
                 row_loss = scoring.row_loss(start, **scoring.row_loss_options)

@@ -224,7 +224,7 @@ def _squared_errors(
         plan=plan,
         similarity=term.similarity(embeddings),
         row_loss=SquaredErrorRows,
-        direction_weights=(coefficient,),
+        direction_factors=(coefficient,),
         teacher=teacher,
     )
     scale = batch.like_scores(torch.ones((), device=embeddings.device))

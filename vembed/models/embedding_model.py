@@ -416,7 +416,7 @@ def run_packed(
         # The row begins with the prefix, and each text continues its positions. Only templates of rerankers have one.
         prefix = inputs[SHARED_PREFIX]
         num_shared = len(prefix)
-        # [all tokens] positions in the padded batch. Divided by `longest` they are the numbers of the tokens' texts.
+        # [all tokens] slots in the flattened padded batch. slot // longest is the number of the token's text.
         slots = index
         if slots is None:
             slots = torch.arange(len(tokens), device=device)
@@ -463,7 +463,7 @@ def with_shared_prefix(inputs: Inputs) -> Inputs:
 
 
 def token_index(inputs: Inputs, mask: Tensor) -> Tensor:
-    """Return the positions of the real tokens in the flattened mask, from collation where it has made them."""
+    """Return the slots of the real tokens in the flattened mask, from collation where it has made them."""
     index = inputs.get(TOKEN_INDEX)
     return real_tokens(mask) if index is None else index
 

@@ -15,8 +15,8 @@ Words:
 
 input         What the model encodes: a text, an image, both, or for rerankers a pair, whose vector is its score (D = 1).
               This rank holds n of the U inputs. Equal inputs of a rank are one input. Equal inputs of two ranks are two.
-row           A query and one of its positives, as two indices of inputs. L is a sum over the rows, whose terms are divided
-              by their number already.
+row           A query and one of its positives, as two indices of inputs. L is a sum over the rows. Each term is divided by
+              the number of rows of all ranks already.
 example       The record of the data that a row comes from. One with several positives has several rows.
 hard negative A document that an example names as not relevant to its query.
 content       A hash of an input's text or image. Inputs of equal content are not negatives of each other.
@@ -143,7 +143,7 @@ class BatchState:
 
     # Set by `encode`.
     embeddings: Tensor = field(init=False)
-    """[n, D] this rank's embeddings, detached. Where inputs have several vectors, a row for each of them."""
+    """[n, D] this rank's embeddings, detached. Where inputs have several vectors, a line for each of them."""
     kept_outputs: deque[tuple[list[Tensor], SliceLosses]] = field(default_factory=deque)
     """Embeddings and auxiliary losses of the first `num_kept_graphs` micro-batches, with their graphs."""
     auxiliary_sums: AuxiliaryBatch | None = None

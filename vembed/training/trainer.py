@@ -542,7 +542,8 @@ class Trainer:
         config = self.config
         components = self.components
         data = self.data.evaluation
-        if data is None or state.scored_step == state.step:
+        is_scored = state.scored_step == state.step and self.metric in state.scores
+        if data is None or is_scored:
             return
         start = self.elapsed_seconds()
         query_results = QueryResults()
