@@ -57,9 +57,9 @@ class RowVectors:
     """The vectors of n rows of the score matrix, scaled, and the buffer of their gradient."""
 
     entries: slice
-    x: Tensor
+    scaled_x: Tensor
     """[n, d] vectors of the entries times the scale of the logits."""
-    dx: Tensor
+    d_scaled_x: Tensor
     """[n, d] gradient with respect to the scaled vectors."""
 
 
@@ -184,7 +184,7 @@ class VectorTable:
         # are written after that dim's copy was taken. At the last dim no product follows that they could spoil.
         products = out[-1]
         for k, part in enumerate(self.parts):
-            row_part = rows.x[:, part]
+            row_part = rows.scaled_x[:, part]
             column_part = self.x[columns, part]
             if k == 0:
                 torch.mm(row_part, column_part.T, out=products)
@@ -222,8 +222,8 @@ class VectorTable:
         part = self.parts[k]
         # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
         column_part = self.x[columns, part]
-        rows.dx[:, part].addmm_(d_products, column_part)
-        row_part = rows.x[:, part]
+        rows.d_scaled_x[:, part].addmm_(d_products, column_part)
+        row_part = rows.scaled_x[:, part]
         self.dx[columns, part].addmm_(d_products.T, row_part)
 
     def _scale_prefixes(
@@ -242,9 +242,9 @@ class VectorTable:
         return out.mul_(scales[rows.entries, None])
 
     def add_row_gradient(self, rows: RowVectors, logit_scale: Tensor) -> None:
-        """Add the gradient of the rows to the table's. Overwrites `rows.dx`."""
-        # By the chain rule through rows.x = logit_scale * x.
-        _add(self.dx, 0, rows.entries, rows.dx.mul_(logit_scale))
+        """Add the gradient of the rows to the table's. Overwrites `rows.d_scaled_x`."""
+        # By the chain rule through rows.scaled_x = logit_scale * x.
+        _add(self.dx, 0, rows.entries, rows.d_scaled_x.mul_(logit_scale))
 
     def gradient(self, into: Tensor | None = None) -> Tensor:
         """Return the gradient [U, D] with respect to the embeddings, added to `into` if given.

@@ -695,10 +695,10 @@ class _ScorePass:
             for tile in kept_tiles:
                 self._differentiate_tile(tile, block)
             for vectors in row_vectors:
-                # vectors.x [n, d] is logit_scale * x, and vectors.dx is the gradient with respect to it. So the sum of
-                # dx * x is dL/d(logit_scale). Before `add_row_gradient`, which overwrites dx.
+                # scaled_x [n, d] is logit_scale * x. So dL/d(logit_scale) is the sum of d_scaled_x * x. Before
+                # `add_row_gradient`, which overwrites d_scaled_x.
                 x = self.vector_table.x[vectors.entries]
-                self.d_logit_scale += (vectors.dx * x).sum()
+                self.d_logit_scale += (vectors.d_scaled_x * x).sum()
                 self.vector_table.add_row_gradient(vectors, self.logit_scale)
 
     # ---- Single pairs: positives and negative pairs -----------------------------------
