@@ -304,6 +304,9 @@ ANSWER_PROMPT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
+INSTRUCTION_MARK = "<Instruct>: "
+QUERY_MARK = "\n<Query>: "
+DOCUMENT_MARK = "\n<Document>: "
 ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """The form that Qwen3-Reranker was trained on."""
 IMAGE_ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n"
@@ -488,10 +491,16 @@ def shared_length(rows: Sequence[np.ndarray], limit: int) -> int:
 def answer_form(description: ModelDescription) -> tuple[str, str, str, str]:
     """Return the texts around the query and the document of a question after ANSWER_PROMPT, and its end, in the form that
     Qwen3-Reranker was trained on, or Qwen3-VL-Reranker."""
-    begin = f"<Instruct>: {description.query_prompt}"
+    begin = INSTRUCTION_MARK + description.query_prompt
     if description.family_traits.is_vision_language:
         return begin, "<Query>:", "\n<Document>:", IMAGE_ANSWER_END
-    return begin, "\n<Query>: ", "\n<Document>: ", ANSWER_END
+    return begin, QUERY_MARK, DOCUMENT_MARK, ANSWER_END
+
+
+def blank_question() -> str:
+    """Return what a decoder of texts reads around a pair, with the usual instruction."""
+    begin = ANSWER_PROMPT + INSTRUCTION_MARK + RERANK_INSTRUCTION
+    return begin + QUERY_MARK + DOCUMENT_MARK + ANSWER_END
 
 
 def names_no_question(folder: Path) -> bool:
@@ -553,7 +562,7 @@ def pair_template(description: ModelDescription, image_placeholder: str) -> str:
     ]
     instruction = json.dumps(description.query_prompt)
     parts = [
-        json.dumps(ANSWER_PROMPT + "<Instruct>: "),
+        json.dumps(ANSWER_PROMPT + INSTRUCTION_MARK),
         f"(content('system') or {instruction})",
         json.dumps(query_mark),
         "content('query')",

@@ -82,9 +82,11 @@ def data_facts(
         # These import torch, which takes seconds.
         from vembed.data.features import build_featuriser
         from vembed.evaluation.scores import check_metric
-        from vembed.models.families.description import describe
+        from vembed.models.families.description import describe_trained
 
-        description = describe(config.model, config.matryoshka)
+        description = describe_trained(
+            config.model, config.matryoshka, config.objective, config.adapters
+        )
         if sets.evaluation is not None:
             check_metric(
                 config.evaluation,

@@ -377,15 +377,6 @@ def measure_lengths(
     return TextLengths(full, lengths[-1], is_measured)
 
 
-def blank_question() -> str:
-    """Return what a decoder that answers reads around a pair."""
-    from vembed.data.features import ANSWER_END, ANSWER_PROMPT
-    from vembed.models.families.description import RERANK_INSTRUCTION
-
-    marks = "<Instruct>: \n<Query>: \n<Document>: "
-    return f"{ANSWER_PROMPT}{marks}{RERANK_INSTRUCTION}{ANSWER_END}"
-
-
 def fitting_length(
     lengths: TextLengths | None,
     limit: int | None,

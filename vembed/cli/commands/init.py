@@ -22,7 +22,6 @@ from vembed.data.records import Columns, as_fields, is_conversation
 from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,
-    blank_question,
     field_texts,
     fitting_batch,
     fitting_epochs,
@@ -197,7 +196,11 @@ def starter(
         asks = family.name == "text_decoder"
         if description is not None:
             asks = description.scores == "answer"
-        question = blank_question() if asks else ""
+        question = ""
+        if asks:
+            from vembed.data.features import blank_question
+
+            question = blank_question()
         texts = [f"{question}{query} {document}" for query, document in pairs]
     lengths = measure_lengths(texts, description)
     limit = None if description is None else description.max_length
