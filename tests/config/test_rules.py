@@ -85,6 +85,11 @@ def config(**values):
         ),
         ("output_dir: ''", "output_dir is empty"),
         ("loss: kl", "loss: kl follows a teacher, and the config names none"),
+        ("loss: anchor\nfrom_scratch: true", "random weights know nothing"),
+        (
+            "loss: anchor\nmrl_dims: [8]\nmrl_projection: pca",
+            "mrl_projection: pca turns them",
+        ),
         (
             "losses: [{loss: infonce}]\nloss: triplet",
             "losses and loss: triplet are two ways to say one thing",

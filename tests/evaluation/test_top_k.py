@@ -20,10 +20,12 @@ def found_in_chunks(queries, documents, k, excluded, size, order=None):
 
 
 def found_by_sort(scores, k, excluded):
-    """Best first, of equal scores the lower number first; -1 where there are fewer than k."""
+    """Best first, of equal scores in the order of the permutation; -1 where there are fewer than k."""
     scores = scores.copy()
     scores[excluded.queries, excluded.documents] = -np.inf
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    places = [number * 0x9E3779B1 % 2**32 for number in range(scores.shape[1])]
+    places = np.broadcast_to(places, scores.shape)
+    order = np.lexsort((-places, -scores), axis=1)[:, :k]
     actual = np.take_along_axis(scores, order, axis=1)
     order = np.where(actual > -np.inf, order, -1)
     missing = max(k - order.shape[1], 0)

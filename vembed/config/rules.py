@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from vembed.config.decisions import ResolvedRun
+from vembed.config.decisions import ResolvedRun, has_initial_weights
 from vembed.config.options import all_options, yaml_word
 from vembed.config.schema import (
     BatchSection,
@@ -198,6 +198,14 @@ def _loss_rules(config: TrainConfig, terms: Sequence[ResolvedTerm]) -> Iterator[
                 f"loss: {loss.name} needs vectors here, and teacher: {LABEL_SCORES} has scores of listed pairs alone: name a "
                 "model"
             )
+        if loss.follows == "start_model":
+            if has_initial_weights(config.model):
+                yield f"loss: {loss.name} keeps what the start model knows, and random weights know nothing: leave it out"
+            if config.matryoshka.mrl_projection == "pca":
+                yield (
+                    f"loss: {loss.name} keeps the embeddings of the start model, and mrl_projection: pca turns them before the "
+                    "first step: leave one of them out"
+                )
         if term.guide == LABEL_SCORES:
             yield f"guide: {LABEL_SCORES} scores only the pairs that are listed for it: give guide an embedding model"
 

@@ -261,11 +261,8 @@ def from_examples(
         )
     for item in documents:
         judgements.key_of(item)
-    # By a hash of the content: a search puts the lower number first where scores are equal, and relevant documents must
-    # not profit from that.
-    keys = sorted(judgements.documents)
-    index_of = {key: index for index, key in enumerate(keys)}
-    corpus = tuple(judgements.documents[key] for key in keys)
+    index_of = {key: index for index, key in enumerate(judgements.documents)}
+    corpus = tuple(judgements.documents.values())
     data = judgements.retrieval_data(name, corpus, all_notes)
     relevance = [
         {index_of[key]: grade for key, grade in grades.items()}

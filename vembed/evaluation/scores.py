@@ -414,7 +414,6 @@ def _evaluate_reranker(
         log(f"{title}: {1000 * seconds:,.1f} ms per query")
     all_scores = from_all_ranks(np.concatenate(scores), num_pairs, session)
     keys = torch.full(candidates.shape, NOTHING)
-    # Of equal scores the earlier document comes first, as in a search of vectors.
     keys[query_of, column_of] = as_keys(
         torch.from_numpy(all_scores[:, 0]).float(), torch.from_numpy(document_of)
     )

@@ -17,6 +17,9 @@ from vembed.parallel.devices import matmul_precision
 NOTHING = torch.iinfo(torch.int64).min
 """Key of an empty place of a ranking. It sorts last."""
 _LOW_32 = 0xFFFFFFFF
+_SPREAD = 0x9E3779B1
+_GATHER = pow(_SPREAD, -1, 2**32)
+"""Modulo 2**32 the one factor undoes the other: multiplied by the first, neighbouring numbers lie far apart."""
 EPSILON = torch.finfo(torch.float32).eps
 
 DOCUMENT_TILE = 4096
@@ -35,17 +38,21 @@ EXACT_SCORES_AT_ONCE = 1024
 
 
 def as_keys(scores: Tensor, documents: Tensor) -> Tensor:
-    """Return one whole number per score and document that sorts by score, then by lower number, without ties."""
+    """Return one whole number per score and document that sorts by score, without ties.
+
+    Documents with equal scores are sorted by a permutation of their numbers. Relevant ones often stand first in a file, and
+    must not profit from that.
+    """
     bits = (scores.contiguous() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     # The bits of positive floats sort as integers. Those of negative floats sort in reverse; flipping all but the sign
-    # bit corrects that. The order then fills the upper 32 bits, the reversed number the lower 32.
+    # bit corrects that. The order then fills the upper 32 bits, the place in the permutation the lower 32.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    return (ordered << 32) + (_LOW_32 - documents)
+    return (ordered << 32) + (documents * _SPREAD & _LOW_32)
 
 
 def documents_of(keys: Tensor) -> Tensor:
     """Return the documents of keys, -1 for NOTHING."""
-    return torch.where(keys == NOTHING, -1, _LOW_32 - (keys & _LOW_32))
+    return torch.where(keys == NOTHING, -1, keys * _GATHER & _LOW_32)
 
 
 def scores_of(keys: Tensor) -> Tensor:
@@ -108,7 +115,7 @@ NO_PAIRS = Pairs(np.zeros(0, np.int64), np.zeros(0, np.int64))
 class TopK:
     """The documents with the highest dot products for each query, best first, while documents arrive in any order.
 
-    Of equal scores the lower number comes first. The bits of a score depend on the two vectors alone, so the rankings
+    Equal scores are ordered as `as_keys` says. The bits of a score depend on the two vectors alone, so the rankings
     are the same for any tiles and any number of ranks.
     """
 

@@ -525,8 +525,8 @@ class VectorStore:
         k: int,
         excluded: Pairs,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """[Q, k] numbers of the best among the first `num_candidates` items, and their scores; best first, of equal
-        scores the lower number first; -1 and -inf where there are fewer.
+        """[Q, k] numbers of the best among the first `num_candidates` items, and their scores; best first; -1 and
+        -inf where there are fewer.
 
         Collective: every rank searches its blocks for all queries and gets the same result as one rank alone would.
         """
