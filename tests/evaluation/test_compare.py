@@ -17,7 +17,7 @@ from vembed.evaluation.query_results import path_of, read_queries
 def runs(tmp_path_factory):
     """A folder with two finished runs, and one stopped before its end."""
     folder = tmp_path_factory.mktemp("several")
-    options = settings(folder, max_steps=8, eval_steps=4)
+    options = settings(folder, max_steps=8, eval_steps=4, use_lora=True)
     for name, rate in (("small", 1e-5), ("large", 3e-3)):
         output = str(folder / name)
         vembed.train({**options, "output_dir": output, "learning_rate": rate})

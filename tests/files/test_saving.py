@@ -17,6 +17,7 @@ from tests.files.saving import (
     ours,
     save,
 )
+from vembed.evaluation.report.record import RunSummary
 from vembed.saving import files
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder, save_model
@@ -110,19 +111,22 @@ def test_tied_weights_are_saved_once(tmp_path):
 
 
 def test_the_card_says_what_was_done(tmp_path):
-    card = Card(
-        data=(
+    summary = RunSummary(
+        data=[
             "data: /home/somebody/pairs.jsonl: 1,024 examples",
             "https://example.org/a/b.jsonl: 3 examples",
-        ),
+        ],
+        num_steps=1200,
+        versions={"torch": "2.13"},
+    )
+    card = Card(
+        summary,
         settings={
             "data_path": ["/home/somebody/pairs.jsonl", "~/somebody/more/"],
             "output_dir": "/somewhere",
         },
         scores={"ndcg@10": 0.625, "dim16/ndcg@10": 0.5},
         before={"ndcg@10": 0.5},
-        num_steps=1200,
-        versions={"torch": "2.13"},
     )
     folder = save(tiny.tiny_qwen3_st, tmp_path / "final", card=card, mrl_dims=[16, 8])
     _, front, text = (folder / "README.md").read_text().split("---\n", 2)
@@ -172,9 +176,10 @@ def test_tokenizer_files_are_those_that_older_versions_know(tmp_path):
     assert not {"extra_special_tokens", "is_local", "local_files_only"} & set(settings)
 
 
-def card_of(model, **card):
+def card_of(model, settings=None, scores=None, **summary):
     """The front matter and the text of a model's card."""
-    text = render_card(described(config_of(model)), Card(**card))
+    card = Card(RunSummary(**summary), settings or {}, scores or {})
+    text = render_card(described(config_of(model)), card)
     return yaml.safe_load(text.split("---\n")[1]), text
 
 
@@ -224,7 +229,7 @@ def test_the_language_of_the_card_follows_the_data(tmp_path, base, trained, expe
 def test_the_card_never_has_secrets():
     _, text = card_of(
         tiny.tiny_bert,
-        data=("https://user:hunter2@example.org/x.jsonl: 3 examples",),
+        data=["https://user:hunter2@example.org/x.jsonl: 3 examples"],
         settings={
             "wandb_api_key": "0123456789abcdef",
             "hf_token": "abc",

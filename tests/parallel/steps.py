@@ -154,7 +154,8 @@ def sharded_step(
             last = number == NUM_MICRO_BATCHES - 1
             parameters.set_fsdp_reduction(model, last or pattern == "each")
             if pattern == "gathered":
-                parameters.set_keep_gathered(model, on=not last)
+                session.keeps_gathered = True
+                session.keep_gathered(model, on=not last)
             outputs = kept_outputs[number] if kept_outputs else model(parts)
             (share_of_loss(outputs) * session.world_size).backward()
         if session.strategy == "ddp":

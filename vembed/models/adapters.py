@@ -289,9 +289,12 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
     """Merge a saved adapter into the weights of a backbone without adapters. Raise UserError where a part of it would be
     left out, which would make another model."""
     quieten_bitsandbytes()
-    from peft import PeftConfig, inject_adapter_in_model, set_peft_model_state_dict
-    from peft.tuners.lora import LoraLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
+    from peft import (
+        PEFT_TYPE_TO_TUNER_MAPPING,
+        LoraModel,
+        PeftConfig,
+        set_peft_model_state_dict,
+    )
 
     read_header(folder / ADAPTER_WEIGHTS)  # says what is wrong with a damaged file
     check_weights(folder)
@@ -300,33 +303,23 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
         weights[key.removeprefix(_PREFIX)] = tensor
     try:
         settings = PeftConfig.from_pretrained(str(folder))
+        tuner_class = PEFT_TYPE_TO_TUNER_MAPPING[settings.peft_type]
         # The first values of the adapter's matrices are overwritten: their draws must not move later ones.
         with torch.random.fork_rng(devices=[]):
-            inject_adapter_in_model(settings, backbone, adapter_name=_NAME)
+            tuner = tuner_class(backbone, settings, _NAME)
         result = set_peft_model_state_dict(backbone, weights, adapter_name=_NAME)
     except LIBRARY_ERRORS as error:
         raise UserError(
             f"the adapter of {folder} does not fit {type(backbone).__name__}: {error_sentence(error)}"
         ) from error
-    layers = {
-        name: module
-        for name, module in backbone.named_modules()
-        if isinstance(module, LoraLayer)
-    }
     unused = sorted(result.unexpected_keys)
-    if unused or not layers:
+    if unused or not isinstance(tuner, LoraModel):
         raise UserError(
             f"{folder / ADAPTER_WEIGHTS} holds tensors that are no low-rank matrices of a linear layer of "
             f"{type(backbone).__name__} ({', '.join(unused[:3])}); merge it with peft (merge_and_unload), and give the "
             "folder of the whole model"
         )
-    for name, layer in layers.items():
-        layer.merge()
-        backbone.set_submodule(name, layer.get_base_layer())
-    # What the adapter trained in full: whole modules, or rows of the token embeddings.
-    for name, module in list(backbone.named_modules()):
-        if isinstance(module, AuxiliaryTrainingWrapper):
-            whole = module.unload_and_optionally_merge_module(True, False, [_NAME])
-            backbone.set_submodule(name, whole)
-    del backbone.peft_config
+    # With what the adapter trained in full: whole modules, or rows of the token embeddings.
+    tuner.merge_and_unload()
+    vars(backbone).pop("peft_config", None)  # older versions of peft leave it
     backbone.requires_grad_(True)  # peft has frozen all but the adapter

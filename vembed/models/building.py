@@ -40,7 +40,6 @@ from vembed.models.families.backbones import (
     linear_names_inside_layers,
     model_class,
     quiet_transformers,
-    read_config,
 )
 from vembed.models.families.description import (
     DESCRIPTION_FILE,
@@ -57,7 +56,6 @@ from vembed.models.heads import (
     MASKED_TOKEN,
     NEXT_TOKEN,
     Dense,
-    Head,
     LanguageHead,
     build_score_head,
     choose_class_with_head,
@@ -140,7 +138,7 @@ def build_model(
         # Like all pretrained weights of a LoRA run.
         language_head.requires_grad_(False)
     if head is None and dense_modules:
-        head = Head(*dense_modules)
+        head = nn.Sequential(*dense_modules)
     model = EmbeddingModel(
         description, backbone, head, pooling=pooling, language_head=language_head
     )
@@ -359,10 +357,7 @@ def _load(
     `compute_dtype`: of the arithmetic. `keeps_masters`: trained weights are float32 (master weights), whatever
     `torch_dtype` says.
     """
-    trust = description.trust_remote_code
-    is_source = folder == description.folder
-    changes = description.config_changes if is_source else None
-    config = read_config(folder, trust_remote_code=trust, changes=changes)
+    config = description.read_config(folder)
     if config.model_type == "vit_mae":
         # Pre-training masks random patches. An embedding must see all of them.
         config.mask_ratio = 0.0
@@ -373,7 +368,7 @@ def _load(
         config.pos_embed_rescale = None
     if description.bidirectional_attention:
         config.get_text_config().is_causal = False
-    base_class = model_class(config, trust_remote_code=trust)
+    base_class = model_class(config, trust_remote_code=description.trust_remote_code)
     reads_text = base_class.main_input_name != "pixel_values"
     is_own = isinstance(config, UserModelConfig)
     # Trained weights are float32 masters. With adapters the backbone is frozen: no optimizer step needs masters of it.
@@ -513,8 +508,7 @@ def _cast_frozen_towers(
             folder = description.folder
             if tower == "vision":
                 folder = description.image_folder
-            trust = description.trust_remote_code
-            dtype = file_dtype(read_config(folder, trust_remote_code=trust))
+            dtype = file_dtype(description.read_config(folder))
         log.info("%s tower: frozen, held in %s", tower, dtype)
         tower_module(backbone, description.family_traits, tower).to(dtype)
 

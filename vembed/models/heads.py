@@ -73,9 +73,10 @@ class Dense(nn.Module):
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Map [n, in_features] to [n, out_features], in the dtype of the weights."""
-        # Autocast is off here: without the cast a bfloat16 input would meet float32 weights.
-        linear = self.linear(vectors.to(self.linear.weight.dtype))
-        activated: Tensor = self.activation(linear)
+        # Outside autocast: a Dense module is small, and its output is the embedding.
+        with torch.autocast(vectors.device.type, enabled=False):
+            linear = self.linear(vectors.to(self.linear.weight.dtype))
+            activated: Tensor = self.activation(linear)
         return activated
 
     def settings(self) -> dict[str, Any]:
@@ -86,17 +87,6 @@ class Dense(nn.Module):
             "bias": self.linear.bias is not None,
             "activation_function": self.activation_path,
         }
-
-
-class Head(nn.Sequential):
-    """Dense modules in sequence. They run outside autocast: they are small, and their output is the embedding."""
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        """Map [n, hidden_dim] to [n, embedding_dim]."""
-        with torch.autocast(vectors.device.type, enabled=False):
-            for module in self:
-                vectors = module(vectors)
-        return vectors
 
 
 def load_dense(folder: Path) -> Dense:
@@ -191,7 +181,7 @@ class WholeHead(nn.Module):
             activation = getattr(whole.base_model, "pooler_activation", None)
         setattr(whole, self.base_name, GivenStates(pooler, activation))
         self.whole = whole
-        stored = read_tensors(Path(description.source))
+        stored = read_tensors(description.folder)
         names = [name for name, _ in whole.named_parameters()]
         self.is_new = any(name not in stored for name in names)
         """True: its weights are not those of files."""
@@ -246,7 +236,7 @@ def save_with_head(
         # The language-model head is not trained: that of the files, of which training reads two rows.
         head = {}
         name = "lm_head.weight"
-        files = sorted(Path(description.source).glob("*.safetensors"))
+        files = sorted(description.folder.glob("*.safetensors"))
         for path in files if not config.tie_word_embeddings else ():
             with safe_open(path, framework="pt") as file:
                 if name in set(file.keys()):
@@ -339,7 +329,7 @@ def build_score_head(
     if description.scores == "answer":
         if whole.config.tie_word_embeddings:
             whole.get_input_embeddings().requires_grad_(False)
-        elif "lm_head.weight" not in read_tensors(Path(description.source)):
+        elif "lm_head.weight" not in read_tensors(description.folder):
             raise UserError(
                 f"reranker_head: answer needs a language-model head, and the files of {description.name} have none: set "
                 "reranker_head: label, or take another model"
@@ -418,7 +408,7 @@ def refuse_changed_logits(whole: Any, description: ModelDescription) -> None:
 
 def answer_tokens(description: ModelDescription) -> tuple[int, int]:
     """Return the tokens of the answers no and yes: those that CrossEncoder's files name, or those of the words."""
-    path = Path(description.source, ANSWER_SETTINGS)
+    path = description.folder / ANSWER_SETTINGS
     if path.is_file():
         settings: AnswerSettings = read_settings(path, AnswerSettings)
         return settings.false_token_id, settings.true_token_id

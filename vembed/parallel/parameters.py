@@ -142,21 +142,6 @@ def set_fsdp_reduction(
         unit._sync_gradients = on  # type: ignore[assignment]
 
 
-def set_keep_gathered(
-    model: nn.Module,
-    *,
-    on: bool,
-    reshard_after_forward: bool = True,
-) -> None:
-    """FSDP2: keep parameters gathered between the micro-batches of a step: fewer all-gathers, more memory.
-
-    Switch it off before the last backward pass of a step; then `reshard_after_forward` applies again.
-    """
-    if isinstance(model, FSDPModule):
-        model.set_reshard_after_forward(reshard_after_forward and not on)
-        model.set_reshard_after_backward(not on)
-
-
 def reshard(model: nn.Module) -> None:
     """FSDP2: free gathered parameters, for example of units without a backward pass."""
     for module in model.modules():

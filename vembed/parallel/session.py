@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.fsdp import FSDPModule
 
 from vembed.config.decisions import Decision, FsdpConfig, ResolvedRun, Strategy
 from vembed.config.loading import resolve_run
@@ -24,7 +25,7 @@ from vembed.parallel import collectives, sharding
 from vembed.parallel.devices import GIB, bf16_instructions, choose_device
 from vembed.parallel.environment import ELSEWHERE, interface_to, read_rank_info
 from vembed.parallel.launch_check import Heartbeats, LaunchCheck, RankFacts
-from vembed.parallel.parameters import set_keep_gathered, share_batch_norms
+from vembed.parallel.parameters import share_batch_norms
 from vembed.parallel.placement import (
     FITS_SHARE,
     Layout,
@@ -203,11 +204,12 @@ class Session(AbstractContextManager["Session"]):
         return model
 
     def keep_gathered(self, model: nn.Module, *, on: bool) -> None:
-        """Keep the parameters of a sharded model gathered between micro-batches, where they fit in memory. Switch it off
-        before the last backward pass of a step."""
-        if self.fsdp is not None and self.keeps_gathered:
-            reshards = self.fsdp.reshard_after_forward
-            set_keep_gathered(model, on=on, reshard_after_forward=reshards)
+        """FSDP2: keep the parameters of a sharded model gathered between micro-batches, where they fit in memory: fewer
+        all-gathers. Switch it off before the last backward pass of a step: then `reshard_after_forward` applies again."""
+        if self.keeps_gathered and isinstance(model, FSDPModule):
+            assert self.fsdp is not None
+            model.set_reshard_after_forward(self.fsdp.reshard_after_forward and not on)
+            model.set_reshard_after_backward(not on)
 
     def barrier(self) -> None:
         """Block until every rank has called it."""

@@ -37,6 +37,7 @@ from vembed.config.decisions import FsdpConfig
 from vembed.errors import UserError
 from vembed.models.custom.own_code import find
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.backbones import layer_classes_of
 from vembed.models.precision import is_quantized
 from vembed.parallel import collectives
 from vembed.parallel.parameters import unify_model_dtype_for_fsdp
@@ -243,7 +244,7 @@ def shard_for_use(
     `only_rank0_reads`: only rank 0 holds the weights.
     """
     # Layers alone: embeddings may be tied to a head, and shared weights must be in one unit.
-    units = layer_units(model, layer_classes or layer_candidates(model))
+    units = layer_units(model, layer_classes)
     return shard_by_fsdp2(
         model,
         FsdpConfig(),
@@ -339,32 +340,13 @@ def layer_units(model: nn.Module, names: Sequence[str]) -> set[nn.Module]:
             if name in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
                 fitting.append(module)
         if not fitting:
-            candidates = ", ".join(layer_candidates(model))
+            candidates = ", ".join(layer_classes_of(model))
             raise UserError(
                 f"fsdp_transformer_layer_cls_to_wrap: the model has no {name}; its layer classes: "
                 f"{candidates or 'none found: use SIZE_BASED_WRAP'}."
             )
         units.update(fitting)
     return units
-
-
-def layer_candidates(model: nn.Module) -> list[str]:
-    """Return likely layer classes: those that the model declares, then those in module lists."""
-    declared = set()
-    in_lists: dict[str, None] = {}
-    present = {type(module).__name__ for module in model.modules()}
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
-            declared |= present.intersection(module._no_split_modules or ())
-        if isinstance(module, nn.ModuleList):
-            for child in module:
-                if _has_children(child):
-                    in_lists[type(child).__name__] = None
-    return list(dict.fromkeys([*sorted(declared), *in_lists]))
-
-
-def _has_children(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None
 
 
 def _num_values(module: nn.Module) -> int:
@@ -395,7 +377,7 @@ def size_units(
         is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
         if module is model or is_list or total - wrapped < min_num_params:
             return wrapped
-        if not leaves and not _has_children(module):
+        if not leaves and not list(module.children()):
             return 0
         units.add(module)
         return total
@@ -432,7 +414,7 @@ def choose_units(
     elif fsdp.wrap_policy == "SIZE_BASED_WRAP":
         units = size_units(model, fsdp.min_num_params, leaves=fsdp.version == 1)
     elif fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP":
-        names = fsdp.layer_classes or layer_classes or layer_candidates(model)
+        names = fsdp.layer_classes or layer_classes or layer_classes_of(model)
         layers = layer_units(model, names)
         units = {
             layer for layer in layers if _num_values(layer) >= fsdp.min_layer_params

@@ -12,6 +12,7 @@ from huggingface_hub import metadata_load
 from vembed.config.loading import one_line_yaml
 from vembed.errors import is_secret, masked, masked_option
 from vembed.evaluation.report.page import render_page
+from vembed.evaluation.report.record import RunSummary
 from vembed.files import short_name
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import read_object
@@ -41,19 +42,12 @@ FOLDER_IN_CALLS = "path/to/this/folder"
 class Card:
     """Facts about a run for the model card, in addition to the model's description."""
 
-    data: tuple[str, ...] = ()
-    """One line per source of training data."""
+    summary: RunSummary = field(default_factory=RunSummary)
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Options that differ from their defaults. Secrets and local folders are removed."""
     scores: Mapping[str, float] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)
     """The same metrics before training."""
-    evaluation: str = ""
-    """Sizes of the evaluation data."""
-    num_steps: int | None = None
-    language: str | None = None
-    """Language of the training data; "" where it is unclear and not English, None where it was not looked at."""
-    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 def render_card(
@@ -83,8 +77,9 @@ def render_card(
             # Of a local folder the part that identifies the model.
             text = short_name(str(value))
         settings.append((key, text))
-    if card.num_steps is not None:
-        settings.append(("steps done", f"{card.num_steps:,d}"))
+    summary = card.summary
+    if summary.num_steps is not None:
+        settings.append(("steps done", f"{summary.num_steps:,d}"))
     return render_page(
         "card.md.j2",
         front=yaml.safe_dump(_metadata(description, card), sort_keys=False),
@@ -97,7 +92,7 @@ def render_card(
         code_class=config.get("class_name"),
         folder=FOLDER_IN_CALLS,
         scores=scores,
-        data=[masked(_without_folders(line)) for line in card.data],
+        data=[masked(_without_folders(line)) for line in summary.data],
         settings=settings,
     )
 
@@ -127,9 +122,10 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
             front[key] = base[key]
     # A model of many languages keeps them. One of another language was trained to this one.
     known = front.get("language", [])
-    if card.language and card.language not in known:
-        front["language"] = card.language
-    elif card.language == "" and isinstance(known, str):
+    language = card.summary.language
+    if language and language not in known:
+        front["language"] = language
+    elif language == "" and isinstance(known, str):
         del front["language"]
     if card.scores:
         # The form in which the Hub shows scores.
@@ -141,7 +137,8 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
             for key, value in card.scores.items()
             if "/" not in key
         ]
-        data = {"name": card.evaluation or "validation data", "type": "validation"}
+        evaluation, _, _ = card.summary.evaluation.partition(", from")
+        data = {"name": evaluation or "validation data", "type": "validation"}
         result = {"task": {"type": task}, "dataset": data, "metrics": metrics}
         front["model-index"] = [{"name": "tuned by vembed", "results": [result]}]
     return front

@@ -38,7 +38,7 @@ from vembed.models.families.model_files import (
     is_own,
     read_object,
 )
-from vembed.models.heads import Head, answer_tokens, save_with_head
+from vembed.models.heads import answer_tokens, save_with_head
 from vembed.models.poolings.table import MODE_FLAGS, MODEL_POOLING, POOLINGS
 from vembed.models.processors import (
     image_placeholder,
@@ -229,11 +229,12 @@ TWO_TOWERS = "vembed.models.two_towers.TwoTowers"
 def write_layout(
     folder: Path,
     description: ModelDescription,
-    head: Head | None,
+    head: Any,
     head_state: dict[str, Tensor],
     pooling_state: dict[str, Tensor],
 ) -> None:
-    """Write modules.json and the files of each module, beside the weights and processors in `folder`."""
+    """Write modules.json and the files of each module, beside the weights and processors in `folder`. `head`: Dense modules
+    in sequence, or None."""
     config = read_object(folder / "config.json")
     is_static = config.get("model_type") == STATIC_TYPE
     name = description.family_traits.sentence_transformers
@@ -255,7 +256,6 @@ def write_layout(
             save_file(pooling_state, folder / "1_Pooling" / "model.safetensors")
         else:
             refuse_unclaimed(f"the pooling {pooling.name}", pooling_state)
-    dense: Any
     for number, dense in enumerate(head or ()):
         path = f"{len(modules)}_Dense"
         modules.append((path, MODULE + "Dense"))

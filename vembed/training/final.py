@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -92,6 +93,7 @@ def save_final(trainer: Trainer) -> Path:
     output = trainer.output
     metric = trainer.metric if state.scores else ""
     embedding_model = components.embedding_model
+    description = embedding_model.description
     folder = output / "final"
     newest = newest_checkpoint(output)
     weights = full_state_dict(components.model)
@@ -102,33 +104,6 @@ def save_final(trainer: Trainer) -> Path:
             f"final/ is not written: the trained weights of {problem} are not finite; lower learning_rate (now "
             f"{config.optimizer.learning_rate:g}) or max_grad_norm, and {advice if newest else 'train again'}"
         )
-    evaluation = "" if data.evaluation is None else data.evaluation.summary()
-    language = None
-    if session.is_main:
-        language = _language(data.examples)
-        # The scores are those of the newest evaluation.
-        card = Card(
-            data=tuple(data.examples.summary()),
-            language=language,
-            settings=changed_settings(config.to_dict()),
-            scores=state.scores,
-            before=state.before,
-            evaluation=evaluation.partition(", from")[0],
-            num_steps=state.step,
-            versions=collect_versions(),
-        )
-        dtype = saved_dtype(config.model.torch_dtype, embedding_model.description)
-        stored = f"in {dtype}" if dtype else "as they are held"
-        log.info(f"weights: stored {stored} (torch_dtype: {config.model.torch_dtype})")
-        try:
-            _store(trainer, folder, weights, card)
-        except (OSError, SafetensorError) as error:
-            advice = "train again (save_steps would have kept checkpoints)"
-            if newest:
-                advice = f"resume from {newest}"
-            raise RunError(
-                f"final/ could not be written ({error}): make room in {output} if its disk is full, and {advice}"
-            ) from error
     warnings = list(data.warnings)
     if state.guard_message is not None:
         warnings.append(
@@ -150,15 +125,15 @@ def save_final(trainer: Trainer) -> Path:
     for name in ("query_prompt", "document_prompt"):
         if getattr(config.model, name) is not None:
             start_changes.append(f"the {name} of the config")
-    if embedding_model.description.adds_projection:
-        start_changes.append(embedding_model.description.reasons["embedding_dim"])
+    if description.adds_projection:
+        start_changes.append(description.reasons["embedding_dim"])
     summary = RunSummary(
-        model=embedding_model.description.summary(),
-        properties=properties_of(embedding_model.description),
+        model=description.summary(),
+        properties=properties_of(description),
         start_changes=start_changes,
         data=list(data.examples.summary()),
-        language=language,
-        evaluation=evaluation,
+        language=_language(data.examples) if session.is_main else None,
+        evaluation="" if data.evaluation is None else data.evaluation.summary(),
         metric=metric,
         final_step=state.scored_step if state.scores else state.step,
         num_steps=state.step,
@@ -172,12 +147,29 @@ def save_final(trainer: Trainer) -> Path:
         decided_options=trainer.decided_options,
         decisions={name: decision.as_record() for name, decision in decisions},
         seconds=state.seconds,
-        finished=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=collect_versions(),
         warnings=warnings,
     )
     if session.is_main:
+        # The scores are those of the newest evaluation.
+        card = Card(
+            summary, changed_settings(config.to_dict()), state.scores, state.before
+        )
+        dtype = saved_dtype(config.model.torch_dtype, description)
+        stored = f"in {dtype}" if dtype else "as they are held"
+        log.info(f"weights: stored {stored} (torch_dtype: {config.model.torch_dtype})")
+        try:
+            _store(trainer, folder, weights, card)
+        except (OSError, SafetensorError) as error:
+            advice = "train again (save_steps would have kept checkpoints)"
+            if newest:
+                advice = f"resume from {newest}"
+            raise RunError(
+                f"final/ could not be written ({error}): make room in {output} if its disk is full, and {advice}"
+            ) from error
         log.info(f"model: {folder}")
+        finished = datetime.now().astimezone().isoformat(timespec="seconds")
+        summary = replace(summary, finished=finished)
         try:
             summary.save(output)
             write_report(output)

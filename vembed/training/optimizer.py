@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from vembed.config.decisions import rate_of
@@ -99,7 +98,7 @@ def build_optimizer(
         },
         seed=seed,
         is_sharded=any(is_sharded for _, _, is_sharded in groups),
-        is_flat=bool(FullyShardedDataParallel.fsdp_modules(model)),
+        is_flat=fsdp1_group(model) is not None,
         is_half=not dtypes.isdisjoint({torch.bfloat16, torch.float16}),
         device_types=frozenset(device_types),
     )

@@ -28,7 +28,7 @@ from vembed.inference.encoding import unit_rows
 from vembed.models.embedding_model import EmbeddingModel, tower_module
 from vembed.models.families.backbones import layers_of, unwrapped_name
 from vembed.models.families.description import ModelDescription
-from vembed.models.heads import Dense, Head
+from vembed.models.heads import Dense
 from vembed.parallel import collectives
 from vembed.parallel.parameters import (
     copy_local_shards,
@@ -359,7 +359,7 @@ class Editor:
                 weights[f"{prefix}.weight"] = matrix_DD
                 weights[f"{prefix}.bias"] = offset_D
                 size = len(offset_D)
-                head = Head(*modules, Dense(size, size, bias=True))
+                head = nn.Sequential(*modules, Dense(size, size, bias=True))
             model = EmbeddingModel(
                 self.embedder.description,
                 self.embedder.backbone,

@@ -94,19 +94,11 @@ def card(model: str) -> dict[str, Any]:
             "write a card from; give the output_dir of the run"
         )
     record = read_run(run)
-    summary = record.summary
     facts = Card(
-        data=tuple(summary.data),
-        language=summary.language,
-        settings=changed_settings(record.config),
-        scores=record.after,
-        before=record.before,
-        evaluation=summary.evaluation.partition(", from")[0],
-        num_steps=summary.num_steps,
-        versions=summary.versions,
+        record.summary, changed_settings(record.config), record.after, record.before
     )
     config = resolve_run(run / "config.yaml").config
-    is_adapter = any(folder.rglob("adapter_config.json"))
+    is_adapter = (folder / "adapter_config.json").is_file()
     text = render_card(
         describe_trained(
             config.model, config.matryoshka, config.objective, config.adapters

@@ -33,7 +33,6 @@ from vembed.data.images.decoders import (
 )
 from vembed.data.images.files import image_name, image_size, load_image
 from vembed.errors import UserError
-from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription
 from vembed.models.processors import load_image_processor
 from vembed.parallel.environment import num_cores
@@ -67,9 +66,7 @@ class Pixels:
         """`decoders`: images that are decoded at once; None: one per core of this process."""
         self._processor = load_image_processor(description)
         self._recipe = find_recipe(self._processor)
-        folder = description.image_folder
-        trust = description.trust_remote_code
-        config = read_config(folder, trust_remote_code=trust).to_dict()
+        config = description.read_config(description.image_folder).to_dict()
         vision = config.get("vision_config", config)
         # A network that halves its resolution at each stage (ConvNeXt) has the patches of its last stage.
         num_halvings = len(vision.get("depths") or [0]) - 1

@@ -307,10 +307,9 @@ def shape_of(
                 f"{folder / 'config.json'} does not fit the weights: {name} has the shape {list(tensor.shape)} in "
                 f"{tensor.path.name}, and config.json makes it {list(parameter.shape)}"
             )
-    layer_classes = {type(layer).__name__ for layer in layers_of(model)}
     _shapes[key] = Shape(
         hidden_dim=int(hidden_dim),
-        layer_classes=tuple(sorted(layer_classes)),
+        layer_classes=layer_classes_of(model),
         has_class_token=not leaves.isdisjoint(_CLASS_TOKENS),
     )
     return _shapes[key]
@@ -345,6 +344,11 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         if num_candidates == 1:  # itself
             inner.append(layer)
     return inner
+
+
+def layer_classes_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the classes of a model's transformer layers."""
+    return tuple(sorted({type(layer).__name__ for layer in layers_of(model)}))
 
 
 def file_dtype(config: PretrainedConfig) -> torch.dtype:

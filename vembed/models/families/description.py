@@ -149,12 +149,15 @@ class ModelDescription:
         """The record of the model's family."""
         return FAMILIES[self.family]
 
-    def read_config(self) -> PretrainedConfig:
-        """Read the config of the weights in `source`, with the changes of this run."""
+    def read_config(self, folder: Path | None = None) -> PretrainedConfig:
+        """Read the config of the weights in `source`, with the changes of this run. `folder`: of another tower."""
+        changes = {}
+        if folder in (None, self.folder):
+            changes = self.config_changes
         return read_config(
-            self.folder,
+            folder or self.folder,
             trust_remote_code=self.trust_remote_code,
-            changes=self.config_changes,
+            changes=changes,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import platform
 import re
 import shutil
 import time
@@ -63,7 +62,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vembed.config.schema import ModelSection, RunSection, option_fields
 from vembed.errors import RunError, UserError
-from vembed.evaluation.report.record import SUMMARY_FILE
+from vembed.evaluation.report.record import SUMMARY_FILE, collect_versions
 from vembed.files import read_json_object, sha256_of, write_durably
 from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel import collectives
@@ -386,18 +385,13 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             "strategy": self.session.strategy,
             "precision": self.session.mixed_precision,
             "world_size": self.session.world_size,
-            "versions": {
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": collect_versions(),
         }
 
         def commit(checksums: Mapping[str, str]) -> None:
             """Write the state, complete the checkpoint, and prune the oldest ones. Runs on rank 0."""
             write_durably(unfinished / STATE, json.dumps(content, indent=1).encode())
-            folders.commit(unfinished, final, checksums)
-            files = [path for path in final.rglob("*") if path.is_file()]
-            size = sum(path.stat().st_size for path in files)
+            size = folders.commit(unfinished, final, checksums)
             seconds = time.monotonic() - start
             log.info(f"saved {final.name} ({size / 1e9:.2f} GB, {seconds:.1f} s)")
             try:

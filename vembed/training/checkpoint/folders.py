@@ -38,6 +38,7 @@ from vembed.files import (
     read_state_bytes,
     replaced_file,
     sync,
+    sync_folder,
     write_durably,
 )
 
@@ -211,7 +212,6 @@ def candidates(run: RunSection) -> list[Path]:
     finished run is refused: only the user knows whether to resume or to keep the old run.
     """
     output = Path(run.output_dir)
-    require_output_folder(run.output_dir)
     # Newest first: a damaged one is passed over for the one before.
     checkpoints = [path for _, path in reversed(list_checkpoints(output))]
     finished = finished_run(output)
@@ -554,8 +554,9 @@ def commit(
     partial: Path,
     final: Path,
     checksums: Mapping[str, str],
-) -> None:
-    """Turn a written folder into a checkpoint: manifest, flush, rename. It does not count before the rename.
+) -> int:
+    """Turn a written folder into a checkpoint: manifest, flush, rename. It does not count before the rename. Return the
+    bytes of its files.
 
     The manifest lists every file with size and checksum. Files named in `checksums` are not read again.
     """
@@ -569,14 +570,12 @@ def commit(
         )
     text = json.dumps({"format": _FORMAT, "files": files}, indent=1)
     write_durably(partial / MANIFEST, text.encode())
-    # Content first, rename second: after a power cut, a name without `.partial` implies complete files. Files in
-    # `checksums` were flushed by the rank that wrote them.
-    for path in (partial, *partial.rglob("*")):
-        if path.relative_to(partial).as_posix() not in checksums:
-            sync(path)
+    # Content first, rename second: after a power cut, a name without `.partial` implies complete files.
+    sync_folder(partial)
     partial.rename(final)
     # The rename itself is durable only when the parent's directory entries are on disk.
     sync(final.parent)
+    return sum(entry["bytes"] for entry in files.values())
 
 
 def verify(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from vembed.config.schema import Guard
 from vembed.errors import RunError, UserError
@@ -21,7 +20,7 @@ from vembed.evaluation.query_results import EVALUATIONS_FOLDER, path_of, write_q
 from vembed.evaluation.report.record import TABLE
 from vembed.evaluation.scores import evaluate_model
 from vembed.models.families.backbones import unwrapped_name
-from vembed.parallel.parameters import local_tensor, reshard
+from vembed.parallel.parameters import fsdp1_group, local_tensor, reshard
 from vembed.training.hooks.base import Evaluation, Hook, StepReport
 
 if TYPE_CHECKING:
@@ -249,7 +248,7 @@ class WeightAverage(Hook):
     def on_build(self, run: Trainer) -> None:
         """See Hook."""
         model = run.components.model
-        if FullyShardedDataParallel.fsdp_modules(model):
+        if fsdp1_group(model) is not None:
             raise UserError(
                 f"ema: {self.decay} cannot average the flat parameters of FSDP1: use fsdp_version: 2, or leave ema out"
             )
