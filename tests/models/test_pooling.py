@@ -1,4 +1,4 @@
-"""The contract of every pooling in POOLINGS: as its reference, packed as padded, saved as loaded; and a trained one."""
+"""The contract of every pooling in POOLINGS: padded as alone, packed as padded, saved as loaded; and a trained one."""
 
 import pydoc
 
@@ -16,7 +16,7 @@ from tests.parts import unlisted_classes
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
 from vembed.models.embedding_model import pool
-from vembed.models.poolings.base import Mean, Pooling
+from vembed.models.poolings.base import Pooling
 from vembed.models.poolings.table import POOLINGS, check_poolings
 from vembed.saving.files import save_model
 from vembed.training.optimizer import build_optimizer
@@ -71,12 +71,12 @@ def padded(side, dtype=torch.float64):
 
 @pytest.mark.parametrize("name", POOLINGS)
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_pooling_is_the_reference_over_real_tokens(name, side):
-    """Of a trained pooling: what its module gives for each text alone."""
+def test_padding_changes_nothing(name, side):
+    """Each text gets the vector that it gets alone."""
     texts, hidden, mask = padded(side)
     parameters = {}
     if name in UNTRAINED:
-        expected = torch.stack([POOLINGS[name].reference(text) for text in texts])
+        expected = torch.cat([pool(name, text[None], None) for text in texts])
         vectors = pool(name, hidden, mask)
     else:
         module = POOLINGS[name].build(6).double()
@@ -116,7 +116,8 @@ def test_a_pooling_that_depends_on_the_order_says_so(name):
     """Image tokens have no order. A class token is the only one with a place."""
     (text, *_), _, _ = padded("right")
     pooling = POOLINGS[name]
-    is_same = torch.allclose(pooling.reference(text), pooling.reference(text.flip(0)))
+    vector = pool(name, text[None], None)
+    is_same = torch.allclose(vector, pool(name, text[None].flip(1), None))
     answer = pooling.refusal(is_causal=False, is_image=True, has_class_token=False)
     assert is_same or answer, f"set `needs_order` in {name}"
 
@@ -128,10 +129,9 @@ def test_every_pooling_is_in_the_table():
     assert not missing, f"list these in vembed/models/poolings/table.py: {missing}"
 
 
-def test_a_pooling_declares_its_reference():
-    body = {"__doc__": "A pooling.", "name": "no_reference", "pool": Mean.pool}
-    kind = type("NoReference", (Pooling,), body)
-    with pytest.raises(TypeError, match=r"NoReference .*`reference`"):
+def test_a_pooling_declares_how_it_pools():
+    kind = type("NoPool", (Pooling,), {"__doc__": "A pooling.", "name": "no_pool"})
+    with pytest.raises(TypeError, match=r"NoPool .*`pool`"):
         check_poolings((kind,))
 
 

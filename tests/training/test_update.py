@@ -44,6 +44,7 @@ def watching(folder, precision="bf16"):
         output=folder,
     )
     watch = Watch()
+    watch.on_build(run)
     watch.on_start(run)
     return watch
 

@@ -61,11 +61,6 @@ class Pooling:
         """
         raise NotImplementedError(self.name)
 
-    def reference(self, tokens: Tensor) -> Tensor:
-        """Map [tokens, hidden_dim] of one text without padding to [width], in the
-        plainest way. Tests compare `pool` with it."""
-        raise NotImplementedError(f"{self.name} has no reference")
-
 
 class Cls(Pooling):
     """The first token, which BERT-like models train for this."""
@@ -98,9 +93,6 @@ class Cls(Pooling):
         # argmax returns the first maximum, that is the first real token.
         return _take(hidden, mask.int().argmax(dim=1))
 
-    def reference(self, tokens: Tensor) -> Tensor:
-        return tokens[0]
-
 
 class Mean(Pooling):
     """The mean of all tokens."""
@@ -119,9 +111,6 @@ class Mean(Pooling):
         total = (hidden * weight.unsqueeze(-1)).sum(dim=1)
         return total / weight.sum(dim=1, keepdim=True)
 
-    def reference(self, tokens: Tensor) -> Tensor:
-        return tokens.mean(dim=0)
-
 
 class Last(Pooling):
     """The last token, the only one of a causal decoder that sees the whole text."""
@@ -139,9 +128,6 @@ class Last(Pooling):
         num_behind = mask.int().flip(1).argmax(dim=1)
         return _take(hidden, mask.shape[1] - 1 - num_behind)
 
-    def reference(self, tokens: Tensor) -> Tensor:
-        return tokens[-1]
-
 
 class WeightedMean(Mean):
     """The mean with weight k for the k-th token, for causal decoders (SGPT)."""
@@ -158,11 +144,6 @@ class WeightedMean(Mean):
         # The sum up to a token is its place among the real tokens, also behind padding. Times the mask: padding counts 0.
         return super().pool(hidden, mask.cumsum(dim=1) * mask)
 
-    def reference(self, tokens: Tensor) -> Tensor:
-        total = sum((place + 1) * token for place, token in enumerate(tokens))
-        mean: Tensor = total / sum(range(1, len(tokens) + 1))
-        return mean
-
 
 class Max(Pooling):
     """The largest value of each coordinate."""
@@ -174,9 +155,6 @@ class Max(Pooling):
         if mask is not None:
             hidden = hidden.masked_fill(mask.unsqueeze(-1) == 0, float("-inf"))
         return hidden.amax(dim=1)
-
-    def reference(self, tokens: Tensor) -> Tensor:
-        return tokens.max(dim=0).values
 
 
 def _take(hidden: Tensor, position: Tensor) -> Tensor:

@@ -49,12 +49,11 @@ def check_poolings(classes: Sequence[type[Pooling]]) -> dict[str, Pooling]:
     )
     poolings = {}
     for pooling in classes:
-        needed = ("build",) if pooling.is_trained else ("pool", "reference")
-        for method in needed:
-            if getattr(pooling, method) is getattr(Pooling, method):
-                raise TypeError(
-                    f"pooling {pooling.__name__} of {pooling.__module__} declares no `{method}`"
-                )
+        method = "build" if pooling.is_trained else "pool"
+        if getattr(pooling, method) is getattr(Pooling, method):
+            raise TypeError(
+                f"pooling {pooling.__name__} of {pooling.__module__} declares no `{method}`"
+            )
         poolings[pooling.name] = pooling()
     return poolings
 

@@ -87,13 +87,16 @@ class Evaluation:
 
 
 class Hook:
-    """Base class of hooks. Every method does nothing until it is overridden."""
+    """Base class of hooks. Every method but `on_build` does nothing until it is overridden."""
 
     name = ""
     """Key of the hook's state in checkpoints. A hook with `state` or `tensors` needs one of its own."""
+    run: Trainer
+    """The run that it belongs to."""
 
     def on_build(self, run: Trainer) -> None:
-        """Allocate what depends on the model. `run.components` and `run.data` exist."""
+        """Keep the run. A hook may allocate here what depends on the model: `run.components` and `run.data` exist."""
+        self.run = run
 
     def on_start(self, run: Trainer) -> None:
         """Begin the run, new or resumed (`run.state.step` steps are done)."""

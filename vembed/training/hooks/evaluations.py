@@ -101,13 +101,9 @@ class TaskScores(Hook):
     The run's own validation data choose the checkpoint.
     """
 
-    def on_build(self, run: Trainer) -> None:
-        """See Hook."""
-        self._run = run
-
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """See Hook."""
-        scores = main_scores(self._run, self._run.data.by_task.items())
+        scores = main_scores(self.run, self.run.data.by_task.items())
         for key, score in scores.items():
             log.info(f"task {key.replace('/', ': ')}: {score:.4f}")
             # The same dictionary goes to metrics.jsonl, the report and the model card.
@@ -124,7 +120,7 @@ class Guards(Hook):
 
     def on_build(self, run: Trainer) -> None:
         """See Hook."""
-        self._run = run
+        self.run = run
         self._before: dict[str, float] = {}
         self._guards: dict[str, Guard] = {}
         """By the key of their scores."""
@@ -146,7 +142,7 @@ class Guards(Hook):
         """See Hook."""
         scores = self._before
         if evaluation.step > 0:
-            scores = main_scores(self._run, self._data.items())
+            scores = main_scores(self.run, self._data.items())
         drops = []
         for key, guard in self._guards.items():
             score = scores[key]
@@ -160,7 +156,7 @@ class Guards(Hook):
                 drops.append(
                     f"{key} fell from {before:.4f} to {score:.4f}, by more than {guard.max_drop:g}"
                 )
-        state = self._run.state
+        state = self.run.state
         state.guard_message = (
             None  # of a run that was resumed after a guard had ended it
         )
@@ -170,10 +166,10 @@ class Guards(Hook):
             )
             return state.guard_message
         # The checkpoint that `final/` gets if a guard falls later.
-        if evaluation.step > 0 and self._run.checkpoint_is_due():
+        if evaluation.step > 0 and self.run.checkpoint_is_due():
             state.guarded_step = evaluation.step
             state.guarded_scores = evaluation.scores
-        loads_best = self._run.intervals.load_best_model_at_end
+        loads_best = self.run.intervals.load_best_model_at_end
         has_both = None not in (state.best_step, state.guarded_step)
         if loads_best and has_both:
             state.guarded_step = state.best_step
@@ -208,13 +204,9 @@ class QueryRecord(Hook):
     It keeps the evaluations before training, of the best step and of the newest one. Other steps' files are removed.
     """
 
-    def on_start(self, run: Trainer) -> None:
-        """See Hook."""
-        self._run = run
-
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """See Hook."""
-        run = self._run
+        run = self.run
         data = run.data.evaluation
         if not isinstance(data, RetrievalData) or evaluation.queries is None:
             return

@@ -420,7 +420,6 @@ class Watch(Hook):
 
     def on_start(self, run: Trainer) -> None:
         """See Hook."""
-        self._run = run
         terms = loss_terms(run.config.objective, run.config.model.model_name)
         self._trains_embeddings = any(not term.loss.is_of_model for term in terms)
         self._is_cross_entropy = all(term.loss.is_cross_entropy for term in terms)
@@ -445,7 +444,7 @@ class Watch(Hook):
 
     def _on_nonfinite(self, report: StepReport) -> None:
         """Raise RunError with the cause, or log it with `on_nonfinite: skip`. Collective."""
-        optimizer = self._run.config.optimizer
+        optimizer = self.run.config.optimizer
         step = report.step
         finite_rows = torch.isfinite(report.embeddings).all(dim=1)
         has_broken_weights = step > 1 and not bool(finite_rows.any())
@@ -475,7 +474,7 @@ class Watch(Hook):
                 advice += ", or set on_nonfinite: skip to skip such steps"
             raise RunError(f"{message}. {advice}; {self._checkpoint_note()}")
         log.warning(f"{message}; step skipped (on_nonfinite: skip)")
-        num_skipped = self._run.state.skipped_in_a_row
+        num_skipped = self.run.state.skipped_in_a_row
         if num_skipped >= MAX_SKIPPED_STEPS:
             raise RunError(
                 f"{num_skipped} steps in a row were skipped (on_nonfinite: skip), the last one {step}, so the weights "
@@ -507,7 +506,7 @@ class Watch(Hook):
         return {"mean_cosine": cosine}
 
     def _checkpoint_note(self) -> str:
-        newest = newest_checkpoint(self._run.output)
+        newest = newest_checkpoint(self.run.output)
         if not newest:
             return "no checkpoint was saved before (save_steps keeps some)"
         return f"{newest} is untouched"

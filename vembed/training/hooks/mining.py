@@ -59,7 +59,7 @@ class EpochMiner(Hook):
             raise UserError(
                 "mine needs pairs of queries and documents, and the data are texts or images with labels"
             )
-        self._run = run
+        self.run = run
         self._miner = ExampleMiner(
             self._options,
             run.config.data,
@@ -87,12 +87,12 @@ class EpochMiner(Hook):
         if not is_due:
             return
         began = time.monotonic()
-        result = self._miner.mine(self._encode, self._run.output / MINING_FOLDER, epoch)
+        result = self._miner.mine(self._encode, self.run.output / MINING_FOLDER, epoch)
         mined = torch.from_numpy(result.documents)
         num_mined = int((mined >= 0).sum())
         # In place: the stream and the checkpoints hold this tensor.
         self._numbers.copy_(mined)
-        self._run.restart_stream()  # batches of this epoch were prepared with the earlier negatives
+        self.run.restart_stream()  # batches of this epoch were prepared with the earlier negatives
         seconds = time.monotonic() - began
         self._metrics = {
             "mine/negatives": num_mined / max(len(mined), 1),
@@ -129,7 +129,7 @@ class EpochMiner(Hook):
         return {"negatives": self._numbers}
 
     def _encode(self, items: Sequence[Item], kind: Kind) -> np.ndarray:
-        run = self._run
+        run = self.run
         builder = run.components.input_builder
         featuriser = run.components.featuriser
         vectors = encode_features(
