@@ -11,18 +11,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _take_tensors, _unflatten_dense_tensors
 
 log = logging.getLogger("vembed")
 
 BUCKET_BYTES = 64 * 2**20
 """Size in bytes of the buckets in which tensors are sent: large enough for the network, small beside the model."""
-
-T = TypeVar("T", bound=Tensor)
 
 calls: Counter[str] = Counter()
 """Calls of each collective in this process, without no-ops."""
@@ -215,7 +214,7 @@ class GradientSync:
             self._buckets.append(bucket)
             for parameter in parameters:
                 hook = partial(self._on_gradient, bucket)
-                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(hook)
         for parameters in _buckets(weight for weight in summed if weight.requires_grad):
             self._buckets.append(_Bucket(parameters, averages=False))
 
@@ -378,27 +377,12 @@ def _check_rows(num_rows: int, expected: int) -> None:
 
 def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy the parts of a flat tensor into the tensors that it was made of."""
-    sizes = [tensor.numel() for tensor in tensors]
-    for tensor, part in zip(tensors, torch.split(flat, sizes), strict=True):
-        tensor.detach().copy_(part.view_as(tensor))
+    parts = _unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.detach().copy_(part)
 
 
-def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
-    """Yield buckets of tensors of one dtype and device, in order, of at most BUCKET_BYTES (or a single tensor)."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[T]] = {}
-    # In the order of the first tensor of each kind, which is the same on every rank, as the collectives need it.
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same_kind in kinds.values():
-        bucket: list[T] = []
-        filled = 0
-        for tensor in same_kind:
-            num_bytes = tensor.numel() * tensor.element_size()
-            if bucket and filled + num_bytes > BUCKET_BYTES:
-                yield bucket
-                bucket = []
-                filled = 0
-            bucket.append(tensor)
-            filled += num_bytes
-        if bucket:
-            yield bucket
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Any]]:
+    """Yield buckets of tensors of one dtype and device, in order, of at most BUCKET_BYTES (or a single tensor). They are
+    the same on every rank."""
+    return _take_tensors(tensors, BUCKET_BYTES)  # type: ignore[no-any-return, no-untyped-call]
