@@ -278,7 +278,7 @@ class ExampleStore:
     """Examples by number, concatenated over the sources. Thread-safe."""
 
     def __init__(self, sources: Sequence[Records], fingerprint: str) -> None:
-        self._sources = tuple(sources)
+        self.sources = tuple(sources)
         self._ends = list(itertools.accumulate(map(len, sources)))
         self.fingerprint = fingerprint
         """Hash of the examples and of the options they are read with. Independent of file paths and image files."""
@@ -304,11 +304,6 @@ class ExampleStore:
         source, number = self._locate(index)
         return source.example(number, number + mate - index)
 
-    def record(self, index: int) -> dict[str, Any]:
-        """Return the record of an example as it stands in its file."""
-        source, number = self._locate(index)
-        return source.record(number)
-
     def as_read(self, index: int, example: Example) -> Example:
         """Return an example with the prompts and the maximum length of the source that `index` is from."""
         return self._locate(index)[0].read_as.apply(example)
@@ -321,7 +316,7 @@ class ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
         sources = []
         parts = np.split(is_kept, self._ends[:-1])
-        for source, is_kept_there in zip(self._sources, parts, strict=True):
+        for source, is_kept_there in zip(self.sources, parts, strict=True):
             numbers = np.flatnonzero(is_kept_there)
             if not len(numbers):
                 raise UserError(
@@ -338,14 +333,14 @@ class ExampleStore:
 
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
-        values = [source.index.keys for source in self._sources]
-        counts = [source.index.num_keys for source in self._sources]
+        values = [source.index.keys for source in self.sources]
+        counts = [source.index.num_keys for source in self.sources]
         return ContentKeys.counted(np.concatenate(values), np.concatenate(counts))
 
     def summary(self) -> list[str]:
         """Return log lines: examples per source, skipped records with the reason, and unused columns."""
         lines = []
-        for source in self._sources:
+        for source in self.sources:
             index = source.index
             lines.append(source.summary())
             num_bad = index.counts["bad"]
@@ -361,7 +356,7 @@ class ExampleStore:
     def warnings(self) -> list[str]:
         """Return a warning for each source that looks misread."""
         sentences = []
-        for source in self._sources:
+        for source in self.sources:
             sentences += [f"{source.name}: {point}" for point in source.weak_points()]
         return sentences
 
@@ -369,7 +364,7 @@ class ExampleStore:
         if not 0 <= index < len(self):
             raise IndexError(f"example {index} of {len(self)}")
         number = self.source_of(index)
-        source = self._sources[number]
+        source = self.sources[number]
         return source, index - self._ends[number] + len(source)
 
 

@@ -399,6 +399,15 @@ class KnownPositives:
         documents: Documents,
         options: DataOptions,
     ) -> None:
+        for option in ("qrels_path", "positive_id_field"):
+            value = getattr(options, option)
+            if value is not None and not documents.has_ids:
+                raise UserError(
+                    f"{option}: {value} names documents by their ids, and the corpus has none: give each document an "
+                    f"_id in corpus_path, or leave {option} out"
+                )
+        # Without ids of documents, those of a row lead nowhere: its other fields need not be read.
+        reads_ids = documents.has_ids or options.query_id_field is not None
         self._rows = rows
         number_of = dict[int, int]()
         query_of_row = array("q")
@@ -425,7 +434,7 @@ class KnownPositives:
                 positives.extend((query, content_key(item)))
             for item in example.negatives:
                 negatives.extend((query, content_key(item)))
-            record = rows.record(row)
+            record = rows.record(row) if reads_ids else {}
             identity = _first_value(record, options.query_id_field, QUERY_ID_FIELDS)
             if identity is not None:
                 earlier = query_of_id.setdefault(str(identity), query)
@@ -442,13 +451,6 @@ class KnownPositives:
         ):
             if field and not values:
                 raise UserError(f"{option}: {field} is a field that no row has")
-        for option in ("qrels_path", "positive_id_field"):
-            value = getattr(options, option)
-            if value is not None and not documents.has_ids:
-                raise UserError(
-                    f"{option}: {value} names documents by their ids, and the corpus has none: give each document an "
-                    f"_id in corpus_path, or leave {option} out"
-                )
         self.query_of_row = np.array(query_of_row, np.int64)
         self.num_queries = len(first_row)
         self.exact = np.array(exact, np.int64)

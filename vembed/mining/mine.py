@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -176,26 +175,6 @@ def clear_folder(folder: Path, session: Session) -> None:
 
 
 @dataclass(frozen=True)
-class _ExampleTable:
-    """Examples in the form of a table of `vembed mine`."""
-
-    examples: ExampleStore
-    has_ids: bool
-    name: str = "the training data"
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def example(self, number: int) -> Example:
-        """See Table."""
-        return self.examples[number]
-
-    def record(self, number: int) -> dict[str, Any]:
-        """See Table. Without a corpus, whose ids it may name, nothing."""
-        return self.examples.record(number) if self.has_ids else {}
-
-
-@dataclass(frozen=True)
 class Mined:
     """Result of one mining."""
 
@@ -220,15 +199,14 @@ class ExampleMiner:
 
     def __post_init__(self) -> None:
         """Read all examples, and the corpus if there is one."""
-        corpus_path = self.options.corpus_path
         options = DataOptions(
             data_path=[],
-            corpus_path=corpus_path,
+            corpus_path=self.options.corpus_path,
             image_root=self.data.image_root,
             allow_image_urls=self.data.allow_image_urls,
             on_bad_record=self.data.on_bad_record,
         )
-        rows = Rows([_ExampleTable(self.examples, corpus_path is not None)])
+        rows = Rows(self.examples.sources)
         self.documents = Documents(options, rows)
         self._known = KnownPositives(rows, self.documents, options)
         self.notes = self.documents.notes + self._known.notes
@@ -302,6 +280,6 @@ class ExampleMiner:
         example = self.examples[index]
         added = [self.documents.item(number) for number in documents if number >= 0]
         # The prompts of the source of the example, not of that of the document.
-        plain = tuple(replace(item, prompt=None, max_length=None) for item in added)
-        read = self.examples.as_read(index, replace(example, negatives=plain))
-        return replace(read, negatives=example.negatives + read.negatives)
+        plain = (replace(item, prompt=None, max_length=None) for item in added)
+        extended = replace(example, negatives=(*example.negatives, *plain))
+        return self.examples.as_read(index, extended)
