@@ -96,8 +96,7 @@ class RecordFormat:
                 f"{described(record)}, and a record is an object with named fields"
             )
         # Before the columns are looked at: a conversation brings its own.
-        if is_conversation(record):
-            record = as_fields(record)
+        record = as_fields(record)
         layout = self.columns.layout(tuple(record))
         if layout.problem:
             raise BadRecord(layout.problem)
@@ -159,7 +158,7 @@ class RecordFormat:
         the fields that it is read as."""
         if root.folder == self.images.folder:
             return record
-        fields = as_fields(record) if is_conversation(record) else dict(record)
+        fields = dict(as_fields(record))
         layout = self.columns.layout(tuple(fields))
         paths = {layout.query_image, layout.positive_image, layout.negative_image}
         if self.mode in _QUERY_PATHS:
@@ -583,13 +582,15 @@ class Columns:
         self.missing = set(self._mapping)
         """Names in column_mapping that no record has."""
 
-    def check(self, columns: Iterable[str]) -> None:
-        """Raise UserError if a table's header lacks a required column, or has two of one name."""
+    def of_table(self, columns: Sequence[str]) -> Sequence[str]:
+        """Return the columns of a table that are read, in its order. Raise UserError if a required one is missing, or two
+        have one name."""
         counts = Counter(columns)
         repeated = [name for name, count in counts.items() if name and count > 1]
         if repeated:
             raise UserError(f"more than one column named {listed(repeated)}")
-        names = tuple(dict.fromkeys(fields_of(counts).values()))
+        fields = fields_of(counts)
+        names = tuple(dict.fromkeys(fields.values()))
         layout = self.layout(names)
         if self.missing and not self.may_miss:
             raise UserError(
@@ -597,14 +598,9 @@ class Columns:
             )
         if layout.problem:
             raise UserError(layout.problem)
-
-    def needed(self, columns: Iterable[str]) -> list[str]:
-        """Return the columns of a table that are read, in the table's order."""
         if self._reads_all:
-            return list(columns)
-        fields = fields_of(columns)
-        read = self.layout(tuple(dict.fromkeys(fields.values()))).read
-        return [name for name, field in fields.items() if field in read]
+            return columns
+        return [name for name, field in fields.items() if field in layout.read]
 
     def layout(self, columns: tuple[str, ...]) -> RecordLayout:
         """Return the layout of a record with these columns (cached), and note which columns were seen and not read."""
@@ -698,10 +694,9 @@ class Columns:
             self.unused.add(printable(name))
 
 
-def is_negative_name(name: str) -> bool:
-    """Return True for the name of a field that holds negatives."""
-    names = (*COLUMNS["negative"], *COLUMNS["negative_image"])
-    return name in names or _NUMBERED_NEGATIVE.fullmatch(name) is not None
+def role_of(name: str) -> str | None:
+    """Return the part of a record by the name of its column; None for a column that is not read."""
+    return "negative" if _NUMBERED_NEGATIVE.fullmatch(name) else ROLE_OF.get(name)
 
 
 def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
@@ -749,11 +744,6 @@ def quoted_column(name: str) -> str:
 # ---- conversations ---------------------------------------------------------------
 
 
-def is_conversation(record: dict[str, Any]) -> bool:
-    """Return True if a record has its query and its positives as messages."""
-    return isinstance(record.get(QUERY_MESSAGES), list) and POSITIVE_MESSAGES in record
-
-
 def fields_of(columns: Iterable[str]) -> dict[str, str]:
     """Return the field as which each column of a table is read: its own name, except in a table of conversations."""
     names = list(columns)
@@ -767,7 +757,11 @@ def fields_of(columns: Iterable[str]) -> dict[str, str]:
 
 
 def as_fields(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with `query`, `positive`, `negatives` and `score`. Other fields are kept."""
+    """Return a record whose query and positives are messages with `query`, `positive`, `negatives` and `score` instead, and
+    its other fields. Another record stays as it is."""
+    is_conversation = isinstance(record.get(QUERY_MESSAGES), list)
+    if not is_conversation or POSITIVE_MESSAGES not in record:
+        return record
     fields = dict(record)
     for side in _SIDES:
         for name in side[:2]:

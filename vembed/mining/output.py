@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from vembed.config.schema import sources_of
 from vembed.data.examples import ImageRoot, Item
 from vembed.data.formats.table import files_of_pattern
-from vembed.data.records import ROLE_OF, as_fields, is_conversation, is_negative_name
+from vembed.data.records import ROLE_OF, as_fields, role_of
 from vembed.errors import UserError
 from vembed.evaluation.dataset import is_beir_folder
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
@@ -148,18 +148,16 @@ def row_with_negatives(
     added. All other fields stay. `root`: where paths of images start."""
     record = rows.row(row, root)
     example = rows.example(row)
-    roles = {"negative_score"}
+    roles = {"negative", "negative_image", "negative_score"}
     if example.negative_scores is not None:
         roles.add("score")  # one column may hold the scores of both
     if added:
         roles |= {"positive", "positive_image"}
     mapping = rows.locate(row)[0].column_mapping or {}
-    # A conversation is written as the fields that it is read as.
-    fields = as_fields(record) if is_conversation(record) else record
     output_row = {}
-    for name, value in fields.items():
-        target = mapping.get(name, name)
-        if ROLE_OF.get(target) not in roles and not is_negative_name(target):
+    # A conversation is written as the fields that it is read as.
+    for name, value in as_fields(record).items():
+        if role_of(mapping.get(name, name)) not in roles:
             output_row[name] = value
     if example.negative_scores is not None and example.scores is not None:
         output_row["positive_scores"] = list(example.scores)

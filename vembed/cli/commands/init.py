@@ -18,7 +18,7 @@ from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import BadRecord
 from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.language import is_english
-from vembed.data.records import Columns, as_fields, is_conversation
+from vembed.data.records import Columns, as_fields
 from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,
@@ -355,7 +355,7 @@ def starter_loss(task: Task, *, is_scored: bool = False) -> type[LossDeclaration
 def _fields(record: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a record of conversations; other records, and those that cannot be read, as they are."""
     try:
-        return as_fields(record) if is_conversation(record) else record
+        return as_fields(record)
     except BadRecord:
         return record
 

@@ -202,7 +202,7 @@ def open_reader(
         if columns is None or reader.columns is None:
             continue
         try:
-            columns.check(reader.columns)
+            read = columns.of_table(reader.columns)
         except UserError as error:
             hint = ""
             if reader.numbers_are_text:
@@ -210,7 +210,7 @@ def open_reader(
                     "; the first line of the file is taken for the names of the columns"
                 )
             raise UserError(f"{reader.name}: {error}{hint}") from error
-        reader.select(columns.needed(reader.columns))
+        reader.select(read)
     return readers[0] if len(readers) == 1 else SeveralFiles(str(path), readers)
 
 
