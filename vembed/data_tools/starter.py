@@ -11,6 +11,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -21,11 +22,11 @@ import yaml
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
 from vembed.config.values import Task
-from vembed.data.examples import BadRecord, NotUtf8
+from vembed.data.examples import BadRecord, ImageRoot, Item, NotUtf8
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import open_reader
 from vembed.data.images.files import IMAGE_PATH
-from vembed.data.records import negative_columns
+from vembed.data.records import Columns, RecordFormat, negative_columns
 from vembed.errors import UserError, printable
 from vembed.files import is_address, is_pattern
 
@@ -38,8 +39,6 @@ OTHER_ENCODING_SHARE = 0.1
 """A larger share of records that are not UTF-8 is a file of another encoding, not a few damaged records."""
 COUNTED_BYTES = 64 * 2**20
 """Records of larger files are not counted but estimated, from the size of the first ones."""
-
-IMAGE_NAMES = ("image", "images", "bytes", "path")
 
 Record = Mapping[str, Any]
 
@@ -111,20 +110,29 @@ def _num_records(reader: Format) -> tuple[int, bool]:
     return round((len(rows) - 1) * all_bytes / seen_bytes), True
 
 
-def field_texts(value: Any) -> list[str | None]:
-    """Return the texts of a field, which may be a list and have objects; None for each entry that is not text alone."""
-    entries = value if isinstance(value, list) else [value]
-    texts = []
-    for entry in entries:
-        text = entry
-        if isinstance(entry, dict):
-            has_image = any(entry.get(name) is not None for name in IMAGE_NAMES)
-            text = None if has_image else entry.get("text")
-            if isinstance(text, str) and isinstance(entry.get("title"), str):
-                text = f"{entry['title']} {text}".strip()
-        if entry is not None:
-            texts.append(text if isinstance(text, str) else None)
-    return texts
+def sampled_items(
+    sample: FileSample,
+    mapping: Mapping[str, str] | None,
+    max_negatives: int | None = None,
+) -> tuple[list[Item], list[Item]]:
+    """Return the queries and the documents of the records that training can use."""
+    form = RecordFormat(
+        Columns(mapping),
+        # No image is opened, so it may be anywhere.
+        ImageRoot("/", allow_urls=True),
+        max_negatives=max_negatives,
+        numbers_in_text=sample.is_delimited,
+    )
+    queries = []
+    documents: list[Item] = []
+    for record in sample.records:
+        with suppress(BadRecord):
+            example = form.example(record, "")
+            queries.append(example.query)
+            # The document of a text with a label is the text itself.
+            if example.label is None:
+                documents += example.documents
+    return queries, documents
 
 
 ROLE_WORDS = {

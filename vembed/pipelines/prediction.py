@@ -1,16 +1,13 @@
 """Prediction of the memory of a run's processes and of its hours, from the shapes of its model, without weights."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from vembed.config.decisions import ResolvedRun, decide_epochs, steps_of_epochs
 from vembed.config.schema import DataSection, ModelSection
-from vembed.data.records import Columns
-from vembed.data_tools.starter import field_texts, read_sample
+from vembed.data_tools.starter import read_sample, sampled_items
 from vembed.errors import UserError
 from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
@@ -126,11 +123,11 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
     for source in data.sources():
         mapping = source.column_mapping or data.column_mapping
         sample = read_sample(Path(source.path).expanduser())
-        texts = []
-        for record in sample.records:
-            texts += _texts(record, mapping, data.max_negatives)
-        if not texts or None in texts:
+        queries, documents = sampled_items(sample, mapping, data.max_negatives)
+        items = queries + documents
+        if not items or any(item.images for item in items):
             raise refusal
+        texts = [item.text or "" for item in items]
         limit = description.max_length
         encoded = tokenizer(texts, truncation=True, max_length=limit)
         lengths = [len(token_ids) for token_ids in encoded["input_ids"]]
@@ -140,22 +137,3 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
         num_texts += share * len(lengths)
         tokens += share * sum(lengths)
     return DataSize(num_examples, tokens / num_examples, tokens / num_texts)
-
-
-def _texts(
-    record: Mapping[str, Any],
-    mapping: Mapping[str, str] | None,
-    max_negatives: int | None,
-) -> list[str | None]:
-    """Return the texts of a record. None stands for an input that is not text alone."""
-    layout = Columns(mapping).layout(tuple(record))
-    if layout.query_image or layout.positive_image or layout.negative_image:
-        return [None]
-    texts = []
-    for name in (layout.query, layout.positive):
-        if name is not None:
-            texts += field_texts(record.get(name))
-    negatives = []
-    for name in layout.negatives:
-        negatives += field_texts(record.get(name))
-    return texts + negatives[:max_negatives]

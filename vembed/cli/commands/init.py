@@ -15,14 +15,13 @@ from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.rules import missing_path
 from vembed.config.values import Task
 from vembed.data.example_store import ExampleStore, open_examples
-from vembed.data.examples import BadRecord
+from vembed.data.examples import BadRecord, Item
 from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.language import is_english
 from vembed.data.records import Columns, as_fields
 from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,
-    field_texts,
     fitting_batch,
     fitting_epochs,
     fitting_length,
@@ -33,6 +32,7 @@ from vembed.data_tools.starter import (
     measure_lengths,
     model_facts,
     read_sample,
+    sampled_items,
 )
 from vembed.errors import UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
@@ -328,6 +328,7 @@ def look_at(
         )
     is_scored = layout.score is not None and not layout.negatives
     loss = starter_loss(task, is_scored=is_scored)
+    queries, documents = sampled_items(sample, mapping)
     about = "about " if sample.is_estimate else ""
     about += f"{sample.num_records:,d} records; {len(records):,d} looked at, with {', '.join(layout.read)}"
     return DataSummary(
@@ -338,8 +339,8 @@ def look_at(
         bool(layout.negatives),
         is_scored,
         reasons,
-        _texts(records, (layout.query,)),
-        _texts(records, (layout.positive, *layout.negatives)),
+        _plain_texts(queries),
+        _plain_texts(documents),
         header_doubt(sample),
     )
 
@@ -360,13 +361,9 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
         return record
 
 
-def _texts(records: Sequence[Any], names: Sequence[str | None]) -> list[str]:
-    texts = []
-    for record in records:
-        for name in names:
-            values_read = field_texts(record.get(name or ""))
-            texts += [text for text in values_read if text is not None]
-    return texts
+def _plain_texts(items: Sequence[Item]) -> list[str]:
+    """Return the texts of the items that have no image."""
+    return [item.text for item in items if item.text is not None and not item.images]
 
 
 def _line(
