@@ -8,7 +8,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -228,11 +228,26 @@ class CachedTeacher(ABC):
             missing_keys = [keys[place] for place in missing]
             computed = self.compute([questions[key] for key in missing_keys])
             self.store.add_rows(missing_keys, computed)
-            if missing:
-                rows[missing] = computed
-        if stored:
-            rows[list(stored)] = np.stack(list(stored.values()))
+            stored |= zip(missing, computed, strict=True)
+        for place, row in stored.items():
+            rows[place] = row
         return rows
+
+    def answers_of(
+        self, groups: Iterable[Iterable[tuple[bytes, Any]]]
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return [n, dim] answers, and for each group of questions with their keys the row of each. Collective, as
+        `answers`."""
+        questions: dict[bytes, Any] = {}
+        places: dict[bytes, int] = {}
+        rows = []
+        for group in groups:
+            row_of_question = []
+            for key, question in group:
+                questions.setdefault(key, question)
+                row_of_question.append(places.setdefault(key, len(places)))
+            rows.append(np.array(row_of_question, np.int64))
+        return self.answers(questions), rows
 
     def complete(self, questions: Mapping[bytes, Any]) -> None:
         """Compute what is missing of these answers. Collective: all ranks pass the same questions."""
@@ -331,23 +346,15 @@ class VectorTeacher(CachedTeacher):
     ) -> TeacherVectors:
         """Return what it says about a global batch. An input has one vector for each of its roles, if the teacher's differ.
         `dtype`: of the vectors. Collective: see `Teachers.attach`."""
-        questions: dict[bytes, tuple[Item, Kind]] = {}
-        places: dict[bytes, int] = {}
-
-        def index_of(items: list[Item], kind: Kind) -> np.ndarray:
-            index = np.empty(len(items), dtype=np.int64)
-            for position, item in enumerate(items):
-                key, question = self.question(item, kind)
-                questions.setdefault(key, question)
-                index[position] = places.setdefault(key, len(places))
-            return index
-
         row_items = rank_batch.row_items
-        negatives = [negative for _, negative in rank_batch.negative_items]
-        query = index_of([query for query, _ in row_items], "query")
-        positive = index_of([positive for _, positive in row_items], "document")
-        negative = index_of(negatives, "document")
-        rows = self.answers(questions)
+        negative_items = rank_batch.negative_items
+        rows, (query, positive, negative) = self.answers_of(
+            [
+                [self.question(query, "query") for query, _ in row_items],
+                [self.question(item, "document") for _, item in row_items],
+                [self.question(item, "document") for _, item in negative_items],
+            ]
+        )
         counts = collectives.all_gather_int(len(rows))
         # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
         offset = sum(counts[: self.session.rank])
@@ -413,20 +420,14 @@ class PairTeacher(CachedTeacher):
     ) -> TeacherScores:
         """Return what it says about a global batch, in float64, times the teacher's `scale`. Collective: see `Teachers.attach`."""
         del dtype
-        keys = []
-        questions = {}
-        for pair in (*rank_batch.row_items, *rank_batch.negative_items):
-            key = pair_key(*pair)
-            keys.append(key)
-            questions[key] = pair
-        answers = self.answers(questions)[:, 0]
-        by_key = dict(zip(questions, answers.tolist(), strict=True))
-        scores = np.array([by_key[key] for key in keys], dtype=np.float64)
-        scores *= self.teacher.scale
-        num_rows = len(rank_batch.row_items)
+        answers, (positive, negative) = self.answers_of(
+            [(pair_key(*pair), pair) for pair in pairs]
+            for pairs in (rank_batch.row_items, rank_batch.negative_items)
+        )
+        scores = answers[:, 0].astype(np.float64) * self.teacher.scale
         return TeacherScores(
-            self._gather(scores[:num_rows], by_row),
-            self._gather(scores[num_rows:], by_negative),
+            self._gather(scores[positive], by_row),
+            self._gather(scores[negative], by_negative),
         )
 
     def _load(self) -> Reranker:
