@@ -44,7 +44,7 @@ def write_json(path: Path, values: Any) -> None:
 def open_regular(path: str | Path) -> int:
     """Return a descriptor for reading. Raise UserError if the path names a pipe, a device or a folder."""
     # Not blocking: opening a pipe would wait for its other end.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return descriptor
     os.close(descriptor)

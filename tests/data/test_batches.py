@@ -78,7 +78,8 @@ def test_ranks_share_the_batch(num_rows, world_size):
 )
 def test_weights(sources, homogeneous, seed):
     sizes, weights = zip(*sources, strict=True)
-    schedule = BatchSchedule(sizes, 1, seed, weights=weights, homogeneous=homogeneous)
+    groups = range(len(sizes)) if homogeneous else None
+    schedule = BatchSchedule(sizes, 1, seed, weights=weights, source_groups=groups)
     ends = np.cumsum(sizes)
     total = np.zeros(ends[-1])
     for epoch in range(4):
@@ -93,7 +94,7 @@ def test_weights(sources, homogeneous, seed):
 
 
 def test_homogeneous_batches():
-    schedule = BatchSchedule([103, 51, 17], 10, seed=0, homogeneous=True)
+    schedule = BatchSchedule([103, 51, 17], 10, seed=0, source_groups=[0, 1, 2])
     assert schedule.batches_per_epoch == 10 + 5 + 1
     assert schedule.num_left_out == 3 + 1 + 7
     sources = []
@@ -116,7 +117,10 @@ def test_homogeneous_batches():
 def test_no_duplicates(rows, batch, seed, homogeneous):
     half = len(rows) // 2
     sizes = [half, len(rows) - half]
-    options = {"keys": make_keys(rows), "homogeneous": homogeneous}
+    options = {
+        "keys": make_keys(rows),
+        "source_groups": [0, 1] if homogeneous else None,
+    }
     try:
         schedule = BatchSchedule(sizes, batch, seed, **options)
     except UserError as error:
@@ -159,7 +163,7 @@ def test_no_duplicates_loses_only_the_remainder(rows, size):
 def test_each_epoch_has_as_many_batches_of_each_source():
     """Although epoch 0 draws all four equal contents and epoch 1 none."""
     rows = [[0]] * 4 + [[number] for number in range(4, 20)]
-    options = {"weights": [0.5, 1.0], "keys": make_keys(rows), "homogeneous": True}
+    options = {"weights": [0.5, 1.0], "keys": make_keys(rows), "source_groups": [0, 1]}
     schedule = BatchSchedule([16, 4], 4, seed=6, **options)
     for epoch in range(4):
         is_second = [batch[0] >= 16 for batch in epoch_of(schedule, epoch)]
@@ -205,7 +209,7 @@ def test_a_million_examples():
     ],
 )
 def test_incomplete_batches(sizes, smallest, said):
-    schedule = BatchSchedule(sizes, 10, 0, homogeneous=True)
+    schedule = BatchSchedule(sizes, 10, 0, source_groups=range(len(sizes)))
     for epoch in (0, 3):
         lengths = {len(rows) for rows in epoch_of(schedule, epoch)}
         assert lengths == {smallest, 10}

@@ -251,7 +251,7 @@ def test_sources_are_drawn_as_sampling_says(sampling, weights, expected):
 
 def test_turns_and_batch_sizes():
     sampling = parse_sampling("round_robin")
-    sized = {"homogeneous": True, "batch_sizes": [4, 6]}
+    sized = {"source_groups": [0, 1], "batch_sizes": [4, 6]}
     turns = BatchSchedule([90, 20], 4, 1, **sized, sampling=sampling)
     for epoch in range(2):
         assert sources_and_sizes(turns, epoch) == [(0, 4), (1, 6)] * 11
@@ -271,9 +271,7 @@ def sources_and_sizes(schedule, epoch):
 
 
 def test_sources_of_one_task_share_batches():
-    schedule = BatchSchedule(
-        [12, 12, 12], 6, 1, homogeneous=True, source_groups=[0, 1, 0]
-    )
+    schedule = BatchSchedule([12, 12, 12], 6, 1, source_groups=[0, 1, 0])
     for step in range(schedule.batches_per_epoch):
         batch = schedule.batch(0, step)
         sources = {schedule.source_of(int(index)) for index in batch}

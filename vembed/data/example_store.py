@@ -739,8 +739,7 @@ def build_index(reader: Format, forms: Sequence[RecordFormat]) -> Index:
             results = (index_part(reader, forms, part) for part in parts)
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
-            if num_processes > 1:
-                columns.merge(result.columns)
+            columns.merge(result.columns)
             # The parts of a file follow one another. Lines of a part count from its own first line.
             file = part.start >> FILE_BITS
             first_line = first_lines[file]

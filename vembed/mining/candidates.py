@@ -23,7 +23,7 @@ from vembed.data.near_duplicates import (
 )
 from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
-from vembed.files import replaced_file, short_hash
+from vembed.files import short_hash, written_aside
 from vembed.mining.inputs import Documents, KnownPositives, MiningInputs, array_identity
 from vembed.mining.options import BM25, MineConfig
 from vembed.mining.retrievers import DenseRetriever, LexicalRetriever, fuse, open_dense
@@ -210,11 +210,7 @@ class CandidateSearch:
             if not path.exists():
                 candidates = self._find(first, last)
                 if self.session.is_main:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with (
-                        replaced_file(path, waits=True) as partial,
-                        partial.open("wb") as file,
-                    ):
+                    with written_aside(path) as partial, partial.open("wb") as file:
                         np.savez(
                             file,
                             documents=candidates.documents,

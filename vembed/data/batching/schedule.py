@@ -94,9 +94,9 @@ class BatchSchedule:
     """Global batches of all epochs over one or several sources. Examples are numbered consecutively over the sources.
 
     A source of weight w contributes w times its size to each epoch. It is drawn in random passes that continue over
-    epochs, so that no example repeats before all others of its source were drawn. With `homogeneous`, all examples of a
-    batch come from one source, or with `source_groups` from sources of one group, and a source may have a batch size of its own
-    (over all ranks). With `keys`, no two examples of a batch share content: examples of the same content go
+    epochs, so that no example repeats before all others of its source were drawn. With `source_groups`, the number of
+    each source's group, all examples of a batch come from sources of one group, and a source may have a batch size of
+    its own (over all ranks). With `keys`, no two examples of a batch share content: examples of the same content go
     to different batches. With `labels`, no two examples of a batch share a class (ClassBatches), and all are of one
     source.
 
@@ -112,7 +112,6 @@ class BatchSchedule:
         *,
         weights: Sequence[float] | None = None,
         names: Sequence[str] | None = None,
-        homogeneous: bool = False,
         source_groups: Sequence[int] | None = None,
         batch_sizes: Sequence[int] | None = None,
         sampling: Sampling = PROPORTIONAL,
@@ -135,7 +134,7 @@ class BatchSchedule:
         for source, source_labels in enumerate(labels):
             if source_labels is None:
                 continue
-            if num_sources > 1 and not homogeneous:
+            if num_sources > 1 and source_groups is None:
                 raise UserError(
                     "data_path: one of several sources has labels, and its examples cannot share a batch with those of the others: "
                     "set homogeneous_batches: true"
@@ -150,11 +149,9 @@ class BatchSchedule:
             )
         groups: dict[int, list[int]] = {}
         for source in range(num_sources):
-            group = 0
+            group = 0 if source_groups is None else source_groups[source]
             if source in self._classes:
                 group = -1 - source  # labelled data are their own group
-            elif homogeneous:
-                group = source if source_groups is None else source_groups[source]
             groups.setdefault(group, []).append(source)
         self._groups = list(groups.values())
         """The sources of each group: one source, several of the same losses, or all of them."""

@@ -49,7 +49,7 @@ class ParquetFile(ArrowRows):
         self.table()  # made once, before other processes read it
         step = max(1, PART_ROW_BYTES // self._row_bytes)
         starts = range(0, max(self.stop, 1), step)
-        return [range(start, min(start + step, self.stop)) for start in starts]
+        return [self.numbers[start : start + step] for start in starts]
 
     def batches(self, part: range) -> Iterator[pa.RecordBatch]:
         """Yield rows of the copy. All rows in their order need none."""
