@@ -117,8 +117,8 @@ class Teachers:
         """Compute all answers for the training data that are not on disk. Collective; every rank passes all examples."""
         for teacher in self.by_name.values():
             questions: dict[bytes, Any] = {}
-            for number in range(len(examples)):
-                for key, question in teacher.questions(examples[number]):
+            for example in examples:
+                for key, question in teacher.questions(example):
                     questions.setdefault(key, question)
             teacher.complete(questions)
 

@@ -413,8 +413,7 @@ def example_groups(store: ExampleStore) -> ExampleGroups:
         texts[kind][key] = comparable_text(item)
         return key
 
-    for index in range(len(store)):
-        example = store[index]
+    for index, example in enumerate(store):
         query_keys.append(key_of(example.query, "query"))
         # The positive of a text with a label is any other one of its class.
         for item in example.positives if example.label is None else ():

@@ -274,16 +274,54 @@ def taken_for_texts(examples: Sequence[Example]) -> list[str]:
     return sentences
 
 
-class ExampleStore:
+class Rows:
     """Examples by number, concatenated over the sources. Thread-safe."""
 
-    def __init__(self, sources: Sequence[Records], fingerprint: str) -> None:
+    def __init__(self, sources: Sequence[Any]) -> None:
+        """`sources`: Records, or others that have their `name`, `column_mapping`, `example`, `record` and `row`."""
         self.sources = tuple(sources)
-        self._ends = list(itertools.accumulate(map(len, sources)))
-        self.fingerprint = fingerprint
-        """Hash of the examples and of the options they are read with. Independent of file paths and image files."""
         self.names = tuple(source.name for source in sources)
         self.sizes = tuple(map(len, sources))
+        self.ends = list(itertools.accumulate(self.sizes))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, index: int) -> Example:
+        source, number = self.locate(index)
+        example: Example = source.example(number)
+        return example
+
+    def __iter__(self) -> Iterator[Example]:
+        return map(self.__getitem__, range(len(self)))
+
+    def row(self, index: int, root: ImageRoot) -> dict[str, Any]:
+        """Return the record of an example as it stands in a file whose paths of images start in `root`."""
+        source, number = self.locate(index)
+        record: dict[str, Any] = source.row(number, root)
+        return record
+
+    def source_of(self, index: int) -> int:
+        """Return the index of the source that an example comes from."""
+        return bisect.bisect_right(self.ends, index)
+
+    def locate(self, index: int) -> tuple[Any, int]:
+        """Return the source of an example, and its number there."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"example {index} of {len(self)}")
+        place = self.source_of(index)
+        return self.sources[place], index - self.ends[place] + self.sizes[place]
+
+
+class ExampleStore(Rows):
+    """The examples of a run."""
+
+    sources: tuple[Records, ...]
+
+    def __init__(self, sources: Sequence[Records], fingerprint: str) -> None:
+        super().__init__(sources)
+        self.fingerprint = fingerprint
+        """Hash of the examples and of the options they are read with. Independent of file paths and image files."""
         self.weights = tuple(source.entry.weight for source in sources)
         self.counts: Counter[str] = Counter()
         """Statistics of the records of all sources, as those of an Index."""
@@ -292,30 +330,20 @@ class ExampleStore:
         self.labels = [source.index.labels for source in sources]
         """Hash of the class of each example, by source; None for sources without labels."""
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> Example:
-        source, number = self._locate(index)
-        return source.example(number)
-
     def pair(self, index: int, mate: int) -> Example:
         """Return an example of a labelled source with another one of the source as its positive."""
-        source, number = self._locate(index)
+        source: Records
+        source, number = self.locate(index)
         return source.example(number, number + mate - index)
 
     def as_read(self, index: int, example: Example) -> Example:
         """Return an example with the prompts and the maximum length of the source that `index` is from."""
-        return self._locate(index)[0].read_as.apply(example)
-
-    def source_of(self, index: int) -> int:
-        """Return the index of the source that an example comes from."""
-        return bisect.bisect_right(self._ends, index)
+        return self.sources[self.source_of(index)].read_as.apply(example)
 
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
         sources = []
-        parts = np.split(is_kept, self._ends[:-1])
+        parts = np.split(is_kept, self.ends[:-1])
         for source, is_kept_there in zip(self.sources, parts, strict=True):
             numbers = np.flatnonzero(is_kept_there)
             if not len(numbers):
@@ -328,7 +356,8 @@ class ExampleStore:
 
     def all_documents(self, index: int) -> tuple[Item, ...]:
         """Return the documents of an example, with the negatives beyond `max_negatives`."""
-        source, number = self._locate(index)
+        source: Records
+        source, number = self.locate(index)
         return source.with_all_negatives.example(number).documents
 
     def all_keys(self) -> ContentKeys:
@@ -359,13 +388,6 @@ class ExampleStore:
         for source in self.sources:
             sentences += [f"{source.name}: {point}" for point in source.weak_points()]
         return sentences
-
-    def _locate(self, index: int) -> tuple[Records, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {len(self)}")
-        number = self.source_of(index)
-        source = self.sources[number]
-        return source, index - self._ends[number] + len(source)
 
 
 def open_examples(

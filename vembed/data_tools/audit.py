@@ -14,7 +14,7 @@ import numpy as np
 
 from vembed.config.loading import one_line_yaml
 from vembed.data.datasets import short_item
-from vembed.data.example_store import Records
+from vembed.data.example_store import Records, Rows
 from vembed.data.examples import ImageRoot
 from vembed.data.near_duplicates import NearIndex, comparable_text, ngrams
 from vembed.errors import UserError
@@ -23,7 +23,6 @@ from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, calibrate, open_candidates
 from vembed.mining.inputs import (
     MiningInputs,
-    Rows,
     content_key,
     open_command_session,
     open_rows,
@@ -111,7 +110,7 @@ def audit(
             checks.near_duplicates(config.near_duplicate)
         if validation is not None:
             checks.leakage(validation)
-        sizes = zip(data.names, data.sizes, strict=True)
+        sizes = zip(rows.names, rows.sizes, strict=True)
         sources = {name: {"rows": size} for name, size in sizes}
         if config.model_name is not None:
             folder = work_folder(mining)
@@ -133,7 +132,7 @@ def audit(
                 write_rows(cleaned, (rows.row(row, root) for row in kept_rows))
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         findings = checks.findings
-        name = f"{len(data.names)} sources"
+        name = f"{len(rows.names)} sources"
         if isinstance(config.data_path, str):
             name = config.data_path
         report = {
@@ -190,10 +189,9 @@ class AuditedRows:
     """The rows of a data set in memory, with the contents of their queries and positives as numbers."""
 
     def __init__(self, rows: Rows) -> None:
-        self.examples = [rows.example(row) for row in range(len(rows))]
-        self.names = tuple(table.name for table in rows.tables)
-        self.sizes = tuple(len(table) for table in rows.tables)
-        self.sources = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        self.examples = list(rows)
+        self.names = rows.names
+        self.sources = np.repeat(np.arange(len(rows.sizes)), rows.sizes)
         """Number of each row's source."""
         self.query_keys = [content_key(example.query) for example in self.examples]
         self.positive_keys = [
@@ -276,11 +274,11 @@ class Checks:
         """Records that training would refuse."""
         num_bad = 0
         problems = []
-        for table in rows.tables:
-            if not isinstance(table, Records):
+        for source in rows.sources:
+            if not isinstance(source, Records):
                 continue
-            num_bad += table.index.counts["bad"]
-            for problem in table.index.problems:
+            num_bad += source.index.counts["bad"]
+            for problem in source.index.problems:
                 place, _, reason = problem.partition(": ")
                 problems.append({"place": place, "reason": reason})
         self.add(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -211,8 +212,7 @@ def _written_texts(
     examples = []
     if config.examples_path is not None:
         rows = open_rows(RowOptions(data_path=config.examples_path))
-        for row in range(min(len(rows), MAX_EXAMPLES)):
-            example = rows.example(row)
+        for example in islice(rows, MAX_EXAMPLES):
             positive = example.positives[0].text
             if example.query.text and positive:
                 examples.append((example.query.text, positive))
@@ -310,7 +310,7 @@ def _round_trip(
     kept_rows = []
     for number, row in enumerate(rows):
         query = int(known.query_of_row[number])
-        positive = inputs.rows.example(number).positives[0]
+        positive = inputs.rows[number].positives[0]
         document = inputs.documents.find_contents([content_key(positive)])
         # `codes` is ascending, as pairs are, and holds every positive of the rows.
         index = np.searchsorted(codes, query << 32 | document)

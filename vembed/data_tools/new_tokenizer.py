@@ -31,8 +31,7 @@ def tokenizer_of_data(
     examples = open_examples(section, data, ObjectiveSection(loss="none"))
 
     def texts() -> Iterable[str]:
-        for number in range(len(examples)):
-            example = examples[number]
+        for example in examples:
             for item in example.items:
                 if item.text is not None:
                     yield item.text

@@ -165,7 +165,7 @@ def open_eval_data(
     )
     for line in store.warnings():
         log.warning(line)
-    return from_examples([store[index] for index in range(len(store))], path, task)
+    return from_examples(list(store), path, task)
 
 
 def open_test_data(path: str | Path) -> EvalData:

@@ -17,6 +17,7 @@ from vembed.config.schema import sources_of
 from vembed.data.example_store import (
     NUM_NAMED,
     Records,
+    Rows,
     open_records,
     refuse_bad_records,
     refuse_bad_sources,
@@ -96,6 +97,10 @@ class BeirTable:
             "positive_ids": ids,
         }
 
+    def row(self, number: int, _: ImageRoot) -> dict[str, Any]:
+        """The same: it holds no images."""
+        return self.record(number)
+
     def example(self, number: int) -> Example:
         """Meaning of a row."""
         documents = self._data.documents
@@ -105,72 +110,30 @@ class BeirTable:
         return Example(self._data.queries[number], positives, where=where)
 
 
-Table = Any
-"""Rows by number: whole records with every field (`record`), and examples (`example`). With `name` and
-`column_mapping`."""
-
-
-class Rows:
-    """The rows of all tables, one below the other."""
-
-    def __init__(self, tables: Sequence[Table]) -> None:
-        self.tables = tuple(tables)
-        self._ends = np.cumsum([len(table) for table in tables])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def locate(self, row: int) -> tuple[Table, int]:
-        """The table of a row, and its number there."""
-        # right: a row at an end belongs to the next table, and empty tables are passed over.
-        source = int(np.searchsorted(self._ends, row, side="right"))
-        first = int(self._ends[source - 1]) if source else 0
-        return self.tables[source], row - first
-
-    def record(self, row: int) -> dict[str, Any]:
-        """A row as it stands in its file."""
-        table, number = self.locate(row)
-        record: dict[str, Any] = table.record(number)
-        return record
-
-    def row(self, row: int, root: ImageRoot) -> dict[str, Any]:
-        """A row as it stands in a file whose paths of images start in `root`."""
-        table, number = self.locate(row)
-        return (
-            table.row(number, root) if isinstance(table, Records) else self.record(row)
-        )
-
-    def example(self, row: int) -> Example:
-        """Meaning of a row."""
-        table, number = self.locate(row)
-        example: Example = table.example(number)
-        return example
-
-
 def open_rows(options: RowOptions, role: Role = "train") -> Rows:
     """Check every record of `data_path`; a `UserError` names the first ten that cannot be used."""
-    sources = sources_of(options.data_path)
-    tables: list[Table] = []
+    entries = sources_of(options.data_path)
+    sources: list[Records | BeirTable] = []
     splits = SPLITS if role == "train" else DEV_FIRST
-    for source in sources:
-        beir = beir_qrels(source.path, [options.split] if options.split else splits)
+    for entry in entries:
+        beir = beir_qrels(entry.path, [options.split] if options.split else splits)
         if beir is not None:
-            tables.append(BeirTable(*beir, options, ReadAs.of(source)))
+            sources.append(BeirTable(*beir, options, ReadAs.of(entry)))
             continue
-        tables.append(
+        sources.append(
             open_records(
                 options,
-                source,
+                entry,
                 role,
-                num_sources=len(sources),
+                num_sources=len(entries),
                 reads_all=True,
             )
         )
     refuse_bad_sources(
-        [table for table in tables if isinstance(table, Records)],
+        [source for source in sources if isinstance(source, Records)],
         on_bad_record=options.on_bad_record,
     )
-    return Rows(tables)
+    return Rows(sources)
 
 
 NUM_COLUMNS = 6
@@ -280,13 +243,13 @@ class Documents:
         paths = paths_of(options.corpus_path)
         if not paths:
             paths = [
-                table.name for table in rows.tables if isinstance(table, BeirTable)
+                source.name for source in rows.sources if isinstance(source, BeirTable)
             ]
         self._rows = rows
         self._files = [CorpusFile(path, options) for path in paths]
         of_rows = array("q")
-        for row in range(len(rows)):
-            for slot, item in enumerate(rows.example(row).documents):
+        for row, example in enumerate(rows):
+            for slot, item in enumerate(example.documents):
                 key = content_key(item)
                 of_rows.extend((ROWS, row, slot, key, vector_key(item), 0))
         # With a corpus, documents of the rows that it lacks are scored as positives and negatives, and never mined.
@@ -330,7 +293,7 @@ class Documents:
         """A document as it is encoded."""
         file, start, slot = map(int, self._table[number, : SLOT + 1])
         if file == ROWS:
-            return self._rows.example(start).documents[slot]
+            return self._rows[start].documents[slot]
         return self._files[file].read(start)
 
     def identity(self, number: int) -> str | None:
@@ -420,8 +383,7 @@ class KnownPositives:
         query_of_id: dict[str, int] = {}
         ambiguous_ids = set()
         by_id = []
-        for row in range(len(rows)):
-            example = rows.example(row)
+        for row, example in enumerate(rows):
             key = content_key(example.query)
             # Queries are numbered by first occurrence: the same on every rank.
             query = number_of.setdefault(key, len(number_of))
@@ -434,7 +396,8 @@ class KnownPositives:
                 positives.extend((query, content_key(item)))
             for item in example.negatives:
                 negatives.extend((query, content_key(item)))
-            record = rows.record(row) if reads_ids else {}
+            source, number = rows.locate(row)
+            record = source.record(number) if reads_ids else {}
             identity = _first_value(record, options.query_id_field, QUERY_ID_FIELDS)
             if identity is not None:
                 earlier = query_of_id.setdefault(str(identity), query)
@@ -442,7 +405,7 @@ class KnownPositives:
                     ambiguous_ids.add(str(identity))
             ids = _first_value(record, options.positive_id_field, POSITIVE_ID_FIELDS)
             # The positives of a BEIR-style folder are known by their content, and another folder may have the same ids.
-            if ids is not None and not isinstance(rows.locate(row)[0], BeirTable):
+            if ids is not None and not isinstance(source, BeirTable):
                 for identity in ids if isinstance(ids, list) else [ids]:
                     by_id.append((query, str(identity)))
         for option, field, values in (
@@ -485,7 +448,7 @@ class KnownPositives:
 
     def item(self, query: int) -> Item:
         """A query as it is encoded."""
-        return self._rows.example(self._first_row[query]).query
+        return self._rows[self._first_row[query]].query
 
     def excluded(self, *, with_negatives: bool) -> Pairs:
         """Return contents that are no candidates: known positives, the query's own text, and its negatives."""

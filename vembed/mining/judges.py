@@ -352,8 +352,7 @@ class RowNegatives:
         self.starts = [0]
         """Of each row, the index of its first negative among those of all rows."""
         places = []
-        for row in range(len(self.rows)):
-            example = self.rows.example(row)
+        for row, example in enumerate(self.rows):
             items = (example.query, *example.negatives)
             if example.negatives and any(item.images for item in items):
                 raise UserError(
@@ -374,7 +373,7 @@ class RowNegatives:
     def texts(self, pair: int) -> TextPair:
         """Return a pair as judges read it."""
         row, index, _ = self.pairs[pair]
-        example = self.rows.example(row)
+        example = self.rows[row]
         return text_of(example.query), text_of(example.negatives[index])
 
     def summary(self) -> str:
@@ -463,7 +462,7 @@ def _judged_rows(
         indices = np.flatnonzero(stays[span]).tolist()
         fields = dict(data.rows.row(row, root))
         if len(indices) < span.stop - span.start:
-            example = data.rows.example(row)
+            example = data.rows[row]
             negatives = example.negatives
             added = []
             if config.false_negatives == "relabel" and example.scores is None:

@@ -25,7 +25,6 @@ from vembed.mining.candidates import (
 from vembed.mining.inputs import (
     Documents,
     KnownPositives,
-    Rows,
     array_identity,
     open_command_session,
     read_mining_inputs,
@@ -206,9 +205,8 @@ class ExampleMiner:
             allow_image_urls=self.data.allow_image_urls,
             on_bad_record=self.data.on_bad_record,
         )
-        rows = Rows(self.examples.sources)
-        self.documents = Documents(options, rows)
-        self._known = KnownPositives(rows, self.documents, options)
+        self.documents = Documents(options, self.examples)
+        self._known = KnownPositives(self.examples, self.documents, options)
         self.notes = self.documents.notes + self._known.notes
         """Lines for the log."""
         self.fingerprint = short_hash(array_identity(self.documents.exact))

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vembed.config.schema import sources_of
+from vembed.data.example_store import Rows
 from vembed.data.examples import ImageRoot, Item
 from vembed.data.formats.table import files_of_pattern
 from vembed.data.records import ROLE_OF, as_fields, role_of
@@ -20,7 +21,7 @@ from vembed.evaluation.dataset import is_beir_folder
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import existing, is_pattern, replaced_file
 from vembed.mining.candidates import UNDECIDED, CandidateSearch, Chosen, columns_by_row
-from vembed.mining.inputs import MiningInputs, Rows, content_key, row_values
+from vembed.mining.inputs import MiningInputs, content_key, row_values
 from vembed.mining.options import INPUT_OPTIONS, CommandConfig, MineConfig
 
 
@@ -81,7 +82,7 @@ class RowMaker:
     ) -> dict[str, Any] | None:
         """Return a row to write, or None for one to drop."""
         config = self.config
-        example = self.inputs.rows.example(row)
+        example = self.inputs.rows[row]
         kept: Sequence[Item] = example.negatives if config.keep_negatives else ()
         if config.on_missing == "drop" and not len(kept) + len(columns):
             return None
@@ -147,7 +148,7 @@ def row_with_negatives(
     """Return the fields of a row with these negatives in place of its own, without their scores, and with positives
     added. All other fields stay. `root`: where paths of images start."""
     record = rows.row(row, root)
-    example = rows.example(row)
+    example = rows[row]
     roles = {"negative", "negative_image", "negative_score"}
     if example.negative_scores is not None:
         roles.add("score")  # one column may hold the scores of both
