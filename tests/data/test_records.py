@@ -280,7 +280,7 @@ def test_cells_of_a_table_are_text():
 )
 def test_missing_columns_of_a_table(columns, mapping, message):
     with pytest.raises(UserError, match=message):
-        record_format(mapping).columns.check(columns)
+        record_format(mapping).columns.of_table(columns)
 
 
 def test_columns_that_are_needed():

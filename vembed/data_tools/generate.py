@@ -335,7 +335,7 @@ def load_writer(
 ) -> WriteTexts:
     """The model of `writer`: behind an endpoint, or a decoder of Transformers here."""
     if writer.base_url:
-        client = ChatClient(writer, writer.model)
+        client = ChatClient(writer)
         return lambda prompts, _: client.complete(
             prompts, writer.max_new_tokens, writer.temperature
         )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from vembed.errors import RunError, UserError
-from vembed.mining.options import Endpoint
+from vembed.mining.options import Judge, Writer
 
 LONGEST_WAIT = 60.0
 # Timeouts, limits and overload; 529 is how some providers say that they are overloaded.
@@ -27,15 +27,10 @@ def without_thoughts(text: str) -> str:
 class ChatClient:
     """Chat completions of one model."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        model: str,
-    ) -> None:
+    def __init__(self, endpoint: Judge | Writer) -> None:
         assert endpoint.base_url is not None, "the config asks for it"
         self.url = endpoint.base_url.rstrip("/") + "/chat/completions"
         self._endpoint = endpoint
-        self._model = model
         self._has_failed = threading.Event()
 
     def complete(
@@ -81,7 +76,7 @@ class ChatClient:
         """Return the answer; None where it is not asked for, because another request has failed for good."""
         endpoint = self._endpoint
         body = {
-            "model": self._model,
+            "model": endpoint.model,
             "messages": [{"role": "user", "content": prompt}],
             "temperature": temperature,
             "max_tokens": max_tokens,

@@ -80,7 +80,7 @@ def load_judge(
 ) -> JudgePairs:
     """Return what judges pairs: an endpoint, a decoder that answers yes or no, or a cross-encoder."""
     if judge.base_url is not None and judge.kind in ("auto", "endpoint"):
-        client = ChatClient(judge, judge.model)
+        client = ChatClient(judge)
 
         def ask(pairs: Sequence[TextPair]) -> Iterator[tuple[int, float | None]]:
             prompts = []
