@@ -286,7 +286,7 @@ def test_missing_columns_of_a_table(columns, mapping, message):
 def test_columns_that_are_needed():
     columns = record_format().columns
     needed = ["query", "positive", "negative_2"]
-    assert columns.needed([*needed, "other"]) == needed
+    assert columns.of_table([*needed, "other"]) == needed
 
 
 @pytest.mark.parametrize("role", sorted(set(COLUMNS) - {"text", "label"}))
