@@ -58,7 +58,6 @@ class Teachers:
         folder: Path | None = None,
     ) -> None:
         """`folder`: of the cache, by default vembed's own."""
-        self.session = session
         self.by_name: dict[str, VectorTeacher | PairTeacher] = {}
         needs_vectors = set()
         terms = run_terms(objective, data, model.model_name)

@@ -636,13 +636,11 @@ class TextProcessing:
         """Return the int32 token ids of each text after its prompt. `limits`: a smaller maximum length for each text."""
         # Of a very long text, only as much as fills `max_length` is tokenised.
         length = MAX_CHARACTERS_PER_TOKEN * self._max_length
+        from_left = self._cut_left
+        texts = [cut_words(text, length, from_left=from_left) for text in texts]
         beginnings = texts
-        if any(len(text) > length for text in texts):
-            from_left = self._cut_left
-            texts = [cut_words(text, length, from_left=from_left) for text in texts]
-            beginnings = texts
-            if not from_left:
-                beginnings = [_beginning(text, length) for text in texts]
+        if not from_left:
+            beginnings = [_beginning(text, length) for text in texts]
         rendered = list(map(self._render, prompts, beginnings))
         rows = []
         for number, ids in enumerate(self.tokenize(rendered)):

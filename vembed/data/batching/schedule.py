@@ -463,10 +463,12 @@ class ClassBatches:
 
     def batches(self, epoch: int) -> np.ndarray:
         """Return the batches of an epoch, int64 [num_batches, size]."""
-        order = self._shuffled(self.num_classes, _CLASSES, epoch)
+        seed = self._seed
+        source = self._source
+        order = shuffled(seed, self.num_classes, _CLASSES, source, epoch)
         # Systematic sampling: with one random offset for all, each class gets its share of the slots, rounded up or
         # down.
-        bits = random_bits(self._seed, 1, _OFFSET, self._source, epoch)
+        bits = random_bits(seed, 1, _OFFSET, source, epoch)
         offset = int(bits[0] % np.uint64(_UNIT))
         stops = (np.cumsum(self._shares[order]) + offset) // _UNIT
         counts = np.diff(stops, prepend=0)
@@ -479,7 +481,7 @@ class ClassBatches:
             size = int(self._sizes[drawn_class])
             begin = epoch * int(self._shares[number]) // _UNIT
             for turn in range(begin // size, (begin + count - 1) // size + 1):
-                members = self._shuffled(size, _MEMBERS, drawn_class, turn)
+                members = shuffled(seed, size, _MEMBERS, source, drawn_class, turn)
                 first = max(0, begin - turn * size)
                 stop = begin + count - turn * size
                 start = self._starts[drawn_class]
@@ -487,9 +489,8 @@ class ClassBatches:
         # A class takes consecutive slots, no more than there are batches, and slot s is in batch s % num_batches: so it
         # is never twice in a batch.
         table = np.concatenate(drawn).reshape(self.size, self.num_batches).T
-        order = self._shuffled(
-            self.num_batches, _OFFSET, epoch, 1
-        )  # another stream than that of the offset
+        # Another stream than that of the offset.
+        order = shuffled(seed, self.num_batches, _OFFSET, source, epoch, 1)
         return np.asarray(table[order])
 
     def positives(
@@ -509,14 +510,6 @@ class ClassBatches:
         shift = 1 + (bits % others_of_class).astype(np.int64)
         position = start + (self._position[examples] - start + shift) % size
         return np.asarray(self._order[position])
-
-    def _shuffled(
-        self,
-        size: int,
-        purpose: int,
-        *stream: int,
-    ) -> np.ndarray:
-        return shuffled(self._seed, size, purpose, self._source, *stream)
 
 
 def _shares(
