@@ -7,6 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,6 +170,11 @@ class CandidateChunk:
 
     def __len__(self) -> int:
         return len(self.documents)
+
+    def of_queries(self, values: np.ndarray) -> list[np.ndarray]:
+        """Return the values of the known positives of each query, of those of all."""
+        bounds = self.positives.bounds(len(self))
+        return np.split(values, bounds[1:-1])
 
     def lowest_positive(self) -> np.ndarray:
         """[Q] the lowest score of each query's known positives, inf where none is known."""
@@ -379,9 +385,10 @@ UNDECIDED = -1.0
 
 
 class Chosen(NamedTuple):
-    """The negatives of some consecutive queries, best first; -1 and -inf where there are fewer."""
+    """The negatives of some consecutive queries, best first."""
 
     documents: np.ndarray
+    """[Q, n] their numbers; -1 where there are fewer."""
     scores: np.ndarray
     judgements: np.ndarray
     """[Q, n] how likely each is relevant; UNDECIDED where no judge gave an answer."""
@@ -464,13 +471,10 @@ class Chooser:
         documents = np.full((len(queries), depth), -1, np.int64)
         scores = np.full((len(queries), depth), -np.inf, np.float32)
         allowed = self._allowed(candidates, queries)
-        bounds = candidates.positives.bounds(len(candidates))
+        positives_of = candidates.of_queries(candidates.positives.documents)
         threshold = self.options.near_duplicate
         for row, query in enumerate(queries):
-            positives = candidates.positives.documents[
-                bounds[query] : bounds[query + 1]
-            ]
-            compared = positives[:MAX_COMPARED_POSITIVES].tolist()
+            compared = positives_of[query][:MAX_COMPARED_POSITIVES].tolist()
             # First the candidates that another query claims: they are relevant there, and hardly here.
             order = self._order(candidates, query, np.flatnonzero(allowed[row]))
             is_second = ~candidates.claimed[query, order]
@@ -617,12 +621,10 @@ def calibrate(
     # Per query: scores of candidates and of known positives.
     queries: list[tuple[np.ndarray, np.ndarray]] = []
     for candidates in chunks:
-        bounds = candidates.positives.bounds(len(candidates))
-        for query in range(min(len(candidates), MAX_QUERIES - len(queries))):
-            scores = candidates.scores[query].astype(np.float64)
-            span = slice(bounds[query], bounds[query + 1])
-            positives = candidates.positive_scores[span].astype(np.float64)
-            queries.append((scores, positives))
+        positive_scores = candidates.positive_scores.astype(np.float64)
+        positives_of = candidates.of_queries(positive_scores)
+        of_chunk = zip(candidates.scores, positives_of, strict=True)
+        queries += islice(of_chunk, MAX_QUERIES - len(queries))
     used = [query for query in queries if len(query[1]) > 1]
     is_relative = len(used) >= MIN_QUERIES
     if not is_relative:

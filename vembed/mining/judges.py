@@ -164,19 +164,15 @@ class CachedJudge:
             return answers
         if self._model is None:
             self._model = load_judge(self.judge, self.options, self.device)
-        answered = []
-        try:
-            for index, answer in self._model([pairs[place] for place in missing]):
-                self.counts["asked"] += 1
-                if answer is None or not math.isfinite(answer):
-                    self.counts["undecided"] += 1
-                    continue
-                answers[missing[index]] = answer
-                answered.append(missing[index])
-        finally:
-            # Also where an endpoint ends it: what was answered costs nothing again.
-            rows = np.array([[answers[place]] for place in answered], np.float32)
-            self._store.add_rows([keys[place] for place in answered], rows)
+        for index, answer in self._model([pairs[place] for place in missing]):
+            self.counts["asked"] += 1
+            if answer is None or not math.isfinite(answer):
+                self.counts["undecided"] += 1
+                continue
+            place = missing[index]
+            answers[place] = answer
+            # At once: what was answered before an endpoint ends it costs nothing again.
+            self._store.add_rows([keys[place]], np.array([[answer]], np.float32))
         return answers
 
     def summary(self) -> str:
@@ -295,20 +291,14 @@ class CandidateJudge(Cascade):
                 positives = self.relabelled.setdefault(candidates.first + query, [])
                 positives.append(int(chosen.documents[query, column]))
         # Those that stay first, in their order.
-        order = np.argsort(~stays, axis=1, kind="stable")[
-            :, : config.negatives_per_query
-        ]
-        is_kept = np.take_along_axis(stays, order, axis=1)
-        kept_arrays = []
-        for values, fill in (
-            (chosen.documents, -1),
-            (chosen.scores, -np.inf),
-            (judged, UNDECIDED),
-        ):
-            ordered = np.take_along_axis(values, order, axis=1)
-            ordered[~is_kept] = fill
-            kept_arrays.append(ordered)
-        return Chosen(*kept_arrays)
+        order = np.argsort(~stays, axis=1, kind="stable")
+        order = order[:, : config.negatives_per_query]
+        kept_documents = np.where(stays, chosen.documents, -1)
+        return Chosen(
+            np.take_along_axis(kept_documents, order, axis=1),
+            np.take_along_axis(chosen.scores, order, axis=1),
+            np.take_along_axis(judged, order, axis=1),
+        )
 
 
 def text_of(item: Item) -> str:

@@ -403,17 +403,16 @@ def fuse(
             above = valid - valid.min(axis=1, keepdims=True)
             deviation = np.maximum(valid.std(axis=1, keepdims=True), 1e-12)
             gain = weight * np.ma.filled(above / deviation, 0.0)
-        gains.append(gain.tolist())
-    fused = np.full((len(gains[0]), config.top_k), -1, np.int64)
-    for row in range(len(fused)):
-        totals: dict[int, float] = {}
-        for (documents, _), gain in zip(rankings, gains, strict=True):
-            for document, value in zip(documents[row].tolist(), gain[row], strict=True):
-                if document >= 0:
-                    totals[document] = totals.get(document, 0.0) + value
+        gains.append(gain)
+    all_gains = np.concatenate(gains, axis=1)
+    all_documents = np.concatenate([documents for documents, _ in rankings], axis=1)
+    fused = np.full((len(all_gains), config.top_k), -1, np.int64)
+    for row, documents in enumerate(all_documents):
+        is_candidate = documents >= 0
+        numbers, which = np.unique(documents[is_candidate], return_inverse=True)
+        totals = np.bincount(which, all_gains[row, is_candidate])
         # Of equal ones the lower number first.
-        best = sorted(totals, key=lambda document: (-totals[document], document))
-        best = best[: config.top_k]
+        best = numbers[np.argsort(-totals, kind="stable")][: config.top_k]
         fused[row, : len(best)] = best
     return fused
 
