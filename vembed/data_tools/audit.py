@@ -443,10 +443,9 @@ class Checks:
         # The score of the best known positive of each query, -inf where none is known. Known positives are no
         # candidates, so that all above it are others.
         best_Q = np.full(known.num_queries, -np.inf)
-        for chunk in chunks:
-            # ufunc.at, not fancy indexing: a query with several positives occurs several times.
-            queries = chunk.first + chunk.positives.queries
-            np.maximum.at(best_Q, queries, chunk.positive_scores)
+        positive_scores = np.concatenate([chunk.positive_scores for chunk in chunks])
+        # ufunc.at, not fancy indexing: a query with several positives occurs several times.
+        np.maximum.at(best_Q, known.positives.queries, positive_scores)
         above_Q = (scores_QK > best_Q[:, None]).sum(axis=1)
         finite_QK = np.where(np.isfinite(scores_QK), scores_QK, np.inf)
         is_weak_Q = best_Q < finite_QK.min(axis=1, initial=np.inf)

@@ -468,8 +468,7 @@ class Chooser:
     ) -> Chosen:
         """At most `depth` negatives for each query. Collective: the ranks share the queries."""
         queries = range(collectives.rank(), len(candidates), collectives.world_size())
-        documents = np.full((len(queries), depth), -1, np.int64)
-        scores = np.full((len(queries), depth), -np.inf, np.float32)
+        columns = np.full((len(queries), depth), -1, np.int64)
         allowed = self._allowed(candidates, queries)
         positives_of = candidates.of_queries(candidates.positives.documents)
         threshold = self.options.near_duplicate
@@ -488,19 +487,16 @@ class Chooser:
                 ):
                     self.num_left_out["near_duplicates"] += 1
                     continue
-                documents[row, place] = document
-                scores[row, place] = candidates.scores[query, column]
+                columns[row, place] = column
                 place += 1
                 if place == depth:
                     break
-        num_queries = len(candidates)
-        return Chosen(
-            collectives.all_gather_dealt(
-                torch.from_numpy(documents), num_queries
-            ).numpy(),
-            collectives.all_gather_dealt(torch.from_numpy(scores), num_queries).numpy(),
-            np.full((num_queries, depth), UNDECIDED, np.float32),
-        )
+        dealt = torch.from_numpy(columns)
+        columns = collectives.all_gather_dealt(dealt, len(candidates)).numpy()
+        documents = np.take_along_axis(candidates.documents, columns, axis=1)
+        documents[columns < 0] = -1
+        scores = np.take_along_axis(candidates.scores, columns, axis=1)
+        return Chosen(documents, scores, np.full(scores.shape, UNDECIDED, np.float32))
 
     def counts(self) -> dict[str, int]:
         """Candidates by what became of them, of all ranks. Collective."""

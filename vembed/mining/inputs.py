@@ -279,7 +279,8 @@ class Documents:
         with_id = corpus[corpus[:, ID] != 0]
         self._by_content = KeyIndex(self._table[:, KEY])
         self._by_id = KeyIndex(with_id[:, ID])
-        self._number_of_id = self.find_contents(with_id[:, KEY])
+        # The last one, number -1, is for ids that are not there.
+        self._number_of_id = np.append(self.find_contents(with_id[:, KEY]), -1)
         self.has_ids = len(with_id) > 0
         ids, counts = np.unique(
             np.unique(with_id[:, [ID, KEY]], axis=0)[:, 0], return_counts=True
@@ -316,10 +317,8 @@ class Documents:
                 f"the id {identities[int(is_ambiguous.argmax())]} of a positive stands for different documents: give them "
                 "different ids, or mine each corpus alone"
             )
-        places = self._by_id.find(keys)
-        is_known = places >= 0
-        places[is_known] = self._number_of_id[places[is_known]]
-        return places
+        numbers: np.ndarray = self._number_of_id[self._by_id.find(keys)]
+        return numbers
 
 
 def _as_table(values: array[int]) -> np.ndarray:

@@ -121,7 +121,7 @@ class Judge(Endpoint):
     def _check(self) -> Judge:
         if self.unsure[0] > self.unsure[1]:
             raise ValueError(f"unsure: {self.unsure} must be [low, high]")
-        if (self.kind == "endpoint") and self.base_url is None:
+        if self.kind == "endpoint" and self.base_url is None:
             raise ValueError(f"{self.model}: kind: endpoint needs base_url")
         return self
 

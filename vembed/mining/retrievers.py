@@ -21,7 +21,7 @@ from vembed.evaluation.bm25 import best_keys, build_bm25_index, scores_of_query
 from vembed.evaluation.top_k import Pairs, TopK, documents_of, products, scores_of
 from vembed.files import short_hash
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import check_finite, encode_items, first_dims
+from vembed.inference.encoding import check_finite, encode_items
 from vembed.mining.inputs import Documents, KnownPositives, MiningInputs
 from vembed.mining.options import MineConfig, ModelOptions, Retriever
 from vembed.models.families.model_files import (
@@ -131,8 +131,7 @@ def _load_vembed(
         vectors = encode_items(
             embedder.model, featuriser, items, kind, budget_tokens=budget
         )
-        is_unit = description.compares_unit_vectors
-        return first_dims(vectors, description.truncate_dim, is_unit)
+        return embedder.finish(vectors, description.compares_unit_vectors)
 
     return encode
 
@@ -329,16 +328,12 @@ def open_dense(
     elif options.torch_dtype != "auto":
         precision = Decision("no", f"torch_dtype: {options.torch_dtype}")
     else:
-        try:
-            precision = precision_of_use(
-                retriever.model,
-                session.device,
-                session.instructions,
-                trust_remote_code=options.trust_remote_code,
-            )
-        except UserError as error:
-            # `load_encoder` raises it again, or leaves the model to Sentence Transformers.
-            precision = Decision("no", str(error))
+        precision = precision_of_use(
+            retriever.model,
+            session.device,
+            session.instructions,
+            trust_remote_code=options.trust_remote_code,
+        )
     dtype: str = options.torch_dtype
     if precision.value == "bf16":
         dtype = "bfloat16"
