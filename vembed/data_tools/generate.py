@@ -28,14 +28,12 @@ from vembed.mining.candidates import open_candidates
 from vembed.mining.endpoint import ChatClient, without_thoughts
 from vembed.mining.inputs import (
     EXACT,
-    FILE,
-    START,
-    CorpusFile,
+    NUMBER,
+    CorpusFiles,
     content_key,
     distinct_by,
     open_command_session,
     open_rows,
-    read_corpus,
     read_mining_inputs,
 )
 from vembed.mining.mine import clear_folder, work_folder
@@ -104,9 +102,8 @@ def generate(
     folder = work_folder(config)
     left_out: Counter[str] = Counter()
     with open_command_session(log) as (running, log_line):
-        files = [CorpusFile(path, config) for path in paths_of(config.corpus_path)]
-        table, _ = read_corpus(files, config.on_bad_record)
-        documents = distinct_by(table, EXACT)
+        corpus = CorpusFiles(paths_of(config.corpus_path), config)
+        documents = distinct_by(corpus.table, EXACT)
         if config.max_documents is not None and config.max_documents < len(documents):
             random = np.random.default_rng([config.seed, 3])
             chosen = random.choice(len(documents), config.max_documents, replace=False)
@@ -114,11 +111,11 @@ def generate(
         log_line(f"documents: {len(documents):,d}")
         texts = {}
         if config.written_kinds():
-            texts = _written_texts(config, files, documents, folder, running)
+            texts = _written_texts(config, corpus, documents, folder, running)
         rows = []
         known_pairs = set()
         root = ImageRoot.of(config, target.parent)
-        for row in _rows(config, files, documents, texts, left_out, root):
+        for row in _rows(config, corpus, documents, texts, left_out, root):
             query = casefolded(row["query"])
             positive = json.dumps(row["positive"])
             if query == casefolded(str(row["positive"])):
@@ -155,7 +152,7 @@ def generate(
 
 def _rows(
     config: GenerateConfig,
-    files: Sequence[CorpusFile],
+    corpus: CorpusFiles,
     documents: np.ndarray,
     texts: Mapping[str, str],
     left_out: Counter[str],
@@ -165,17 +162,16 @@ def _rows(
     written = config.written_kinds()
     free = [kind for kind in config.kinds if kind not in written]
     for document in documents:
-        file = files[document[FILE]]
-        start = int(document[START])
-        record = file.reader.read(start)
-        item = file.item(record, start)
+        number = int(document[NUMBER])
+        record = corpus.reader.read(number)
+        item = corpus.item(record, number)
         identity = document_id(record)
         columns = {} if identity is None else {"document_id": identity}
         if free or not written:
             # By content: a document gets the same pairs wherever it stands in the files.
             random = np.random.default_rng([config.seed, int(document[EXACT])])
             pairs = pairs_of(record, item, free, random)
-            images = file.images(start)
+            images = corpus.images(number)
             for kind, (query, value) in pairs:
                 positive = images.renamed(value, root, is_path=False)
                 yield {"query": query, "positive": positive, "kind": kind} | columns
@@ -196,7 +192,7 @@ def _rows(
 
 def _written_texts(
     config: GenerateConfig,
-    files: Sequence[CorpusFile],
+    corpus: CorpusFiles,
     documents: np.ndarray,
     folder: Path,
     session: Session,
@@ -244,11 +240,11 @@ def _written_texts(
             prompts = []
             for number in range(first, stop):
                 document = documents[number]
-                item = files[document[FILE]].read(int(document[START]))
-                for kind in config.written_kinds() if item.text else ():
+                text = corpus.read(int(document[NUMBER])).text or ""
+                for kind in config.written_kinds() if text else ():
                     key = f"{document[EXACT]} {kind}"
                     if key not in texts:
-                        prompt = prompt_for(kind, item.text, config, examples, number)
+                        prompt = prompt_for(kind, text, config, examples, number)
                         keys.append(key)
                         prompts.append(prompt)
             if prompts:
@@ -258,9 +254,9 @@ def _written_texts(
                 seed = config.seed + first // DOCUMENTS_PER_WRITE
                 path = answers / f"{os.uname().nodename}-{os.getpid()}.answers"
                 with path.open("a", encoding="utf-8") as file:
-                    for index, text in write(prompts, seed):
+                    for index, answer in write(prompts, seed):
                         # Behind a line end: the last line of a process that was killed may be half of one.
-                        file.write("\n" + json.dumps([keys[index], text]))
+                        file.write("\n" + json.dumps([keys[index], answer]))
                         file.flush()
             progress(stop, num_documents)
     session.barrier()

@@ -23,9 +23,9 @@ from vembed.data.example_store import (
     refuse_bad_sources,
 )
 from vembed.data.examples import BadRecord, Example, ImageRoot, Item, KeyIndex, ReadAs
-from vembed.data.formats.base import FILE_BITS
+from vembed.data.formats.base import FILE_BITS, Format
 from vembed.data.formats.saved_datasets import Role
-from vembed.data.formats.table import open_document_reader
+from vembed.data.formats.table import SeveralFiles, open_document_reader
 from vembed.data.near_duplicates import casefolded
 from vembed.data.records import document_id, document_item, document_text
 from vembed.errors import UserError
@@ -136,13 +136,13 @@ def open_rows(options: RowOptions, role: Role = "train") -> Rows:
     return Rows(sources)
 
 
-NUM_COLUMNS = 6
-FILE, START, SLOT, KEY, EXACT, ID = range(NUM_COLUMNS)
-"""Columns of a table of documents, which has a row for each: number of the file, or ROWS; offset of the record in its
-file, or number of the row; place among the positives and negatives of a row; content apart from case and spaces;
+NUM_COLUMNS = 5
+NUMBER, SLOT, KEY, EXACT, ID = range(NUM_COLUMNS)
+"""Columns of a table of documents, which has a row for each: number of the record in the corpus, or of the row of the
+training data; place among the positives and negatives of that row, or IN_CORPUS; content apart from case and spaces;
 what the vector depends on; key of the id, or 0."""
-ROWS = -1
-"""In place of a file's number: the rows of the training data."""
+IN_CORPUS = -1
+"""In place of a place in a row: a document of the corpus."""
 
 
 def content_key(item: Item) -> int:
@@ -162,66 +162,58 @@ def array_identity(values: np.ndarray) -> str:
     return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()
 
 
-class CorpusFile:
-    """One file of documents."""
+class CorpusFiles:
+    """The documents of some files."""
 
-    def __init__(
-        self,
-        path: str,
-        options: RecordOptions,
-    ) -> None:
-        folder = Path(path).expanduser()
-        self.reader = open_document_reader(texts_path(folder, "corpus") or path)
-        files = self.reader.single_files
-        self._images = [ImageRoot.of(options, file.folder) for file in files]
-
-    def images(self, start: int) -> ImageRoot:
-        """Where relative paths of images of the record at an offset start."""
-        return self._images[start >> FILE_BITS]
-
-    def item(self, record: Any, start: int) -> Item:
-        """The document that the record at an offset means; `BadRecord` says why it means none."""
-        return document_item(record, self.images(start))
-
-    def read(self, start: int) -> Item:
-        """The document at an offset."""
-        return self.item(self.reader.read(start), start)
-
-
-def read_corpus(
-    files: Sequence[CorpusFile], on_bad_record: str
-) -> tuple[np.ndarray, list[str]]:
-    """Return the table of the documents of some files, and lines for the log."""
-    table = array("q")
-    problems: list[str] = []
-    num_bad = 0
-    for number, file in enumerate(files):
-        for start, line, record in file.reader.rows():
+    def __init__(self, paths: Sequence[str], options: RecordOptions) -> None:
+        """Check and read all of them."""
+        readers: list[Format] = []
+        for path in paths:
+            file = texts_path(Path(path).expanduser(), "corpus") or path
+            readers += open_document_reader(file).single_files
+        self.reader = SeveralFiles(", ".join(paths), readers)
+        self._images = [ImageRoot.of(options, reader.folder) for reader in readers]
+        table = array("q")
+        problems: list[str] = []
+        num_bad = 0
+        for number, line, record in self.reader.rows():
             try:
-                item = file.item(record, start)
+                item = self.item(record, number)
             except BadRecord as error:
                 num_bad += 1
                 if len(problems) < NUM_NAMED:
-                    problems.append(f"{file.reader.where(line)}: {error}")
+                    problems.append(f"{self.reader.where(line)}: {error}")
                 continue
             identity = document_id(record)
             key = 0 if identity is None else id_key(identity)
-            table.extend((number, start, 0, content_key(item), item.key(), key))
-    refuse_bad_records(
-        problems,
-        num_bad=num_bad,
-        num_good=len(table) // NUM_COLUMNS,
-        on_bad_record=on_bad_record,
-    )
-    if not table:
-        names = ", ".join(file.reader.name for file in files)
-        raise UserError(f"{names} holds no documents")
-    notes = []
-    if num_bad:
-        notes = [
-            f"documents: left out {num_bad:,d} that cannot be used, the first: {problems[0]}"
-        ]
-    return _as_table(table), notes
+            table.extend((number, IN_CORPUS, content_key(item), item.key(), key))
+        refuse_bad_records(
+            problems,
+            num_bad=num_bad,
+            num_good=len(table) // NUM_COLUMNS,
+            on_bad_record=options.on_bad_record,
+        )
+        if not table:
+            raise UserError(f"{self.reader.name} holds no documents")
+        self.table = _as_table(table)
+        self.notes = []
+        """Lines for the log."""
+        if num_bad:
+            self.notes.append(
+                f"documents: left out {num_bad:,d} that cannot be used, the first: {problems[0]}"
+            )
+
+    def images(self, number: int) -> ImageRoot:
+        """Where relative paths of images of a record start."""
+        return self._images[number >> FILE_BITS]
+
+    def item(self, record: Any, number: int) -> Item:
+        """The document that a record means; `BadRecord` says why it means none."""
+        return document_item(record, self.images(number))
+
+    def read(self, number: int) -> Item:
+        """The document of a record."""
+        return self.item(self.reader.read(number), number)
 
 
 def distinct_by(table: np.ndarray, column: int) -> np.ndarray:
@@ -246,20 +238,21 @@ class Documents:
                 source.name for source in rows.sources if isinstance(source, BeirTable)
             ]
         self._rows = rows
-        self._files = [CorpusFile(path, options) for path in paths]
+        self._corpus = CorpusFiles(paths, options) if paths else None
         of_rows = array("q")
         for row, example in enumerate(rows):
             for slot, item in enumerate(example.documents):
                 key = content_key(item)
-                of_rows.extend((ROWS, row, slot, key, vector_key(item), 0))
+                of_rows.extend((row, slot, key, vector_key(item), 0))
         # With a corpus, documents of the rows that it lacks are scored as positives and negatives, and never mined.
         # Without one the documents of all rows are the candidates.
         corpus = _as_table(of_rows)
         extra = corpus[:0]
         notes: list[str] = []
-        if self._files:
+        if self._corpus is not None:
             extra = corpus
-            corpus, notes = read_corpus(self._files, options.on_bad_record)
+            corpus = self._corpus.table
+            notes = self._corpus.notes
         candidates = distinct_by(corpus, KEY)
         self.notes = [f"documents: {len(candidates):,d} to search", *notes]
         """Lines for the log."""
@@ -292,17 +285,17 @@ class Documents:
 
     def item(self, number: int) -> Item:
         """A document as it is encoded."""
-        file, start, slot = map(int, self._table[number, : SLOT + 1])
-        if file == ROWS:
-            return self._rows[start].documents[slot]
-        return self._files[file].read(start)
+        place, slot = map(int, self._table[number, : SLOT + 1])
+        if self._corpus is None or slot != IN_CORPUS:
+            return self._rows[place].documents[slot]
+        return self._corpus.read(place)
 
     def identity(self, number: int) -> str | None:
         """A document's id in its file, if it has one."""
-        file, start = map(int, self._table[number, : START + 1])
-        if file == ROWS:
+        place, slot = map(int, self._table[number, : SLOT + 1])
+        if self._corpus is None or slot != IN_CORPUS:
             return None
-        return document_id(self._files[file].reader.read(start))
+        return document_id(self._corpus.reader.read(place))
 
     def find_contents(self, keys: Sequence[int] | np.ndarray) -> np.ndarray:
         """The numbers of documents with these contents, -1 where there is none."""
