@@ -26,7 +26,7 @@ from vembed.data.examples import BadRecord, ImageRoot, Item, NotUtf8
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import open_reader
 from vembed.data.images.files import IMAGE_PATH
-from vembed.data.records import Columns, RecordFormat, negative_columns
+from vembed.data.records import Columns, RecordFormat, as_fields, negative_columns
 from vembed.errors import UserError, printable
 from vembed.files import is_address, is_pattern
 
@@ -40,12 +40,10 @@ OTHER_ENCODING_SHARE = 0.1
 COUNTED_BYTES = 64 * 2**20
 """Records of larger files are not counted but estimated, from the size of the first ones."""
 
-Record = Mapping[str, Any]
-
 
 @dataclass(frozen=True)
 class FileSample:
-    """The first records of a file, without those that are no object."""
+    """The first records of a file, without those that are no object. Conversations are the fields that they are read as."""
 
     records: list[dict[str, Any]] = field(default_factory=list)
     """Empty where there is nothing to look at: a name on the Hub, an address."""
@@ -75,7 +73,11 @@ def read_sample(path: Path) -> FileSample:
         if isinstance(record, NotUtf8):
             not_utf8.append(reader.where(line))
         if isinstance(record, dict):
-            records.append(record)
+            fields = record
+            # A conversation that cannot be read stays as it is.
+            with suppress(BadRecord):
+                fields = as_fields(record)
+            records.append(fields)
             continue
         reason = record if isinstance(record, BadRecord) else "not an object"
         problems.append(f"{reader.where(line)}: {reason}")
@@ -179,18 +181,16 @@ class ColumnFacts:
 
 
 def guess(
-    records: Sequence[Record],
+    sample: FileSample,
     missing: Sequence[str],
     taken_columns: Sequence[str],
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return a column mapping for the missing parts (query, positive), of columns that are not taken, and the reason for
     each column."""
     candidates = []
-    # As a set that keeps the order.
-    record_names = dict.fromkeys(itertools.chain.from_iterable(records))
-    skipped = {*taken_columns, *negative_columns(record_names)}
-    for name in record_names:
-        column = _facts(name, [record.get(name) for record in records])
+    skipped = {*taken_columns, *negative_columns(sample.columns)}
+    for name in sample.columns:
+        column = _facts(name, [record.get(name) for record in sample.records])
         if name not in skipped and column is not None:
             candidates.append(column)
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
@@ -213,7 +213,7 @@ def guess(
             reasons[best.name] += "; only queries usually do: are the columns swapped?"
         candidates.remove(best)
         unassigned.remove(role)
-    in_file_order = {name: mapping[name] for name in record_names if name in mapping}
+    in_file_order = {name: mapping[name] for name in sample.columns if name in mapping}
     return in_file_order, reasons
 
 

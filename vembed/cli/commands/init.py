@@ -1,7 +1,7 @@
 """`vembed init`: a commented starter config for a data file, by its columns and sizes, and a model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,10 +15,10 @@ from vembed.config.loading import load_config, one_line_yaml
 from vembed.config.rules import missing_path
 from vembed.config.values import Task
 from vembed.data.example_store import ExampleStore, open_examples
-from vembed.data.examples import BadRecord, Item
+from vembed.data.examples import Item
 from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.language import is_english
-from vembed.data.records import Columns, as_fields
+from vembed.data.records import Columns
 from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,
@@ -301,9 +301,7 @@ def look_at(
     task: Task,
 ) -> DataSummary:
     """Return what the first records show. `named`: columns that the user names."""
-    records = [_fields(record) for record in sample.records]
-    sample = replace(sample, records=records)
-    if not records:
+    if not sample.records:
         about = "not looked at (no file of that name here)"
         return DataSummary(sample, dict(named), starter_loss(task), about)
     names = sample.columns
@@ -319,7 +317,7 @@ def look_at(
         missing.append("query")
     if not (layout.positive or layout.positive_image):
         missing.append("positive")
-    guesses, reasons = guess(records, missing, layout.read)
+    guesses, reasons = guess(sample, missing, layout.read)
     mapping = {**named, **guesses}
     layout = Columns(mapping).layout(names)
     if layout.problem:
@@ -330,7 +328,7 @@ def look_at(
     loss = starter_loss(task, is_scored=is_scored)
     queries, documents = sampled_items(sample, mapping)
     about = "about " if sample.is_estimate else ""
-    about += f"{sample.num_records:,d} records; {len(records):,d} looked at, with {', '.join(layout.read)}"
+    about += f"{sample.num_records:,d} records; {len(sample.records):,d} looked at, with {', '.join(layout.read)}"
     return DataSummary(
         sample,
         mapping,
@@ -351,14 +349,6 @@ def starter_loss(task: Task, *, is_scored: bool = False) -> type[LossDeclaration
         return LOSSES["bce"]
     records = "scores" if is_scored else "matches"
     return next(loss for loss in LOSSES.values() if loss.records == records)
-
-
-def _fields(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record of conversations; other records, and those that cannot be read, as they are."""
-    try:
-        return as_fields(record)
-    except BadRecord:
-        return record
 
 
 def _plain_texts(items: Sequence[Item]) -> list[str]:
