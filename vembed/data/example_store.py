@@ -336,10 +336,6 @@ class ExampleStore(Rows):
         source, number = self.locate(index)
         return source.example(number, number + mate - index)
 
-    def as_read(self, index: int, example: Example) -> Example:
-        """Return an example with the prompts and the maximum length of the source that `index` is from."""
-        return self.sources[self.source_of(index)].read_as.apply(example)
-
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
         sources = []

@@ -277,7 +277,8 @@ class ExampleMiner:
         """Return an example with these documents after its own negatives."""
         example = self.examples[index]
         added = [self.documents.item(number) for number in documents if number >= 0]
-        # The prompts of the source of the example, not of that of the document.
         plain = (replace(item, prompt=None, max_length=None) for item in added)
         extended = replace(example, negatives=(*example.negatives, *plain))
-        return self.examples.as_read(index, extended)
+        # With the prompts of the source of the example, not of that of the document.
+        source = self.examples.sources[self.examples.source_of(index)]
+        return source.read_as.apply(extended)
