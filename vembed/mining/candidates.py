@@ -80,7 +80,7 @@ class ClaimFinder:
         is_claimed = np.zeros(candidates_QK.shape, bool)
         place = np.flatnonzero(eligible)
         num_pairs = len(self._positives)
-        if not len(place) or not num_pairs:
+        if not num_pairs:
             return is_claimed
         # Many queries share candidates: each distinct one is searched for once.
         documents, which = np.unique(candidates_QK.ravel()[place], return_inverse=True)
@@ -134,21 +134,16 @@ class ClaimFinder:
         scores_NR: np.ndarray,
     ) -> np.ndarray:
         """[n] True where a pair of another query is nearer by the margin than all that speak for the query itself."""
-        is_pair = pairs_NR >= 0
-        pairs = np.where(is_pair, pairs_NR, 0)
-        # A pair speaks for the query if it is one of its pairs, or if the pair's document is a positive of it too.
-        codes = query_N[:, None] << 32 | self._positives.documents[pairs]
-        is_query = self._positives.queries[pairs] == query_N[:, None]
-        speaks = np.isin(codes, self._positives.codes) | is_query
-        scores_NR = np.where(is_pair, scores_NR, -np.inf).astype(np.float64)
+        # A pair speaks for the query if its document is a positive of the query: one of its own pairs, or of another query
+        # with the same positive. Where there are fewer pairs the number is -1, and the score of -inf changes nothing.
+        codes = query_N[:, None] << 32 | self._positives.documents[pairs_NR]
+        speaks = np.isin(codes, self._positives.codes)
+        scores_NR = scores_NR.astype(np.float64)
         for_query = np.where(speaks, scores_NR, -np.inf).max(axis=1)
         for_query = np.maximum(best_N, for_query)
         for_others = np.where(speaks, -np.inf, scores_NR).max(axis=1)
-        is_other = np.isfinite(for_others)
-        limit = np.where(is_other, for_others, 0.0)
-        claimed: np.ndarray = is_other & (
-            for_query <= limit - CLAIM_MARGIN * np.abs(limit)
-        )
+        limit = for_others - CLAIM_MARGIN * np.abs(for_others)
+        claimed: np.ndarray = np.isfinite(for_others) & (for_query <= limit)
         return claimed
 
 
