@@ -490,7 +490,7 @@ class VectorStore:
                 if values.itemsize == 2:
                     values = values.view(torch.uint16)
                 keys = self._keys_of(numbers)
-                if len(keys) and not self._rows.add_rows(keys, values.numpy()):
+                if not self._rows.add_rows(keys, values.numpy()):
                     raise UserError(
                         f"{self._rows.folder} cannot be written: free some space, name another work_dir, or set "
                         "vector_dtype: float16"
