@@ -191,7 +191,7 @@ def test_keys_know_equal_content(tmp_path):
     keys = both.all_keys()
     for number, example in enumerate(examples_of(both)):
         expected = dict.fromkeys(item.key() for item in example.items)
-        assert keys.of_all(np.array([number]))[0].tolist() == list(expected)
+        assert keys.of(np.array([number])).values.tolist() == list(expected)
 
 
 def test_fingerprint_is_of_the_content(tmp_path):

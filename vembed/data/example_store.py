@@ -360,7 +360,7 @@ class ExampleStore(Rows):
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
         values = [source.index.keys for source in self.sources]
         counts = [source.index.num_keys for source in self.sources]
-        return ContentKeys.counted(np.concatenate(values), np.concatenate(counts))
+        return ContentKeys(np.concatenate(values), np.concatenate(counts))
 
     def summary(self) -> list[str]:
         """Return log lines: examples per source, skipped records with the reason, and unused columns."""
@@ -683,7 +683,7 @@ class Index:
         keys = self.keys
         num_keys = self.num_keys
         if len(num_keys):
-            keys, num_keys = ContentKeys.counted(keys, num_keys).of_all(chosen)
+            keys, num_keys = ContentKeys(keys, num_keys).of(chosen)
         return replace(
             self,
             numbers=self.numbers[chosen],

@@ -9,8 +9,7 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,25 +64,20 @@ def rank_examples(
     return slice(start, stop)
 
 
-@dataclass(frozen=True)
-class ContentKeys:
-    """Content keys of all examples; those of example i are values[starts[i] : starts[i + 1]]."""
+class ContentKeys(NamedTuple):
+    """Content keys of examples, those of one example behind those of the one before."""
 
     values: np.ndarray
-    starts: np.ndarray
+    counts: np.ndarray
+    """Number of keys of each example."""
 
-    @classmethod
-    def counted(cls, values: np.ndarray, counts: np.ndarray) -> "ContentKeys":
-        """Return the keys of examples, of which example i has the next counts[i]."""
-        return cls(values, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
-
-    def of_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of several examples, one after the other, and how many each has."""
-        begins = self.starts[indices]
-        counts = self.starts[indices + 1] - begins
+    def of(self, indices: np.ndarray) -> "ContentKeys":
+        """Return the keys of some examples."""
+        begins = np.cumsum(self.counts) - self.counts
+        counts = self.counts[indices]
         # One gather: the position in the result, shifted to where the example begins in `values`.
-        shifts = np.repeat(begins - (np.cumsum(counts) - counts), counts)
-        return self.values[np.arange(counts.sum()) + shifts], counts
+        shifts = np.repeat(begins[indices] - (np.cumsum(counts) - counts), counts)
+        return ContentKeys(self.values[np.arange(counts.sum()) + shifts], counts)
 
 
 Batches = list[np.ndarray]
@@ -260,7 +254,7 @@ class BatchSchedule:
             num_full = max(len(stream) // size, 1)
             starts = range(0, num_full * size, size)
             return [stream[start : start + size] for start in starts]
-        contents = repeated_contents(*self.keys.of_all(stream))
+        contents = repeated_contents(*self.keys.of(stream))
         positions_of = arrange(contents, len(stream), size)
         if not positions_of and epoch == 0:
             raise UserError(
