@@ -208,7 +208,7 @@ class Records:
             LOSSES[loss].records == "matches" for loss in losses
         )
         sentences: list[str | None] = []
-        if index.unused and index.labels is None and losses:
+        if index.labels is None and losses:
             names = negative_columns(index.unused)
             mapped = ", ".join(f"{quoted_column(name)}: negative" for name in names)
             if names:
@@ -225,9 +225,9 @@ class Records:
                 "`vembed mine` adds some"
             )
         if index.labels is None and takes_matches:
-            if not counts["scored"] and index.unused:
+            if not counts["scored"]:
                 sentences.append(unread_judgement(index.unused))
-            elif counts["scored"] and losses and not reads_scores(self.terms):
+            elif losses and not reads_scores(self.terms):
                 sentences.append(
                     f"its scores are not read by loss: {' and '.join(losses)}, and every pair is taken for a match: set "
                     "loss: cosent if they say how well a pair matches, loss: kl and teacher: scores if they are a "
@@ -368,10 +368,8 @@ class ExampleStore(Rows):
         for source in self.sources:
             index = source.index
             lines.append(source.summary())
-            num_bad = index.counts["bad"]
-            if num_bad:
-                lines += [f"left out: {problem}" for problem in joined(index.problems)]
-            num_more = num_bad - len(index.problems)
+            lines += [f"left out: {problem}" for problem in joined(index.problems)]
+            num_more = index.counts["bad"] - len(index.problems)
             if num_more:
                 lines.append(f"left out: {num_more:,d} more of {source.name}")
             if index.unused:
