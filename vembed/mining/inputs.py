@@ -246,18 +246,17 @@ class Documents:
                 of_rows.extend((row, slot, key, vector_key(item), 0))
         # With a corpus, documents of the rows that it lacks are scored as positives and negatives, and never mined.
         # Without one the documents of all rows are the candidates.
-        corpus = _as_table(of_rows)
-        extra = corpus[:0]
+        row_documents = _as_table(of_rows)
+        corpus = row_documents
         notes: list[str] = []
         if self._corpus is not None:
-            extra = corpus
             corpus = self._corpus.table
             notes = self._corpus.notes
         candidates = distinct_by(corpus, KEY)
         self.notes = [f"documents: {len(candidates):,d} to search", *notes]
         """Lines for the log."""
         self.num_candidates = len(candidates)
-        self._table = distinct_by(np.concatenate([candidates, extra]), KEY)
+        self._table = distinct_by(np.concatenate([candidates, row_documents]), KEY)
         num_copies = len(corpus) - len(candidates)
         if num_copies:
             self.notes.append(f"documents: joined {num_copies:,d} with equal content")
