@@ -255,7 +255,7 @@ def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
             for name in dict.fromkeys(chain.from_iterable(group)):
                 columns[name] = pa.array([row.get(name) for row in group])
             tables.append(pa.table(columns))
-        table = pa.concat_tables(tables[1:] or tables, promote_options="permissive")
+        table = pa.concat_tables(tables, promote_options="permissive")
     # Several types in one column, a whole number beyond 64 bits, a lone surrogate.
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         first = str(error).splitlines()[0]
