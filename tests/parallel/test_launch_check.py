@@ -53,12 +53,12 @@ def changed(run, name):
     return replace(run, config=run.config.changed(**{name: value}))
 
 
-def sentence(number, facts, **launch):
+def sentence(number, facts):
     """Return the message of one meeting to this rank, in a part of the store of its own."""
     store = dist.PrefixStore(f"meeting-{number}", STORE[0])
     check = LaunchCheck(read_rank_info(), 1)
     try:
-        check.check(store, {"num_machines": 1, **launch}, lambda _: facts)
+        check.check(store, lambda _: facts)
     except UserError as error:
         return str(error)
     return None
@@ -80,8 +80,8 @@ def all_meetings(folder):
     run = resolve_run(inputs)
     said = {}
 
-    def meet(name, facts, **launch):
-        said[name] = sentence(len(said), facts, **launch)
+    def meet(name, facts):
+        said[name] = sentence(len(said), facts)
 
     def meet_with(what, **options):
         config = run.config.changed(**(options if rank else {}))
@@ -92,7 +92,6 @@ def all_meetings(folder):
     meet_with("other order", data_path=f"{folder}/b.jsonl")
     meet_with("missing data", data_path=f"{folder}/none.jsonl")
     meet_with("other model", model_name=f"{folder}/other")
-    meet("machines", {}, num_machines=2 + rank)
     if rank:
         launch_check.versions = lambda: {**versions(), "torch's version": "1.0"}
     meet("version", {})
@@ -159,7 +158,6 @@ def test_ranks_that_force_a_resume_differ_from_those_with_a_path(value, compared
         ("other order", "data_path is "),
         ("missing data", "none.jsonl on rank 1"),
         ("other model", "model_name is "),
-        ("machines", "num_machines is 2 on rank 0"),
         ("version", "torch's version is "),
         ("run", "(VEMBED_RUN_ID) is run-0 on rank 0 ("),
         ("run given once", "(VEMBED_RUN_ID) is run-0 on rank 0 ("),
@@ -240,7 +238,7 @@ def test_rank_0_says_whom_it_waits_for(port, caplog, monkeypatch):
     check = LaunchCheck(FIRST, SHORT)
     store = check.connect()
     with pytest.raises(UserError, match="rank 1 of 2 did not come"):
-        check.check(store, {}, lambda _: {})
+        check.check(store, lambda _: {})
     assert re.search(r"has waited \d+ s for rank 1 of 2", caplog.text)
 
 

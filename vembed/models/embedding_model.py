@@ -5,7 +5,6 @@ Tower and projection are separate steps, so that the pooled output of a frozen t
 trained.
 """
 
-import difflib
 import inspect
 import logging
 import re
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from vembed.errors import UserError
+from vembed.errors import UserError, nearest
 from vembed.models import precision
 from vembed.models.attention import (
     SHARED_PREFIX,
@@ -761,7 +760,7 @@ def names_frozen_by(
             prefixes = [f"{path}."]
         names = {name for name in all_names if f"{name}.".startswith(tuple(prefixes))}
         if not names:
-            near = difflib.get_close_matches(selector, all_names, n=1, cutoff=0.0)[0]
+            near = nearest(selector, all_names, cutoff=0.0)
             numbers = {tower: len(stack) for tower, stack in layers.items()}
             raise UserError(
                 f"freeze: {selector} selects nothing of this model. Give one of its towers ({', '.join(layers)}), embeddings, "

@@ -184,7 +184,6 @@ class LaunchCheck:
     def check(
         self,
         store: Store,
-        launch: Mapping[str, Any],
         rank_facts: RankFacts,
     ) -> tuple[str, RankInfo]:
         """Compare this rank with rank 0; return the run's id, and the rank info with the processes of this machine.
@@ -200,7 +199,7 @@ class LaunchCheck:
             "machine": machine_name(),
             "run": os.environ.get(RUN_ID) or uuid.uuid4().hex[:12],
             "facts": {
-                **launch,
+                "WORLD_SIZE": ranks.world_size,
                 **versions(),
                 # By which the machine of another run is told apart.
                 f"the run id ({RUN_ID})": os.environ.get(RUN_ID) or None,

@@ -251,7 +251,7 @@ def _recomputation_by_memory(placement: Placement) -> Decision[bool]:
     # On CPUs the size of micro-batches does not depend on memory.
     if size is None or placement.device.type != "cuda":
         return recomputed
-    estimate = MemoryEstimate(placement, size)
+    estimate = MemoryEstimate(placement)
     demand = estimate.demand(recomputes=False)
     # Tokens whose graphs fit without recomputation, and then all tokens of a batch.
     _, fitting = tokens_of(placement, demand, 0)

@@ -67,11 +67,10 @@ class Session(AbstractContextManager["Session"]):
         rank_facts: RankFacts,
         *,
         timeout_minutes: float,
-        num_machines: int = 1,
         debug: bool = False,
     ) -> None:
         """Join the other processes. `rank_facts` gives values that must be equal on all ranks. It is called before data
-        or model are read. `num_machines`: as the config has it, compared between the ranks.
+        or model are read.
 
         The order matters: the device is chosen before the process group starts, which binds to it, and torch reads the
         debug level and the allocator's settings when they are first used.
@@ -100,7 +99,7 @@ class Session(AbstractContextManager["Session"]):
             if self.ranks.world_size == 1:
                 rank_facts(self.ranks)
             elif not dist.is_initialized():
-                self._join(num_machines, rank_facts)
+                self._join(rank_facts)
             self.rank = self.ranks.rank
             self.world_size = self.ranks.world_size
             self.local_rank = self.ranks.local_rank
@@ -274,7 +273,7 @@ class Session(AbstractContextManager["Session"]):
             f"({parameter_bytes / GIB:.2f}GB); either may take at most {layout.unsharded_bytes_limit / GIB:.2f}GB"
         )
 
-    def _join(self, num_machines: int, rank_facts: RankFacts) -> None:
+    def _join(self, rank_facts: RankFacts) -> None:
         """Find the other processes, compare how all were started, and start the process group.
 
         Count the processes of this machine if no launcher has. With GPUs the group also gets a gloo backend for CPU
@@ -288,8 +287,7 @@ class Session(AbstractContextManager["Session"]):
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"vembed-{attempt}-{next(_groups)}"
         store = PrefixStore(prefix, check.connect())
-        launch = {"num_machines": num_machines, "WORLD_SIZE": self.ranks.world_size}
-        run_id, self.ranks = check.check(store, launch, rank_facts)
+        run_id, self.ranks = check.check(store, rank_facts)
         log.info(f"run id: {run_id}")
         ranks = self.ranks
         if ranks.world_size > ranks.local_world_size:
@@ -339,7 +337,6 @@ def start_session(
     session = Session(
         rank_facts,
         timeout_minutes=run.timeout_minutes.value,
-        num_machines=run.machines.value,
         debug=config.logging.debug,
     )
     try:
@@ -392,8 +389,7 @@ def start_command_session(
         elif session.world_size > 1:
             assert model is not None
             source = read_model(model, is_reranker=is_reranker(model))
-            folder = source.backbone
-            files = folder.rglob("*.safetensors")
+            files = source.backbone.rglob("*.safetensors")
             num_bytes = sum(path.stat().st_size for path in files)
             fits = num_bytes <= FITS_SHARE * session.memory
             chosen = "ddp" if fits else "fsdp"

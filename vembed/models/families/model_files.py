@@ -608,8 +608,7 @@ OWN_MODEL_TYPE = "vembed_own"
 
 def is_own(folder: Path) -> bool:
     """Return True if a folder holds an own model."""
-    values = read_object(folder / "config.json")
-    return values.get("model_type") == OWN_MODEL_TYPE
+    return read_object(folder / "config.json").get("model_type") == OWN_MODEL_TYPE
 
 
 def has_tokenizer_files(folder: Path) -> bool:

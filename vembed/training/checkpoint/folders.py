@@ -327,8 +327,7 @@ def kept_decisions(
         kept_values["head_learning_rate"] = saved["head_learning_rate"]
     is_same_loss = config.objective.loss == saved.get("loss")
     temperature = run_temperature(config.objective, config.data, config.model)
-    is_left = temperature is not None
-    if is_left and is_same_loss and "temperature" in saved:
+    if temperature is not None and is_same_loss and "temperature" in saved:
         kept_values["temperature"] = saved["temperature"]
     # `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless
     # the user has changed one of the batch options.
