@@ -74,9 +74,9 @@ def test_mistakes(refused, plan, words, parts):
 
 @pytest.mark.parametrize("name", ["A100-80GB", "8x a100-80gb"])
 def test_names_as_people_write_them(name):
-    gpu = read_hardware(name, None).gpu
+    gpu, _ = read_hardware(name, None)
     assert gpu.name == "A100-80GB"
     assert gpu.memory == int(80 * 0.97 * 2**30)
-    more = read_hardware("2xA100-80GB", "40")
-    assert more.count == 2
-    assert more.gpu.gigabytes == 40
+    gpu, count = read_hardware("2xA100-80GB", "40")
+    assert count == 2
+    assert gpu.gigabytes == 40

@@ -247,26 +247,18 @@ GPUS = (
 )
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """The GPUs of each machine that a plan is made for."""
-
-    gpu: Gpu
-    count: int | None
-    """None: as many as the config or the command asks for, else one."""
-
-
-def read_hardware(gpu: str | None, memory: str | None) -> Hardware | None:
-    """Return the hardware of `--gpu 2xA100-80GB` and `--memory 80`; None if neither is given."""
+def read_hardware(gpu: str | None, memory: str | None) -> tuple[Gpu | None, int | None]:
+    """Return the GPU of `--gpu 2xA100-80GB` and `--memory 80`, and how many of them each machine has. None: not given."""
     if gpu is None:
-        return None if memory is None else Hardware(_of_memory(memory), None)
+        device = None if memory is None else _of_memory(memory)
+        return device, None
     match = FULL_NAME.fullmatch(gpu.strip())
     if match is None or match[1] == "0":
         raise UserError(f"--gpu {gpu!r}: give a number and a name, as 2xA100-80GB")
     device = _named(match[2])
     if memory is not None:
         device = replace(device, gigabytes=_of_memory(memory).gigabytes)
-    return Hardware(device, int(match[1] or 1))
+    return device, int(match[1] or 1)
 
 
 def _of_memory(text: str) -> Gpu:

@@ -85,11 +85,6 @@ def build_optimizer(
         group["params"].append(parameter)
         dtypes.add(parameter.dtype)
         device_types.add(parameter.device.type)
-    if not groups:
-        raise UserError(
-            "nothing to train: every parameter of model and loss is frozen; take parts out of `freeze`, or set "
-            "use_lora: true"
-        )
     inputs = OptimizerInputs(
         groups=list(groups.values()),
         adam_arguments={

@@ -21,7 +21,7 @@ from vembed.cli.support import (
 
 if TYPE_CHECKING:
     from vembed.cli.arguments import TrainArguments
-    from vembed.parallel.devices import Hardware
+    from vembed.parallel.devices import Gpu
     from vembed.parallel.step_memory import MemoryEstimate
 
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
@@ -100,13 +100,15 @@ def plan(
     arguments = replace(use, is_dry_run=True).with_words(args)
     from vembed.parallel.devices import read_hardware
 
-    result = show(arguments, read_hardware(gpu, memory))
+    result = show(arguments, *read_hardware(gpu, memory))
     return result, 0 if result["fits"] else 1
 
 
-def show(arguments: TrainArguments, hardware: Hardware | None) -> dict[str, Any]:
-    """Predict the memory and the hours of a training, print them in full, and return them as a dict. `hardware`: instead
-    of this machine's."""
+def show(
+    arguments: TrainArguments, gpu: Gpu | None, count: int | None
+) -> dict[str, Any]:
+    """Predict the memory and the hours of a training, print them in full, and return them as a dict. `gpu`, `count`:
+    the GPUs of each machine, instead of this machine's."""
     from vembed.cli.run_train import resolve_launch
     from vembed.config.loading import resolve_run
     from vembed.parallel.devices import GIB
@@ -114,8 +116,6 @@ def show(arguments: TrainArguments, hardware: Hardware | None) -> dict[str, Any]
     from vembed.pipelines.prediction import FITS, place_here, training_time
 
     run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
-    count = None if hardware is None else hardware.count
-    gpu = None if hardware is None else hardware.gpu
     ranks = resolve_launch(run, arguments, num_gpus=count).first_rank
     placement = place_here(run, ranks, gpu)
     estimate = MemoryEstimate(placement)
