@@ -300,7 +300,9 @@ class _Bucket:
                 if is_present:
                     parameter.grad = gradient
             gradients.append(gradient)
-        _scatter(self.flat, gradients)
+        parts = _unflatten_dense_tensors(self.flat, gradients)  # type: ignore[no-untyped-call]
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part)
         self.flat = None
         self.work = None
 
@@ -311,10 +313,7 @@ def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
     if world_size() == 1 or not tensors:
         return
     with _collective("broadcast_tensors"), torch.no_grad():
-        for bucket in _buckets(tensors):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-            dist.broadcast(flat, src=0)
-            _scatter(flat, bucket)
+        dist._broadcast_coalesced(dist.group.WORLD, tensors, BUCKET_BYTES, 0)  # type: ignore[attr-defined, arg-type]
 
 
 def sum_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -373,13 +372,6 @@ def _check_rows(num_rows: int, expected: int) -> None:
         raise ValueError(
             f"rank {rank()} gave {num_rows:,d} rows where its counts say {expected:,d}"
         )
-
-
-def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the parts of a flat tensor into the tensors that it was made of."""
-    parts = _unflatten_dense_tensors(flat, tensors)  # type: ignore[no-untyped-call]
-    for tensor, part in zip(tensors, parts, strict=True):
-        tensor.detach().copy_(part)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Any]]:
