@@ -403,24 +403,21 @@ MIN_TABLE_ROWS = 8192
 """Smaller tables are about as large as the rows of a micro-batch."""
 
 
-def use_row_gradients(backbone: nn.Module) -> int:
-    """Let large trained nn.Embedding modules give gradients by rows, and return their number. `.grad` stays dense.
+def use_row_gradients(backbone: nn.Module) -> None:
+    """Let large trained nn.Embedding modules give gradients by rows. `.grad` stays dense.
 
     For models that are not sharded, on CPUs.
     """
-    tables = [
-        module
-        for module in backbone.modules()
+    for module in backbone.modules():
         # Exactly this class: a subclass may compute something else.
-        if type(module) is nn.Embedding
-        and module.weight.requires_grad
-        and module.num_embeddings >= MIN_TABLE_ROWS
-        and not module.scale_grad_by_freq
-    ]
-    for module in tables:
-        module.sparse = True
-        module.weight.register_post_accumulate_grad_hook(_make_dense)  # type: ignore[no-untyped-call]
-    return len(tables)
+        if (
+            type(module) is nn.Embedding
+            and module.weight.requires_grad
+            and module.num_embeddings >= MIN_TABLE_ROWS
+            and not module.scale_grad_by_freq
+        ):
+            module.sparse = True
+            module.weight.register_post_accumulate_grad_hook(_make_dense)  # type: ignore[no-untyped-call]
 
 
 def _make_dense(weight: torch.Tensor) -> None:

@@ -134,12 +134,9 @@ def load_image_processor(description: ModelDescription) -> Any:
             f"the image processor of {source} cannot be loaded: {error_sentence(error)}"
         ) from error
     if description.family_traits.is_vision_language:
-        processor.size = {
-            "shortest_edge": description.min_pixels or processor.size["shortest_edge"],
-            "longest_edge": description.max_pixels or processor.size["longest_edge"],
-        }
-        smallest = processor.size["shortest_edge"]
-        largest = processor.size["longest_edge"]
+        smallest = description.min_pixels or processor.size["shortest_edge"]
+        largest = description.max_pixels or processor.size["longest_edge"]
+        processor.size = {"shortest_edge": smallest, "longest_edge": largest}
         if smallest > largest:
             raise UserError(
                 f"min_pixels is {smallest:,d} and max_pixels {largest:,d}: set min_pixels to at most max_pixels"

@@ -5,7 +5,6 @@ by image. On a GPU each of these reads waits until the device has caught up.
 """
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -31,15 +30,6 @@ _WITH_WINDOWS = "qwen2_5_vl"
 """Model type whose image tower has layers that attend inside of windows."""
 _MODEL_TYPES = ("qwen2_vl", _WITH_WINDOWS, _WITH_POSITION_TABLE)
 """Model types whose image tower takes what it would compute from the grid."""
-
-_NEEDED = {
-    "get_vision_interpolation_indices_and_weights",
-    "get_vision_attention_seqlens",
-    "get_vision_cu_seqlens",
-    "get_vision_position_ids",
-    "get_vision_window_index",
-}
-"""Functions of Transformers whose results its image towers take as arguments."""
 
 
 def token_positions(
@@ -83,22 +73,27 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
 
     `config`: the values of the model's config.json.
     """
-    is_known = find_spec("transformers.vision_utils") is not None
     model_type = config.get("model_type")
-    if model_type not in _MODEL_TYPES or not is_known:
+    if model_type not in _MODEL_TYPES:
         return {}
-    from transformers import vision_utils
-
-    if not vars(vision_utils).keys() >= _NEEDED:  # an older version
+    try:
+        from transformers.vision_utils import (
+            get_vision_attention_seqlens,  # noqa: F401 - which takes what is made here
+            get_vision_cu_seqlens,
+            get_vision_interpolation_indices_and_weights,
+            get_vision_position_ids,
+            get_vision_window_index,
+        )
+    except ImportError:  # an older version
         return {}
     vision = config["vision_config"]
     merge = int(vision["spatial_merge_size"])
     inputs = {
-        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
-        "position_ids": vision_utils.get_vision_position_ids(grid, merge),
+        "cu_seqlens": get_vision_cu_seqlens(grid),
+        "position_ids": get_vision_position_ids(grid, merge),
     }
     if model_type == _WITH_POSITION_TABLE:
-        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+        indices, weights = get_vision_interpolation_indices_and_weights(
             grid,
             num_grid_per_side=int(vision["num_position_embeddings"] ** 0.5),
             mode="bilinear",
@@ -108,7 +103,7 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
         inputs["interp_indices"] = indices
         inputs["interp_weights"] = weights
     if model_type == _WITH_WINDOWS:
-        window_index, window_starts = vision_utils.get_vision_window_index(
+        window_index, window_starts = get_vision_window_index(
             grid,
             spatial_merge_size=merge,
             window_size=int(vision["window_size"]),
