@@ -192,17 +192,15 @@ class MemoryEstimate:
         self.placement = placement
         self.size = size or placement.size or measure(placement.run.config)
         config = placement.run.config
-        # A positive, and the hard negatives as far as the config gives a number.
+        # A query, a positive, and the hard negatives as far as the config gives a number.
         num_negatives = config.data.max_negatives or 0
-        num_documents = 1 + num_negatives + config.data.in_batch_negatives
-        # An embedding model reads the query too, a reranker a pair for each document.
-        self.inputs_per_example = 1 + num_documents
+        num_inputs = 2 + num_negatives + config.data.in_batch_negatives
         self.output_size = self.size.hidden
         """Numbers that the model gives for an input."""
         if config.model.task == "rerank":
-            self.inputs_per_example = num_documents
+            num_inputs -= 1  # a pair for each document
             self.output_size = 1
-        self.inputs = placement.num_examples * self.inputs_per_example
+        self.inputs = placement.num_examples * num_inputs
         """Inputs of a process's batch at most: texts, images or pairs."""
 
     def loss_bytes(self, dim: int) -> float:

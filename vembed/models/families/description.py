@@ -590,19 +590,23 @@ def _pooling(
         "has_class_token": shape.has_class_token,
     }
     path = "1_Pooling/config.json"
+    option = reading.options.pooling
+    is_convolutional = reading.config.model_type in _POOLED_BY_MEAN
+    if gives_vectors or family.pools_itself or is_convolutional:
+        if option != "auto":
+            raise UserError(
+                f"pooling: {option} is not available for {name}, which gives one vector for each input itself; leave "
+                "pooling out"
+            )
+        reading.reasons["pooling"] = "the model gives one vector for each input itself"
+        # The vector of a module is repeated for every token, so that each pooling gives it.
+        return "cls" if gives_vectors else MODEL_POOLING
     pooling = family.pooling
     reason = family.pooling_reason
     problem = None
-    is_convolutional = reading.config.model_type in _POOLED_BY_MEAN
-    if family.pools_itself or is_convolutional:
-        pooling = MODEL_POOLING
-        reason = "the model gives one vector for each input itself"
-    elif reading.saved:
+    if reading.saved:
         pooling = reading.saved["pooling"]
         reason = _FROM_SAVED
-    elif gives_vectors:
-        pooling = "cls"
-        reason = "the module gives one vector for each input"
     elif files.pooling_modes:
         reason = f"from {path}"
         problem = f"pools by {' and '.join(files.pooling_modes)}, which vembed cannot"
@@ -623,7 +627,6 @@ def _pooling(
         reason = (
             "a causal decoder's last token is the only one that has seen the whole text"
         )
-    option = reading.options.pooling
     if option == "auto":
         if problem is not None:
             raise UserError(
@@ -631,11 +634,6 @@ def _pooling(
             )
         reading.reasons["pooling"] = reason
         return pooling
-    if gives_vectors or family.pools_itself or is_convolutional:
-        raise UserError(
-            f"pooling: {option} is not available for {name}, which gives one vector for each input itself; leave pooling "
-            "out"
-        )
     refusal = POOLINGS[option].refusal(**facts)
     if refusal is not None:
         raise UserError(f"pooling: {option} on {name}: {refusal}")
