@@ -70,7 +70,14 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
     _, without_state = tokens_of(placement, held, size.max_length)
     assert actual.kept_graph_tokens < without_state
     graphs = actual.kept_graph_tokens * held.per_token
-    total = need.states + need.copies + need.loss + graphs
+    total = (
+        need.weights
+        + need.gradients
+        + need.optimizer
+        + need.copies
+        + need.loss
+        + graphs
+    )
     assert total == pytest.approx(0.8 * placement.memory, rel=0.01)
 
 

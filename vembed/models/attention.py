@@ -463,25 +463,32 @@ class _Rotated(torch.autograd.Function):
         sin: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        first, second = values.chunk(2, dim=-1)
         sin_first, sin_second = sin.chunk(2, dim=-1)
-        output = torch.mul(values, cos, out=torch.empty_like(values))
-        output_first, output_second = output.chunk(2, dim=-1)
-        output_first.addcmul_(second, sin_first, value=-1)
-        output_second.addcmul_(first, sin_second)
-        return output
+        return _rotated(values, cos, sin_first, sin_second, sign=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        first, second = gradients[0].chunk(2, dim=-1)
         sin_first, sin_second = sin.chunk(2, dim=-1)
         # The transposed rotation.
-        result = torch.mul(gradients[0], cos, out=torch.empty_like(gradients[0]))
-        result_first, result_second = result.chunk(2, dim=-1)
-        result_first.addcmul_(second, sin_second)
-        result_second.addcmul_(first, sin_first, value=-1)
+        result = _rotated(gradients[0], cos, sin_second, sin_first, sign=-1)
         return result, None, None
+
+
+def _rotated(
+    values: Tensor,
+    cos: Tensor,
+    first_sin: Tensor,
+    second_sin: Tensor,
+    sign: int,
+) -> Tensor:
+    """Return values * cos + sign * [-second * first_sin, first * second_sin] for values = [first, second]."""
+    first, second = values.chunk(2, dim=-1)
+    output = torch.mul(values, cos, out=torch.empty_like(values))
+    output_first, output_second = output.chunk(2, dim=-1)
+    output_first.addcmul_(second, first_sin, value=-sign)
+    output_second.addcmul_(first, second_sin, value=sign)
+    return output
 
 
 # ---- pieces on CPUs ----------------------------------------------------------------------------------------------

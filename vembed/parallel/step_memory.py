@@ -106,14 +106,9 @@ class Memory:
     """Embeddings of the global batch, and the loss."""
 
     @property
-    def states(self) -> float:
-        """Bytes held between steps: weights, gradients and optimizer."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
     def total(self) -> float:
         """All of it."""
-        return self.states + self.gathered + self.copies + self.activations + self.loss
+        return float(sum(asdict(self).values()))
 
 
 @dataclass(frozen=True)
