@@ -129,10 +129,8 @@ def test_batch_norms_that_are_not_shared_are_said_to_break_parity():
     assert "sync_batchnorm" in line
 
 
-def test_on_gpus_they_become_torchs_own_and_without_any_nothing_happens():
+def test_on_gpus_they_become_torchs_own():
     model = small_network()
-    assert share_batch_norms(model, torch.device("cuda"), shared=True) == 3
+    share_batch_norms(model, torch.device("cuda"), shared=True)
     kinds = [type(module).__name__ for module in model.modules()]
     assert kinds.count("SyncBatchNorm") == 3
-    plain = nn.Linear(2, 2)
-    assert share_batch_norms(plain, torch.device("cpu"), shared=True) == 0

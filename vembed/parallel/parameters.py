@@ -384,26 +384,22 @@ def share_batch_norms(
     device: torch.device,
     *,
     shared: bool,
-) -> int:
-    """Make batch norms share their statistics between ranks if `shared`, else warn; return their number."""
+) -> None:
+    """Make batch norms share their statistics between ranks if `shared`, else warn."""
     norms = [module for module in model.modules() if isinstance(module, _Base)]
-    if not norms:
-        if shared:
-            log.info("sync_batchnorm: the model has no batch norms")
-        return 0
-    if not shared:
-        if model.training:
-            log.warning(
-                f"batch norms: {len(norms)}, each over the micro-batch of one process, so losses and gradients depend on "
-                "the number of processes and on micro_batch_tokens; sync_batchnorm: true shares their statistics"
-            )
-        return len(norms)
-    if device.type == "cpu":
-        for module in norms:
-            module.__class__ = GatheredBatchNorm
-    else:
-        nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    log.info(
-        f"sync_batchnorm: {len(norms)} batch norms share their statistics among processes"
-    )
-    return len(norms)
+    if norms and not shared:
+        log.warning(
+            f"batch norms: {len(norms)}, each over the micro-batch of one process, so losses and gradients depend on "
+            "the number of processes and on micro_batch_tokens; sync_batchnorm: true shares their statistics"
+        )
+    elif shared and not norms:
+        log.info("sync_batchnorm: the model has no batch norms")
+    elif norms:
+        if device.type == "cpu":
+            for module in norms:
+                module.__class__ = GatheredBatchNorm
+        else:
+            nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+        log.info(
+            f"sync_batchnorm: {len(norms)} batch norms share their statistics among processes"
+        )
