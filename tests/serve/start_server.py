@@ -4,7 +4,13 @@ import json
 import sys
 import time
 
-from vembed.inference.serve import ModelEncoder, RequestLimits, open_encoder, serve
+from vembed.inference.serve import (
+    ModelEncoder,
+    RequestLimits,
+    listen,
+    open_encoder,
+    serve,
+)
 
 
 class SlowEncoder(ModelEncoder):
@@ -17,11 +23,7 @@ class SlowEncoder(ModelEncoder):
 
 
 if __name__ == "__main__":
-    serve(
-        lambda: SlowEncoder(open_encoder(sys.argv[1]).embedder),
-        "tiny",
-        host="127.0.0.1",
-        port=0,
-        limits=RequestLimits(**json.loads(sys.argv[2])),
-        on_ready=lambda port, _: print(f"http://127.0.0.1:{port}:", flush=True),
-    )
+    with listen("127.0.0.1", 0) as listener:
+        encoder = SlowEncoder(open_encoder(sys.argv[1]).embedder)
+        print(f"http://127.0.0.1:{listener.getsockname()[1]}:", flush=True)
+        serve(listener, encoder, "tiny", RequestLimits(**json.loads(sys.argv[2])))

@@ -16,12 +16,11 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -359,7 +358,7 @@ class Service:
         key: str,
         kind_key: str,
     ) -> list[ServedInput]:
-        """Return the inputs under `key`, with the prompt that `kind_key` asks for. Raise Refusal beyond the self.limits."""
+        """Return the inputs under `key`, with the prompt that `kind_key` asks for. Raise Refusal beyond the limits."""
         kind = values.get(kind_key)
         if kind not in (None, "query", "document"):
             said = reprlib.repr(kind)
@@ -503,7 +502,7 @@ def cut_vectors(vectors: np.ndarray, values: Values) -> np.ndarray:
 
 def refusal_response(refusal: Refusal) -> Response:
     """Return an error as OpenAI's clients read it."""
-    is_fault = refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    is_fault = refusal.status >= 500
     error = {
         "message": str(refusal),
         "type": "server_error" if is_fault else "invalid_request_error",
@@ -607,52 +606,42 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(
-    load: Callable[[], TextEncoder],
-    name: str,
-    *,
-    host: str,
-    port: int,
-    api_key: str | None = None,
-    limits: RequestLimits | None = None,
-    on_ready: Callable[[int, bool], object],
-) -> None:
-    """Answer requests until SIGINT or SIGTERM, and then those that have arrived. A second signal ends the process.
-
-    `load` gives the encoder, after the address is known to be free. `on_ready` gets the port, also where 0 asked for a
-    free one, and whether the model gives scores, when connections are taken.
-    """
-    limits = limits or RequestLimits()
+def listen(host: str, port: int) -> socket.socket:
+    """Return the socket of an address, which takes connections from now on. Port 0 asks for a free one."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         raise UserError(
             f"--host {host} --port {port} cannot be listened on ({error}); give others"
         ) from error
-    try:
-        encoder = load()
-        batcher = Batcher(encoder)
-        service = Service(batcher, name, limits, api_key)
-        config = uvicorn.Config(
-            service.app(),
-            http=cast(type[asyncio.Protocol], partial(Connection, limits)),
-            ws="none",
-            lifespan="off",
-            loop="asyncio",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
-            timeout_keep_alive=int(limits.head_seconds) + 1,
-            timeout_graceful_shutdown=int(limits.drain_seconds),
-        )
-        on_ready(listener.getsockname()[1], encoder.gives_scores)
-        Server(config).run(sockets=[listener])
-    finally:
-        listener.close()
+
+
+def serve(
+    listener: socket.socket,
+    encoder: TextEncoder,
+    name: str,
+    limits: RequestLimits,
+    api_key: str | None = None,
+) -> None:
+    """Answer requests until SIGINT or SIGTERM, and then those that have arrived. A second signal ends the process."""
+    service = Service(Batcher(encoder), name, limits, api_key)
+    config = uvicorn.Config(
+        service.app(),
+        http=cast(type[asyncio.Protocol], partial(Connection, limits)),
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        log_level="error",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        timeout_keep_alive=int(limits.head_seconds) + 1,
+        timeout_graceful_shutdown=int(limits.drain_seconds),
+    )
+    Server(config).run(sockets=[listener])
 
 
 # ---- what the server asks: an Embedder, a Reranker or an export in its own runtime, and the Batcher that asks it ---

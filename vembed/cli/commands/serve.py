@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -16,9 +16,6 @@ from vembed.cli.support import (
     usable_model,
 )
 from vembed.errors import UserError
-
-if TYPE_CHECKING:
-    from vembed.inference.serve import TextEncoder
 
 
 def serve(
@@ -49,36 +46,28 @@ def serve(
                 f"{package} is not installed: `pip install 'vembed[serve]'`"
             )
     from vembed.files import short_name
-    from vembed.inference.serve import open_encoder
+    from vembed.inference.serve import RequestLimits, listen, open_encoder
     from vembed.inference.serve import serve as run_server
 
     model_path = usable_model(model)
-
-    def load() -> TextEncoder:
-        return open_encoder(
+    # An address that is taken shows before the model is loaded, which may take minutes.
+    with listen(host, port) as listener:
+        encoder = open_encoder(
             model_path,
             device=device,
             truncate_dim=truncate_dim,
             trust_remote_code=trust_remote_code,
         )
-
-    def announce(port: int, gives_scores: bool) -> None:
         routes = "/v1/embeddings (OpenAI) or /embed (TEI)"
-        if gives_scores:
+        if encoder.gives_scores:
             routes = "/rerank (TEI, Cohere)"
+        port = listener.getsockname()[1]
         # A program that starts the server waits for this line.
         print_lines(
             f"{model_path} at http://{host}:{port}: POST {routes}; Ctrl-C stops it"
         )
-
-    run_server(
-        load,
-        served_name or short_name(model_path),
-        host=host,
-        port=port,
-        api_key=api_key,
-        on_ready=announce,
-    )
+        name = served_name or short_name(model_path)
+        run_server(listener, encoder, name, RequestLimits(), api_key)
     print_lines("stopped")
 
 
