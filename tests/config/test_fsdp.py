@@ -232,6 +232,8 @@ def test_keys_that_only_accelerate_uses_are_named(accelerate_file):
         place="accelerate.yaml",
         distribution="fsdp",
         options={"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+        main_process_ip=None,
+        main_process_port=None,
         use_cpu=True,
         gpu_ids="0,1",
         notes=file.notes,

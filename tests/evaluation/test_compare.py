@@ -10,7 +10,7 @@ import vembed
 from tests.commands import invoke
 from tests.tiny import change_json, read_json
 from tests.training.test_run import settings
-from vembed.evaluation.query_results import path_of, read_queries
+from vembed.evaluation.query_results import read_queries
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_the_json_has_scores_paired_differences_settings_and_queries(runs):
     assert report["settings"] == {"learning_rate": rates}
     scores = []
     for run in report["runs"][:2]:
-        results = read_queries(path_of(runs / run["name"], run["scored_step"]))
+        results = read_queries(runs / run["name"], run["scored_step"])
         column = results["metrics"].index("ndcg@10")
         scores.append(np.array(results["values"])[:, column])
     change = scores[1] - scores[0]

@@ -19,7 +19,6 @@ from vembed.evaluation.query_results import (
     compare_results,
     item_content,
     paired_intervals,
-    path_of,
     read_queries,
 )
 from vembed.evaluation.report.page import TEMPLATES
@@ -39,7 +38,7 @@ def run(tmp_path_factory):
 def test_the_results_of_the_queries_are_those_of_the_evaluation(run):
     record = read_run(run)
     for step, scores in ((0, record.before), (record.final.step, record.after)):
-        content = read_queries(path_of(run, step))
+        content = read_queries(run, step)
         assert len(content["values"]) == 39, "equal queries are one"
         means = np.mean(content["values"], axis=0)
         for name, value in zip(content["metrics"], means, strict=True):
@@ -51,7 +50,7 @@ def test_the_results_of_the_queries_are_those_of_the_evaluation(run):
 def test_the_report_shows_queries_intervals_and_meanings(run):
     page = (run / "report.html").read_text()
     text = (run / "report.md").read_text()
-    first, last = (read_queries(path_of(run, step)) for step in (0, 11))
+    first, last = (read_queries(run, step) for step in (0, 11))
     actual = compare_results(first, last, "ndcg@10")
     for report in (page, text):
         assert "95 % interval of the change" in report

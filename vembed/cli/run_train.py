@@ -154,8 +154,7 @@ def result_of(output_dir: str | Path) -> dict[str, Any]:
     from vembed.evaluation.report.report import run_json
 
     folder = Path(output_dir)
-    facts = run_json(folder.resolve().name, read_run(folder))
-    return {"model_dir": str(folder / "final"), **facts}
+    return {"model_dir": str(folder / "final"), **run_json(read_run(folder))}
 
 
 def resolve_launch(

@@ -57,12 +57,6 @@ ColumnMapping = Annotated[
 ImageRootOption = Annotated[
     str | None, Option(help="Where relative image paths start, and must stay.")
 ]
-RetrievalModeOption = Annotated[
-    Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] | None,
-    Option(
-        help="What plain strings of the data are, as the option of that name. Default: as in the model's run."
-    ),
-]
 BatchTokens = Annotated[
     int | None, Option(min=1, help="Padded tokens per micro-batch.")
 ]
@@ -70,7 +64,6 @@ KindOption = Annotated[
     Literal["query", "document"],
     Option(help="query or document: which of the model's prompts to use."),
 ]
-OnBadRecord = Literal["stop", "skip"]
 PositiveNumber = Annotated[int | None, Option(min=1)]
 OutputFile = Annotated[str, Option("--output", "-o")]
 TruncateDim = Annotated[

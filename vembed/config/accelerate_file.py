@@ -1,7 +1,7 @@
 """Accelerate config files and presets, and the environment variables that `accelerate launch` sets."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,13 +66,13 @@ class AccelerateFile:
     place: str
     """The file as messages name it: its path, or configs/NAME.yaml for a preset."""
     distribution: Distribution
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any]
     """Values of vembed's options: fsdp_*, mixed_precision, and the numbers of machines and of processes on each."""
-    main_process_ip: str | None = None
-    main_process_port: int | None = None
-    use_cpu: bool = False
-    gpu_ids: str | None = None
-    notes: tuple[str, ...] = ()
+    main_process_ip: str | None
+    main_process_port: int | None
+    use_cpu: bool
+    gpu_ids: str | None
+    notes: tuple[str, ...]
 
 
 PRESETS_FOLDER = Path(vembed.__file__).parent / "configs"

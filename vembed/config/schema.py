@@ -23,6 +23,7 @@ from vembed.config.values import (
     Momentum,
     NonNegativeFloat,
     NonNegativeInt,
+    OnBadRecord,
     PositiveFloat,
     PositiveInt,
     ProperFraction,
@@ -424,7 +425,7 @@ class DataSection(Section):
     """Base folder of relative image paths, which must not lead out of it. Default: the folder of the data file."""
     allow_image_urls: bool = False
     """Fetch images from http(s) addresses."""
-    on_bad_record: Literal["stop", "skip"] = "stop"
+    on_bad_record: OnBadRecord = "stop"
     """Invalid records. stop: end before training with a list of the first ten. skip: train without them and log their
     number."""
     max_negatives: NonNegativeInt | None = None

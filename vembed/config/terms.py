@@ -30,9 +30,9 @@ class ResolvedTerm:
     """Name of the teacher that it follows."""
     guide: str | None
     """Name of the teacher that chooses its candidates."""
-    temperature_source: str = "default"
+    temperature_source: str
     """Where its temperature comes from, for the log. `given` if a user set it."""
-    is_alone: bool = True
+    is_alone: bool
     """It is the whole loss, rather than an entry of `losses`."""
 
     @property

@@ -1,4 +1,5 @@
-"""Types of option values: numbers with limits, and the base class of config models."""
+"""Types of option values: numbers with limits, choices that the config, the library and the commands share, and the base class
+of config models."""
 
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,14 @@ ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Auto = Literal["auto"]
 Task = Literal["embed", "rerank"]
 RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
+OnBadRecord = Literal["stop", "skip"]
+EvaluationTask = Literal["auto", "retrieval", "similarity"]
+EmbeddingPrecision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
+FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]
+WeightPrecision = Literal["float32", "float16", "bfloat16", "int8"]
+ServerName = Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"]
+EditPlace = Literal["layers", "embedding", "both"]
+EditDirection = Literal["mean_difference", "principal", "erase"]
 
 
 class FileReference(str):

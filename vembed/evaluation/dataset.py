@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 
 from vembed.config.schema import DataSection, ObjectiveSection
+from vembed.config.values import EvaluationTask
 from vembed.data.example_store import open_examples
 from vembed.data.examples import (
     LONE_SURROGATE,
@@ -36,8 +37,6 @@ from vembed.files import read_state_text
 from vembed.progress import counted
 
 log = logging.getLogger("vembed")
-
-EvaluationTask = Literal["auto", "retrieval", "similarity"]
 
 MAX_GRADE = 1000
 """Largest grade. Fractional relevance scores are scaled to integer grades up to this, as trec_eval expects."""

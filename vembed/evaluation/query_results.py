@@ -94,18 +94,20 @@ def item_content(item: Item, name: str) -> dict[str, Any]:
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def path_of(output_dir: Path, step: int) -> Path:
+def _path_of(output_dir: Path, step: int) -> Path:
     """Return the file of an evaluation."""
     return output_dir / EVALUATIONS_FOLDER / f"step-{step}.json"
 
 
-def read_queries(path: Path) -> Mapping[str, Any] | None:
+def read_queries(output_dir: Path, step: int) -> Mapping[str, Any] | None:
     """Return what `write_queries` wrote, or None if there is no such file."""
+    path = _path_of(output_dir, step)
     return read_json_object(path) if path.exists() else None
 
 
-def write_queries(path: Path, content: dict[str, Any]) -> None:
+def write_queries(output_dir: Path, step: int, content: dict[str, Any]) -> None:
     """Write the content of an evaluation as a whole or not at all."""
+    path = _path_of(output_dir, step)
     path.parent.mkdir(exist_ok=True)
     replace_text(path, json.dumps(content, ensure_ascii=False))
 

@@ -9,14 +9,20 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from vembed.config.schema import DataSection, EvaluationSection
-from vembed.config.values import Auto, ModelDtype, RetrievalMode
+from vembed.config.values import (
+    Auto,
+    EvaluationTask,
+    ModelDtype,
+    OnBadRecord,
+    RetrievalMode,
+)
 from vembed.data.examples import Item, KeyIndex, Kind
 from vembed.data.features import BaseFeaturiser, Pair, PairFeaturiser, refuse_prompts
 from vembed.errors import UserError, did_you_mean
@@ -25,7 +31,6 @@ from vembed.evaluation.dataset import (
     TEST_FIRST,
     Corpus,
     EvalData,
-    EvaluationTask,
     RetrievalData,
     ScoredPairs,
     num_prompts,
@@ -71,7 +76,7 @@ def evaluate(
     split: str | None = None,
     batch_tokens: int | None = None,
     column_mapping: dict[str, str] | None = None,
-    on_bad_record: Literal["stop", "skip"] = "stop",
+    on_bad_record: OnBadRecord = "stop",
     retrieval_mode: RetrievalMode | None = None,
     device: str | None = None,
     torch_dtype: ModelDtype = "auto",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from vembed.config.schema import DataSection, ObjectiveSection, RunSection
+from vembed.config.values import FormatName, ServerName, WeightPrecision
 from vembed.data.datasets import open_sets
 from vembed.data.examples import Item, Kind, spread
 from vembed.data.features import Features, PairFeaturiser
@@ -31,12 +32,10 @@ from vembed.export.formats import (
     ExportFormat,
     ExportJob,
     ExportReader,
-    FormatName,
     GgufFormat,
     SafetensorsFormat,
     StaticFormat,
     Texts,
-    WeightPrecision,
     encode_all,
     log_nothing,
 )
@@ -487,7 +486,6 @@ def export_reranker(
 # ---- servers of other projects: which export each reads, and the command that starts it ----------------------------
 
 
-ServerName = Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"]
 FORMAT_OF: dict[ServerName, FormatName] = {
     "tei": "safetensors",
     "vllm": "safetensors",
@@ -628,13 +626,12 @@ def compare_server(
             f"{route} differs from {model}: embeddings of {served_ND.shape[1]:,d} dimensions for "
             f"{expected_ND.shape[1]:,d}"
         )
-    text_distances = distances(expected_ND, served_ND)
-    worst = int(text_distances.argmax())
-    largest = float(text_distances[worst])
+    check = compare_embeddings(route, expected_ND, served_ND, tolerance)
+    largest = check.largest_distance
     compared = f"largest cosine distance {largest:.2g} (tolerance {tolerance:.2g})"
     if largest > tolerance:
         raise RunError(
-            f"{route} differs from {model}: {compared}, for the text {texts[worst][0][:60]!r}; "
+            f"{route} differs from {model}: {compared}, for the text {texts[check.worst][0][:60]!r}; "
             "compare its pooling, its maximum length and its tokenizer with the model's"
         )
     log(f"{route} equals {model}: {compared}")
@@ -745,10 +742,11 @@ class Check:
 
 def evaluation_data(model: str, data: str | None) -> EvalData | None:
     """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
-    options = run_options(model, ("retrieval_mode",))
+    names = ["retrieval_mode"]
     if data is None:
-        names = ("val_data_path", "column_mapping", "image_root", "on_bad_record")
-        options |= run_options(model, names)
+        names += ["val_data_path", "column_mapping", "image_root", "on_bad_record"]
+    options = run_options(model, names)
+    if data is None:
         data = options.pop("val_data_path", None)
         if data is None or not Path(data).exists():
             return None

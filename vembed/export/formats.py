@@ -12,7 +12,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Protocol, get_args
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from vembed.config.values import WeightPrecision
 from vembed.data.examples import Kind
 from vembed.data.features import MAX_CHARACTERS_PER_TOKEN, cut_words
 from vembed.errors import RunError, UserError
@@ -35,10 +36,10 @@ from vembed.models.processors import load_tokenizer
 from vembed.progress import Log
 from vembed.saving.files import MODULE, save_model, write_modules
 
-FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]
-WeightPrecision = Literal["float32", "float16", "bfloat16", "int8"]
 PROMPTS_FILE = "config_sentence_transformers.json"
 LENGTH_FILE = "sentence_bert_config.json"
+Texts = list[tuple[str, Kind]]
+EncodeTexts = Callable[[list[str], Kind], np.ndarray]
 COPY = "give OUTPUT alone, without --check, --format and --precision, to copy it"
 
 
@@ -55,7 +56,7 @@ class ExportJob:
     embedder: Embedder
     """The model in float32. A format may change its attention function, so that its own vectors are computed first."""
     precision: WeightPrecision
-    texts: Sequence[tuple[str, Kind]]
+    texts: Texts
     """Texts to train a student with; other formats need none."""
     log: Log
     """Takes a line before each part that may take minutes."""
@@ -74,11 +75,7 @@ class ExportReader(Protocol):
         ...
 
 
-Texts = list[tuple[str, Kind]]
-EncodeTexts = Callable[[list[str], Kind], np.ndarray]
-
-
-def encode_all(encode: EncodeTexts, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
+def encode_all(encode: EncodeTexts, texts: Texts) -> np.ndarray:
     """Return [n, d] embeddings in the order of the texts; each kind is encoded together."""
     rows: dict[int, np.ndarray] = {}
     for kind in get_args(Kind):

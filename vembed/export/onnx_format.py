@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
+from vembed.config.values import WeightPrecision
 from vembed.data.batching.rank_batch import split_by_length
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
@@ -23,7 +24,6 @@ from vembed.export.formats import (
     ExportFormat,
     ExportJob,
     FolderTexts,
-    WeightPrecision,
     write_texts,
 )
 from vembed.files import write_json

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from vembed.config.decisions import Decision, Precision
-from vembed.config.values import ModelDtype
+from vembed.config.values import EmbeddingPrecision, ModelDtype
 from vembed.data.examples import (
     LONE_SURROGATE,
     ImageRef,
@@ -24,7 +24,6 @@ from vembed.data.examples import (
 from vembed.data.features import Featuriser
 from vembed.errors import UserError, did_you_mean
 from vembed.inference.encoding import (
-    EmbeddingPrecision,
     checked_ranges,
     encode_items,
     first_dims,

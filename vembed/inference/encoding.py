@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vembed.config.values import EmbeddingPrecision
 from vembed.data.batching.rank_batch import (
     Feeder,
     LockstepSplit,
@@ -288,9 +289,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 # ---- embeddings in fewer bits, with the formulas of Sentence Transformers ------------------------------------------
-
-
-EmbeddingPrecision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
 
 def ranges_of(vectors_ND: np.ndarray) -> np.ndarray:

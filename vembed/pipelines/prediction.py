@@ -1,6 +1,5 @@
 """Prediction of the memory of a run's processes and of its hours, from the shapes of its model, without weights."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,17 +21,6 @@ FITS = 0.9
 USED_SHARE = {True: 0.35, False: 0.6}
 """Assumed share of the peak that training reaches: in 16 bits, and in float32."""
 SECONDS_PER_HOUR = 3600.0
-
-
-@dataclass(frozen=True)
-class DataSize:
-    """Sizes of the training data, from the first records of each source."""
-
-    num_examples: int
-    tokens: float
-    """Mean tokens of an example: its query, positives and negatives."""
-    length: float
-    """Mean tokens of a text."""
 
 
 def place_here(
@@ -62,7 +50,7 @@ def training_time(
     if gpu is None or peak is None:
         return None, "hours: not estimated (--gpu 2xA100-80GB names a GPU)"
     try:
-        data = data_size(config.model, config.data)
+        num_examples, tokens, length = data_size(config.model, config.data)
     except UserError as error:
         return None, f"hours: not estimated ({error})"
     world = placement.ranks.world_size
@@ -70,7 +58,7 @@ def training_time(
     per_step = placement.num_examples * world * micro_steps
     steps = config.optimizer.max_steps
     if steps is None:
-        num_train = data.num_examples * (1.0 - (config.data.val_split or 0.0))
+        num_train = num_examples * (1.0 - (config.data.val_split or 0.0))
         has_logit_scale = describe(config.model).family_traits.has_logit_scale_and_bias
         epochs = decide_epochs(
             config.optimizer,
@@ -87,29 +75,30 @@ def training_time(
         num_passes += 1.0
     # Gradient Cache runs the forward pass of what it does not keep twice.
     estimate = MemoryEstimate(placement, size)
-    num_passes += estimate.repeated_share(placement.num_examples * data.tokens)
+    num_passes += estimate.repeated_share(placement.num_examples * tokens)
     # A multiplication and an addition for each weight; attention has two products of length x hidden per token.
     inside_layers = size.layer_parameters * size.num_layers or size.total
-    attention = 4.0 * size.num_layers * size.hidden * data.length
+    attention = 4.0 * size.num_layers * size.hidden * length
     operations = num_passes * (2.0 * inside_layers + attention)
     # Every process has this peak.
     speed = peak * 1e12 * USED_SHARE[is_half] * world
-    seconds = steps * per_step * data.tokens * operations / speed
+    seconds = steps * per_step * tokens * operations / speed
     hours = f"about {seconds / SECONDS_PER_HOUR:.2g} ({duration(seconds)})"
     if seconds < 1:
         hours = "about 0 (under 1 s)"
     line = (
         f"hours: {hours}, often off by a factor of two: {steps:,d} steps "
-        f"x {per_step:,d} examples x {data.tokens:,.0f} tokens, {operations / 1e9:,.3g} GFLOP per token, at an assumed "
+        f"x {per_step:,d} examples x {tokens:,.0f} tokens, {operations / 1e9:,.3g} GFLOP per token, at an assumed "
         f"{USED_SHARE[is_half]:.0%} of the {peak:.4g} TFLOPS of {gpu.name}'s data sheet, on {world} process(es); "
         "without evaluations and loading"
     )
     return seconds, line
 
 
-def data_size(model: ModelSection, data: DataSection) -> DataSize:
-    """Return the sizes of the training data of an embedding model. Raise UserError where it is not here, or is not text
-    alone."""
+def data_size(model: ModelSection, data: DataSection) -> tuple[int, float, float]:
+    """Return the number of training examples of an embedding model, the mean tokens of one (its query, positives and
+    negatives), and those of a text, all from the first records of each source. Raise UserError where the data are not here, or
+    are not text alone."""
     refusal = UserError("data_path must be files of texts that are here")
     description = describe(model)
     if description.modalities == ("image",):
@@ -136,4 +125,4 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
         num_examples += sample.num_records
         num_texts += share * len(lengths)
         tokens += share * sum(lengths)
-    return DataSize(num_examples, tokens / num_examples, tokens / num_texts)
+    return num_examples, tokens / num_examples, tokens / num_texts

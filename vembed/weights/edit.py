@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from vembed.config.values import ModelDtype
+from vembed.config.values import EditDirection, EditPlace, ModelDtype
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, open_test_data
@@ -42,7 +42,6 @@ from vembed.saving.files import save_model
 
 log = logging.getLogger("vembed")
 
-Where = Literal["layers", "embedding", "both"]
 TextSets = tuple[tuple[str, ...], tuple[str, ...]]
 """Two sets of texts that differ in what is to be removed. Every other text is held out for the probe."""
 EDIT_FILE = "edit.json"
@@ -62,9 +61,9 @@ ranks finds the same bits."""
 class EditPlan:
     """Specification of an edit: direction, places and strength."""
 
-    where: Where = "layers"
+    where: EditPlace = "layers"
     """layers: out of the weights that write to the residual stream; embedding: by a linear layer behind the model."""
-    direction: Direction = "mean_difference"
+    direction: EditDirection = "mean_difference"
     components: int = 1
     """principal: how many directions."""
     strength: float = 1.0
@@ -98,8 +97,8 @@ def edit(
     first: str | Path | Sequence[str],
     second: str | Path | Sequence[str],
     *,
-    where: Where = "layers",
-    direction: Direction = "mean_difference",
+    where: EditPlace = "layers",
+    direction: EditDirection = "mean_difference",
     components: int = 1,
     strength: float = 1.0,
     layers: Sequence[int] | None = None,
@@ -545,7 +544,6 @@ def _write_result(result: EditResult) -> None:
 # ---- directions between two sets of vectors, maps that take them out, and the probe ------------------------------------
 
 
-Direction = Literal["mean_difference", "principal", "erase"]
 SHRINKAGE = 1e-3
 """erase and probe: share of the mean variance that is added to each variance, so that few texts still have an inverse."""
 
@@ -553,7 +551,7 @@ SHRINKAGE = 1e-3
 def directions(
     first_ND: np.ndarray,
     second_ND: np.ndarray,
-    how: Direction,
+    how: EditDirection,
     count: int = 1,
 ) -> np.ndarray:
     """Return [count, D] orthonormal directions in which two sets of vectors differ, in float64.

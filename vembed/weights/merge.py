@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,13 @@ from vembed.models.families.model_files import CODES, read_header, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
-from vembed.weights.merge_rules import OF_DIFFERENCES, MergeMethod, Method, check_merge
+from vembed.weights.merge_rules import (
+    OF_DIFFERENCES,
+    MergeMethod,
+    Method,
+    SlerpOf,
+    check_merge,
+)
 from vembed.weights.sources import (
     DTYPE_BY_CODE,
     ModelFolder,
@@ -57,7 +63,6 @@ NOT_COPIED = (
     "*.safetensors",
 )
 """In a model's folder: what is of this model alone, and the weights, which are written anew."""
-SlerpOf = Literal["auto", "weights", "differences"]
 
 
 @dataclass(frozen=True)

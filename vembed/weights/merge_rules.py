@@ -10,6 +10,7 @@ Method = Literal["mean", "weighted", "slerp", "task_arithmetic", "ties", "dare"]
 OF_DIFFERENCES: tuple[Method, ...] = ("task_arithmetic", "ties", "dare")
 """Methods that are defined on differences from a base model."""
 MergeMethod = Literal[Method, "soup"]
+SlerpOf = Literal["auto", "weights", "differences"]
 
 
 def check_merge(

@@ -6,7 +6,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
@@ -17,12 +17,12 @@ from vembed.cli.support import (
     ImageRootOption,
     KindOption,
     ModelUse,
-    OnBadRecord,
     TruncateDim,
     parts_of,
     plain_console,
     require_folder,
 )
+from vembed.config.values import EmbeddingPrecision, OnBadRecord
 from vembed.errors import UserError, did_you_mean, listed
 from vembed.models.poolings.table import PoolingName
 
@@ -46,10 +46,10 @@ class EncodeResult:
     num_rows: int
     num_dims: int
     seconds: float
-    ranges: Path | None = None
+    ranges: Path | None
     """File with the ranges of int8 and uint8."""
-    num_skipped: int = 0
-    skipped: Path | None = None
+    num_skipped: int
+    skipped: Path | None
     """File with the number of each row that was left out, and the reason."""
 
 
@@ -64,7 +64,7 @@ def encode(
     normalize: bool | None = None,
     layers: str = "",
     pooling: PoolingName | None = None,
-    precision: Literal["float32", "int8", "uint8", "binary", "ubinary"] = "float32",
+    precision: EmbeddingPrecision = "float32",
     ranges: str | None = None,
     image_root: ImageRootOption = None,
     on_bad_record: OnBadRecord = "stop",

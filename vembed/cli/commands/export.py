@@ -3,7 +3,7 @@
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -14,24 +14,19 @@ from vembed.cli.support import (
     print_progress,
     usable_model,
 )
+from vembed.config.values import FormatName, ServerName, WeightPrecision
 from vembed.errors import UserError
 
 
 def export(
     model: str,
     output: Annotated[str | None, Argument(metavar="OUTPUT")] = None,
-    form: Annotated[
-        Literal["safetensors", "onnx", "static", "openvino", "gguf"] | None,
-        Option("--format"),
-    ] = None,
-    precision: Literal["float32", "float16", "bfloat16", "int8"] | None = None,
+    form: Annotated[FormatName | None, Option("--format")] = None,
+    precision: WeightPrecision | None = None,
     check: bool | None = None,
     data: CheckData = None,
     tolerance: Annotated[float | None, Option(min=0.0)] = None,
-    server: Annotated[
-        Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"] | None,
-        Option("--for"),
-    ] = None,
+    server: Annotated[ServerName | None, Option("--for")] = None,
     merge: bool = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> dict[str, Any]:

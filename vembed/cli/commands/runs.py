@@ -40,8 +40,7 @@ def report(run: str) -> dict[str, Any]:
 
     path = write_report(run)
     print_lines(f"wrote {path}")
-    name = Path(run).resolve().name
-    return {"report": path, **run_json(name, read_run(run))}
+    return {"report": path, **run_json(read_run(run))}
 
 
 def compare(

@@ -8,7 +8,9 @@ import sys
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+from typer import Option
 
 from vembed.cli.support import (
     ALONE,
@@ -17,16 +19,15 @@ from vembed.cli.support import (
     ColumnMapping,
     ImageRootOption,
     ModelUse,
-    OnBadRecord,
     OutputFile,
     PositiveNumber,
-    RetrievalModeOption,
     number_table,
     option,
     parts_of,
     print_progress,
     require_folder,
 )
+from vembed.config.values import EvaluationTask, OnBadRecord, RetrievalMode
 from vembed.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ if TYPE_CHECKING:
     from vembed.data.records import RecordFormat
     from vembed.inference.embedder import Input
 
+RetrievalModeOption = Annotated[
+    RetrievalMode | None,
+    Option(
+        help="What plain strings of the data are, as the option of that name. Default: as in the model's run."
+    ),
+]
 LIST_FORM = 'write one list per line, as {"query": "...", "documents": ["...", "..."]}'
 SCORE_CHUNK = 16_384
 """Records that are read, scored and written together; memory does not grow with the file."""
@@ -47,7 +54,7 @@ def eval(
     data: str,
     dims: str = "",
     ks: str = "1,5,10,100",
-    task: Literal["auto", "retrieval", "similarity"] = "auto",
+    task: EvaluationTask = "auto",
     split: str | None = None,
     compressed: str | None = None,
     column_mapping: ColumnMapping = "",

@@ -1,6 +1,6 @@
 """`vembed merge` and `edit`: models in, one model out; and a model without what tells two sets of texts apart."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -16,6 +16,8 @@ from vembed.cli.support import (
     plain_console,
     share,
 )
+from vembed.config.values import EditDirection, EditPlace, ModelDtype
+from vembed.weights.merge_rules import MergeMethod, SlerpOf, check_merge
 
 EDIT_METRICS = {
     "probe": "probe's accuracy",
@@ -28,12 +30,10 @@ EDIT_METRICS = {
 def merge(
     models: Annotated[list[str], Argument(metavar="MODEL")],
     output: NewFolder,
-    method: Literal[
-        "mean", "weighted", "slerp", "task_arithmetic", "ties", "dare", "soup"
-    ] = "mean",
+    method: MergeMethod = "mean",
     weights: str = "",
     base: str | None = None,
-    of: Literal["auto", "weights", "differences"] | None = None,
+    of: SlerpOf | None = None,
     density: Annotated[float | None, Option(min=0.0, max=1.0)] = None,
     scale: float | None = None,
     interpolate: float | None = None,
@@ -41,7 +41,7 @@ def merge(
     sweep: str = "",
     data: str | None = None,
     metric: str = "auto",
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    dtype: ModelDtype = "auto",
     seed: int | None = None,
     nproc: Nproc = 1,
 ) -> Any:
@@ -63,8 +63,6 @@ def merge(
         dtype: auto, float32, bfloat16 or float16.
         seed: dare: what its draws depend on. Default: 42.
     """
-    from vembed.weights.merge_rules import check_merge
-
     options: dict[str, Any] = {
         "method": method,
         "weights": parts_of("--weights", weights, float) or None,
@@ -112,9 +110,9 @@ def edit(
     second: str,
     output: NewFolder,
     direction: Annotated[
-        Literal["mean_difference", "principal", "erase"], Option("--remove-direction")
+        EditDirection, Option("--remove-direction")
     ] = "mean_difference",
-    where: Literal["layers", "embedding", "both"] = "layers",
+    where: EditPlace = "layers",
     components: Annotated[int, Option(min=1)] = 1,
     strength: float = 1.0,
     layers: str = "",

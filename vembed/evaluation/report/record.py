@@ -195,7 +195,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
+def run_options(model: str, names: Sequence[str]) -> dict[str, Any]:
     """Return options of the run that made a model; none for a model of another origin."""
     path = Path(model).expanduser()
     # The run itself, or its final/ or one of its checkpoints.

@@ -18,7 +18,6 @@ from vembed.evaluation.query_results import (
     Comparison,
     Interval,
     compare_results,
-    path_of,
     read_queries,
 )
 from vembed.evaluation.report.page import render_page, thumbnail
@@ -345,8 +344,8 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     changes = None
     if record.before and record.final is not None:
         # The queries before training against those with the weights kept, where both were recorded.
-        first = read_queries(path_of(record.folder, 0))
-        last = read_queries(path_of(record.folder, record.final.step))
+        first = read_queries(record.folder, 0)
+        last = read_queries(record.folder, record.final.step)
         changes = compare_results(first, last, record.headline)
     intervals = changes.intervals if changes else None
     key = record.headline
@@ -512,7 +511,7 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
     for name, record in zip(names, records, strict=True):
         run = ComparedRun(name, record)
         if record.final is not None:
-            run.queries = read_queries(path_of(record.folder, record.final.step))
+            run.queries = read_queries(record.folder, record.final.step)
         if runs:
             _compare(runs[0], run, metric)
         runs.append(run)
@@ -577,20 +576,20 @@ def as_json(runs: SeveralRuns) -> dict[str, Any]:
         "metric": runs.metric or None,
         "compared_with": names[0],
         "best": None if best is None else best.name,
-        "runs": [run_json(run.name, run.record) for run in runs.runs],
+        "runs": [{**run_json(run.record), "name": run.name} for run in runs.runs],
         "differences": [_changes_json(run) for run in runs.runs[1:]],
         "settings": settings,
     }
 
 
-def run_json(name: str, record: RunRecord) -> dict[str, Any]:
-    """Return the result of one run as JSON values."""
+def run_json(record: RunRecord) -> dict[str, Any]:
+    """Return the result of one run as JSON values. Its name is that of its folder."""
     evaluations = [
         {"step": evaluation.step, "scores": evaluation.scores}
         for evaluation in record.evaluations
     ]
     return {
-        "name": name,
+        "name": record.folder.resolve().name,
         "folder": str(record.folder),
         "is_finished": bool(record.summary.finished),
         "last_step": record.last_step,

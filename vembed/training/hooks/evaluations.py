@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vembed.config.schema import Guard
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
-from vembed.evaluation.query_results import EVALUATIONS_FOLDER, path_of, write_queries
+from vembed.evaluation.query_results import EVALUATIONS_FOLDER, write_queries
 from vembed.evaluation.report.record import TABLE
 from vembed.evaluation.scores import evaluate_model
 from vembed.models.families.backbones import unwrapped_name
@@ -213,7 +213,7 @@ class QueryRecord(Hook):
         metrics = list(dict.fromkeys((evaluation.metric, *TABLE)))
         try:
             content = evaluation.queries.content(data, metrics)
-            write_queries(path_of(run.output, evaluation.step), content)
+            write_queries(run.output, evaluation.step, content)
             recorded = (0, run.state.best_step, evaluation.step)
             for path in (run.output / EVALUATIONS_FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) not in recorded:
