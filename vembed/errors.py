@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import groupby
 from typing import Any
 
@@ -80,6 +81,12 @@ def did_you_mean(word: str, names: Iterable[str]) -> str:
     """Return the end of a sentence with the most similar name; empty if no name is similar."""
     near = nearest(word, names)
     return f", did you mean {near!r}?" if near else ""
+
+
+def require_package(name: str, extra: str) -> None:
+    """Raise UserError if a package is missing that an extra of vembed installs."""
+    if find_spec(name) is None:
+        raise UserError(f"{name} is not installed: pip install 'vembed[{extra}]'")
 
 
 # ---- secrets -------------------------------------------------------------------

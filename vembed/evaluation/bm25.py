@@ -1,26 +1,19 @@
 """BM25: words that a query and a document have in common, weighted by how rare they are, by the package bm25s."""
 
 from collections.abc import Iterable, Mapping
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vembed.data.near_duplicates import words
-from vembed.errors import UserError
+from vembed.errors import UserError, require_package
 from vembed.evaluation.top_k import NOTHING, Pairs, as_keys
-
-
-def check_bm25() -> None:
-    """Raise where the package is missing."""
-    if find_spec("bm25s") is None:
-        raise UserError("bm25 needs the package bm25s: pip install 'vembed[mine]'")
 
 
 def build_bm25_index(texts: Iterable[str | None]) -> Any:
     """Return the index of documents, which knows them by their numbers."""
-    check_bm25()
+    require_package("bm25s", "mine")
     import bm25s
 
     vocabulary: dict[str, int] = {}

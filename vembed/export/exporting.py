@@ -286,7 +286,7 @@ def _write_and_check(
             raise UserError(
                 f"the {format_name} export of {job.model} differs from the model in {reason}: {check.lines()[0]}; {nothing}"
             )
-    if images or not has_texts:
+    if images:
         image_reader = OnnxImages(folder)
         exported_ND = image_reader.encode(images)
         of_images = compare_embeddings(

@@ -12,7 +12,7 @@ import numpy as np
 from vembed.config.schema import DataSection, EpochMining
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, ImageRoot
-from vembed.evaluation.bm25 import check_bm25
+from vembed.errors import require_package
 from vembed.files import short_hash
 from vembed.mining.candidates import (
     Calibration,
@@ -156,7 +156,7 @@ def mine(
 def check_mine_config(config: MineConfig) -> Path:
     """Refuse what cannot work before anything is read; returns the file to write."""
     if any(retriever.model == BM25 for retriever in config.all_retrievers()):
-        check_bm25()
+        require_package("bm25s", "mine")
     return check_output(config, config.output_path)
 
 

@@ -19,7 +19,7 @@ from vembed.config.decisions import rate_of
 from vembed.config.loading import config_yaml, load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms
-from vembed.errors import RunError, Stopped, UserError
+from vembed.errors import RunError, Stopped, UserError, require_package
 from vembed.files import require_regular, write_json
 from vembed.parallel.environment import num_cores
 from vembed.parallel.launch import STOPPED_CODES, num_visible_devices, run_ranks
@@ -106,12 +106,9 @@ def run_tune(
     is_dry_run: bool = False,
 ) -> dict[str, Any] | None:
     """Search, or go on with a search, and write the best config. Return the result; None for a dry run."""
-    try:
-        import optuna
-    except ImportError as error:
-        raise UserError(
-            f"vembed tune needs optuna ({error}): pip install 'vembed[search]'"
-        ) from error
+    require_package("optuna", "search")
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if WORKER in os.environ:
         # The number for the launcher: each worker trains on its own.

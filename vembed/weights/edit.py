@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from vembed.config.values import EditDirection, EditPlace, ModelDtype
 from vembed.data.examples import Item, Kind
-from vembed.errors import UserError
+from vembed.errors import UserError, require_package
 from vembed.evaluation.dataset import EvalData, open_test_data
 from vembed.evaluation.scores import evaluate
 from vembed.files import replace_text, write_json
@@ -229,10 +228,8 @@ def _check(
             raise UserError(
                 f"{name}: {value} has no effect with trials: {trials}, which searches over {name}. Leave out one of them"
             )
-    if trials and find_spec("optuna") is None:
-        raise UserError(
-            "trials are searched by optuna, which is not installed: pip install 'vembed[search]'"
-        )
+    if trials:
+        require_package("optuna", "search")
 
 
 # ---- the editor ----------------------------------------------------------------------------------------------------

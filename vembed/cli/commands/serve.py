@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 from typer import Option
@@ -15,7 +14,7 @@ from vembed.cli.support import (
     print_lines,
     usable_model,
 )
-from vembed.errors import UserError
+from vembed.errors import require_package
 
 
 def serve(
@@ -41,10 +40,7 @@ def serve(
         device: cpu, cuda or cuda:1. Default: the GPU if there is one.
     """
     for package in ("uvicorn", "starlette"):
-        if find_spec(package) is None:
-            raise UserError(
-                f"{package} is not installed: `pip install 'vembed[serve]'`"
-            )
+        require_package(package, "serve")
     from vembed.files import short_name
     from vembed.inference.serve import RequestLimits, listen, open_encoder
     from vembed.inference.serve import serve as run_server

@@ -20,8 +20,6 @@ from vembed.cli.support import (
 )
 
 if TYPE_CHECKING:
-    from vembed.cli.arguments import TrainArguments
-    from vembed.parallel.devices import Gpu
     from vembed.parallel.step_memory import MemoryEstimate
 
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
@@ -98,33 +96,23 @@ def plan(
     """
     # A dry run needs no machine rank, and may describe GPUs of other machines.
     arguments = replace(use, is_dry_run=True).with_words(args)
-    from vembed.parallel.devices import read_hardware
-
-    result = show(arguments, *read_hardware(gpu, memory))
-    return result, 0 if result["fits"] else 1
-
-
-def show(
-    arguments: TrainArguments, gpu: Gpu | None, count: int | None
-) -> dict[str, Any]:
-    """Predict the memory and the hours of a training, print them in full, and return them as a dict. `gpu`, `count`:
-    the GPUs of each machine, instead of this machine's."""
     from vembed.cli.run_train import resolve_launch
     from vembed.config.loading import resolve_run
-    from vembed.parallel.devices import GIB
+    from vembed.parallel.devices import GIB, read_hardware
     from vembed.parallel.step_memory import MemoryEstimate
     from vembed.pipelines.prediction import FITS, place_here, training_time
 
+    planned, count = read_hardware(gpu, memory)
     run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
     ranks = resolve_launch(run, arguments, num_gpus=count).first_rank
-    placement = place_here(run, ranks, gpu)
+    placement = place_here(run, ranks, planned)
     estimate = MemoryEstimate(placement)
     size = estimate.size
     need = estimate.in_step()
     fits = need.total <= FITS * placement.memory
-    seconds, hours_line = training_time(placement, size, gpu)
-    memory = asdict(need)
-    rows = [(name, f"{memory[name] / GIB:.2f}") for name in memory]
+    seconds, hours_line = training_time(placement, size, planned)
+    num_bytes = asdict(need)
+    rows = [(name, f"{num_bytes[name] / GIB:.2f}") for name in num_bytes]
     rows += [
         ("", ""),
         ("parameters", f"{size.total:,d}"),
@@ -139,7 +127,7 @@ def show(
         console.print(f"note: {line}")
     for name, decision in placement.decisions.items():
         console.print(f"{name}: {decision}")
-    where = gpu.name if gpu else str(placement.device)
+    where = planned.name if planned else str(placement.device)
     console.print(
         f"needs {need.total / GIB:.1f} GB of the {placement.memory / GIB:.1f} GB of a process ({where}): "
         f"{'fits' if fits else 'does not fit'}. Activations are an estimate; the rest follows from the model's shapes."
@@ -147,15 +135,16 @@ def show(
     ways = [] if fits else ways_out(estimate)
     for line in (*ways, hours_line):
         console.print(line)
-    return {
+    result = {
         "fits": fits,
         "needed_bytes": need.total,
         "available_bytes": placement.memory,
-        "memory_bytes": memory,
+        "memory_bytes": num_bytes,
         "decisions": {name: str(value) for name, value in placement.decisions.items()},
         "ways_out": ways,
         "seconds": seconds,
     }
+    return result, 0 if fits else 1
 
 
 def ways_out(estimate: MemoryEstimate) -> list[str]:
