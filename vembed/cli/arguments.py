@@ -1,5 +1,6 @@
 """Arguments of the commands that take a config: its file, its options as words, and the flags beside them."""
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,6 +8,8 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from vembed.config.decisions import ResolvedRun
+from vembed.config.loading import resolve_run
 from vembed.config.options import OPTION_BLOCKS, all_options, quoted, target_of
 from vembed.errors import UserError
 
@@ -83,6 +86,10 @@ class TrainArguments(LaunchFlags):
     """Config file. Empty: all options are on the command line. From Python also the config as a dict."""
     overrides: tuple[str, ...] = ()
     """`key=value` pairs in the order of the command line."""
+
+    def resolve(self, env: Mapping[str, str] = os.environ) -> ResolvedRun:
+        """Return the run that these arguments stand for."""
+        return resolve_run(self.source, self.overrides, stage=self.stage, env=env)
 
     def command_line(self) -> list[str]:
         """Return the config and options as command-line arguments, for the processes that are started."""

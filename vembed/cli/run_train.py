@@ -12,12 +12,7 @@ from typing import Any
 
 from vembed.cli.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import (
-    START_TIME,
-    config_yaml,
-    require_earlier_stage,
-    resolve_run,
-)
+from vembed.config.loading import START_TIME, config_yaml, require_earlier_stage
 from vembed.config.rules import data_paths, missing_path
 from vembed.config.values import RESULT_SEPARATOR
 from vembed.errors import UserError
@@ -82,9 +77,7 @@ def run_train(
     """
     run_variables = {} if arguments.run_id is None else {RUN_ID: arguments.run_id}
     env = {START_TIME: str(time.time()), **env, **run_variables}
-    run = resolve_run(
-        arguments.source, arguments.overrides, stage=arguments.stage, env=env
-    )
+    run = arguments.resolve(env)
     config = run.config
     rank_info = _launched_rank(arguments, run, env)
     if rank_info is not None:

@@ -74,9 +74,7 @@ def train(
     )
 
     def train_stage(stage: TrainArguments) -> int:
-        train_run(
-            resolve_run(stage.source, stage.overrides, stage=stage.stage), callbacks
-        )
+        train_run(stage.resolve(), callbacks)
         return 0
 
     code = run_stages(pipeline, arguments, train_stage)

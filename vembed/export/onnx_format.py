@@ -20,12 +20,7 @@ from vembed.config.values import WeightPrecision
 from vembed.data.batching.rank_batch import split_by_length
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
-from vembed.export.formats import (
-    ExportFormat,
-    ExportJob,
-    FolderTexts,
-    write_texts,
-)
+from vembed.export.formats import ExportFormat, ExportJob, FolderTexts, write_texts
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder, to_item
 from vembed.models.embedding_model import pool, run_texts, tower_module

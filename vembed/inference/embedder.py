@@ -23,13 +23,7 @@ from vembed.data.examples import (
 )
 from vembed.data.features import Featuriser
 from vembed.errors import UserError, did_you_mean
-from vembed.inference.encoding import (
-    checked_ranges,
-    encode_items,
-    first_dims,
-    quantized,
-    unit_rows,
-)
+from vembed.inference.encoding import encode_items, first_dims, quantized, unit_rows
 from vembed.models.building import load_embedder
 from vembed.models.embedding_model import LayerPooler
 from vembed.models.precision import bf16_weights_of
@@ -177,8 +171,7 @@ class Embedder:
         # False asks for no normalisation besides the model's own, which Sentence Transformers keeps too.
         unit = True if normalize_embeddings else normalize
         finished = self.finish(full, unit, self._checked(truncate_dim))
-        limits = None if ranges is None else checked_ranges(ranges, finished.shape[1])
-        vectors = quantized(finished, precision, limits)
+        vectors = quantized(finished, precision, ranges)
         result: Any = vectors[0] if is_single else vectors
         if convert_to_tensor:
             result = torch.from_numpy(result).to(self.device)

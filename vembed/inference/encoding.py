@@ -346,7 +346,9 @@ def quantized(
                 f"precision is {precision!r} for {len(vectors_ND)} vector(s): the range of each coordinate comes from "
                 "the vectors that are encoded together; give at least two, better a thousand"
             )
-        low, high = ranges_of(vectors_ND) if ranges_2D is None else ranges_2D
+        if ranges_2D is None:
+            ranges_2D = ranges_of(vectors_ND)
+        low, high = checked_ranges(ranges_2D, vectors_ND.shape[1])
         # The level of each coordinate in its range. A constant coordinate becomes 0 instead of 0 / 0; astype cuts off as
         # Sentence Transformers does.
         steps = np.where(high > low, (high - low) / 255, 1)

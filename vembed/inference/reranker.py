@@ -15,12 +15,7 @@ from vembed.config.values import ModelDtype
 from vembed.data.features import Features, PairFeaturiser, names_no_question
 from vembed.errors import UserError
 from vembed.files import check_weights
-from vembed.inference.embedder import (
-    Input,
-    inference_device,
-    require_choice,
-    to_item,
-)
+from vembed.inference.embedder import Input, inference_device, require_choice, to_item
 from vembed.inference.encoding import encode_features, from_all_ranks
 from vembed.models.building import build_model
 from vembed.models.families.backbones import quiet_transformers, read_config

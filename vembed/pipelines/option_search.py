@@ -173,17 +173,17 @@ def ranges(config: TrainConfig, names: Sequence[str] = ()) -> list[Range]:
     warmup = config.optimizer.warmup_steps
     decay = config.optimizer.weight_decay
     rank = config.adapters.lora_r
-    choices: dict[str, tuple[OptionNumber, list[OptionNumber]]] = {}
+    # The first one is that of the config.
+    choices: dict[str, list[OptionNumber]] = {}
     if config.batch.global_batch_size is None:
-        choices["batch_size"] = (size, [max(size // 2, 8), size * 2, size * 4])
+        choices["batch_size"] = [size, max(size // 2, 8), size * 2, size * 4]
     if isinstance(warmup, float):
-        choices["warmup_steps"] = (warmup, [0.0, 0.1, 0.3])
-    choices["weight_decay"] = (decay, [0.0, 0.01, 0.1])
+        choices["warmup_steps"] = [warmup, 0.0, 0.1, 0.3]
+    choices["weight_decay"] = [decay, 0.0, 0.01, 0.1]
     if config.adapters.use_lora:
-        choices["lora_r"] = (rank, [4, 16, 64])
-    for name, (first, others) in choices.items():
-        values = tuple(sorted({first, *others}))
-        all_ranges.append(Range(name, first, choices=values))
+        choices["lora_r"] = [rank, 4, 16, 64]
+    for name, values in choices.items():
+        all_ranges.append(Range(name, values[0], choices=sorted(set(values))))
     chosen = [entry for entry in all_ranges if not names or entry.option in names]
     if not chosen:
         raise UserError(

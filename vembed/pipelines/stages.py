@@ -15,13 +15,7 @@ from vembed.cli.arguments import TrainArguments
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
 from vembed.cli.support import is_first_rank, print_lines, print_progress
-from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import (
-    DATA_FILE_OF_KIND,
-    Pipeline,
-    PipelineStage,
-    resolve_run,
-)
+from vembed.config.loading import DATA_FILE_OF_KIND, Pipeline, PipelineStage
 from vembed.config.options import OptionValue, command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, DataSource
@@ -168,7 +162,7 @@ class _StageRun:
         """Raise UserError where this stage cannot work, as far as can be told before the stages before it have run."""
         future_folders = [stage.folder for stage in self.before]
         if self.stage.kind == "train":
-            run = self._resolve()
+            run = self.arguments.resolve()
             require_trackers(run.config.logging.report_to)
             config = run.config
             by_name = {stage.name: stage for stage in self.pipeline.stages}
@@ -226,7 +220,7 @@ class _StageRun:
             if self.stage.model_stage is None and self.takes_model:
                 facts["model_name"] = _contents(self.config_model)
             return _digest(facts)
-        run = self._resolve()
+        run = self.arguments.resolve()
         facts = {}
         for name, value in run.config.to_dict().items():
             if name in COUNTED or name not in MAY_CHANGE:
@@ -424,10 +418,6 @@ class _StageRun:
             kept_overrides.append("resume=auto")
         return tuple(kept_overrides)
 
-    def _resolve(self) -> ResolvedRun:
-        arguments = self.arguments
-        return resolve_run(arguments.source, arguments.overrides, stage=self.stage.name)
-
     def _write_state(self, state: Mapping[str, Any]) -> None:
         if is_first_rank():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -480,7 +470,6 @@ def _write_report(pipeline: Pipeline) -> None:
         ]
         rows.append((stage, state, ", ".join(texts), link))
     path = Path(pipeline.root) / REPORT_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, render_page("stages.md.j2", rows=rows))
 
 

@@ -18,11 +18,7 @@ from vembed.config.terms import needed_teachers
 from vembed.errors import UserError
 from vembed.files import check_weights
 from vembed.losses.build import build_loss
-from vembed.models.building import (
-    build_model,
-    load_embedder,
-    stored_scale_and_bias,
-)
+from vembed.models.building import build_model, load_embedder, stored_scale_and_bias
 from vembed.models.families.backbones import is_never_used
 from vembed.models.families.description import DESCRIPTION_FILE, describe_trained
 from vembed.models.families.model_files import (

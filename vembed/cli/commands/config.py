@@ -12,11 +12,10 @@ from vembed.cli.support import ConfigArguments, print_lines
 
 def config(args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS) -> dict[str, Any]:
     """Print the resolved config, with where each value comes from. Fails if a file is missing."""
-    from vembed.config.loading import config_yaml, resolve_run
+    from vembed.config.loading import config_yaml
     from vembed.config.rules import require_paths
 
-    arguments = use.with_words(args)
-    run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
+    run = use.with_words(args).resolve()
     sys.stdout.write(config_yaml(run.config, run.origins))
     print_lines(*(f"# note: {line}" for line in run.notes))
     require_paths(run)

@@ -16,12 +16,7 @@ def data(
     args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS
 ) -> dict[str, Any] | None:
     """Look at the data of a config: samples as the model reads them, lengths, repetitions, overlap."""
-    from vembed.config.loading import resolve_run
-
-    arguments = use.with_words(args)
-    config = resolve_run(
-        arguments.source, arguments.overrides, stage=arguments.stage
-    ).config
+    config = use.with_words(args).resolve().config
     from vembed.data_tools.data_page import data_facts
 
     page, figures = data_facts(config)

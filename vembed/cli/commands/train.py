@@ -97,13 +97,12 @@ def plan(
     # A dry run needs no machine rank, and may describe GPUs of other machines.
     arguments = replace(use, is_dry_run=True).with_words(args)
     from vembed.cli.run_train import resolve_launch
-    from vembed.config.loading import resolve_run
     from vembed.parallel.devices import GIB, read_hardware
     from vembed.parallel.step_memory import MemoryEstimate
     from vembed.pipelines.prediction import FITS, place_here, training_time
 
     planned, count = read_hardware(gpu, memory)
-    run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
+    run = arguments.resolve()
     ranks = resolve_launch(run, arguments, num_gpus=count).first_rank
     placement = place_here(run, ranks, planned)
     estimate = MemoryEstimate(placement)
