@@ -21,6 +21,7 @@ from vembed.cli.support import (
     ModelUse,
     OutputFile,
     PositiveNumber,
+    is_first_rank,
     number_table,
     option,
     parts_of,
@@ -107,7 +108,7 @@ def eval(
             show_progress=True,
             **options,
         )
-        if options["session"].is_main:
+        if is_first_rank():
             console = Console()
             console.print(metrics_table(scores))
             if compressed is not None:
@@ -182,7 +183,7 @@ def score(
     store = open_examples(data, pairs, role="validation")
     with ExitStack() as stack:
         model_path, options = stack.enter_context(use.open(model))
-        is_main = options["session"].is_main
+        is_main = is_first_rank()
         file = _open_output(stack, output, is_main=is_main)
         if is_reranker(model_path):
             refuse_prompts(store.counts["prompts"], pairs)
@@ -251,7 +252,7 @@ def rerank(
             source = stack.enter_context(Path(lists).open("rb"))
         model_path, options = stack.enter_context(use.open(model))
         reranker = Reranker(model_path, **options)
-        is_main = options["session"].is_main
+        is_main = is_first_rank()
         file = _open_output(stack, output, is_main=is_main)
         lines = enumerate(source, start=1)
         num_lists = 0

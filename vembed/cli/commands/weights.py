@@ -11,6 +11,7 @@ from vembed.cli.support import (
     NewFolder,
     Nproc,
     PositiveNumber,
+    is_first_rank,
     number_table,
     parts_of,
     plain_console,
@@ -91,7 +92,7 @@ def merge(
             dtype=dtype,
             session=session,
         )
-        if session.is_main:
+        if is_first_rank():
             console = plain_console()
             if result.trials:
                 rows = [
@@ -161,7 +162,7 @@ def edit(
             seed=seed,
             **options,
         )
-        if options["session"].is_main:
+        if is_first_rank():
             rows = [
                 (name, f"{result.before[key]:.4f}", f"{result.after[key]:.4f}")
                 for key, name in EDIT_METRICS.items()
