@@ -329,7 +329,15 @@ class ParquetWriter:
         arrays = {}
         for name, values in columns.items():
             kind = None if self.writer is None else self.writer.schema.field(name).type
-            arrays[name] = _column(name, values, kind)
+            try:
+                column = pa.array(values, kind)
+            except pa.ArrowException as error:
+                raise UserError(
+                    f"--keep {name}: values of several types: {error}"
+                ) from error
+            if pa.types.is_null(column.type):  # without any value yet
+                column = column.cast(pa.string())
+            arrays[name] = column
         flat = pa.array(np.ascontiguousarray(vectors, self.dtype).reshape(-1))
         arrays["embedding"] = pa.FixedSizeListArray.from_arrays(flat, self.num_dims)
         table = pa.table(arrays)
@@ -348,20 +356,6 @@ class ParquetWriter:
             self.write(np.empty((0, self.num_dims)), {})
         assert self.writer is not None
         self.writer.close()
-
-
-def _column(
-    name: str,
-    values: Sequence[Any],
-    kind: pa.DataType | None,
-) -> pa.Array:
-    """Return a kept column. `kind`: that of the first values."""
-    try:
-        column = pa.array(values, kind)
-    except pa.ArrowException as error:
-        raise UserError(f"--keep {name}: values of several types: {error}") from error
-    # A column without any value yet.
-    return column.cast(pa.string()) if pa.types.is_null(column.type) else column
 
 
 @contextmanager

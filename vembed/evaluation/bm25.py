@@ -32,15 +32,11 @@ def build_bm25_index(texts: Iterable[str | None]) -> Any:
     return index
 
 
-def scores_of_query(
-    index: Any,
-    text: str | None,
-    num_documents: int,
-) -> Tensor:
+def scores_of_query(index: Any, text: str | None) -> Tensor:
     """Return the float32 score of each document; 0 where no word is in common."""
     tokens = index.get_tokens_ids(words(text or ""))
     if not tokens:
-        return torch.zeros(num_documents)
+        return torch.zeros(index.scores["num_docs"])
     return torch.tensor(index.get_scores_from_ids(tokens), dtype=torch.float32)
 
 
@@ -56,7 +52,7 @@ def best_keys(
     best = torch.full((len(queries), k), NOTHING)
     bounds = excluded.bounds(max(queries, default=-1) + 1)
     for row, (query, text) in enumerate(queries.items()):
-        scores = scores_of_query(index, text, index.scores["num_docs"])
+        scores = scores_of_query(index, text)
         # The pairs are sorted by query, so those of a query are one slice.
         left_out = excluded.documents[bounds[query] : bounds[query + 1]]
         scores[torch.from_numpy(left_out)] = 0.0

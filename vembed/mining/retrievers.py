@@ -92,7 +92,7 @@ class LexicalRetriever:
             if query % self.session.world_size == self.session.rank:
                 begin, end = np.searchsorted(pairs.queries, [query, query + 1])
                 text = self.inputs.known.item(first + query).text
-                scores = scores_of_query(self._index, text, len(self.inputs.documents))
+                scores = scores_of_query(self._index, text)
                 documents = torch.from_numpy(pairs.documents[begin:end])
                 result[begin:end] = scores[documents]
         return collectives.sum_tensor(result).numpy()
