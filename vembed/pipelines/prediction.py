@@ -13,7 +13,7 @@ from vembed.models.processors import load_tokenizer
 from vembed.parallel.devices import Gpu, bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import Placement, memory_of_a_process, place
-from vembed.parallel.step_memory import MemoryEstimate, ModelSize
+from vembed.parallel.step_memory import MemoryEstimate
 from vembed.progress import duration
 
 FITS = 0.9
@@ -37,11 +37,12 @@ def place_here(
 
 
 def training_time(
-    placement: Placement,
-    size: ModelSize,
+    estimate: MemoryEstimate,
     gpu: Gpu | None,
 ) -> tuple[float | None, str]:
     """Return the estimated seconds and a line with what they rest on; without an estimate None, and why."""
+    placement = estimate.placement
+    size = estimate.size
     config = placement.run.config
     is_half = placement.precision.value != "no"
     peak = None
@@ -74,7 +75,6 @@ def training_time(
     if placement.recomputation.value:
         num_passes += 1.0
     # Gradient Cache runs the forward pass of what it does not keep twice.
-    estimate = MemoryEstimate(placement, size)
     num_passes += estimate.repeated_share(placement.num_examples * tokens)
     # A multiplication and an addition for each weight; attention has two products of length x hidden per token.
     inside_layers = size.layer_parameters * size.num_layers or size.total

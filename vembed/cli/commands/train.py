@@ -109,7 +109,7 @@ def plan(
     size = estimate.size
     need = estimate.in_step()
     fits = need.total <= FITS * placement.memory
-    seconds, hours_line = training_time(placement, size, planned)
+    seconds, hours_line = training_time(estimate, planned)
     num_bytes = asdict(need)
     rows = [(name, f"{num_bytes[name] / GIB:.2f}") for name in num_bytes]
     rows += [
