@@ -588,7 +588,7 @@ TRANSLATED: dict[str, Translation] = {
 """Alias -> the function that converts its value to settings of options."""
 
 OPTION_BLOCKS: dict[str, dict[str, str]] = {
-    "model": {"name": "model_name", "path": "model_name"},
+    "model": {},
     "data": {
         "path": "data_path",
         "train": "data_path",
@@ -601,26 +601,17 @@ OPTION_BLOCKS: dict[str, dict[str, str]] = {
     "optimizer": {"name": "optim", "type": "optim", "eps": "adam_epsilon"},
     "scheduler": {"name": "lr_scheduler_type", "type": "lr_scheduler_type"},
     "loss": {"name": "loss", "type": "loss"},
-    "lora": {"enabled": "use_lora", "rank": "lora_r"},
-    "peft": {
-        "enabled": "use_lora",
-        "r": "lora_r",
-        "alpha": "lora_alpha",
-        "dropout": "lora_dropout",
-    },
+    "lora": {"enabled": "use_lora"},
+    "peft": {"enabled": "use_lora"},
     "mrl": {"enabled": "use_mrl"},
-    "matryoshka": {
-        "enabled": "use_mrl",
-        "dims": "mrl_dims",
-        "weights": "mrl_weights",
-    },
+    "matryoshka": {"enabled": "use_mrl"},
     "distributed": {},
-    "fsdp": {"enabled": "use_fsdp", "config": "accelerate_config"},
+    "fsdp": {"enabled": "use_fsdp"},
     "fsdp_config": {},
-    "evaluation": {"data": "val_data_path"},
-    "eval": {"data": "val_data_path"},
+    "evaluation": {},
+    "eval": {},
     "logging": {"steps": "logging_steps", "file": "log_file"},
-    "wandb": {"enabled": "use_wandb", "name": "run_name"},
+    "wandb": {"enabled": "use_wandb"},
     "checkpoint": {"steps": "save_steps"},
 }
 """Block that may hold options -> the short names that are valid only inside it, each with the option, or key of TRANSLATED,
@@ -629,15 +620,18 @@ EVALUATION_BLOCKS = frozenset({"evaluation", "eval"})
 """Blocks of evaluation's options and the validation data alone: a batch size or length in them would set the training."""
 
 BLOCK_PREFIXES = {
+    "model": "model_",
     "fsdp": "fsdp_",
     "fsdp_config": "fsdp_",
     "lora": "lora_",
+    "peft": "lora_",
     "mrl": "mrl_",
+    "matryoshka": "matryoshka_",
     "wandb": "wandb_",
     "eval": "eval_",
     "evaluation": "eval_",
 }
-"""Block -> the beginning of option names that its keys may leave out: inside `fsdp:`, `min_num_params` is
+"""Block -> the beginning of options' names and aliases that its keys may leave out: inside `fsdp:`, `min_num_params` is
 `fsdp_min_num_params`."""
 
 FIXED_IN_FSDP: dict[str, Any] = {
@@ -719,7 +713,7 @@ def known_names(block: str | None = None) -> list[str]:
     if block is None:
         return names
     block_prefix = BLOCK_PREFIXES.get(block, "")
-    short_names = [name.removeprefix(block_prefix) for name in all_options()]
+    short_names = [name.removeprefix(block_prefix) for name in names]
     names = [*OPTION_BLOCKS[block], *short_names, *names]
     if block in EVALUATION_BLOCKS:
         names = [name for name in names if target_of(name, block) is not None]

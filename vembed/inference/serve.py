@@ -263,14 +263,20 @@ class Service:
         for (route, status), count in sorted(self.num_requests.items()):
             labels = f'route="{route}",status="{status}"'
             lines.append(f"vembed_requests_total{{{labels}}} {count}")
-        lines.append("# TYPE vembed_request_seconds summary")
-        lines.append(f"vembed_request_seconds_sum {self.total_seconds}")
-        lines.append(f"vembed_request_seconds_count {self.num_requests.total()}")
+        lines += [
+            "# TYPE vembed_request_seconds summary",
+            f"vembed_request_seconds_sum {self.total_seconds}",
+            f"vembed_request_seconds_count {self.num_requests.total()}",
+        ]
         for name in ("batches", "inputs", "tokens"):
-            lines.append(f"# TYPE vembed_{name}_total counter")
-            lines.append(f"vembed_{name}_total {self.batcher.counts[name]}")
-        lines.append("# TYPE vembed_waiting_requests gauge")
-        lines.append(f"vembed_waiting_requests {len(self.batcher.waiting)}")
+            lines += [
+                f"# TYPE vembed_{name}_total counter",
+                f"vembed_{name}_total {self.batcher.counts[name]}",
+            ]
+        lines += [
+            "# TYPE vembed_waiting_requests gauge",
+            f"vembed_waiting_requests {len(self.batcher.waiting)}",
+        ]
         return "\n".join(lines) + "\n"
 
     def _routes(self) -> str:
