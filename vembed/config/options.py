@@ -80,12 +80,12 @@ class OptionValue:
         )
 
 
-Setting = tuple[str, Any]
-"""An option and its value."""
+Settings = list[tuple[str, Any]]
+"""Options with their values."""
 
 
 class WeakInSource(str):
-    """Option name in a `Setting` that applies only if its source does not set the option otherwise: `bf16: false`. The
+    """Option name in `Settings` that applies only if its source does not set the option otherwise: `bf16: false`. The
     setting still overrides weaker sources."""
 
     __slots__ = ()
@@ -97,7 +97,7 @@ class NoEffect(str):
     __slots__ = ()
 
 
-Translation = Callable[[Any], list[Setting]]
+Translation = Callable[[Any], Settings]
 """Function from a value to settings. It raises ValueError if the value is invalid."""
 
 
@@ -490,7 +490,7 @@ def _flag(
     On sets `when_true`. Off sets `when_false`, if there is one, unless the same source sets the option otherwise.
     """
 
-    def settings(value: Any) -> list[Setting]:
+    def settings(value: Any) -> Settings:
         if as_bool(value):
             return [(option, when_true)]
         return [] if when_false is None else [(WeakInSource(option), when_false)]
@@ -498,7 +498,7 @@ def _flag(
     return settings
 
 
-def _precision(value: Any) -> list[Setting]:
+def _precision(value: Any) -> Settings:
     dtypes = {"bf16_true": "pure_bfloat16", "16_true": "float16"}
     dtype = dtypes.get(_fold(value))
     if dtype is None:
@@ -513,7 +513,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _warmup_share(value: Any) -> list[Setting]:
+def _warmup_share(value: Any) -> Settings:
     # As a whole number, or above 1, it would count steps.
     if type(value) not in (int, float) or not 0 <= value <= 1:
         raise ValueError(
@@ -525,17 +525,17 @@ def _warmup_share(value: Any) -> list[Setting]:
 _shard_switch = _flag("strategy", "fsdp", "ddp")
 
 
-def _qlora(value: Any) -> list[Setting]:
+def _qlora(value: Any) -> Settings:
     if as_bool(value):
         return [("quantize_weights", "nf4"), (WeakInSource("use_lora"), True)]
     return []
 
 
-def _mrl_switch(value: Any) -> list[Setting]:
+def _mrl_switch(value: Any) -> Settings:
     return [("mrl_dims", "auto" if as_bool(value) else None)]
 
 
-def _reshard(value: Any) -> list[Setting]:
+def _reshard(value: Any) -> Settings:
     # Accelerate writes FSDP1's sharding strategies under this name too.
     if str(value).lower() not in BOOLS:
         return [("fsdp_sharding_strategy", value)]
@@ -544,7 +544,7 @@ def _reshard(value: Any) -> list[Setting]:
     return [("fsdp_sharding_strategy", "SHARD_GRAD_OP")]
 
 
-def _fsdp_switch(value: Any) -> list[Setting]:
+def _fsdp_switch(value: Any) -> Settings:
     """Parse `fsdp: true`, or Transformers' `fsdp: "full_shard auto_wrap offload"`."""
     if not value or str(value).lower() in BOOLS:
         return _shard_switch(value or False)
@@ -552,13 +552,13 @@ def _fsdp_switch(value: Any) -> list[Setting]:
         "offload": ("fsdp_offload_params", True),
         "auto_wrap": ("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
     }
-    settings: list[Setting] = [("strategy", "fsdp")]
+    settings: Settings = [("strategy", "fsdp")]
     for word in str(value).lower().split():
         settings.append(words.get(word, ("fsdp_sharding_strategy", word)))
     return settings
 
 
-def _wandb_switch(value: Any) -> list[Setting]:
+def _wandb_switch(value: Any) -> Settings:
     trackers = ["tensorboard", "wandb"] if as_bool(value) else ["tensorboard"]
     return [(WeakInSource("report_to"), trackers)]
 

@@ -30,6 +30,14 @@ MIN_QUERIES = 6
 NO_DIFFERENCE = "no difference that the data can show"
 
 
+Results = Mapping[str, Any]
+"""What a file holds of one evaluation: the metrics of all queries, and the texts of the first ones."""
+Content = Mapping[str, Any]
+"""Text and images of an item."""
+JudgedDocuments = Sequence[tuple[Content, bool]]
+"""First documents of a query, each with whether it is relevant."""
+
+
 @dataclass
 class QueryResults:
     """Results of every query. An evaluation fills an empty one."""
@@ -99,7 +107,7 @@ def _path_of(output_dir: Path, step: int) -> Path:
     return output_dir / EVALUATIONS_FOLDER / f"step-{step}.json"
 
 
-def read_queries(output_dir: Path, step: int) -> Mapping[str, Any] | None:
+def read_queries(output_dir: Path, step: int) -> Results | None:
     """Return what `write_queries` wrote, or None if there is no such file."""
     path = _path_of(output_dir, step)
     return read_json_object(path) if path.exists() else None
@@ -137,13 +145,12 @@ class Interval:
 class Changed:
     """One query whose score changed."""
 
-    query: Mapping[str, Any]
-    relevant: Sequence[Mapping[str, Any]]
+    query: Content
+    relevant: Sequence[Content]
     before: float
     after: float
-    documents_before: Sequence[tuple[Mapping[str, Any], bool]]
-    """First documents, each with whether it is relevant."""
-    documents_after: Sequence[tuple[Mapping[str, Any], bool]]
+    documents_before: JudgedDocuments
+    documents_after: JudgedDocuments
 
 
 @dataclass(frozen=True)
@@ -159,8 +166,8 @@ class Comparison:
 
 
 def compare_results(
-    before: Mapping[str, Any] | None,
-    after: Mapping[str, Any] | None,
+    before: Results | None,
+    after: Results | None,
     metric: str,
 ) -> Comparison | None:
     """Return the comparison of two evaluations of the same queries; None if one has no file or their numbers differ."""
@@ -213,7 +220,7 @@ def compare_results(
     )
 
 
-def _scores(results: Mapping[str, Any], names: Sequence[str]) -> np.ndarray:
+def _scores(results: Results, names: Sequence[str]) -> np.ndarray:
     """Return [queries, names] scores."""
     columns = [results["metrics"].index(name) for name in names]
     return np.asarray(results["values"])[:, columns]

@@ -37,7 +37,7 @@ from vembed.evaluation.dataset import (
     open_eval_data,
 )
 from vembed.evaluation.query_results import NUM_FIRST_DOCUMENTS, QueryResults
-from vembed.evaluation.report.record import FIRST_STAGE, run_options
+from vembed.evaluation.report.record import FIRST_STAGE, Scores, run_options
 from vembed.evaluation.top_k import NOTHING, Pairs, TopK, as_keys, documents_of, top_k
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
@@ -84,7 +84,7 @@ def evaluate(
     session: Session | None = None,
     compressed: bool = False,
     show_progress: bool = False,
-) -> dict[str, float]:
+) -> Scores:
     """Return the scores of a model, with keys such as `ndcg@10`, `dim256/ndcg@10` or `spearman`.
 
     Args:
@@ -169,7 +169,7 @@ def evaluate_model(
     check_interrupt: InterruptCheck | None = None,
     input_builder: InputBuilder | None = None,
     query_results: QueryResults | None = None,
-) -> dict[str, float]:
+) -> Scores:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.
 
     `log` gets occasional lines in a long evaluation, instead of the bar of `show_progress`. `check_interrupt` is called after
@@ -296,7 +296,7 @@ def similarity_metrics(
     scores: Sequence[float],
     dims: Sequence[int],
     normalize: bool,
-) -> dict[str, float]:
+) -> Scores:
     """Return `spearman` and `pearson` between similarities of the embeddings and given scores, and `dim<d>/spearman`
     for their first d coordinates."""
     metrics = {}
@@ -359,7 +359,7 @@ def _evaluate_reranker(
     log: Log | None,
     check_interrupt: InterruptCheck | None,
     query_results: QueryResults | None,
-) -> dict[str, float]:
+) -> Scores:
     """Return the scores of a reranker. Collective: every rank calls it and gets the same scores.
 
     Of retrieval data: those of the first stage's documents in the reranker's order, and `first_stage/...` of those in
@@ -550,7 +550,7 @@ def retrieval_metrics(
     ks: Sequence[int],
     dims: Sequence[int] = (),
     **options: Any,
-) -> dict[str, float]:
+) -> Scores:
     """Return the scores of a `RetrievalSearch` in all documents at once."""
     search = RetrievalSearch(
         queries_QD,
@@ -619,7 +619,7 @@ class RetrievalSearch:
                 if self._check_interrupt is not None:
                     self._check_interrupt()
 
-    def scores(self, results: QueryResults | None = None) -> dict[str, float]:
+    def scores(self, results: QueryResults | None = None) -> Scores:
         """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further
         sizes. `results` gets those of each query, for the whole embeddings."""
         scores = {}
@@ -646,7 +646,7 @@ class RetrievalSearch:
         return scores
 
 
-def correlations(similarities: np.ndarray, labels: Sequence[float]) -> dict[str, float]:
+def correlations(similarities: np.ndarray, labels: Sequence[float]) -> Scores:
     """Return `spearman` and `pearson` between similarities and the scores of the data."""
     from scipy import stats  # takes a third of a second to import, and few runs need it
 
@@ -718,7 +718,7 @@ def score_rankings(
     return names, values
 
 
-def means_of(names: Sequence[str], values: np.ndarray) -> dict[str, float]:
+def means_of(names: Sequence[str], values: np.ndarray) -> Scores:
     """Return the mean of each metric over the queries, for values [Q, number of names]."""
     return dict(zip(names, values.mean(axis=0).tolist(), strict=True))
 
@@ -729,7 +729,7 @@ def compressed_scores(
     data: RetrievalData,
     dims: Sequence[int],
     normalize: bool,
-) -> dict[str, float]:
+) -> Scores:
     """Return `compressed/<form>/<size>/ndcg@10` for each form of the stored documents and each size.
 
     int8: queries stay float, documents are levels of each coordinate. binary: signs of both. binary_rescored: the first

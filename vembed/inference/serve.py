@@ -662,6 +662,10 @@ Encoded = tuple[np.ndarray, int]
 """[n, d] float32 embeddings or [n, 1] scores of a request, and the number of its tokens."""
 
 
+EncodedInputs = tuple[np.ndarray, list[int]]
+"""[n, d] float32 embeddings or [n, 1] scores of several inputs, and the number of tokens of each."""
+
+
 @dataclass(frozen=True)
 class ServedInput:
     """One input of a request: a text, or the token ids of one."""
@@ -685,8 +689,8 @@ class TextEncoder(ABC):
     gives_unit_vectors = True
 
     @abstractmethod
-    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
-        """Return [n, d] float32 embeddings, or [n, 1] scores, and the number of tokens of each input."""
+    def encode(self, inputs: Sequence[ServedInput]) -> EncodedInputs:
+        """Return what the model gives for the inputs."""
 
 
 class ModelEncoder(TextEncoder):
@@ -707,7 +711,7 @@ class ModelEncoder(TextEncoder):
         if texts is not None and not description.family_traits.is_vision_language:
             self.vocab_size = len(texts.tokenizer)
 
-    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+    def encode(self, inputs: Sequence[ServedInput]) -> EncodedInputs:
         """See TextEncoder."""
         featuriser = self.embedder.featuriser
         items = []
@@ -744,7 +748,7 @@ class PairScorer(TextEncoder):
         self.reranker = reranker
         self.max_length = reranker.description.max_length
 
-    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+    def encode(self, inputs: Sequence[ServedInput]) -> EncodedInputs:
         """See TextEncoder."""
         pairs = []
         for served in inputs:
@@ -770,7 +774,7 @@ class ExportEncoder(TextEncoder):
         self.gives_unit_vectors = facts["normalized"]
         self.vocab_size = len(self.reader.texts.tokenizer)
 
-    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+    def encode(self, inputs: Sequence[ServedInput]) -> EncodedInputs:
         """See TextEncoder."""
         rows = [
             self.reader.texts.token_ids([served.content], served.kind)[0]

@@ -20,6 +20,7 @@ from vembed.config.values import EditDirection, EditPlace, ModelDtype
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError, require_package
 from vembed.evaluation.dataset import EvalData, open_test_data
+from vembed.evaluation.report.record import Scores
 from vembed.evaluation.scores import evaluate
 from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
@@ -75,7 +76,7 @@ class EditTrial:
     """One plan that was tried."""
 
     plan: EditPlan
-    scores: dict[str, float]
+    scores: Scores
 
 
 @dataclass(frozen=True)
@@ -84,8 +85,8 @@ class EditResult:
 
     model_dir: Path
     plan: EditPlan
-    before: dict[str, float]
-    after: dict[str, float]
+    before: Scores
+    after: Scores
     """`probe`, `across` and the scores on the evaluation data."""
     trials: tuple[EditTrial, ...]
 
@@ -274,7 +275,7 @@ class Editor:
             self._model, self.embedder.backbone, self.embedder.description
         )
 
-    def scores(self) -> dict[str, float]:
+    def scores(self) -> Scores:
         """Return `probe` (what a linear probe finds in held-out texts), `across` (nDCG@10 from each text of the first
         set to its counterpart in the second, where they are paired), and the scores on the evaluation data."""
         first = self._vectors(self.first)

@@ -19,6 +19,7 @@ from torch import Tensor
 from vembed.config.values import ModelDtype
 from vembed.errors import UserError
 from vembed.evaluation.dataset import open_test_data
+from vembed.evaluation.report.record import Scores
 from vembed.evaluation.scores import evaluate
 from vembed.files import CHECKSUMS, replace_text, write_json
 from vembed.models.families.model_files import CODES, read_header, read_object
@@ -72,7 +73,7 @@ class MergeTrial:
     at: float
     """Place on the line of two models, or of a base and one model."""
     score: float
-    scores: dict[str, float]
+    scores: Scores
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def merge(
     # A folder beside the target for models that are made on the way, of the same name on all ranks.
     scratch = target.absolute().with_name(f".{target.name}.merging")
 
-    def scores_of(folder: Path) -> dict[str, float]:
+    def scores_of(folder: Path) -> Scores:
         """Return all metrics of a model. Collective."""
         assert evaluation is not None
         scores = evaluate(folder, evaluation, session=session)
@@ -180,7 +181,7 @@ def merge(
             write_merge(members, base_source, stored_dtype, recipe, folder)
         collectives.barrier()
 
-    def scores_of_merge(numbers: Sequence[int], recipe: Recipe) -> dict[str, float]:
+    def scores_of_merge(numbers: Sequence[int], recipe: Recipe) -> Scores:
         """Return all metrics of the merge of some of the models. Collective."""
         candidate = scratch / "candidate"
         write(numbers, recipe, candidate)

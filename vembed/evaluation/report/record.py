@@ -52,6 +52,10 @@ TABLE = ("ndcg@10", "mrr@10", "recall@10", "map@10", "spearman", "pearson")
 """Metrics of the first table. The full table has the others."""
 
 
+Scores = dict[str, float]
+"""Metric -> score, with keys such as `ndcg@10`, `dim256/ndcg@10` or `spearman`."""
+
+
 @dataclass(frozen=True)
 class ReportTable:
     """A table for the page, for Markdown and for the console. Cells are formatted text."""
@@ -67,7 +71,7 @@ class RecordedEvaluation:
     """One evaluation of the run."""
 
     step: int
-    scores: dict[str, float]
+    scores: Scores
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class RunRecord:
     summary: RunSummary
 
     @property
-    def before(self) -> dict[str, float]:
+    def before(self) -> Scores:
         """Scores before the first step; empty if not measured."""
         for evaluation in self.evaluations[:1]:
             if evaluation.step == 0:
@@ -145,7 +149,7 @@ class RunRecord:
         return trained[-1] if trained else None
 
     @property
-    def after(self) -> dict[str, float]:
+    def after(self) -> Scores:
         """Scores of the weights in `final/`; empty if not measured."""
         return self.final.scores if self.final else {}
 
@@ -278,8 +282,8 @@ def metric_name(key: str) -> str:
 
 def scores_line(
     when: str,
-    scores: dict[str, float],
-    before: dict[str, float],
+    scores: Scores,
+    before: Scores,
     metric: str,
     *,
     is_short: bool = False,

@@ -16,7 +16,9 @@ from vembed.evaluation.query_results import (
     NO_DIFFERENCE,
     Changed,
     Comparison,
+    Content,
     Interval,
+    Results,
     compare_results,
     read_queries,
 )
@@ -116,7 +118,7 @@ def changed_table(
     rows = []
     pictures = {}
     for row, query in enumerate(queries):
-        cells: list[tuple[Sequence[Mapping[str, Any]], str]]
+        cells: list[tuple[Sequence[Content], str]]
         cells = [([query.query], ""), (query.relevant, "")]
         for documents in (query.documents_before, query.documents_after):
             mark = "[relevant] " if documents and documents[0][1] else ""
@@ -406,7 +408,7 @@ class ComparedRun:
 
     name: str
     record: RunRecord
-    queries: Mapping[str, Any] | None = None
+    queries: Results | None = None
     """Results per query of the weights that count. None: not recorded."""
     changes: Comparison | None = None
     """Its queries against those of the first run. None for the first, and where `not_paired` says why."""
