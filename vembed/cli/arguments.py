@@ -11,6 +11,7 @@ from typer import Option
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
 from vembed.config.options import OPTION_BLOCKS, all_options, quoted, target_of
+from vembed.config.values import Environment
 from vembed.errors import UserError
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -87,7 +88,7 @@ class TrainArguments(LaunchFlags):
     overrides: tuple[str, ...] = ()
     """`key=value` pairs in the order of the command line."""
 
-    def resolve(self, env: Mapping[str, str] = os.environ) -> ResolvedRun:
+    def resolve(self, env: Environment = os.environ) -> ResolvedRun:
         """Return the run that these arguments stand for."""
         return resolve_run(self.source, self.overrides, stage=self.stage, env=env)
 

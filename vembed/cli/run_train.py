@@ -5,7 +5,6 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from vembed.cli.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import START_TIME, config_yaml, require_earlier_stage
 from vembed.config.rules import data_paths, missing_path
-from vembed.config.values import RESULT_SEPARATOR
+from vembed.config.values import RESULT_SEPARATOR, Environment
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.files import existing, similar_path
@@ -48,7 +47,7 @@ class Launch:
     machine_rank: int = 0
     main_process_ip: str | None = None
     main_process_port: int | None = None
-    changes: Mapping[str, str] = field(default_factory=dict)
+    changes: Environment = field(default_factory=dict)
     """Additional environment variables for the processes."""
 
     @property
@@ -64,7 +63,7 @@ class Launch:
 
 def run_train(
     arguments: TrainArguments,
-    env: Mapping[str, str] = os.environ,
+    env: Environment = os.environ,
     *,
     starts_processes: bool = True,
     returns_result: bool = False,
@@ -153,7 +152,7 @@ def result_of(output_dir: str | Path) -> dict[str, Any]:
 def resolve_launch(
     run: ResolvedRun,
     arguments: TrainArguments = DRY_RUN,
-    env: Mapping[str, str] = os.environ,
+    env: Environment = os.environ,
     *,
     starts_processes: bool = True,
     num_gpus: int | None = None,
@@ -257,7 +256,7 @@ def describe_run(
 def _launched_rank(
     arguments: TrainArguments,
     run: ResolvedRun,
-    env: Mapping[str, str],
+    env: Environment,
 ) -> RankInfo | None:
     """Return the rank info of this process if a launcher has started it; None if vembed is to start the processes."""
     if all(env.get(name) for name in GROUP):

@@ -17,6 +17,7 @@ from vembed.config.options import (
     yaml_word,
 )
 from vembed.config.parsing import read_tree
+from vembed.config.values import Environment
 from vembed.errors import UserError, did_you_mean
 from vembed.files import existing
 
@@ -192,7 +193,7 @@ def read_accelerate_file(file_name: str) -> AccelerateFile:
     )
 
 
-def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
+def launcher_layer(env: Environment) -> tuple[Layer, list[str]]:
     """Return the layer of what `accelerate launch` has set in the environment, and notes for the log.
 
     Accelerate exports its defaults too. Defaults that only switch something off, and options that FSDP2 does not have,

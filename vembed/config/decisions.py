@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from vembed.config.accelerate_file import AccelerateFile
-from vembed.config.options import Level, OptionValue, yaml_word
+from vembed.config.options import Level, OptionValues, yaml_word
 from vembed.config.schema import (
     AdapterSection,
     EvaluationSection,
@@ -22,6 +22,7 @@ from vembed.config.schema import (
     TrainConfig,
     option_fields,
 )
+from vembed.config.values import Environment
 from vembed.errors import UserError
 from vembed.losses.table import LOSSES
 from vembed.models.families.table import FamilyName
@@ -130,13 +131,13 @@ class ResolvedRun:
 
 def decide(
     config: TrainConfig,
-    values: Mapping[str, OptionValue],
+    values: OptionValues,
     *,
     origins: Mapping[str, str],
     notes: Sequence[str],
     accelerate_file: AccelerateFile | None,
     fsdp_origin: str,
-    env: Mapping[str, str],
+    env: Environment,
 ) -> ResolvedRun:
     """Make every decision.
 
@@ -205,7 +206,7 @@ def default_recomputation(strategy: str) -> Decision[bool]:
 
 def _strategy(
     parallel: ParallelSection,
-    values: Mapping[str, OptionValue],
+    values: OptionValues,
     accelerate_file: AccelerateFile | None,
     fsdp_origin: str,
 ) -> Decision[AskedStrategy]:
@@ -244,8 +245,8 @@ def _strategy(
 
 def _timeout(
     minutes: float,
-    values: Mapping[str, OptionValue],
-    env: Mapping[str, str],
+    values: OptionValues,
+    env: Environment,
 ) -> tuple[Decision[float], list[str]]:
     """Return the time that a collective may take, and notes for the log. `minutes`: the option's value."""
     name = "dist_timeout_minutes"
@@ -329,7 +330,7 @@ def resolve_fsdp(
 def _asked(
     name: str,
     value: T,
-    values: Mapping[str, OptionValue],
+    values: OptionValues,
 ) -> Decision[T]:
     """Return the decision for an option that is taken as given. The reason is its name, or the file or launcher that sets
     it."""

@@ -27,14 +27,14 @@ from vembed.config.options import (
     REPLACES,
     Layer,
     Level,
-    OptionValue,
+    OptionValues,
     all_options,
     canonical_layer,
     command_line_layer,
 )
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
 from vembed.config.schema import TrainConfig, sources_of
-from vembed.config.values import RESULT_SEPARATOR, ConfigModel
+from vembed.config.values import RESULT_SEPARATOR, ConfigModel, Environment
 from vembed.errors import UserError
 from vembed.files import existing, short_name
 
@@ -92,7 +92,7 @@ def resolve_run(
     overrides: Sequence[str] = (),
     *,
     stage: str | None = None,
-    env: Mapping[str, str] = os.environ,
+    env: Environment = os.environ,
 ) -> ResolvedRun:
     """Resolve a run from all its sources.
 
@@ -226,14 +226,14 @@ def _layer_naming_accelerate_file(layers: Sequence[Layer]) -> Layer | None:
     return None
 
 
-def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
+def _merge(layers: Sequence[Layer]) -> tuple[OptionValues, list[str]]:
     """Merge the layers, from the weakest to the strongest. Return the values, and a note for each overridden one.
 
     A stronger value replaces that of the same option. It also replaces that of the option's twin, which sets the same in
     another unit (REPLACES).
     """
     twins = REPLACES | {twin: name for name, twin in REPLACES.items()}
-    values: dict[str, OptionValue] = {}
+    values: OptionValues = {}
     notes = []
     for layer in layers:
         for name, new in layer.values.items():
@@ -264,9 +264,9 @@ def _merge(layers: Sequence[Layer]) -> tuple[dict[str, OptionValue], list[str]]:
 
 
 def _resolve_values(
-    values: dict[str, OptionValue],
+    values: OptionValues,
     config_file: Path | None,
-    env: Mapping[str, str],
+    env: Environment,
 ) -> tuple[list[str], list[str]]:
     """Resolve values that depend on other options or on files: batch size, paths, output_dir. Return notes and
     problems."""
@@ -314,7 +314,7 @@ def _resolve_values(
 
 
 def resolve_paths(
-    values: dict[str, OptionValue],
+    values: OptionValues,
     names: Sequence[str],
     config_file: Path | None,
 ) -> list[str]:
@@ -367,7 +367,7 @@ def resolve_paths(
 def expand_output_dir(
     template: str,
     values: Mapping[str, Any],
-    env: Mapping[str, str],
+    env: Environment,
 ) -> str:
     """Return the folder that a template such as ~/runs/{model}-{time} names: the same on every rank.
 

@@ -80,6 +80,8 @@ class OptionValue:
         )
 
 
+OptionValues = dict[str, OptionValue]
+"""Values by option."""
 Settings = list[tuple[str, Any]]
 """Options with their values."""
 
@@ -107,7 +109,7 @@ class Layer:
 
     name: str
     level: Level = Level.CONFIG
-    values: dict[str, OptionValue] = field(default_factory=dict)
+    values: OptionValues = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Log lines for keys without effect."""

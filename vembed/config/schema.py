@@ -158,6 +158,9 @@ else:
     LossEntry = create_model("LossEntry", __base__=_LossEntry, **_optional)
 
 
+LossEntries = Annotated[list[LossEntry], Field(min_length=1)]
+
+
 class DataSource(ConfigModel):
     """One entry of `data_path` when it is a list."""
 
@@ -176,7 +179,7 @@ class DataSource(ConfigModel):
     """Text put before the documents of this source, in place of the run's."""
     max_length: PositiveInt | None = None
     """Maximum length of this source's texts in tokens, where it is below the run's."""
-    losses: Annotated[list[LossEntry], Field(min_length=1)] | None = None
+    losses: LossEntries | None = None
     """The losses of this source, instead of those of the run. Needs `homogeneous_batches`. Sources with the same losses,
     temperature and batch size are one task of the data (not the option `task`)."""
     temperature: PositiveFloat | None = None
@@ -486,9 +489,7 @@ class _Objective(Section):
     of a model of your own (`model_class`) have the weight 1 by default. Decoders have `next_token`, which is trained
     beside `loss` only if it is named here, and alone with loss: none. Text encoders have `masked_token`, only with loss:
     none: the prediction of tokens that are masked with probability 0.15."""
-    losses: Annotated[
-        Annotated[list[LossEntry], Field(min_length=1)] | None, FileReference("model")
-    ] = None
+    losses: Annotated[LossEntries | None, FileReference("model")] = None
     """Several losses instead of `loss`, added up with weights. Each entry has a `loss`, a `weight`, and may have its own
     `temperature`, `teacher`, `guide` and other options of this section. Some options are for entries alone
     (docs/teachers.md)."""

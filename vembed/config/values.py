@@ -1,6 +1,7 @@
 """Types of option values: numbers with limits, choices that the config, the library and the commands share, and the base class
 of config models."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -30,6 +31,8 @@ ModelDtype = Literal["auto", "float32", "bfloat16", "float16"]
 Auto = Literal["auto"]
 Task = Literal["embed", "rerank"]
 RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
+Environment = Mapping[str, str]
+"""Environment variables."""
 OnBadRecord = Literal["stop", "skip"]
 EvaluationTask = Literal["auto", "retrieval", "similarity"]
 EmbeddingPrecision = Literal["float32", "int8", "uint8", "binary", "ubinary"]

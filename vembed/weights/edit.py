@@ -44,6 +44,8 @@ log = logging.getLogger("vembed")
 
 TextSets = tuple[tuple[str, ...], tuple[str, ...]]
 """Two sets of texts that differ in what is to be removed. Every other text is held out for the probe."""
+TextSource = str | Path | Sequence[str]
+"""Texts, or a file with one text per line."""
 EDIT_FILE = "edit.json"
 MIN_TEXTS = 8
 """In each set: half of them estimate the direction, the other half test the probe."""
@@ -94,8 +96,8 @@ class EditResult:
 def edit(
     model: str | Path,
     output: str | Path,
-    first: str | Path | Sequence[str],
-    second: str | Path | Sequence[str],
+    first: TextSource,
+    second: TextSource,
     *,
     where: EditPlace = "layers",
     direction: EditDirection = "mean_difference",
@@ -172,7 +174,7 @@ def edit(
     return result
 
 
-def read_texts(source: str | Path | Sequence[str]) -> tuple[str, ...]:
+def read_texts(source: TextSource) -> tuple[str, ...]:
     """Return texts as they are, or those of a file with one per line."""
     if not isinstance(source, str | Path):
         return tuple(source)
@@ -542,6 +544,10 @@ def _write_result(result: EditResult) -> None:
 # ---- directions between two sets of vectors, maps that take them out, and the probe ------------------------------------
 
 
+VectorSets = tuple[np.ndarray, np.ndarray]
+"""The vectors [N, D] of both sets of texts."""
+LinearMap = tuple[np.ndarray, np.ndarray]
+"""A matrix [D, D], and the offset [D] that is added to its products."""
 SHRINKAGE = 1e-3
 """erase and probe: share of the mean variance that is added to each variance, so that few texts still have an inverse."""
 
@@ -578,9 +584,7 @@ def directions(
     return unit
 
 
-def projection(
-    directions_CD: np.ndarray, strength: float
-) -> tuple[np.ndarray, np.ndarray]:
+def projection(directions_CD: np.ndarray, strength: float) -> LinearMap:
     """Return the map x -> x - strength * V'Vx as a matrix [D, D] and an offset [D] of zeros."""
     size = directions_CD.shape[1]
     return np.eye(size) - strength * directions_CD.T @ directions_CD, np.zeros(size)
@@ -590,7 +594,7 @@ def erasure(
     first_ND: np.ndarray,
     second_ND: np.ndarray,
     strength: float,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> LinearMap:
     """Return the map, as a matrix [D, D] and an offset [D], that changes the vectors least so that both sets have one
     mean and no linear probe can tell them apart (LEACE); `strength` below 1 goes a part of the way."""
     mean, covariance = _mean_and_covariance(first_ND, second_ND)
@@ -621,9 +625,7 @@ def _mean_and_covariance(
     return mean, covariance + shrinkage * np.eye(len(covariance))
 
 
-def linear_probe(
-    train: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]
-) -> float:
+def linear_probe(train: VectorSets, test: VectorSets) -> float:
     """Return the share of the test vectors whose set a linear discriminant, fitted on the training vectors, finds: 0.5 is
     chance, 1.0 is always. Both sets count alike, whatever their sizes."""
     first_mean, second_mean = (vectors.mean(axis=0) for vectors in train)

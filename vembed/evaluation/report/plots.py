@@ -11,6 +11,8 @@ RUN_COLOURS = tuple(f"var(--run-{number})" for number in range(8))
 MAX_TICKS_X = 6
 MAX_TICKS_Y = 5
 
+NumberFormat = Callable[[float], str]
+"""Writes a number as text."""
 Point = tuple[float, float]
 Tick = tuple[float, str]
 """A place on an axis, and its label."""
@@ -46,7 +48,7 @@ class Curve:
     note: str
     steps: Sequence[float]
     values: Sequence[float]
-    write: Callable[[float], str]
+    write: NumberFormat
     from_zero: bool = False
     has_points: bool = False
     """Every value is marked, where they are few."""
@@ -56,7 +58,7 @@ def plot_curves(
     curves: Sequence[tuple[str, Curve]],
     ring_at: float | None = None,
     x_label: str = "step",
-    write_x: Callable[[float], str] = "{:,.0f}".format,
+    write_x: NumberFormat = "{:,.0f}".format,
 ) -> Plot:
     """Return a plot of one quantity over the steps or another whole number, of one run or several, each in its colour.
     `ring_at`: the step whose value gets a ring. `write_x`: the text below a step."""
@@ -113,7 +115,7 @@ class _Scale:
     def ticks(
         self,
         at_most: int,
-        write: Callable[[float], str],
+        write: NumberFormat,
         smallest: float = 0.0,
     ) -> list[Tick]:
         """Return round values of the range, as `write` writes them: multiples of 1, 2 or 5 times a power of ten,

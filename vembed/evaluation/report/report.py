@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,14 @@ from vembed.evaluation.query_results import (
     read_queries,
 )
 from vembed.evaluation.report.page import render_page, thumbnail
-from vembed.evaluation.report.plots import ACCENT, RUN_COLOURS, Curve, Plot, plot_curves
+from vembed.evaluation.report.plots import (
+    ACCENT,
+    RUN_COLOURS,
+    Curve,
+    NumberFormat,
+    Plot,
+    plot_curves,
+)
 from vembed.evaluation.report.record import (
     FIRST_STAGE,
     TABLE,
@@ -325,7 +332,7 @@ def stored_values(scores: Mapping[str, float]) -> dict[str, Any]:
     return {"table": table, "lines": lines, "plot": plot}
 
 
-QUANTITIES: dict[str, tuple[str, str, Callable[[float], str]]] = {
+QUANTITIES: dict[str, tuple[str, str, NumberFormat]] = {
     "loss": ("Loss", "of the global batch", "{:.3g}".format),
     "learning_rate": ("Learning rate", "", "{:.2g}".format),
     "grad_norm": ("Gradient norm", "global, before clipping", "{:.3g}".format),
