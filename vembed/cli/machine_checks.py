@@ -7,14 +7,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from vembed.cli.run_train import Launch, resolve_launch
-from vembed.cli.support import LINE, print_lines
+from vembed.cli.support import LINE, Result, print_lines
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
@@ -44,7 +43,7 @@ def check_machine(
     config: str | None,
     nproc: int | None,
     versions: Sequence[str],
-) -> tuple[dict[str, Any], int]:
+) -> tuple[Result, int]:
     """Print the devices, run the self-test, and check a config. Return the result and the exit code."""
     run = None if config is None else resolve_run(config)
     launch = None

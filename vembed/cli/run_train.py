@@ -7,9 +7,9 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from vembed.cli.arguments import TrainArguments
+from vembed.cli.support import Result
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import START_TIME, config_yaml, require_earlier_stage
 from vembed.config.rules import data_paths, missing_path
@@ -67,7 +67,7 @@ def run_train(
     *,
     starts_processes: bool = True,
     returns_result: bool = False,
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, Result]:
     """Train on as many processes as the config and the machine say. Return the exit code and, if wanted, the result.
 
     Training runs in this process, and raises its exceptions here, if a launcher has started it (torchrun, accelerate
@@ -140,7 +140,7 @@ def run_train(
     return code, result_of(config.run.output_dir)
 
 
-def result_of(output_dir: str | Path) -> dict[str, Any]:
+def result_of(output_dir: str | Path) -> Result:
     """Return the result of a finished run as JSON values, from its folder."""
     from vembed.evaluation.report.record import read_run
     from vembed.evaluation.report.report import run_json

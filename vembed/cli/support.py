@@ -65,6 +65,8 @@ KindOption = Annotated[
     Option(help="query or document: which of the model's prompts to use."),
 ]
 PositiveNumber = Annotated[int | None, Option(min=1)]
+Result = dict[str, Any]
+"""What `--json` writes of a command."""
 OutputFile = Annotated[str, Option("--output", "-o")]
 TruncateDim = Annotated[
     int | None, Option(min=1, help="Keep only the first so many numbers.")

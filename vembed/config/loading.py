@@ -33,7 +33,7 @@ from vembed.config.options import (
     command_line_layer,
 )
 from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
-from vembed.config.schema import TrainConfig, sources_of
+from vembed.config.schema import Options, TrainConfig, sources_of
 from vembed.config.values import RESULT_SEPARATOR, ConfigModel, Environment
 from vembed.errors import UserError
 from vembed.files import existing, short_name
@@ -431,7 +431,7 @@ class PipelineStage:
     kind: StageKind
     layer: Layer
     """Options of a training stage. Empty for a command stage."""
-    options: dict[str, Any]
+    options: Options
     """Values by option. A command stage has the options of its command, which may mean something else than those of a
     training: `output_path` of a mining is a file."""
     folder: Path

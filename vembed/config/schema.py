@@ -744,6 +744,10 @@ class RunSection(Section):
     """Time limit in minutes. Before it is reached, the run writes a checkpoint and stops. `resume` continues it."""
 
 
+Options = dict[str, Any]
+"""Values by option."""
+
+
 class TrainConfig(ConfigModel):
     """Options of a training run, by section. Users write them flat, in one file.
 
@@ -773,7 +777,7 @@ class TrainConfig(ConfigModel):
             sections[section][name] = value
         super().__init__(**sections)
 
-    def given_options(self) -> dict[str, Any]:
+    def given_options(self) -> Options:
         """Return the options that were set, rather than left at their default."""
         values = {}
         for _, section in self:
@@ -782,16 +786,16 @@ class TrainConfig(ConfigModel):
                     values[name] = value
         return values
 
-    def option_values(self) -> dict[str, Any]:
+    def option_values(self) -> Options:
         """Return all options by their flat names, in the order of the schema."""
-        values: dict[str, Any] = {}
+        values: Options = {}
         for _, section in self:
             values |= dict(section)
         return values
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Options:
         """Return the options as plain values, as written to config.yaml."""
-        values: dict[str, Any] = {}
+        values: Options = {}
         for _, section in self:
             values |= section.model_dump(mode="json")
         return values

@@ -54,12 +54,12 @@ class QueryResults:
         self,
         data: RetrievalData,
         metrics: Sequence[str],
-    ) -> dict[str, Any]:
+    ) -> Results:
         """Return the metrics of all queries and the texts of the first MAX_QUERIES_WITH_TEXTS, as JSON values."""
         chosen = [name for name in metrics if name in self.names]
         columns = [self.names.index(name) for name in chosen]
 
-        def contents(documents: Sequence[int]) -> list[dict[str, Any]]:
+        def contents(documents: Sequence[int]) -> list[Content]:
             return [
                 item_content(data.documents[document], f"document {document}")
                 for document in documents
@@ -86,7 +86,7 @@ class QueryResults:
         }
 
 
-def item_content(item: Item, name: str) -> dict[str, Any]:
+def item_content(item: Item, name: str) -> Content:
     """Return text and images of an item, short enough for a report: paths, or the
     item's name where the data hold the image."""
     text = " ".join((item.text or "").split())
@@ -113,7 +113,7 @@ def read_queries(output_dir: Path, step: int) -> Results | None:
     return read_json_object(path) if path.exists() else None
 
 
-def write_queries(output_dir: Path, step: int, content: dict[str, Any]) -> None:
+def write_queries(output_dir: Path, step: int, content: Results) -> None:
     """Write the content of an evaluation as a whole or not at all."""
     path = _path_of(output_dir, step)
     path.parent.mkdir(exist_ok=True)

@@ -126,6 +126,29 @@ def _text_model(backbone: Any, traits: Any) -> Any:
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
+def trace(
+    graph: nn.Module,
+    inputs: Mapping[str, Tensor],
+    shape: Mapping[int, Any],
+    target: Path,
+    output: str,
+) -> None:
+    """Save a module as a float32 graph. `shape`: the dimensions of every input that vary. `output`: name of its output."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # deprecations inside torch and onnxscript
+        program: Any = torch.onnx.export(
+            graph.eval(),
+            tuple(inputs.values()),
+            dynamo=True,
+            input_names=list(inputs),
+            output_names=[output],
+            dynamic_shapes=dict.fromkeys(inputs, shape),
+            verbose=False,
+        )
+    size = sum(weight.nbytes for weight in graph.parameters())
+    program.save(str(target), external_data=size > MAX_FILE_BYTES)
+
+
 def convert(
     target: Path,
     precision: WeightPrecision,
@@ -171,25 +194,12 @@ def write_graph(
     output: str = OUTPUT,
     int8_operators: Sequence[str] | None = None,
 ) -> None:
-    """Trace a module and save it in a precision. `shape`: the dimensions of every input that vary. `output`: name of its
-    output."""
-    size = sum(weight.nbytes for weight in graph.parameters())
+    """Trace a module and save it in a precision."""
     # torch and onnxruntime name every operator library that is not installed, and hint at pre-processing, which changes
     # nothing here.
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # deprecations inside torch and onnxscript
-            program: Any = torch.onnx.export(
-                graph.eval(),
-                tuple(inputs.values()),
-                dynamo=True,
-                input_names=list(inputs),
-                output_names=[output],
-                dynamic_shapes=dict.fromkeys(inputs, shape),
-                verbose=False,
-            )
-        program.save(str(target), external_data=size > MAX_FILE_BYTES)
+        trace(graph, inputs, shape, target, output)
         if precision != "float32":
             convert(target, precision, int8_operators)
     finally:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from vembed.cli.support import print_lines
+from vembed.cli.support import Result, print_lines
 from vembed.config.decisions import rate_of
 from vembed.config.loading import config_yaml, load_config, resolve_run
 from vembed.config.schema import TrainConfig
@@ -104,7 +104,7 @@ def run_tune(
     *,
     nproc: int = 0,
     is_dry_run: bool = False,
-) -> dict[str, Any] | None:
+) -> Result | None:
     """Search, or go on with a search, and write the best config. Return the result; None for a dry run."""
     require_package("optuna", "search")
     import optuna
@@ -399,7 +399,7 @@ def _trials(study: Any, *more_states: str) -> list[Any]:
     return [trial for trial in trials if trial.state.name in states]
 
 
-def _write_outcome(search: Search) -> dict[str, Any]:
+def _write_outcome(search: Search) -> Result:
     """Write the best config as YAML and all trials as JSON. Return and print the result."""
     study = _study(search)
     trials = _trials(study)

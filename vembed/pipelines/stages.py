@@ -14,11 +14,11 @@ from typing import Any
 from vembed.cli.arguments import TrainArguments
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
-from vembed.cli.support import is_first_rank, print_lines, print_progress
+from vembed.cli.support import Result, is_first_rank, print_lines, print_progress
 from vembed.config.loading import DATA_FILE_OF_KIND, Pipeline, PipelineStage
 from vembed.config.options import OptionValues, command_line_layer
 from vembed.config.rules import is_inside, missing_path, require_paths
-from vembed.config.schema import FILE_OPTIONS, DataSource
+from vembed.config.schema import FILE_OPTIONS, DataSource, Options
 from vembed.config.terms import needed_teachers
 from vembed.errors import RunError, UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
@@ -113,7 +113,7 @@ def _require_earlier(stage: PipelineStage, chosen: Collection[PipelineStage]) ->
             )
 
 
-def results_of(pipeline: Pipeline) -> list[dict[str, Any]]:
+def results_of(pipeline: Pipeline) -> list[Result]:
     """Return the result of each training that has finished, in order, as JSON values."""
     return [
         {"stage": stage.name, **result_of(stage.folder)}
@@ -566,7 +566,7 @@ def _names_in(value: Any) -> list[str]:
     return names
 
 
-def _with_shared_options(shared: OptionValues, stage: PipelineStage) -> dict[str, Any]:
+def _with_shared_options(shared: OptionValues, stage: PipelineStage) -> Options:
     """Return the options of a stage. `mine` reads the data of the whole config unless it names its own, and `judge` what
     was mined of them. The config's own model is mined with as it is trained. `shared`: the options outside of the stages."""
     options = dict(stage.options)

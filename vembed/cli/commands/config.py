@@ -2,15 +2,15 @@
 
 import json
 import sys
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from typer import Option
 
 from vembed.cli.arguments import NO_FLAGS, LaunchFlags
-from vembed.cli.support import ConfigArguments, print_lines
+from vembed.cli.support import ConfigArguments, Result, print_lines
 
 
-def config(args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS) -> dict[str, Any]:
+def config(args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS) -> Result:
     """Print the resolved config, with where each value comes from. Fails if a file is missing."""
     from vembed.config.loading import config_yaml
     from vembed.config.rules import require_paths

@@ -3,12 +3,13 @@
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Argument, Option
 
 from vembed.cli.support import (
     CheckData,
+    Result,
     TrustRemoteCode,
     print_lines,
     print_progress,
@@ -29,7 +30,7 @@ def export(
     server: Annotated[ServerName | None, Option("--for")] = None,
     merge: bool = False,
     trust_remote_code: TrustRemoteCode = False,
-) -> dict[str, Any]:
+) -> Result:
     """Write a trained model in the format of another runtime, compared with the model.
 
     Without --format it is a copy of the model's folder, or a folder made of a checkpoint. --merge merges an adapter.
@@ -136,7 +137,7 @@ def push(
     public: bool = False,
     report: bool = True,
     dry_run: bool = False,
-) -> dict[str, Any]:
+) -> Result:
     """Push a model to the Hub, with its card, the report and a description of the training data.
 
     The repository is private by default. The token is that of `hf auth login` or of HF_TOKEN. Files that are there

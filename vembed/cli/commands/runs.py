@@ -2,19 +2,17 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer import Argument, Option
 
 from vembed.cli.arguments import NO_FLAGS, LaunchFlags
-from vembed.cli.support import ConfigArguments, print_lines, require_folder
+from vembed.cli.support import ConfigArguments, Result, print_lines, require_folder
 from vembed.errors import UserError
 
 
-def data(
-    args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS
-) -> dict[str, Any] | None:
+def data(args: ConfigArguments = None, use: LaunchFlags = NO_FLAGS) -> Result | None:
     """Look at the data of a config: samples as the model reads them, lengths, repetitions, overlap."""
     config = use.with_words(args).resolve().config
     from vembed.data_tools.data_page import data_facts
@@ -24,7 +22,7 @@ def data(
     return figures
 
 
-def report(run: str) -> dict[str, Any]:
+def report(run: str) -> Result:
     """Write report.html and report.md of a run, also of one that was stopped or killed.
 
     Args:
@@ -42,7 +40,7 @@ def compare(
     ctx: typer.Context,
     runs: Annotated[list[str], Argument(metavar="RUN")],
     output: Annotated[str | None, Option("--output", "-o")] = None,
-) -> dict[str, Any]:
+) -> Result:
     """Compare several runs on one page: curves, scores with intervals, settings that differ, queries won and lost.
 
     Args:
@@ -67,7 +65,7 @@ def compare(
     return result
 
 
-def card(model: str) -> dict[str, Any]:
+def card(model: str) -> Result:
     """Write the model card (README.md) of a trained model again, from the run's scores, data and settings.
 
     Args:

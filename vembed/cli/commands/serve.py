@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
 from vembed.cli.support import (
     AnyModel,
     CheckData,
+    Result,
     TruncateDim,
     TrustRemoteCode,
     print_lines,
@@ -73,7 +74,7 @@ def check_server(
     data: CheckData = None,
     served_name: str | None = None,
     tolerance: float = 1e-3,
-) -> dict[str, Any]:
+) -> Result:
     """Compare a running embedding server with the model.
 
     Exit code 1 if they differ.

@@ -14,6 +14,7 @@ from vembed.cli.arguments import NO_FLAGS, LaunchFlags
 from vembed.cli.support import (
     MODE,
     ConfigArguments,
+    Result,
     number_table,
     parts_of,
     plain_console,
@@ -63,7 +64,7 @@ def tune(
     nproc: Annotated[int, Option(min=0)] = 0,
     seed: int = 0,
     dry_run: bool = False,
-) -> dict[str, Any] | None:
+) -> Result | None:
     """Search for better values of a few options, and write the best config as YAML.
 
     Args:

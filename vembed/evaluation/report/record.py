@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed import __version__
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import Options, TrainConfig
 from vembed.errors import UserError
 from vembed.files import (
     read_json_object,
@@ -125,7 +125,7 @@ class RunRecord:
     """Contents of a run's output folder."""
 
     folder: Path
-    config: dict[str, Any]
+    config: Options
     steps: list[dict[str, Any]]
     evaluations: list[RecordedEvaluation]
     summary: RunSummary
@@ -189,7 +189,7 @@ class RunRecord:
         return short_name(str(self.config.get("model_name", "model")))
 
 
-def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def changed_settings(config: Mapping[str, Any]) -> Options:
     """Return the options of a config that differ from their defaults."""
     defaults = TrainConfig(model_name="", data_path="").to_dict()
     return {
@@ -199,7 +199,7 @@ def changed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_options(model: str, names: Sequence[str]) -> dict[str, Any]:
+def run_options(model: str, names: Sequence[str]) -> Options:
     """Return options of the run that made a model; none for a model of another origin."""
     path = Path(model).expanduser()
     # The run itself, or its final/ or one of its checkpoints.

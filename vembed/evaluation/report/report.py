@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from vembed.config.schema import Options
 from vembed.errors import UserError, masked, masked_option
 from vembed.evaluation.query_results import (
     NO_DIFFERENCE,
@@ -358,7 +359,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         changes = compare_results(first, last, record.headline)
     intervals = changes.intervals if changes else None
     key = record.headline
-    changed: dict[bool, dict[str, Any]] = {False: {}, True: {}}
+    changed: dict[bool, Options] = {False: {}, True: {}}
     for name, value in changed_settings(record.config).items():
         is_decided = name in record.summary.decided_options
         changed[is_decided][name] = masked_option(name, value)
@@ -394,7 +395,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def _as_yaml(settings: dict[str, Any]) -> str:
+def _as_yaml(settings: Options) -> str:
     """Return settings as they stand in a config, with short paths; empty for none."""
     if not settings:
         return ""
