@@ -9,7 +9,7 @@ from vembed.inference.serve import (
     RequestLimits,
     listen,
     open_encoder,
-    serve,
+    server_of,
 )
 
 
@@ -25,5 +25,6 @@ class SlowEncoder(ModelEncoder):
 if __name__ == "__main__":
     with listen("127.0.0.1", 0) as listener:
         encoder = SlowEncoder(open_encoder(sys.argv[1]).embedder)
+        server = server_of(encoder, "tiny", RequestLimits(**json.loads(sys.argv[2])))
         print(f"http://127.0.0.1:{listener.getsockname()[1]}:", flush=True)
-        serve(listener, encoder, "tiny", RequestLimits(**json.loads(sys.argv[2])))
+        server.run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""The server. Service has its routes as a Starlette application, and `serve` runs it.
+"""The server. Service has its routes as a Starlette application, and Server runs it.
 
 OpenAI's `/v1/embeddings` and TEI's `/embed` for embedding models, `/rerank` of TEI and Cohere for rerankers.
 """
@@ -623,14 +623,14 @@ def listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def serve(
-    listener: socket.socket,
+def server_of(
     encoder: TextEncoder,
     name: str,
     limits: RequestLimits,
     api_key: str | None = None,
-) -> None:
-    """Answer requests until SIGINT or SIGTERM, and then those that have arrived. A second signal ends the process."""
+) -> Server:
+    """Return the server of a model. `run` answers requests until SIGINT or SIGTERM, and then those that have arrived. A second
+    signal ends the process."""
     service = Service(Batcher(encoder), name, limits, api_key)
     config = uvicorn.Config(
         service.app(),
@@ -647,7 +647,7 @@ def serve(
         timeout_keep_alive=int(limits.head_seconds) + 1,
         timeout_graceful_shutdown=int(limits.drain_seconds),
     )
-    Server(config).run(sockets=[listener])
+    return Server(config)
 
 
 # ---- what the server asks: an Embedder, a Reranker or an export in its own runtime, and the Batcher that asks it ---

@@ -43,8 +43,7 @@ def serve(
     for package in ("uvicorn", "starlette"):
         require_package(package, "serve")
     from vembed.files import short_name
-    from vembed.inference.serve import RequestLimits, listen, open_encoder
-    from vembed.inference.serve import serve as run_server
+    from vembed.inference.serve import RequestLimits, listen, open_encoder, server_of
 
     model_path = usable_model(model)
     # An address that is taken shows before the model is loaded, which may take minutes.
@@ -58,13 +57,14 @@ def serve(
         routes = "/v1/embeddings (OpenAI) or /embed (TEI)"
         if encoder.gives_scores:
             routes = "/rerank (TEI, Cohere)"
+        name = served_name or short_name(model_path)
+        server = server_of(encoder, name, RequestLimits(), api_key)
         port = listener.getsockname()[1]
         # A program that starts the server waits for this line.
         print_lines(
             f"{model_path} at http://{host}:{port}: POST {routes}; Ctrl-C stops it"
         )
-        name = served_name or short_name(model_path)
-        run_server(listener, encoder, name, RequestLimits(), api_key)
+        server.run(sockets=[listener])
     print_lines("stopped")
 
 
