@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from vembed.cli.support import is_first_rank, print_lines
-from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.embedding_model import EmbeddingModel, Inputs
 from vembed.models.families.description import ModelDescription
 from vembed.parallel import collectives, devices, parameters
 from vembed.parallel.environment import read_rank_info
@@ -137,9 +137,7 @@ def check(name: str, passed: str = "") -> Iterator[None]:
         raise SystemExit(1) from error
 
 
-def _inputs(
-    rank: int, device: torch.device | str
-) -> list[tuple[str, dict[str, Tensor]]]:
+def _inputs(rank: int, device: torch.device | str) -> list[tuple[str, Inputs]]:
     # [3, 5 + rank] token ids: ranks have texts of different lengths.
     length = 5 + rank
     ids = torch.arange(3 * length) * 37 % 512

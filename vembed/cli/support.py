@@ -36,6 +36,7 @@ _LOST_RANK = re.compile("closed by peer|reset by peer|remote process exited")
 ConfigArguments = Annotated[
     list[str] | None, Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
 ]
+Overrides = Annotated[list[str] | None, Argument(metavar="KEY=VALUE")]
 Nproc = Annotated[
     int,
     Option("--nproc", min=1, help="Processes on this machine that share the work."),

@@ -1,9 +1,8 @@
 """Accelerate config files and presets, and the environment variables that `accelerate launch` sets."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import vembed
 from vembed.config.options import (

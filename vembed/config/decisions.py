@@ -17,6 +17,7 @@ from vembed.config.schema import (
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
+    Options,
     ParallelSection,
     RunSection,
     TrainConfig,
@@ -272,9 +273,7 @@ def _timeout(
     return timeout, [note]
 
 
-def resolve_fsdp(
-    values: Mapping[str, Any], origin: str
-) -> tuple[FsdpConfig, list[str]]:
+def resolve_fsdp(values: Options, origin: str) -> tuple[FsdpConfig, list[str]]:
     """Return the settings that hold if the model is sharded, and notes for the log.
 
     `values`: the fsdp_* options that any source gives, the preset included. `origin`: the file or launcher that the settings start from.

@@ -366,7 +366,7 @@ def resolve_paths(
 
 def expand_output_dir(
     template: str,
-    values: Mapping[str, Any],
+    values: Options,
     env: Environment,
 ) -> str:
     """Return the folder that a template such as ~/runs/{model}-{time} names: the same on every rank.

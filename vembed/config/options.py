@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vembed.config.parsing import Node, parse_value
-from vembed.config.schema import sections_and_fields
+from vembed.config.schema import Options, sections_and_fields
 from vembed.config.values import ValueSyntax
 from vembed.errors import did_you_mean, printable
 from vembed.losses.table import LOSS_ENTRY_ONLY
@@ -275,7 +275,7 @@ class Layer:
 def canonical_layer(
     name: str,
     level: Level,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> Layer:
     """Return a layer of options whose values have been checked already, and are in their canonical spelling."""
     layer = Layer(name, level)

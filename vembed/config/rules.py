@@ -16,6 +16,7 @@ from vembed.config.schema import (
     BatchSection,
     DataSection,
     ObjectiveSection,
+    Options,
     TrainConfig,
 )
 from vembed.config.terms import (
@@ -248,9 +249,7 @@ def _source_rules(data: DataSection, batch: BatchSection, task: str) -> Iterator
         yield "sampling: round_robin takes a batch of each source in turn: set homogeneous_batches: true"
 
 
-def _task_rules(
-    options: Mapping[str, Any], terms: Sequence[ResolvedTerm]
-) -> Iterator[str]:
+def _task_rules(options: Options, terms: Sequence[ResolvedTerm]) -> Iterator[str]:
     """Options that go only with `task: embed`, or only with `task: rerank`."""
     # By value: a config that a run has written names every option.
     changed = [

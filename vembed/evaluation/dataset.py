@@ -38,6 +38,12 @@ from vembed.progress import counted
 
 log = logging.getLogger("vembed")
 
+Grades = dict[int, int]
+"""Document -> its grade for a query."""
+Judgement = tuple[str, str, int]
+"""The ids of a query and a document, and the grade."""
+FindIndex = Callable[[Any], int | None]
+"""Returns the index of a query or a document by its id or text; None without it."""
 MAX_GRADE = 1000
 """Largest grade. Fractional relevance scores are scaled to integer grades up to this, as trec_eval expects."""
 LARGEST_GRADE = 1_000_000
@@ -77,15 +83,13 @@ class RetrievalData(_QueriesAndDocuments):
     """Queries, the whole corpus, and the relevant documents of each query. Documents with equal content are one
     document; equal queries are one query whose relevant documents are joined."""
 
-    relevance: tuple[dict[int, int], ...]
+    relevance: tuple[Grades, ...]
     """Per query: document index -> grade, 1 or more. Unlisted documents are not relevant."""
     notes: tuple[str, ...] = ()
     """Notes for the log on records left out or joined while reading."""
     query_ids: Mapping[str, int] = field(default_factory=dict, compare=False)
     """Of a BEIR-style folder: id -> index of the query."""
-    find_document: Callable[[str], int | None] | None = field(
-        default=None, compare=False
-    )
+    find_document: FindIndex | None = field(default=None, compare=False)
     """Of a BEIR-style folder: the index of the document of an id."""
     first_stages: dict[str, np.ndarray] = field(default_factory=dict, compare=False)
     """First stage -> [Q, k] its documents of each query. Filled when rerankers are evaluated, and kept for the next
@@ -330,7 +334,7 @@ class _Judgements:
 
     def __init__(self) -> None:
         self.queries: dict[int, Item] = {}
-        self.grades: dict[int, dict[int, int]] = {}
+        self.grades: dict[int, Grades] = {}
         """Per query: document -> grade. A document is an index in a corpus, or the key of one that was collected."""
         self.documents: dict[int, Item] = {}
 
@@ -481,7 +485,7 @@ def beir_qrels(name: str, splits: Sequence[str]) -> tuple[Path, Path] | None:
     return (folder, path) if is_beir_folder(folder) else None
 
 
-def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
+def read_judgements(path: Path) -> Iterator[tuple[str, Judgement | str]]:
     """Yield where each line is, and its query, document and grade; or what is wrong with the line.
 
     Lines are BEIR's (query, document, grade) or trec_eval's (query, 0, document, grade).
@@ -512,7 +516,7 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
             yield where, reason
 
 
-def _judgement_of_record(record: object) -> tuple[str, str, int] | str:
+def _judgement_of_record(record: object) -> Judgement | str:
     judgement = record if isinstance(record, dict) else {}
     if "score" not in judgement:
         grade = judgement_column(judgement)
@@ -565,7 +569,7 @@ def read_beir_corpus(
     reader: Format,
     problems: list[str],
     notes: list[str],
-) -> tuple[Corpus, Callable[[str], int | None]]:
+) -> tuple[Corpus, FindIndex]:
     """Read a corpus once, without holding its texts. Return it, and what finds the index of a document by its `_id`.
 
     What is wrong with records is added to `problems`, and how many were joined to `notes`."""

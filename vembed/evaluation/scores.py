@@ -7,7 +7,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,8 @@ from vembed.evaluation.dataset import (
     TEST_FIRST,
     Corpus,
     EvalData,
+    FindIndex,
+    Grades,
     RetrievalData,
     ScoredPairs,
     num_prompts,
@@ -478,9 +480,9 @@ def run_file_rankings(
     is_trec = path.suffix == ".trec"
     if not is_trec:
         query_texts = {item.text: index for index, item in enumerate(data.queries)}
-        find_query: Callable[[Any], int | None] = query_texts.get
+        find_query: FindIndex = query_texts.get
         texts = {item.text: index for index, item in enumerate(data.documents)}
-        find_document: Callable[[Any], int | None] = texts.get
+        find_document: FindIndex = texts.get
     elif data.find_document is not None:
         find_query = data.query_ids.get
         find_document = data.find_document
@@ -685,7 +687,7 @@ def metric_names(ks: Sequence[int]) -> list[str]:
 
 def score_rankings(
     rankings: np.ndarray,
-    relevance: Sequence[dict[int, int]],
+    relevance: Sequence[Grades],
     ks: Sequence[int],
 ) -> tuple[list[str], np.ndarray]:
     """Return the names of the metrics, and their values per query [Q, number of names], by trec_eval. nDCG uses the

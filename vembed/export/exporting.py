@@ -52,7 +52,7 @@ from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import unit_rows
 from vembed.inference.reranker import Reranker, read_weights
-from vembed.models.embedding_model import SEGMENTS
+from vembed.models.embedding_model import SEGMENTS, Inputs
 from vembed.models.families.backbones import file_dtype
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import EXPORT_FILE, is_reranker, read_object
@@ -391,9 +391,7 @@ class OnnxReranker:
         return np.diff(logits, axis=1)
 
 
-def padded_inputs(
-    featuriser: PairFeaturiser, features: Sequence[Features]
-) -> dict[str, Tensor]:
+def padded_inputs(featuriser: PairFeaturiser, features: Sequence[Features]) -> Inputs:
     """Return the inputs of a batch of pairs with a mask, which a graph always takes."""
     inputs = featuriser.joined(features)
     inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))

