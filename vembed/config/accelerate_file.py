@@ -16,6 +16,7 @@ from vembed.config.options import (
     yaml_word,
 )
 from vembed.config.parsing import read_tree
+from vembed.config.schema import Options
 from vembed.config.values import Environment
 from vembed.errors import UserError, did_you_mean
 from vembed.files import existing
@@ -66,7 +67,7 @@ class AccelerateFile:
     place: str
     """The file as messages name it: its path, or configs/NAME.yaml for a preset."""
     distribution: Distribution
-    options: Mapping[str, Any]
+    options: Options
     """Values of vembed's options: fsdp_*, mixed_precision, and the numbers of machines and of processes on each."""
     main_process_ip: str | None
     main_process_port: int | None
