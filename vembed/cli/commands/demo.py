@@ -3,6 +3,7 @@ library by their docstrings."""
 
 import hashlib
 import importlib.util
+import json
 import os
 import shlex
 import sysconfig
@@ -113,7 +114,6 @@ def demo(
     from vembed.config.loading import load_config, one_line_yaml
     from vembed.evaluation.report.record import read_run
     from vembed.evaluation.report.report import dims_table, score_table
-    from vembed.mining.output import write_rows
 
     console = plain_console()
     model = demo_model()
@@ -126,9 +126,8 @@ def demo(
     data = folder / "data"
     data.mkdir(parents=True)
     train, val = split_by_module(standard_library_pairs(), size.num_train, size.num_val)
-    for name, pairs in (("train.jsonl", train), ("val.jsonl", val)):
-        rows = ({"query": pair.query, "positive": pair.positive} for pair in pairs)
-        write_rows(data / name, rows)
+    write_pairs(train, data / "train.jsonl")
+    write_pairs(val, data / "val.jsonl")
     settings = folder / "demo.yaml"
     settings.write_text(
         YAML.format(
@@ -240,6 +239,14 @@ def split_by_module(
             f"and the demo needs {num_train:,d} and {num_val:,d}: is it installed without its sources or docstrings?"
         )
     return _thin(training, num_train), _thin(validation, num_val)
+
+
+def write_pairs(pairs: list[FunctionPair], path: Path) -> None:
+    """Write one JSON object per line, vembed's training format."""
+    lines = (
+        json.dumps({"query": pair.query, "positive": pair.positive}) for pair in pairs
+    )
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _hash(text: str) -> bytes:
