@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,16 +38,13 @@ JudgedDocuments = Sequence[tuple[Content, bool]]
 """First documents of a query, each with whether it is relevant."""
 
 
-@dataclass
 class QueryResults:
-    """Results of every query. An evaluation fills an empty one."""
+    """Results of every query. An evaluation of retrieval data fills an empty one."""
 
-    names: list[str] = field(default_factory=list)
-    values: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    names: list[str]
+    values: np.ndarray
     """[queries, metrics]."""
-    first_documents: np.ndarray = field(
-        default_factory=lambda: np.zeros((0, 0), np.int64)
-    )
+    first_documents: np.ndarray
     """[queries, NUM_FIRST_DOCUMENTS] indices of the first documents; -1: none."""
 
     def content(
