@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vembed.config.schema import DataSection, ModelSection, ObjectiveSection, Teacher
-from vembed.config.terms import listed_teachers, needed_teachers, run_terms
+from vembed.config.terms import listed_teachers, needed_teachers, source_terms
 from vembed.data.batching.rank_batch import RankBatch, to_device
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind, input_digest
@@ -60,11 +61,19 @@ class Teachers:
         """`folder`: of the cache, by default vembed's own."""
         self.by_name: dict[str, VectorTeacher | PairTeacher] = {}
         needs_vectors = set()
-        terms = run_terms(objective, data, model.model_name)
-        for term in terms:
-            needs_vectors.add(term.guide)
-            if term.loss.needs_vectors():
-                needs_vectors.add(term.teacher)
+        self._sources: dict[str | None, set[int]] = defaultdict(set)
+        """By name of a teacher: the sources of the data whose losses it serves."""
+        terms = []
+        for source, of_source in enumerate(
+            source_terms(objective, data, model.model_name)
+        ):
+            terms += of_source
+            for term in of_source:
+                self._sources[term.teacher].add(source)
+                self._sources[term.guide].add(source)
+                needs_vectors.add(term.guide)
+                if term.loss.needs_vectors():
+                    needs_vectors.add(term.teacher)
         listed = [teacher.label for teacher in listed_teachers(objective)]
         for teacher in needed_teachers(objective, data, model):
             name = teacher.label
@@ -114,9 +123,11 @@ class Teachers:
 
     def prepare(self, examples: ExampleStore) -> None:
         """Compute all answers for the training data that are not on disk. Collective; every rank passes all examples."""
-        for teacher in self.by_name.values():
+        for name, teacher in self.by_name.items():
             questions: dict[bytes, Any] = {}
-            for example in examples:
+            for number, example in enumerate(examples):
+                if examples.source_of(number) not in self._sources[name]:
+                    continue
                 for key, question in teacher.questions(example):
                     questions.setdefault(key, question)
             teacher.complete(questions)
@@ -128,14 +139,18 @@ class Teachers:
         by_row: list[int],
         by_negative: list[int],
     ) -> LossBatch:
-        """Return the loss batch with everything that the teachers say about it. Collective, if there are teachers.
+        """Return the loss batch with everything that its teachers say about it. Collective, if there are teachers.
 
         `by_row`, `by_negative`: numbers of rows and hard negatives of each rank.
         """
         teachers = {}
         dtype = arithmetic_dtype(loss_batch.embeddings)
         for name, teacher in self.by_name.items():
-            teachers[name] = teacher.teaching(rank_batch, by_row, by_negative, dtype)
+            # Sources of different losses have batches of their own.
+            if rank_batch.source_index in self._sources[name]:
+                teachers[name] = teacher.teaching(
+                    rank_batch, by_row, by_negative, dtype
+                )
         return replace(loss_batch, teachers=teachers)
 
 

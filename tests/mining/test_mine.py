@@ -235,6 +235,9 @@ def test_a_beir_folder_is_data_and_corpus(tmp_path):
         assert row["positive"] == positives
         assert row["query_id"] == f"d{number}"
         assert set(row["negatives"]) == {f"t {text}" for text in actual} - {*positives}
+    entry = {"path": str(tmp_path), "document_prompt": "blue: "}
+    _, result = run(options, data_path=[entry])
+    assert result.num_encoded == len(actual)
 
 
 CATS = ({"d1": "a red cat", "d2": "a blue dog"}, {"q1": "red cat"}, {"q1": ["d1"]})

@@ -56,12 +56,17 @@ class Data:
 
     examples: list[Example]
     fingerprint: str
+    num_sources: int = 1
 
     def __len__(self):
         return len(self.examples)
 
     def __getitem__(self, index, /):
         return self.examples[index]
+
+    def source_of(self, index):
+        """Each source has as many examples."""
+        return index * self.num_sources // len(self)
 
 
 def teachers_of(config, session, cache):
@@ -72,7 +77,8 @@ def prepare(config, cache, examples, fingerprint="data"):
     """Called on every rank: the answers that were added to the stores."""
     with start_session(config) as session:
         teachers = teachers_of(config, session, cache)
-        teachers.prepare(Data(examples, fingerprint))
+        num_sources = len(config.data.sources())
+        teachers.prepare(Data(examples, fingerprint, num_sources))
         return {name: value.store.num_added for name, value in teachers.by_name.items()}
 
 
@@ -161,6 +167,18 @@ def test_the_answers_change_with_the_prompts_that_the_folders_name_decides(tmp_p
         config = config_of(model=str(folder))
         added.append(prepare(config, tmp_path / "cache", rows())["bert"])
     assert added == [90, 90]
+
+
+def test_a_teacher_of_one_source_is_asked_about_its_examples_alone(tmp_path, config):
+    taught = {"path": "a", "losses": [{"loss": "kl", "teacher": "reranker"}]}
+    options = {
+        **config.given_options(),
+        "data_path": [taught, "b"],
+        "losses": [{"loss": "infonce"}],
+        "homogeneous_batches": True,
+    }
+    added = prepare(TrainConfig(**options), tmp_path, rows())
+    assert added == {"reranker": 30}
 
 
 def vectors_of(config, cache, items):

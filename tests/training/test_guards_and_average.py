@@ -155,7 +155,9 @@ def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(
     assert result.metrics["before/guard/general/ndcg@10"] == pytest.approx(scores[0])
     evaluated = vembed.evaluate(result.model_dir, guard)
     assert evaluated["ndcg@10"] == pytest.approx(scores[-1], abs=1e-6)
-    checkpoint = result.output_dir / f"checkpoint-{len(scores) - 1}"
+    held_step = len(scores) - 1
+    assert (result.output_dir / f"evaluations/step-{held_step}.json").exists()
+    checkpoint = result.output_dir / f"checkpoint-{held_step}"
     whole_model(str(checkpoint), tmp_path / "held" / "final")
     held = trained_weights(tmp_path / "held")
     assert_same(trained_weights(result.output_dir), held)

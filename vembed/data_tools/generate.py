@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from vembed.data.examples import ImageRoot, Item
+from vembed.data.examples import ImageRoot, Item, ReadAs
 from vembed.data.near_duplicates import casefolded
 from vembed.data.records import document_id, document_text
 from vembed.errors import UserError
@@ -102,7 +102,8 @@ def generate(
     folder = work_folder(config)
     left_out: Counter[str] = Counter()
     with open_command_session(log) as (running, log_line):
-        corpus = CorpusFiles(paths_of(config.corpus_path), config)
+        paths = dict.fromkeys(paths_of(config.corpus_path), ReadAs())
+        corpus = CorpusFiles(paths, config)
         documents = distinct_by(corpus.table, EXACT)
         if config.max_documents is not None and config.max_documents < len(documents):
             random = np.random.default_rng([config.seed, 3])

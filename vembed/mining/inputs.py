@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +71,7 @@ class BeirTable:
     ) -> None:
         self.name = str(folder)
         self.column_mapping = options.column_mapping
+        self.settings = settings
         data = read_beir(folder, qrels, options.on_bad_record)
         self._data = data.read_as(settings)
         self._query_ids = {
@@ -165,12 +166,15 @@ def array_identity(values: np.ndarray) -> str:
 class CorpusFiles:
     """The documents of some files."""
 
-    def __init__(self, paths: Sequence[str], options: RecordOptions) -> None:
-        """Check and read all of them."""
+    def __init__(self, paths: Mapping[str, ReadAs], options: RecordOptions) -> None:
+        """Check and read all of them. `paths`: with the prompt and the length of their documents."""
         readers: list[Format] = []
-        for path in paths:
+        self._settings: list[ReadAs] = []
+        for path, settings in paths.items():
             file = texts_path(Path(path).expanduser(), "corpus") or path
-            readers += open_document_reader(file).single_files
+            for reader in open_document_reader(file).single_files:
+                readers.append(reader)
+                self._settings.append(settings)
         self.reader = SeveralFiles(", ".join(paths), readers)
         self._images = [ImageRoot.of(options, reader.folder) for reader in readers]
         table = array("q")
@@ -186,7 +190,7 @@ class CorpusFiles:
                 continue
             identity = document_id(record)
             key = 0 if identity is None else id_key(identity)
-            table.extend((number, IN_CORPUS, content_key(item), item.key(), key))
+            table.extend((number, IN_CORPUS, content_key(item), vector_key(item), key))
         refuse_bad_records(
             problems,
             num_bad=num_bad,
@@ -209,7 +213,8 @@ class CorpusFiles:
 
     def item(self, record: Any, number: int) -> Item:
         """The document that a record means; `BadRecord` says why it means none."""
-        return document_item(record, self.images(number))
+        item = document_item(record, self.images(number))
+        return self._settings[number >> FILE_BITS].document(item)
 
     def read(self, number: int) -> Item:
         """The document of a record."""
@@ -232,11 +237,11 @@ class Documents:
         rows: Rows,
     ) -> None:
         """The documents of `corpus_path`, of the BEIR-style folders in `data_path`, or else of the rows themselves."""
-        paths = paths_of(options.corpus_path)
+        paths = dict.fromkeys(paths_of(options.corpus_path), ReadAs())
         if not paths:
-            paths = [
-                source.name for source in rows.sources if isinstance(source, BeirTable)
-            ]
+            for source in rows.sources:
+                if isinstance(source, BeirTable):
+                    paths[source.name] = source.settings
         self._rows = rows
         self._corpus = CorpusFiles(paths, options) if paths else None
         of_rows = array("q")

@@ -201,7 +201,8 @@ class Guards(Hook):
 class QueryRecord(Hook):
     """Writes the results of every query of an evaluation, which the report compares before and after. Of rank 0 alone.
 
-    It keeps the evaluations before training, of the best step and of the newest one. Other steps' files are removed.
+    It keeps the evaluations before training, of the best step, of the last one that held all guards, and of the newest one.
+    Other steps' files are removed.
     """
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -214,7 +215,8 @@ class QueryRecord(Hook):
         try:
             content = evaluation.queries.content(data, metrics)
             write_queries(run.output, evaluation.step, content)
-            recorded = (0, run.state.best_step, evaluation.step)
+            state = run.state
+            recorded = (0, state.best_step, state.guarded_step, evaluation.step)
             for path in (run.output / EVALUATIONS_FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) not in recorded:
                     path.unlink()
