@@ -133,17 +133,21 @@ def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path):
     rows = []
     for number in range(90):
         name = ("cat", "dog", "cow")[number % 3]
-        rows.append({"text": f"{name} number {number}", "label": number % 3})
+        text = f"{name} number {number}"
+        rows.append({"text": text, "label": number % 3, "query_prompt": "ask: "})
     parts = hold_out(open_rows(tmp_path, rows), 0.3, seed=1)
     held = [example for _, example in parts.examples]
     data = from_examples(held, "held")
     assert len(data.queries) == len(data.documents) == len(held) == 27
-    classes = [str(item.text).split()[0] for item in data.documents]
+    assert {query.prompt for query in data.queries} == {"ask: "}
+    assert {document.prompt for document in data.documents} == {None}
+    texts = [str(item.text) for item in data.documents]
+    classes = [text.split()[0] for text in texts]
     for query, relevant in zip(data.queries, data.relevance, strict=True):
         same = {
             number for number, name in enumerate(classes) if name in str(query.text)
         }
-        assert relevant == dict.fromkeys(same - {data.documents.index(query)}, 1)
+        assert relevant == dict.fromkeys(same - {texts.index(str(query.text))}, 1)
     remaining = queries_of(parts.train)
     assert len(remaining) == 63
     assert not {example.query.text for example in held} & set(remaining)

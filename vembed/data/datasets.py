@@ -368,7 +368,8 @@ def hold_out(
             "to train on (equal queries are held out together); give val_data_path, or more data"
         )
     indices = np.flatnonzero(is_held).tolist()
-    held = [(store.source_of(index), store[index]) for index in indices]
+    # A text with a label has itself as positive here: the others of its class may be trained on.
+    held = [(store.source_of(index), store.pair(index, index)) for index in indices]
     train = store.subset(~is_held, note=f"val_split {share:g}")
     is_held_pair = is_held[groups.pair_examples]
     documents = np.unique(groups.pair_documents[is_held_pair])

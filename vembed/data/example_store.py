@@ -133,7 +133,7 @@ class Records:
         # Commands on data, such as `vembed mine`, read a labelled text as its own positive.
         if self.index.labels is not None and self.terms:
             mate = int(self.mates[number]) if mate is None else mate
-            example = replace(example, positives=(self._read(mate).query,))
+            example = replace(example, positives=self._read(mate).positives)
         return self.read_as.apply(example)
 
     @cached_property

@@ -121,7 +121,7 @@ class RecordFormat:
             if not (prompt == "" and self.numbers_in_text):
                 query = replace(query, prompt=prompt)
         if layout.label is not None:
-            # Its positive is chosen where the other examples are known.
+            # As a positive it has no prompt of the query. The record's own is chosen where the other examples are known.
             label = record[layout.label]
             is_name = isinstance(label, str | int) and not isinstance(label, bool)
             if not is_name or not str(label).strip():
@@ -129,7 +129,8 @@ class RecordFormat:
                     f"{layout.label} is {described(label)}, not the name or number of a class"
                 )
             self._check_losses(layout, (), None)
-            return Example(query, (query,), where=where, label=str(label))
+            document = replace(query, prompt=None)
+            return Example(query, (document,), where=where, label=str(label))
         positives = self._documents(record, layout.positive, layout.positive_image)
         if not positives:
             name = layout.positive or layout.positive_image or ""

@@ -204,6 +204,8 @@ def from_examples(
     judgements = _Judgements()
     all_notes = []
     classes: dict[str, dict[int, Item]] = {}
+    class_documents: dict[int, Item] = {}
+    """By key: the members of classes as documents, whose prompt is another one."""
     num_left_out = 0
     all_scores: list[float] = []
     negative_scores: list[float] = []
@@ -212,17 +214,18 @@ def from_examples(
         negative_scores += example.negative_scores or ()
         if example.label is not None:
             members = classes.setdefault(str(example.label), {})
+            class_documents |= {item.key(): item for item in example.positives}
             if len(members) < MAX_OF_CLASS:
                 members.setdefault(example.query.key(), example.query)
             else:
                 num_left_out += 1
     for members in classes.values():
-        for item in members.values():
+        for key, item in members.items():
             # Part of the corpus even if it is the only one of its class, and so has no relevant document.
-            judgements.key_of(item)
-            for other in members.values():
-                if other is not item:
-                    judgements.add(item, judgements.key_of(other), 1)
+            judgements.key_of(class_documents.get(key, item))
+            for other in members:
+                if other != key:
+                    judgements.add(item, other, 1)
     if num_left_out:
         all_notes.append(
             f"at most {MAX_OF_CLASS:,d} of a class, {num_left_out:,d} left out"
