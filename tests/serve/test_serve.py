@@ -28,7 +28,7 @@ from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
 from vembed.data.examples import Item
 from vembed.errors import UserError
-from vembed.inference.serve import Batcher, ServedInput, open_encoder
+from vembed.inference.serve import Batcher, ServedInput, cut_vectors, open_encoder
 from vembed.models.processors import load_tokenizer
 
 TEXTS = ["red", "a small bird in the garden"]
@@ -204,6 +204,13 @@ def token_ids(model, *texts):
     inputs = [(Item(text=text), "document") for text in texts]
     features = model.featuriser.features(inputs)
     return [row.token_ids.tolist() for row in features]
+
+
+def test_vectors_are_cut_as_the_request_says():
+    vectors = np.array([[3.0, 4.0, 12.0]])
+    assert_close(cut_vectors(vectors, {"dimensions": 2}), [[0.6, 0.8]])
+    values = {"dimensions": 2, "normalize": False}
+    assert_close(cut_vectors(vectors, values), [[3.0, 4.0]])
 
 
 def test_token_ids_are_taken_as_they_are(server):

@@ -173,6 +173,18 @@ def test_a_start_without_mining_and_data_with_labels(config, tmp_path):
     first, second, third = (recorded.documents[step] for step in (0, 3, 6))
     assert {number for row in first for number in row} == {-1}
     assert first == second != third
+    # Steps of four batches begin in the epochs 0, 1, 2 and 4.
+    rarer = {**MINE, "every_epochs": 3, "at_start": False}
+    recorded, _ = train(
+        config,
+        mine=rarer,
+        gradient_accumulation_steps=4,
+        max_steps=4,
+        output_dir=str(tmp_path / "long steps"),
+    )
+    *earlier, last = recorded.documents
+    assert earlier == [first] * 3
+    assert last != first
     path = tmp_path / "labelled.jsonl"
     write_jsonl(path, [{"text": text, "label": text[0]} for text in texts(12)])
     with pytest.raises(UserError, match="mine needs pairs of queries and documents"):

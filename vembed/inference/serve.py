@@ -495,7 +495,7 @@ def content_of(values: Values, key: str) -> Any:
 
 
 def cut_vectors(vectors: np.ndarray, values: Values) -> np.ndarray:
-    """Return the first `dimensions` of the vectors where a request asks for them, of length 1, as OpenAI and TEI do."""
+    """Return the first `dimensions` of the vectors where a request asks for them, of length 1 unless it says otherwise."""
     dimensions = values.get("dimensions")
     if dimensions is None:
         return vectors
@@ -503,7 +503,7 @@ def cut_vectors(vectors: np.ndarray, values: Values) -> np.ndarray:
         raise Refusal(
             f"dimensions must be a whole number from 1 to {vectors.shape[1]}, and is {reprlib.repr(dimensions)}"
         )
-    return first_dims(vectors, dimensions, True)
+    return first_dims(vectors, dimensions, values.get("normalize") is not False)
 
 
 def refusal_response(refusal: Refusal) -> Response:
