@@ -73,21 +73,14 @@ def refused(path, **options):
     return str(caught.value)
 
 
-def examples_of(store):
-    return [store[number] for number in range(len(store))]
-
-
 def pairs_of(store):
     """The texts of query and first positive of all examples."""
-    return [
-        (example.query.text, example.positives[0].text)
-        for example in examples_of(store)
-    ]
+    return [(example.query.text, example.positives[0].text) for example in store]
 
 
 def places_of(store):
     """Where each example comes from: file and line."""
-    return [example.where for example in examples_of(store)]
+    return [example.where for example in store]
 
 
 def queries_of(store):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.data.files import examples_of, open_path, open_rows, pair, refused
+from tests.data.files import open_path, open_rows, pair, refused
 from vembed.data_tools.starter import read_sample
 
 
@@ -27,7 +27,7 @@ def pictures(tmp_path):
 def test_each_image_has_the_class_of_its_folder(pictures):
     store = open_path(pictures)
     classes = {}
-    for example in examples_of(store):
+    for example in store:
         (image,) = example.query.images
         classes[Path(image.path).relative_to(pictures)] = example.label
         assert example.positives[0] != example.query

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tests.data.files import (
-    examples_of,
     numbered,
     open_path,
     open_rows,
@@ -113,7 +112,7 @@ def test_overlap_counts_queries(tmp_path):
             pair("a picture", {"image": "copy.png"}),
         ],
     )
-    queries = [example.query for example in examples_of(open_path(validation))]
+    queries = [example.query for example in open_path(validation)]
     (sentence,) = overlap_warnings(train, queries)
     assert "in the training data too: 2 of 4 (50.0%)" in sentence
     assert "'how do i sort'; 'a picture'" in sentence

@@ -5,7 +5,6 @@ import re
 import pytest
 
 from tests.data.files import (
-    examples_of,
     numbered,
     open_path,
     open_rows,
@@ -128,7 +127,7 @@ def test_a_label_beside_messages_is_a_score(tmp_path):
     write_parquet(tmp_path / "a.parquet", records)
     store = open_path(tmp_path / "a.parquet", loss="cosent")
     assert queries_of(store) == ["messages 0", "messages 1", "messages 2"]
-    assert [example.scores for example in examples_of(store)] == [(0,), (0.5,), (1,)]
+    assert [example.scores for example in store] == [(0,), (0.5,), (1,)]
     assert store.warnings() == []
     assert "not used" not in "".join(store.summary())
 

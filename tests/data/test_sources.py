@@ -9,7 +9,6 @@ import pytest
 
 from tests.data.files import (
     RECORDS,
-    examples_of,
     numbered,
     open_path,
     open_rows,
@@ -189,7 +188,7 @@ def test_keys_know_equal_content(tmp_path):
     both = open_path([path, path], no_duplicates=True, max_train_examples=3)
     assert sum(both.sizes) == 3
     keys = both.all_keys()
-    for number, example in enumerate(examples_of(both)):
+    for number, example in enumerate(both):
         expected = dict.fromkeys(item.key() for item in example.items)
         assert keys.of(np.array([number])).values.tolist() == list(expected)
 
@@ -304,7 +303,7 @@ def test_images_start_from_the_folder_of_the_file(tmp_path):
     for picture in pictures:
         row = pair(positive={"image": "cat.jpg"})
         write_jsonl(picture.parent / "rows.jsonl", [row])
-    shards = examples_of(open_path(tmp_path / "?/rows.jsonl"))
+    shards = list(open_path(tmp_path / "?/rows.jsonl"))
     actual = [example.positives[0].images[0].path for example in shards]
     assert actual == list(map(str, pictures))
     rows = [pair(positive={"image": "https://x.org/y.png"})]
@@ -359,7 +358,7 @@ def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path):
     second = write_jsonl(tmp_path / "b.jsonl", rows[:1])
     options = {"query_prompt": "find: ", "document_prompt": "", "max_length": 9}
     store = open_path([DataSource(path=str(first), **options), second])
-    examples = examples_of(store)
+    examples = list(store)
     queries = [example.query for example in examples]
     assert [query.prompt for query in queries] == ["find: ", "own: ", None]
     assert [query.max_length for query in queries] == [9, 9, None]

@@ -72,8 +72,7 @@ def small(folder, rows, corpus=None, **changes):
 def training_examples(path, **options):
     """What training reads in a file."""
     config = TrainConfig(model_name="m", data_path="x", **options)
-    store = open_examples(config, str(path))
-    return [store[number] for number in range(len(store))]
+    return list(open_examples(config, str(path)))
 
 
 def run(options, **changes):
