@@ -228,10 +228,20 @@ class CachedTeacher(ABC):
         """Return answers [n, dim] to this rank's questions. Collective: ranks may ask different things, and at least one
         rank asks something."""
 
-    def answers(self, questions: Mapping[bytes, Any]) -> np.ndarray:
-        """Return [n, dim] float32. Collective: ranks may ask different things, and compute together what is missing.
-
-        `questions`: by the keys of their answers."""
+    def answers(
+        self, groups: Iterable[Iterable[tuple[bytes, Any]]]
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Return [n, dim] float32, and for each group of questions with their keys the row of each. Equal questions have
+        one row. Collective: ranks may ask different things, and compute together what is missing."""
+        questions: dict[bytes, Any] = {}
+        places: dict[bytes, int] = {}
+        rows_of_groups = []
+        for group in groups:
+            rows_of_group = []
+            for key, question in group:
+                questions.setdefault(key, question)
+                rows_of_group.append(places.setdefault(key, len(places)))
+            rows_of_groups.append(np.array(rows_of_group, np.int64))
         keys = list(questions)
         stored = self.store.find_rows(keys)
         missing = [place for place in range(len(keys)) if place not in stored]
@@ -245,23 +255,7 @@ class CachedTeacher(ABC):
             stored |= zip(missing, computed, strict=True)
         for place, row in stored.items():
             rows[place] = row
-        return rows
-
-    def answers_of(
-        self, groups: Iterable[Iterable[tuple[bytes, Any]]]
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return [n, dim] answers, and for each group of questions with their keys the row of each. Collective, as
-        `answers`."""
-        questions: dict[bytes, Any] = {}
-        places: dict[bytes, int] = {}
-        rows = []
-        for group in groups:
-            row_of_question = []
-            for key, question in group:
-                questions.setdefault(key, question)
-                row_of_question.append(places.setdefault(key, len(places)))
-            rows.append(np.array(row_of_question, np.int64))
-        return self.answers(questions), rows
+        return rows, rows_of_groups
 
     def complete(self, questions: Mapping[bytes, Any]) -> None:
         """Compute what is missing of these answers. Collective: all ranks pass the same questions."""
@@ -362,7 +356,7 @@ class VectorTeacher(CachedTeacher):
         `dtype`: of the vectors. Collective: see `Teachers.attach`."""
         row_items = rank_batch.row_items
         negative_items = rank_batch.negative_items
-        rows, (query, positive, negative) = self.answers_of(
+        rows, (query, positive, negative) = self.answers(
             [
                 [self.question(query, "query") for query, _ in row_items],
                 [self.question(item, "document") for _, item in row_items],
@@ -434,7 +428,7 @@ class PairTeacher(CachedTeacher):
     ) -> TeacherScores:
         """Return what it says about a global batch, in float64, times the teacher's `scale`. Collective: see `Teachers.attach`."""
         del dtype
-        answers, (positive, negative) = self.answers_of(
+        answers, (positive, negative) = self.answers(
             [(pair_key(*pair), pair) for pair in pairs]
             for pairs in (rank_batch.row_items, rank_batch.negative_items)
         )

@@ -187,8 +187,8 @@ def vectors_of(config, cache, items):
         teacher = teachers_of(config, session, cache).by_name["bert"]
         asked = []
         for item in items:
-            key, question = teacher.question(item, "query")
-            asked.append(teacher.answers({key: question}))
+            answer, _ = teacher.answers([[teacher.question(item, "query")]])
+            asked.append(answer)
     return np.concatenate(asked)
 
 
