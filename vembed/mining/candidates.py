@@ -402,6 +402,8 @@ class Choice:
     limits: Limits
     calibration: Calibration | None
     """Result of `threshold: auto`."""
+    note: str
+    """The same as a line for the log, or nothing."""
 
 
 def choose_negatives(
@@ -415,10 +417,12 @@ def choose_negatives(
     """Choose at most `depth` negatives of each query. `judge` keeps some of those of a chunk. Collective."""
     options = search.options
     calibration = None
+    note = ""
     limits = Limits.of(options)
     if options.threshold == "auto":
         calibration = calibrate(search.chunks(), options, seed)
         limits = calibration.limits
+        note = calibration.summary(options.max_false_negative_rate)
     chooser = Chooser(
         options,
         seed,
@@ -436,6 +440,7 @@ def choose_negatives(
         chooser.counts(),
         limits,
         calibration,
+        note,
     )
 
 

@@ -94,8 +94,8 @@ def mine(
             depth=config.depth,
             judge=judge.apply if config.judges else None,
         )
-        if choice.calibration is not None:
-            log_line(choice.calibration.summary(config.max_false_negative_rate))
+        if choice.note:
+            log_line(choice.note)
         chosen = choice.chosen
         counts = choice.counts | judge.counts
         scores = chosen.scores[chosen.documents >= 0]
@@ -253,9 +253,6 @@ class ExampleMiner:
             self.documents,
             depth=options.negatives_per_query,
         )
-        note = ""
-        if choice.calibration is not None:
-            note = choice.calibration.summary(options.max_false_negative_rate)
         chosen = choice.chosen
         clear_folder(folder, session)
         scores = chosen.scores[chosen.documents >= 0]
@@ -267,7 +264,7 @@ class ExampleMiner:
             query = known.query_of_row[row]
             by_example[row, : len(columns)] = chosen.documents[query, columns]
         num_short = int((by_example < 0).any(axis=1).sum())
-        return Mined(by_example, mean, num_short, note)
+        return Mined(by_example, mean, num_short, choice.note)
 
     def example(
         self,
