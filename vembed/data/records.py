@@ -107,10 +107,9 @@ class RecordFormat:
         images: tuple[ImageRef, ...] = ()
         if layout.query_image:
             images = self._image_list(record[layout.query_image], layout.query_image)
-        if value is None and not images:
-            raise BadRecord(f"{query_name or layout.query_image} is empty")
         is_path = self.mode in _QUERY_PATHS
-        query = self._item(value, images, is_path, str(query_name))
+        name = str(query_name or layout.query_image)
+        query = self._item(value, images, is_path, name)
         if layout.query_prompt is not None:
             # The record's own prompt. An empty cell of a table is none; `""` in JSON is a prompt.
             prompt = record[layout.query_prompt]
@@ -135,18 +134,13 @@ class RecordFormat:
         if not positives:
             name = layout.positive or layout.positive_image or ""
             raise BadRecord(f"{name} is empty")
-        negatives: tuple[Item, ...] = ()
-        if layout.negatives or layout.negative_image:
-            first, *others = layout.negatives or (None,)
-            negatives = self._documents(record, first, layout.negative_image)
-            for other in others:
-                negatives += self._documents(record, other, None)
-        scores = None
-        negative_scores = None
-        if layout.score or layout.negative_score:
-            scores, negative_scores = self._all_scores(
-                record, layout, len(positives), len(negatives)
-            )
+        first, *others = layout.negatives or (None,)
+        negatives = self._documents(record, first, layout.negative_image)
+        for other in others:
+            negatives += self._documents(record, other, None)
+        scores, negative_scores = self._all_scores(
+            record, layout, len(positives), len(negatives)
+        )
         # After the scores: a list of scores counts all negatives of the record.
         negatives = negatives[: self.max_negatives]
         if negative_scores is not None:
