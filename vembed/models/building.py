@@ -322,7 +322,7 @@ def build_backbone(
                 for name in linear_names_inside_layers(text):
                     weight: Any = text.get_submodule(name).weight
                     weight.copy_(rounded_to_four_bits(weight))
-        merge_saved_adapter(text, Path(description.adapter))
+        merge_saved_adapter(text, description.adapter)
     if not description.family_traits.is_composed:
         return whole
     image_tower = load(folder=description.image_folder)

@@ -35,7 +35,7 @@ END_OF_TEXT = "<|endoftext|>"
 def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     """Return the model's tokenizer with the description's maximum length and padding side, and a padding token. Raise
     UserError for a tokenizer of another model."""
-    source = tokenizer_folder(description.source, description.adapter)
+    source = tokenizer_folder(description.folder, description.adapter)
     # Pass these at loading: set later, they would be missing from the saved tokenizer.
     options: dict[str, Any] = {
         "model_max_length": description.max_length,
@@ -153,7 +153,7 @@ def load_chat_template(
     Transformers files define messages is used unchanged. Otherwise the generation prompt is added, and the end-of-text
     token becomes part of the template unless the tokenizer adds it.
     """
-    folder = tokenizer_folder(description.source, description.adapter)
+    folder = tokenizer_folder(description.folder, description.adapter)
     old_file = read_object(folder / "chat_template.json")
     template = old_file.get("chat_template") or tokenizer.chat_template
     if not isinstance(template, str):

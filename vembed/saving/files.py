@@ -55,7 +55,7 @@ ADAPTER_FOLDER = "adapter"
 
 
 def save_model(
-    directory: str | Path,
+    directory: Path,
     model: EmbeddingModel,
     state: Mapping[str, Tensor],
     *,
@@ -100,7 +100,7 @@ def save_model(
     if reason and not merge_adapters:
         log.info("save_merged: the whole model is saved (%s)", reason)
         merge_adapters = True
-    with replaced_folder(Path(directory)) as folder:
+    with replaced_folder(directory) as folder:
         if has_lora and merge_adapters:
             save_adapter(folder / ADAPTER_FOLDER, backbone, weights)
             weights = merged_state(backbone, weights)
@@ -146,7 +146,7 @@ def save_model(
         (folder / "README.md").write_text(
             text, encoding="utf-8", errors="backslashreplace"
         )
-    return Path(directory)
+    return directory
 
 
 @contextmanager

@@ -123,7 +123,7 @@ class ModelDescription:
     """Composed models: output size of the image tower."""
     image_pooling: str | None = None
     """Composed models: pooling of the image tower."""
-    adapter: str | None = None
+    adapter: Path | None = None
     """Folder of a saved adapter for the weights in `source`."""
     quantized: bool = False
     """True: the adapter was trained on 4-bit weights, so the weights below it must be rounded to 4 bits."""
@@ -172,11 +172,9 @@ class ModelDescription:
         return values
 
     @classmethod
-    def from_dict(
-        cls, values: dict[str, Any], folder: str | Path = "."
-    ) -> "ModelDescription":
+    def from_dict(cls, values: dict[str, Any], folder: Path) -> "ModelDescription":
         """Return the description that `to_dict` saved in `folder`."""
-        path = Path(folder, DESCRIPTION_FILE)
+        path = folder / DESCRIPTION_FILE
         try:
             saved = TypeAdapter(cls).validate_python(values)
         except ValidationError as error:
@@ -190,7 +188,7 @@ class ModelDescription:
             inner = values.get(name)
             if inner is not None:
                 check_inside(path, name, inner)
-                folders[name] = str(Path(folder, inner))
+                folders[name] = str(folder / inner)
         return replace(saved, **folders)
 
     def summary(self) -> str:
@@ -458,7 +456,7 @@ def describe(
         bidirectional_attention=sees_all,
         min_pixels=model.min_pixels or saved.get("min_pixels"),
         max_pixels=model.max_pixels or saved.get("max_pixels"),
-        adapter=None if files.adapter is None else str(files.adapter),
+        adapter=files.adapter,
         quantized=use_qlora
         or (files.adapter is not None and saved.get("quantized", False)),
         name=model.model_name,

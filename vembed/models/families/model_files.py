@@ -623,9 +623,9 @@ def has_tokenizer_files(folder: Path) -> bool:
     )
 
 
-def tokenizer_folder(backbone: str | Path, adapter: str | Path | None) -> Path:
+def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
     """Return the folder of a model's tokenizer and chat template: the adapter's where a whole tokenizer was saved with
     it, as peft and Sentence Transformers read it."""
-    if adapter is None or not Path(adapter, _TOKENIZER_SETTINGS).is_file():
-        return Path(backbone)
-    return Path(adapter if has_tokenizer_files(Path(adapter)) else backbone)
+    if adapter is None or not (adapter / _TOKENIZER_SETTINGS).is_file():
+        return backbone
+    return adapter if has_tokenizer_files(adapter) else backbone
