@@ -85,6 +85,10 @@ def config(**values):
         ),
         ("output_dir: ''", "output_dir is empty"),
         ("loss: kl", "loss: kl follows a teacher, and the config names none"),
+        (
+            "task: rerank\nfirst_stage: run.trec\nguards: [other.jsonl]",
+            "other.jsonl has others",
+        ),
         ("loss: anchor\nfrom_scratch: true", "random weights know nothing"),
         (
             "loss: anchor\nmrl_dims: [8]\nmrl_projection: pca",

@@ -111,6 +111,10 @@ def test_truncate_dim_of_the_files_holds_in_both(tmp_path):
     folder = save(source, tmp_path / "final")
     assert_alike(folder, TEXTS)
     assert ours(folder, TEXTS[:1]).shape == (1, 10)
+    # The sizes of a run come before it.
+    folder = save(source, tmp_path / "sizes", mrl_dims=[16, 24])
+    assert_alike(folder, TEXTS)
+    assert ours(folder, TEXTS[:1]).shape == (1, 24)
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])

@@ -191,6 +191,21 @@ def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(
     assert "final/ is the checkpoint of step" not in report
 
 
+def test_other_guards_of_a_resumed_run_are_measured_at_its_step(
+    falling, guard, tmp_path
+):
+    falling |= {"eval_steps": 4, "save_steps": 4, "warmup_steps": 4}
+    kept = [{"path": guard, "max_drop": 1.0}]
+    vembed.train({**falling, "max_steps": 4, "guards": kept})
+    other = pairs(tmp_path / "other.jsonl", 40)
+    falling["guards"] = [{"path": str(other), "max_drop": 0.0}]
+    result = vembed.train({**falling, "resume": True})
+    report = (result.output_dir / "report.md").read_text()
+    assert "final/ is the checkpoint of step 4" in report
+    evaluated = vembed.evaluate(result.model_dir, other)["ndcg@10"]
+    assert result.metrics["guard/other/ndcg@10"] == pytest.approx(evaluated)
+
+
 def test_a_guard_that_falls_at_once_leaves_nothing_to_save(falling):
     with pytest.raises(RunError, match="no checkpoint held before"):
         vembed.train(

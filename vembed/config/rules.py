@@ -311,6 +311,15 @@ def _run_rules(config: TrainConfig) -> Iterator[str]:
             f"val_split: {data.val_split:g} and val_data_path: {data.val_data_path} both give validation data: keep one "
             "of them"
         )
+    others = [guard.path for guard in config.evaluation.listed_guards()]
+    others += [
+        source.val_data_path for source in data.sources() if source.val_data_path
+    ]
+    if config.evaluation.has_run_file and others:
+        yield (
+            f"first_stage: {config.evaluation.first_stage} ranks documents of the run's validation data alone, and "
+            f"{', '.join(others)} has others: use bm25 or an embedding model"
+        )
     # A run replaces or cuts its own files, so data must not be among them.
     output = Path(run.output_dir).absolute()
     for option, name in data_paths(data):

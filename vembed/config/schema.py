@@ -670,6 +670,11 @@ class EvaluationSection(Section):
     rerank_top_k: PositiveInt = 50
     """task: rerank: number of documents of the first stage that are reranked for each query."""
 
+    @property
+    def has_run_file(self) -> bool:
+        """True if the first stage is a file of rankings."""
+        return self.first_stage.endswith((".trec", ".jsonl"))
+
     def cutoffs(self) -> list[int]:
         """Return the k of nDCG, MRR, Recall and MAP, in ascending order."""
         metric = re.fullmatch(

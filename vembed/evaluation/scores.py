@@ -344,8 +344,6 @@ def check_metric(
 
 
 BM25 = "bm25"
-RUN_FILES = (".trec", ".jsonl")
-"""Endings of a first stage that is a file."""
 QUERIES_AT_ONCE = 64
 """As many pairs as those of so many queries are tokenised and scored together, per process."""
 
@@ -446,7 +444,7 @@ def _first_stage(
     num_documents = len(data.documents)
     k = min(evaluation.rerank_top_k, num_documents)
     excluded = excluded_pairs(data, range(len(data.queries)))
-    if evaluation.first_stage.endswith(RUN_FILES):
+    if evaluation.has_run_file:
         return run_file_rankings(data, Path(evaluation.first_stage), k, excluded)
     if evaluation.first_stage == BM25:
         index = build_bm25_index(item.text for item in data.documents)

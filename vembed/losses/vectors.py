@@ -84,7 +84,8 @@ class Anchor(LossDeclaration):
         if dim != teacher_dim:
             raise UserError(
                 f"loss: anchor: the embeddings have {dim} dimensions, and those of {term.teacher} before "
-                f"training have {teacher_dim}: leave out what changes the size, or this loss"
+                f"training have {teacher_dim}: leave out what changes the size (also truncate_dim "
+                "in the model's files), or this loss"
             )
         identity = batch.like_scores(torch.eye(dim, device=embeddings.device))
         full_size = Similarity(term.run_similarity.cosine, (dim,))

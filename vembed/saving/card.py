@@ -167,7 +167,7 @@ def _properties(description: ModelDescription) -> list[tuple[str, str]]:
     if "multimodal" in description.modalities:
         inputs = "text, images, or both together"
     rows = [
-        ("Embedding size", f"{description.embedding_dim:,d}"),
+        ("Embedding size", f"{description.output_dim:,d}"),
         ("Inputs", inputs),
         ("Longest text", f"{description.max_length:,d} tokens"),
         ("Pooling", description.pooling),

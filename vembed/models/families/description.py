@@ -193,7 +193,7 @@ class ModelDescription:
 
     def summary(self) -> str:
         """Return the model's facts and their reasons, one line each, for the log."""
-        output = f"embedding of {self.embedding_dim:,d} dimensions"
+        output = f"embedding of {self.output_dim:,d} dimensions"
         if self.is_reranker:
             output = "reranker"
         lines = [
@@ -391,8 +391,12 @@ def describe(
             reasons["embedding_dim"] = f"an MRL projection from {size} to max(mrl_dims)"
             size = max(mrl_dims)
     truncate_dim = None
-    if (files.settings.truncate_dim or size) < size:
-        truncate_dim = files.settings.truncate_dim
+    size_of_files = files.settings.truncate_dim or size
+    if size_of_files < size and matryoshka is not None and matryoshka.mrl_dims:
+        reasons["mrl_dims"] = f"not truncate_dim: {size_of_files} of the model's files"
+    elif size_of_files < size:
+        truncate_dim = size_of_files
+        reasons["truncate_dim"] = f"of {size} dimensions, as the model's files say"
 
     # ---- similarity
     of_files = files.settings.similarity_fn_name or saved.get("similarity")

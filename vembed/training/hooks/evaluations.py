@@ -135,8 +135,18 @@ class Guards(Hook):
 
     def on_start(self, run: Trainer) -> None:
         """See Hook."""
-        if not self._before:
-            self._before = main_scores(run, self._data.items())
+        if self._before:
+            return
+        self._before = main_scores(run, self._data.items())
+        # Guards that a resumed run has not had before: they hold at the step that they are measured at.
+        state = run.state
+        has_checkpoint = (
+            state.step > 0 and run.checkpointer.path_of(state.step).is_dir()
+        )
+        state.guarded_step = state.step if has_checkpoint else None
+        of_step = state.scores if state.scored_step == state.step else {}
+        of_guards = {GUARD_PREFIX + key: score for key, score in self._before.items()}
+        state.guarded_scores = of_step | of_guards
 
     def on_evaluation(self, evaluation: Evaluation) -> str | None:
         """See Hook."""

@@ -305,7 +305,7 @@ def log_setup(run: Trainer) -> None:
     strategy: str = session.strategy
     if session.placement.run.strategy.value not in ("auto", strategy):
         strategy += f" ({session.placement.decisions['strategy'].reason})"
-    output = f"{description.embedding_dim:,d} dimensions"
+    output = f"{description.output_dim:,d} dimensions"
     if description.adds_projection:
         output += f" ({description.reasons['embedding_dim']})"
     output += f", pooling {description.pooling}"
