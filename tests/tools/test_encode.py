@@ -132,8 +132,10 @@ def test_kind_and_cut(texts):
             zip(("title", "text"), text.partition(" ")[::2], strict=True)
         ),
         lambda text: {"_id": text[:3], "text": text},
+        lambda text: {"query": "no", "positive": [text]},
+        lambda text: {"query": "no", "document": {"text": text}},
     ],
-    ids=["texts", "column", "title", "id"],
+    ids=["texts", "column", "title", "id", "list", "object"],
 )
 def test_forms_of_records(folder, record_of):
     records = [record_of(text) for text in TEXTS]
@@ -279,6 +281,19 @@ def test_mistakes_are_found_before_the_model_is_loaded(
 ):
     (folder / "table.csv").write_text("Nr;Frage;id\n1;eins;a\n2;zwei;b\n")
     refuses(message, source, target, "no model", **options)
+
+
+def test_paths_of_images_that_are_taken_for_texts_are_warned_of(folder, capsys):
+    write_jsonl(folder / "data.jsonl", [{"file": "a.jpg"}, {"file": "b.PNG"}])
+    vectors_of("data.jsonl", column="file")
+    assert "look like paths of images ('a.jpg')" in capsys.readouterr().err
+
+
+def test_a_record_of_several_documents_is_refused(texts, folder):
+    """Its query is no document."""
+    records = [{"query": "red", "positive": ["a red cat", "a blue dog"]}]
+    write_jsonl(folder / "data.jsonl", records)
+    refuses("data.jsonl:1: positive has 2 documents", "data.jsonl")
 
 
 @pytest.fixture

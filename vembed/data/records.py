@@ -461,6 +461,17 @@ def document_item(
         raise record
     if not isinstance(record, str | dict):
         raise BadRecord("neither an object nor a text")
+    if isinstance(record, dict):
+        name = next((name for name in fields if record.get(name) is not None), "")
+        documents = record.get(name)
+        if isinstance(documents, list):
+            if len(documents) != 1:
+                raise BadRecord(
+                    f"{name} has {len(documents):,d} documents, and a record is one here: write each on a line of its own"
+                )
+            return document_item(documents[0], images)
+        if isinstance(documents, dict):
+            return document_item(documents, images)
     text = document_text(record, fields)
     if has_lone_surrogate(text):
         raise BadRecord(f"the text {LONE_SURROGATE}")

@@ -120,6 +120,7 @@ def encode(
         broken_images,
         vector_writer,
     )
+    from vembed.data.images.files import IMAGE_PATH
     from vembed.inference.embedder import Embedder
     from vembed.inference.encoding import (
         encode_items,
@@ -159,6 +160,12 @@ def encode(
                 console.print(
                     f"{rows.name}: encoding {texts[0]}, not {listed(texts[1:])} (--kind {kind}; --column names another)"
                 )
+        texts_read = [row.item.text or "" for row in first_rows]
+        if texts_read and all(map(IMAGE_PATH.fullmatch, texts_read)):
+            console.print(
+                f"warning: the texts of {rows.name} look like paths of images ({texts_read[0]!r:.80}), and are encoded as "
+                "texts: call the column image, without --column, to encode the images"
+            )
         if rows.has_images and target.suffix == ".npy":
             raise UserError(
                 f"{target} would not say which image a vector is of: give NAME.parquet"

@@ -327,7 +327,7 @@ def read_list(
         record = {}
     query = record.get("query")
     documents = record.get("documents")
-    if query is None or not isinstance(documents, list) or not documents:
+    if query is None or not isinstance(documents, list):
         raise UserError(f"{where} is no list to rerank: {LIST_FORM}")
     # Other fields of the line have no meaning here.
     fields = {"query": query, "documents": documents}
