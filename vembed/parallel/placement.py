@@ -151,13 +151,11 @@ class Placement(Layout):
         return can_copy and not self.compilation.value
 
     def for_work(self, operations: float) -> "Placement":
-        """Return the placement with `compilation` decided for a run of so many floating-point operations.
+        """Return the placement with `torch_compile: auto` on a GPU decided for a run of so many floating-point operations.
 
         Compiling takes about a minute, which a short run would not win back.
         """
         config = self.run.config
-        if config.model.torch_compile != "auto" or self.device.type != "cuda":
-            return self
         reason = None
         if config.adapters.use_qlora:
             reason = "layers of 4 bits are not compiled"

@@ -197,9 +197,8 @@ class Session(AbstractContextManager["Session"]):
             for module in model.modules():
                 if "cast_input_dtype_enabled" in vars(module):
                     vars(module)["cast_input_dtype_enabled"] = False
-        if self.world_size > 1:
-            # Replicas start from the weights of rank 0.
-            collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
+        # Replicas start from the weights of rank 0.
+        collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
         return model
 
     def keep_gathered(self, model: nn.Module, *, on: bool) -> None:

@@ -242,11 +242,8 @@ class InputSource:
         """Reads the stores; local to the rank."""
         self.builder = builder
         self.features = features
-        self._cached: dict[Modality, CachedRows] = {}
-        self.uncached: dict[Modality, list[int]] = {}
-        """Indices of the inputs that each frozen tower must encode."""
-        if builder.frozen_modalities:
-            self._cached, self.uncached = builder.look_up(features)
+        # What is known of each frozen modality, and the indices of the inputs that its tower must encode.
+        self._cached, self.uncached = builder.look_up(features)
         self._tables: dict[Modality, Tensor] = {}
         self._keeps_images = False
         self._images: list[Any] = []
@@ -259,10 +256,7 @@ class InputSource:
     ) -> None:
         """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_image_states`: keep
         the hidden states of a frozen vision tower for the second feeding."""
-        if self.builder.frozen_modalities:
-            self._tables = self.builder.encode_missing(
-                self.features, self._cached, splits
-            )
+        self._tables = self.builder.encode_missing(self.features, self._cached, splits)
         self._keeps_images = keeps_image_states
 
     def feed(
