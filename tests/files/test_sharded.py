@@ -39,7 +39,7 @@ def saved(tmp_path_factory):
     place = tmp_path_factory.mktemp("sharded")
     cases = {}
     for name, (make, version, options) in CASES.items():
-        cases[name] = (str(tiny.shared(make)), str(place / name), version, options)
+        cases[name] = (str(tiny.shared(make)), place / name, version, options)
     return place, run_cases(save_sharded, 2, cases)
 
 
