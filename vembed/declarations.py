@@ -49,16 +49,15 @@ def check_parts(
             check_attributes(where, part, base)
         for declaration, known in (allowed or {}).items():
             value = getattr(part, declaration)
+            if isinstance(getattr(base, declaration, None), tuple):
+                refuse_text(where, value)
             for entry in [value] if isinstance(value, str) else value:
                 if entry not in known:
                     raise TypeError(
                         f"{where} has {entry!r} in its `{declaration}`: write one of {', '.join(known)}"
                     )
         names = names_of(part)
-        if isinstance(names, str):
-            raise TypeError(
-                f"{where} has the text {names!r} where several names belong: write a tuple, as ({names!r},)"
-            )
+        refuse_text(where, names)
         for name in dict.fromkeys(names):
             if name in taken_names:
                 raise TypeError(f"{where}: the name {name} is taken")
@@ -67,6 +66,14 @@ def check_parts(
             by_name[name] = part
             owners[name] = where
     return by_name
+
+
+def refuse_text(where: str, names: Iterable[str]) -> None:
+    """Raise TypeError for a text in place of several names."""
+    if isinstance(names, str):
+        raise TypeError(
+            f"{where} has the text {names!r} where several names belong: write a tuple, as ({names!r},)"
+        )
 
 
 def check_attributes(

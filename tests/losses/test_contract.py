@@ -6,7 +6,7 @@ The cases follow from the declarations. A new loss is tested here as soon as it 
 import pydoc
 from dataclasses import replace
 from types import UnionType
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Literal, Union, get_args, get_origin
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def other_values(annotation, default):
         return other_values(get_args(annotation)[0], default)
     if get_origin(annotation) is Literal:
         return [value for value in get_args(annotation) if value != default]
-    if get_origin(annotation) is UnionType or default is None:
+    if get_origin(annotation) in (Union, UnionType) or default is None:
         members = [
             member for member in get_args(annotation) if member is not type(None)
         ]

@@ -88,3 +88,17 @@ def test_what_a_part_takes_over_from_another_part_is_named(
 ):
     with pytest.raises(TypeError, match=f"{part.__name__} .*`{attribute}` .*{other}"):
         check((part,))
+
+
+class OneMode(Half):
+    """With a text in which the names of two modes are."""
+
+    name = "one_mode"
+    spellings = ""
+    servers = {}  # noqa: RUF012
+    modes = "weightedmean"
+
+
+def test_a_text_in_place_of_several_names_is_refused():
+    with pytest.raises(TypeError, match=r"OneMode .*'weightedmean' where"):
+        check_poolings((OneMode,))

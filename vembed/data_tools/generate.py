@@ -109,7 +109,8 @@ def generate(
             random = np.random.default_rng([config.seed, 3])
             chosen = random.choice(len(documents), config.max_documents, replace=False)
             documents = documents[np.sort(chosen)]
-        log_line(f"documents: {len(documents):,d}")
+        for line in (f"documents: {len(documents):,d}", *corpus.notes):
+            log_line(line)
         texts = {}
         if config.written_kinds():
             texts = _written_texts(config, corpus, documents, folder, running)

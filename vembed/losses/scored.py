@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from vembed.config.values import PositiveFloat
 from vembed.losses.declaration import (
     CandidateLoss,
+    Follows,
     LossDeclaration,
     Negatives,
     TeacherLoss,
@@ -162,8 +163,9 @@ class Cosine(LossDeclaration):
 
 
 class ListedLoss(TeacherLoss):
-    """Base class of the losses on listed pairs."""
+    """Base class of the losses on listed pairs. They follow the scores of the data, or a teacher."""
 
+    follows: ClassVar[Follows] = "scores_or_teacher"
     reads_lists = True
 
     def targets(
@@ -356,7 +358,6 @@ class Listwise(SoftmaxLoss):
     summary = "the distribution of graded scores over a query's documents (ListNet)"
     records = "pairs"
     negatives = "optional"
-    follows = "scores_or_teacher"
 
     def share(self, batch: LossBatch, term: TermModule) -> Tensor:
         """See LossDeclaration."""
@@ -381,7 +382,6 @@ class RankNet(ListedLoss, Temperature):
     summary = "the order of graded scores of a query's documents"
     records = "pairs"
     negatives = "optional"
-    follows = "scores_or_teacher"
     counts_unscored = True
 
     def labels(
@@ -419,7 +419,6 @@ class Lambda(ListedLoss):
     summary = "the order of a query's documents, weighted by what it changes in nDCG"
     records = "pairs"
     negatives = "optional"
-    follows = "scores_or_teacher"
     counts_unscored = True
     # 2**128 is infinite in float32, and a list adds up its gains.
     score_limits = (-math.inf, 100.0)
@@ -471,7 +470,6 @@ class BCE(ListedLoss):
     summary = "each document relevant or not, by the logistic function of its score"
     records = "pairs"
     negatives = "optional"
-    follows = "scores_or_teacher"
     counts_unscored = True
     score_limits = (0.0, 1.0)
 

@@ -57,7 +57,7 @@ MODEL_TYPES = (
     "xlm-roberta",
 )
 """Model types whose layers pass extra arguments on to attention and use the given positions; each is tested."""
-READ_PADDING = ("canine", "convbert", "fnet", "nystromformer", "yoso")
+READ_PADDING = ("canine", "convbert", "fnet", "funnel", "nystromformer", "yoso")
 """Model types whose layers mix padding into the states of a text, whatever the mask."""
 _MAX_HEAD_SIZE = 256
 SCORE_BYTES = 2**21

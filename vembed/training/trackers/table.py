@@ -30,6 +30,7 @@ check_parts(
     _CLASSES,
     lambda tracker: (tracker.name, *tracker.spellings.split()),
     needed=("name", "summary"),
+    taken_names=("none", "all"),
 )
 TRACKERS: dict[str, type[Tracker]] = {tracker.name: tracker for tracker in _CLASSES}
 """Name, as in the option `report_to` -> its tracker."""
