@@ -50,6 +50,8 @@ TEXT_COLUMNS: dict[Kind, tuple[str, ...]] = {
 ENCODED_COLUMNS = frozenset({*TEXT_COLUMNS["document"], *IMAGE_FIELDS, "title"})
 """Fields of which a record needs one, unless --column names another."""
 BOM = b"\xef\xbb\xbf"
+Problem = tuple[int, str]
+"""Number of a row, and why it cannot be encoded."""
 RawRow = tuple[str, Any]
 """Place for messages, and the record. A BadRecord where it cannot be read."""
 
@@ -86,8 +88,8 @@ class EncodeInput:
     """Number of rows, where it is known."""
 
     def __post_init__(self) -> None:
-        self.left_out: list[tuple[int, str]] = []
-        """Number of the row, and the reason, of each input that is left out."""
+        self.left_out: list[Problem] = []
+        """Inputs that are left out."""
         self.is_stdin = self.source == "-"
         self.name = "standard input" if self.is_stdin else self.source
         self.path = Path(self.source)
@@ -244,7 +246,7 @@ class EncodeInput:
         bad = {number for number, _ in problems}
         return [row for row in rows if row.number not in bad]
 
-    def leave_out(self, problems: Sequence[tuple[int, str]]) -> None:
+    def leave_out(self, problems: Sequence[Problem]) -> None:
         """Leave inputs out, or raise UserError with the first of them."""
         if problems and not self.skips:
             reasons = joined([reason for _, reason in problems[:NUM_NAMED]])
@@ -266,7 +268,7 @@ class EncodeInput:
         return path
 
 
-def broken_images(rows: Sequence[EncodeRow]) -> list[tuple[int, str]]:
+def broken_images(rows: Sequence[EncodeRow]) -> list[Problem]:
     """Return the rows whose images cannot be read, with the reason. The images are decoded."""
     images = []
     for row in rows:

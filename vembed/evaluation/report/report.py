@@ -30,6 +30,7 @@ from vembed.evaluation.report.plots import (
     Curve,
     NumberFormat,
     Plot,
+    Point,
     plot_curves,
 )
 from vembed.evaluation.report.record import (
@@ -230,7 +231,7 @@ def short_paths(text: str) -> str:
 
 def curves(record: RunRecord) -> list[Curve]:
     """Return the recorded curves for the report: of each step where it is recorded, else of each logged line."""
-    points: dict[str, list[tuple[float, float]]] = {key: [] for key in QUANTITIES}
+    points: dict[str, list[Point]] = {key: [] for key in QUANTITIES}
 
     def add(
         step: float,
@@ -270,7 +271,7 @@ def curves(record: RunRecord) -> list[Curve]:
     return drawn
 
 
-def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def _thinned(points: list[Point]) -> tuple[list[float], list[float]]:
     """Average neighbouring points where there are more than MAX_CURVE_POINTS. The last point is kept as it is."""
     num_groups = min(len(points) - 1, MAX_CURVE_POINTS)
     groups = np.array_split(np.array(points[:-1]), num_groups)
