@@ -56,7 +56,7 @@ def test_order_of_the_calls(tmp_path):
     train(options, hooks=[notes])
     assert ", ".join(notes.calls) == (
         "build, start, evaluation 0, epoch 0, before 1, step 1, epoch 1, before 2, step 2, evaluation 2, "
-        "epoch 3, before 3, step 3, evaluation 3, finish, close"
+        "epoch 2, epoch 3, before 3, step 3, evaluation 3, finish, close"
     )
 
 

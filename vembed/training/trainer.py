@@ -693,8 +693,8 @@ class Trainer:
         first_batch = self.state.step * num_batches
         epoch = first_batch // batches_per_epoch
         epoch_before = (first_batch - num_batches) // batches_per_epoch
-        # A step may be longer than an epoch, and begin several.
-        for begun in range(epoch_before + 1, epoch + 1):
+        # A step may be longer than an epoch, and begin several. Nothing is before epoch 0.
+        for begun in range(max(epoch_before, -1) + 1, epoch + 1):
             for hook in self.hooks:
                 hook.on_epoch(begun)
         for hook in self.hooks:
