@@ -49,6 +49,7 @@ from vembed.data.images.files import IMAGE_PATH, image_problem
 from vembed.data.records import (
     LABEL,
     Columns,
+    Record,
     RecordFormat,
     classes_as_scores,
     negative_columns,
@@ -109,7 +110,7 @@ class Records:
         """Return the name of a record for messages."""
         return self.reader.where(int(self.index.lines[number]))
 
-    def record(self, number: int) -> dict[str, Any]:
+    def record(self, number: int) -> Record:
         """Return a record as it stands in its file."""
         record = self.reader.read(int(self.index.numbers[number]))
         if isinstance(record, dict):
@@ -117,7 +118,7 @@ class Records:
         reason = record if isinstance(record, BadRecord) else "no object"
         raise self._changed(number, reason)
 
-    def row(self, number: int, root: ImageRoot) -> dict[str, Any]:
+    def row(self, number: int, root: ImageRoot) -> Record:
         """Return a record as it stands in a file whose paths of images start in `root`."""
         return self._form(number).renamed(self.record(number), root)
 
@@ -295,10 +296,10 @@ class Rows:
     def __iter__(self) -> Iterator[Example]:
         return map(self.__getitem__, range(len(self)))
 
-    def row(self, index: int, root: ImageRoot) -> dict[str, Any]:
+    def row(self, index: int, root: ImageRoot) -> Record:
         """Return the record of an example as it stands in a file whose paths of images start in `root`."""
         source, number = self.locate(index)
-        record: dict[str, Any] = source.row(number, root)
+        record: Record = source.row(number, root)
         return record
 
     def source_of(self, index: int) -> int:

@@ -29,6 +29,8 @@ from vembed.data.examples import (
 from vembed.errors import UserError, listed, nearest, printable
 from vembed.losses.table import LOSSES
 
+Record = dict[str, Any]
+"""A record of the data: its values by field."""
 LARGEST_SCORE = 3.4e38
 """Larger scores are infinite in float32, and all the same."""
 NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\s*")
@@ -148,7 +150,7 @@ class RecordFormat:
         self._check_losses(layout, negatives, scores)
         return Example(query, positives, negatives, scores, where, negative_scores)
 
-    def renamed(self, record: dict[str, Any], root: ImageRoot) -> dict[str, Any]:
+    def renamed(self, record: Record, root: ImageRoot) -> Record:
         """Return a record with its images named as those of another root. Where that changes names, a conversation becomes
         the fields that it is read as."""
         if root.folder == self.images.folder:
@@ -167,7 +169,7 @@ class RecordFormat:
 
     def _documents(
         self,
-        record: dict[str, Any],
+        record: Record,
         name: str | None,
         image_name: str | None,
     ) -> tuple[Item, ...]:
@@ -254,7 +256,7 @@ class RecordFormat:
 
     def _all_scores(
         self,
-        record: dict[str, Any],
+        record: Record,
         layout: RecordLayout,
         num_positives: int,
         num_negatives: int,
@@ -762,7 +764,7 @@ def fields_of(columns: Iterable[str]) -> dict[str, str]:
     return {name: known.get(name, name) for name in names}
 
 
-def as_fields(record: dict[str, Any]) -> dict[str, Any]:
+def as_fields(record: Record) -> Record:
     """Return a record whose query and positives are messages with `query`, `positive`, `negatives` and `score` instead, and
     its other fields. Another record stays as it is."""
     is_conversation = isinstance(record.get(QUERY_MESSAGES), list)

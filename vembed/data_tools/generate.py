@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from vembed.data.examples import ImageRoot, Item, ReadAs
 from vembed.data.near_duplicates import casefolded
-from vembed.data.records import document_id, document_text
+from vembed.data.records import Record, document_id, document_text
 from vembed.errors import UserError
 from vembed.files import short_hash
 from vembed.inference.reranker import read_weights
@@ -159,7 +159,7 @@ def _rows(
     texts: Mapping[str, str],
     left_out: Counter[str],
     root: ImageRoot,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Record]:
     """Yield all pairs, in the order of the documents, with paths of images from `root`."""
     written = config.written_kinds()
     free = [kind for kind in config.kinds if kind not in written]
@@ -277,11 +277,11 @@ def _read_answers(folder: Path) -> dict[str, str]:
 
 def _round_trip(
     config: GenerateConfig,
-    rows: list[dict[str, Any]],
+    rows: list[Record],
     root: ImageRoot,
     folder: Path,
     session: Session,
-) -> list[dict[str, Any]]:
+) -> list[Record]:
     """Return the pairs whose document is among the first for its query. `root`: where their paths of images start.
     Collective."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -437,7 +437,7 @@ GeneratedPair = tuple[str, Any]
 """A query, and the positive as a row holds it: a text, or {"image": ...}."""
 
 
-def title_body(record: dict[str, Any]) -> list[GeneratedPair]:
+def title_body(record: Record) -> list[GeneratedPair]:
     """The title, and the text below it."""
     title = record.get("title")
     text = record.get("text")
@@ -479,7 +479,7 @@ def docstring_function(text: str) -> list[GeneratedPair]:
     return [pair for pair in pairs if _is_long(pair[0], MIN_QUERY_WORDS)]
 
 
-def caption_image(record: dict[str, Any], item: Item) -> list[GeneratedPair]:
+def caption_image(record: Record, item: Item) -> list[GeneratedPair]:
     """The text beside an image, and the image."""
     caption = record.get("caption") or item.text
     if not item.images or not isinstance(caption, str) or not caption.strip():

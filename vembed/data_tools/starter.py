@@ -26,7 +26,13 @@ from vembed.data.examples import BadRecord, ImageRoot, Item, NotUtf8
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import open_reader
 from vembed.data.images.files import IMAGE_PATH
-from vembed.data.records import Columns, RecordFormat, as_fields, negative_columns
+from vembed.data.records import (
+    Columns,
+    Record,
+    RecordFormat,
+    as_fields,
+    negative_columns,
+)
 from vembed.errors import UserError, printable
 from vembed.files import is_address, is_pattern
 
@@ -45,7 +51,7 @@ COUNTED_BYTES = 64 * 2**20
 class FileSample:
     """The first records of a file, without those that are no object. Conversations are the fields that they are read as."""
 
-    records: list[dict[str, Any]] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
     """Empty where there is nothing to look at: a name on the Hub, an address."""
     num_records: int = 0
     """Records in the whole file."""

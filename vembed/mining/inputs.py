@@ -27,7 +27,7 @@ from vembed.data.formats.base import FILE_BITS, Format
 from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import SeveralFiles, open_document_reader
 from vembed.data.near_duplicates import casefolded
-from vembed.data.records import document_id, document_item, document_text
+from vembed.data.records import Record, document_id, document_item, document_text
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     DEV_FIRST,
@@ -81,7 +81,7 @@ class BeirTable:
     def __len__(self) -> int:
         return len(self._data.queries)
 
-    def record(self, number: int) -> dict[str, Any]:
+    def record(self, number: int) -> Record:
         """The query, the texts of its relevant documents, and the ids."""
         corpus = self._data.documents
         assert isinstance(corpus, Corpus)
@@ -98,7 +98,7 @@ class BeirTable:
             "positive_ids": ids,
         }
 
-    def row(self, number: int, _: ImageRoot) -> dict[str, Any]:
+    def row(self, number: int, _: ImageRoot) -> Record:
         """The same: it holds no images."""
         return self.record(number)
 
@@ -505,7 +505,7 @@ def _pairs(values: array[int], documents: Documents) -> Pairs:
 
 
 def _first_value(
-    record: dict[str, Any],
+    record: Record,
     field: str | None,
     usual: tuple[str, ...],
 ) -> Any:

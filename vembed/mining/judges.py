@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
 
 from vembed.data.examples import ImageRoot, Item, distinct
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT
+from vembed.data.records import Record
 from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash
@@ -440,7 +441,7 @@ def _judged_rows(
     judgements: np.ndarray,
     is_relevant: np.ndarray,
     stays: np.ndarray,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Record]:
     """Yield the rows to write, in the order of the input, with paths of images from `root`. A row that loses no negative is
     written as it was read.
 

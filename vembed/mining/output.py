@@ -15,7 +15,7 @@ from vembed.config.schema import sources_of
 from vembed.data.example_store import Rows
 from vembed.data.examples import ImageRoot, Item
 from vembed.data.formats.table import files_of_pattern
-from vembed.data.records import ROLE_OF, as_fields, role_of
+from vembed.data.records import ROLE_OF, Record, as_fields, role_of
 from vembed.errors import UserError
 from vembed.evaluation.dataset import is_beir_folder
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
@@ -58,7 +58,7 @@ class RowMaker:
         self._pair_codes = pairs.codes
         self._pair_scores = self.search.scores_of(pairs)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
+    def rows(self) -> Iterator[Record]:
         """The rows to write, in the order of the input."""
         number = self.config.num_negatives
         query_of_row = self.inputs.known.query_of_row
@@ -79,7 +79,7 @@ class RowMaker:
         row: int,
         query: int,
         columns: np.ndarray,
-    ) -> dict[str, Any] | None:
+    ) -> Record | None:
         """Return a row to write, or None for one to drop."""
         config = self.config
         example = self.inputs.rows[row]
@@ -144,7 +144,7 @@ def row_with_negatives(
     negatives: Sequence[Item],
     added: Sequence[Item],
     root: ImageRoot,
-) -> dict[str, Any]:
+) -> Record:
     """Return the fields of a row with these negatives in place of its own, without their scores, and with positives
     added. All other fields stay. `root`: where paths of images start."""
     record = rows.row(row, root)
@@ -226,7 +226,7 @@ def _is_read_from(path: str, file: Path) -> bool:
     return not is_beir_folder(folder) or Path(part).stem in BEIR_PARTS
 
 
-def write_rows(target: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_rows(target: Path, rows: Iterable[Record]) -> None:
     """Write beside the target and move it there at the end; nothing is left where an error ends it."""
     try:
         with replaced_file(target) as partial:
@@ -244,7 +244,7 @@ def write_rows(target: Path, rows: Iterable[dict[str, Any]]) -> None:
         ) from error
 
 
-def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def _write_parquet(path: Path, rows: Iterable[Record]) -> None:
     """Groups of rows are held as tables until the end: only then are the types of all columns known."""
     tables = [pa.table({})]
     remaining = iter(rows)

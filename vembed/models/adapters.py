@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,11 @@ from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
 from vembed.files import check_weights
 from vembed.models.embedding_model import ComposedModel, names_frozen_by
-from vembed.models.families.backbones import linear_names, linear_names_inside_layers
+from vembed.models.families.backbones import (
+    StateDict,
+    linear_names,
+    linear_names_inside_layers,
+)
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
@@ -231,7 +235,7 @@ def has_adapters(backbone: nn.Module) -> bool:
     return any(name.endswith(_DOWN) for name, _ in backbone.named_parameters())
 
 
-def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def merged_state(backbone: nn.Module, state: StateDict) -> StateDict:
     """Return the full state dict under the names of a backbone without adapters, with each adapter merged.
 
     `state` holds full (gathered) tensors under the backbone's names; the modules may be sharded, so only their settings
@@ -271,7 +275,7 @@ def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
 def save_adapter(
     folder: Path,
     backbone: Any,
-    state: Mapping[str, Tensor],
+    state: StateDict,
 ) -> None:
     """Save the adapter alone, in peft's layout. `state`: the backbone's full state dict under its own names."""
     folder.mkdir(parents=True, exist_ok=True)

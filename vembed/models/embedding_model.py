@@ -35,6 +35,7 @@ from vembed.models.attention import (
 from vembed.models.custom.modeling import UserModel, UserModelConfig
 from vembed.models.families.backbones import (
     POSITIONS_AFTER_PADDING,
+    StateDict,
     is_decoder_only,
     is_never_used,
     layers_of,
@@ -338,7 +339,7 @@ class EmbeddingModel(nn.Module):
         self,
         scale: float,
         bias: float,
-        state: dict[str, Tensor],
+        state: StateDict,
     ) -> None:
         """Write the loss's learned scale and bias into a full state dict of this model, under the backbone's names."""
         learned = {
@@ -815,7 +816,7 @@ class ComposedModel(nn.Module):
             projection.load_state_dict({"weight": weights[f"{name}.weight"]})
         self.projections_are_new = False
 
-    def save_pretrained(self, folder: Path, *, state_dict: dict[str, Tensor]) -> None:
+    def save_pretrained(self, folder: Path, *, state_dict: StateDict) -> None:
         """Save the text tower and the projections in `folder`, and the image tower in a subfolder."""
         # Each tower's file has the names of the tower itself, so that it loads alone.
         text = pop_with_prefix(state_dict, "text_model.")
@@ -829,7 +830,7 @@ class ComposedModel(nn.Module):
         save_file(projections, folder / PROJECTIONS_FILE)
 
 
-def pop_with_prefix(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def pop_with_prefix(state: StateDict, prefix: str) -> StateDict:
     """Take what begins with a prefix out of a state dict, and return it under names without the prefix."""
     names = [name for name in state if name.startswith(prefix)]
     return {name.removeprefix(prefix): state.pop(name) for name in names}

@@ -9,7 +9,6 @@ sharding and saving are those of embedding models.
 """
 
 import logging
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 
 from vembed.errors import UserError
 from vembed.files import check_weights
-from vembed.models.families.backbones import is_decoder_only, language_class
+from vembed.models.families.backbones import StateDict, is_decoder_only, language_class
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import (
     ANSWER_SETTINGS,
@@ -224,8 +223,8 @@ def save_with_head(
     folder: Path,
     description: ModelDescription,
     config: PretrainedConfig,
-    state: Mapping[str, Tensor],
-    head: Mapping[str, Tensor],
+    state: StateDict,
+    head: StateDict,
 ) -> None:
     """Write a model with its head as Transformers does. `state`: the base model's full state dict. `head`: that of the
     head."""

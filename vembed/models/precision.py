@@ -18,7 +18,11 @@ from transformers import BitsAndBytesConfig
 from transformers.pytorch_utils import Conv1D
 
 from vembed.errors import UserError
-from vembed.models.families.backbones import linear_names_inside_layers, unwrapped_name
+from vembed.models.families.backbones import (
+    StateDict,
+    linear_names_inside_layers,
+    unwrapped_name,
+)
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import read_header
 from vembed.parallel.devices import quieten_bitsandbytes
@@ -545,7 +549,7 @@ def round_weights(backbone: nn.Module) -> None:
     log.info("quantize_weights: %d linear layers are rounded to int8", count)
 
 
-def store_rounded(model: nn.Module, weights: dict[str, Tensor]) -> None:
+def store_rounded(model: nn.Module, weights: StateDict) -> None:
     """Replace the weights of rounded layers in a whole state dict by what the layers compute with."""
     for name, module in model.named_modules():
         if isinstance(module, RoundedLinear):

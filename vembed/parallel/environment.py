@@ -3,13 +3,13 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from vembed.config.values import Environment
 from vembed.errors import UserError
 
 GROUP = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -28,7 +28,7 @@ class RankInfo:
     """False if nobody has said how many processes run on this machine; `local_world_size` then is that of all."""
 
 
-def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
+def read_rank_info(env: Environment = os.environ) -> RankInfo:
     """Read the launcher's variables; none means one process. Raise UserError if only some are set."""
     present = [name for name in GROUP if env.get(name)]
     if not present:
@@ -62,7 +62,7 @@ def read_rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
     )
 
 
-def _whole_number(env: Mapping[str, str], name: str) -> int:
+def _whole_number(env: Environment, name: str) -> int:
     try:
         return int(env[name])
     except ValueError:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from vembed.config.values import Environment
 from vembed.errors import UserError
 from vembed.parallel.environment import num_cores
 
@@ -41,7 +42,7 @@ PR_SET_PDEATHSIG = 1
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
-def num_visible_devices(env: Mapping[str, str] = os.environ) -> int:
+def num_visible_devices(env: Environment = os.environ) -> int:
     """Return the number of GPUs that child processes see. Imports torch only if the machine may have a GPU."""
     chosen = env.get("CUDA_VISIBLE_DEVICES")
     has_gpu = any(Path(node).exists() for node in GPU_NODES)
@@ -73,7 +74,7 @@ def rank_environments(
     machine_rank: int = 0,
     main_process_ip: str | None = None,
     main_process_port: int | None = None,
-    env: Mapping[str, str] = os.environ,
+    env: Environment = os.environ,
 ) -> list[dict[str, str]]:
     """Return the environment of each process of this machine, with the variables of torchrun. Raise UserError if there
     are so many that they would fill its memory before any of them could say so."""
@@ -100,7 +101,7 @@ def rank_environments(
     ]
 
 
-def run_ranks(command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> int:
+def run_ranks(command: Sequence[str], environments: Sequence[Environment]) -> int:
     """Run the command once in each environment, wait for all processes, and return one exit code.
 
     0: success. 130, 143: stopped by a signal. 2: a rank raised a UserError. 1: a rank failed or was killed.
@@ -126,7 +127,7 @@ class _Ranks:
     """The running processes and their state."""
 
     command: Sequence[str]
-    environments: Sequence[Mapping[str, str]]
+    environments: Sequence[Environment]
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     """By rank."""
     pumps: list["_Pump"] = field(default_factory=list)

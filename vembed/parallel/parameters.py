@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vembed.models.families.backbones import unwrapped_name
+from vembed.models.families.backbones import StateDict, unwrapped_name
 from vembed.parallel import collectives
 
 log = logging.getLogger("vembed")
@@ -261,7 +261,7 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
 # ---- the whole model -------------------------------------------------------------------------------------------------
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> StateDict:
     """Return all weights and persistent buffers on the CPU of rank 0, by their plain names. Collective.
 
     The other ranks get an empty dictionary. At most one parameter (FSDP1: the model) is gathered on a GPU at a time.
@@ -305,7 +305,7 @@ def edit_weights(
             local_tensor(parameter).copy_(edited)
 
 
-def copy_local_shards(model: nn.Module) -> dict[str, Tensor]:
+def copy_local_shards(model: nn.Module) -> StateDict:
     """Return a copy of what this rank holds of each parameter, for `restore_local_shards`."""
     return {
         name: local_tensor(parameter).detach().clone()
@@ -313,7 +313,7 @@ def copy_local_shards(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def restore_local_shards(model: nn.Module, shards: Mapping[str, Tensor]) -> None:
+def restore_local_shards(model: nn.Module, shards: StateDict) -> None:
     """Put copied shards back in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

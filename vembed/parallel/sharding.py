@@ -37,7 +37,7 @@ from vembed.config.decisions import FsdpConfig
 from vembed.errors import UserError
 from vembed.models.custom.own_code import find
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.families.backbones import layer_classes_of
+from vembed.models.families.backbones import StateDict, layer_classes_of
 from vembed.models.precision import is_quantized
 from vembed.parallel import collectives
 from vembed.parallel.parameters import unify_model_dtype_for_fsdp
@@ -196,7 +196,7 @@ def shard_by_fsdp2(
     only_rank0_reads: bool,
 ) -> nn.Module:
     """Shard units, inner modules first, and the model. All ranks must call it. `wide`: units that compute in float32."""
-    weights: dict[str, Tensor] = {}
+    weights: StateDict = {}
     if only_rank0_reads:
         if collectives.rank() == 0:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -301,7 +301,7 @@ def _scalars(model: nn.Module) -> list[nn.Parameter]:
 
 def _hand_out(
     model: nn.Module,
-    weights: dict[str, Tensor],
+    weights: StateDict,
     device: torch.device,
 ) -> None:
     """Allocate each rank's shards and fill them from `weights`, which rank 0 alone has: parameters and buffers. All
@@ -309,7 +309,7 @@ def _hand_out(
     model.to_empty(device=device)
     # FSDP leaves scalars and buffers unsharded, and set_model_state_dict is given the sharded parameters only.
     sharded: dict[str, Any] = {}
-    whole: dict[str, Tensor] = {}
+    whole: StateDict = {}
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, DTensor):
             whole[name] = parameter

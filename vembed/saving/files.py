@@ -3,14 +3,13 @@
 import functools
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from vembed.data.features import pair_template
@@ -27,6 +26,7 @@ from vembed.models.custom.own_code import save_code
 from vembed.models.embedding_model import EmbeddingModel, pop_with_prefix
 from vembed.models.families.backbones import (
     STATIC_TYPE,
+    StateDict,
     quiet_transformers,
     unwrapped_name,
 )
@@ -57,7 +57,7 @@ ADAPTER_FOLDER = "adapter"
 def save_model(
     directory: Path,
     model: EmbeddingModel,
-    state: Mapping[str, Tensor],
+    state: StateDict,
     *,
     dtype: torch.dtype | None = None,
     merge_adapters: bool = True,
@@ -188,8 +188,8 @@ def _write_backbone(
     folder: Path,
     description: ModelDescription,
     backbone: Any,
-    state: dict[str, Tensor],
-    head: dict[str, Tensor],
+    state: StateDict,
+    head: StateDict,
 ) -> None:
     """Write the weights and config.json. `head`: of a reranker or a language model, which is part of the weights."""
     dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
@@ -230,8 +230,8 @@ def write_layout(
     folder: Path,
     description: ModelDescription,
     head: Any,
-    head_state: dict[str, Tensor],
-    pooling_state: dict[str, Tensor],
+    head_state: StateDict,
+    pooling_state: StateDict,
 ) -> None:
     """Write modules.json and the files of each module, beside the weights and processors in `folder`. `head`: Dense modules
     in sequence, or None."""
@@ -354,7 +354,7 @@ def write_modules(folder: Path, modules: Sequence[tuple[str, str]]) -> None:
     write_json(folder / "modules.json", entries)
 
 
-def refuse_unclaimed(owner: str, state: Mapping[str, Tensor]) -> None:
+def refuse_unclaimed(owner: str, state: StateDict) -> None:
     """Raise RuntimeError if state is left that no part has written."""
     if state:
         raise RuntimeError(

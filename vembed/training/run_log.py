@@ -16,7 +16,7 @@ from rich.console import Console
 
 from vembed.config.schema import LoggingSection
 from vembed.errors import UserError, masked
-from vembed.evaluation.report.record import scores_line
+from vembed.evaluation.report.record import Scores, scores_line
 from vembed.files import require_regular
 
 log = logging.getLogger("vembed")
@@ -209,8 +209,8 @@ class ConsoleHandler(logging.Handler):
 
 def log_scores(
     when: str,
-    scores: dict[str, float],
-    before: dict[str, float],
+    scores: Scores,
+    before: Scores,
     metric: str,
     ending: str,
 ) -> None:

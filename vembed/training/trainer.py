@@ -32,6 +32,7 @@ from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
+from vembed.evaluation.report.record import Scores
 from vembed.evaluation.scores import evaluate_model
 from vembed.parallel.devices import fsdp_print_memory_usage
 from vembed.parallel.environment import RankInfo
@@ -97,7 +98,7 @@ class TrainResult:
 
     model_dir: Path
     output_dir: Path
-    metrics: dict[str, float]
+    metrics: Scores
     """Scores of the saved model. Those before training have the prefix "before/"."""
     steps: int
 
@@ -203,20 +204,20 @@ class LoopState:
     """Best value of the deciding metric so far."""
     best_step: int | None = None
     """Step of `best`. Its checkpoint is kept."""
-    best_scores: dict[str, float] = field(default_factory=dict)
+    best_scores: Scores = field(default_factory=dict)
     """All scores at `best_step`."""
     guarded_step: int | None = None
     """If a guard ends the run, `final/` gets the checkpoint of this step: the last at which every guard held. With
     load_best_model_at_end it is the best of these."""
-    guarded_scores: dict[str, float] = field(default_factory=dict)
+    guarded_scores: Scores = field(default_factory=dict)
     """All scores at `guarded_step`."""
     guard_message: str | None = None
     """Sentence that names the guards that ended the run, with their scores. None if no guard did."""
     scale: GradientScale = field(default_factory=GradientScale)
     """Factor of the gradients of a float16 run, 1 in others. Not the learned scale of the logits."""
-    before: dict[str, float] = field(default_factory=dict)
+    before: Scores = field(default_factory=dict)
     """Scores before the first step."""
-    scores: dict[str, float] = field(default_factory=dict)
+    scores: Scores = field(default_factory=dict)
     """Newest scores."""
     scored_step: int | None = None
     """Step at which `scores` were measured."""

@@ -40,6 +40,8 @@ from vembed.models.families.model_files import (
     read_tensors,
 )
 
+StateDict = dict[str, Tensor]
+"""Weights by their names, as torch's `state_dict` gives them."""
 ENCODER_ONLY = {
     "t5": "T5EncoderModel",
     "mt5": "MT5EncoderModel",

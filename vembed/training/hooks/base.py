@@ -86,6 +86,10 @@ class Evaluation:
     """Results of each query of retrieval data."""
 
 
+HookState = dict[str, Any]
+"""State of a hook in a checkpoint, besides its tensors."""
+
+
 class Hook:
     """Base class of hooks. Every method but `on_build` does nothing until it is overridden."""
 
@@ -131,11 +135,11 @@ class Hook:
         trained ones, for example). At its exit the trained weights are back."""
         return nullcontext()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> HookState:
         """Return the state for checkpoints, as JSON values."""
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: HookState) -> None:
         """Take over the state of a checkpoint."""
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -175,7 +179,7 @@ class Hooks(list[Hook]):
                 stack.enter_context(hook.evaluation_weights())
             yield
 
-    def states(self) -> dict[str, dict[str, Any]]:
+    def states(self) -> dict[str, HookState]:
         """Return the state of each hook that has one, by its name."""
         states = {}
         for hook in self:
@@ -185,7 +189,7 @@ class Hooks(list[Hook]):
                 states[hook.name] = state
         return states
 
-    def load_states(self, states: Mapping[str, dict[str, Any]]) -> None:
+    def load_states(self, states: Mapping[str, HookState]) -> None:
         """Give each hook the state that a checkpoint holds for it."""
         for hook in self:
             if hook.name in states:

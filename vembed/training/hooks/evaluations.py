@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from vembed.config.schema import Guard
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.query_results import EVALUATIONS_FOLDER, write_queries
-from vembed.evaluation.report.record import TABLE
+from vembed.evaluation.report.record import TABLE, Scores
 from vembed.evaluation.scores import evaluate_model
 from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.parameters import fsdp1_group, local_tensor, reshard
-from vembed.training.hooks.base import Evaluation, Hook, StepReport
+from vembed.training.hooks.base import Evaluation, Hook, HookState, StepReport
 
 if TYPE_CHECKING:
     from vembed.training.trainer import Trainer
@@ -64,20 +64,18 @@ class Patience(Hook):
             f"{self._best:.4f}"
         )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> HookState:
         """See Hook."""
         return {"best": self._best, "best_step": self._best_step, "count": self._count}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: HookState) -> None:
         """See Hook."""
         self._best = state["best"]
         self._best_step = state["best_step"]
         self._count = state["count"]
 
 
-def main_scores(
-    run: Trainer, named_data: Iterable[tuple[str, EvalData]]
-) -> dict[str, float]:
+def main_scores(run: Trainer, named_data: Iterable[tuple[str, EvalData]]) -> Scores:
     """Return the main score of each set of evaluation data, as name/metric. Collective."""
     scores = {}
     with run.hooks.evaluation_weights():
@@ -121,7 +119,7 @@ class Guards(Hook):
     def on_build(self, run: Trainer) -> None:
         """See Hook."""
         self.run = run
-        self._before: dict[str, float] = {}
+        self._before: Scores = {}
         self._guards: dict[str, Guard] = {}
         """By the key of their scores."""
         self._data: dict[str, EvalData] = {}
@@ -186,11 +184,11 @@ class Guards(Hook):
             state.guarded_scores = state.best_scores
         return None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> HookState:
         """See Hook."""
         return {"before": self._before}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: HookState) -> None:
         """See Hook."""
         if state["before"].keys() == self._guards.keys():
             self._before = state["before"]
@@ -284,11 +282,11 @@ class WeightAverage(Hook):
                     local_tensor(self._trained[name]).to(local.dtype), 1 - decay
                 )
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> HookState:
         """See Hook."""
         return {"num_updates": self.num_updates}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: HookState) -> None:
         """See Hook."""
         self.num_updates = int(state["num_updates"])
 

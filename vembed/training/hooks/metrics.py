@@ -25,7 +25,7 @@ from vembed.parallel.devices import memory_snapshot
 from vembed.parallel.parameters import num_parameters
 from vembed.progress import ProgressReport, duration, rate_text
 from vembed.training.checkpoint.folders import METRICS_FILE, newest_checkpoint
-from vembed.training.hooks.base import Evaluation, Hook, StepReport
+from vembed.training.hooks.base import Evaluation, Hook, HookState, StepReport
 from vembed.training.run_log import END_OF_SETUP, HEADLINE, LineFile
 from vembed.training.trackers.base import TrackedRun, Tracker
 from vembed.training.trackers.table import TRACKERS
@@ -157,11 +157,11 @@ class StepMetrics(Hook):
         self._steps = []
         return values
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> HookState:
         """See Hook."""
         return {"steps": self._steps} if self._steps else {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: HookState) -> None:
         """See Hook."""
         self._steps = [list(step) for step in state["steps"]]
 
@@ -234,7 +234,7 @@ class MetricsLog(Hook):
         }
         self._write(line, numbers, evaluation.step)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> HookState:
         """Flush the file to the disk: a checkpoint must not be newer than its lines. Return the file's length."""
         self.file.sync()
         return {"bytes": self.file.path.stat().st_size}

@@ -17,7 +17,7 @@ from vembed.errors import UserError
 from vembed.inference.encoding import encode_features, first_dims
 from vembed.mining.mine import ExampleMiner
 from vembed.progress import duration
-from vembed.training.hooks.base import Hook, StepReport
+from vembed.training.hooks.base import Hook, HookState, StepReport
 
 if TYPE_CHECKING:
     from vembed.training.trainer import Trainer
@@ -113,11 +113,11 @@ class EpochMiner(Hook):
         self._metrics = {}  # each mining is logged once
         return metrics
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> HookState:
         """See Hook."""
         return {"documents": self._miner.fingerprint}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: HookState) -> None:
         """See Hook."""
         if state["documents"] != self._miner.fingerprint:
             raise UserError(
