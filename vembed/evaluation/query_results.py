@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +38,14 @@ JudgedDocuments = Sequence[tuple[Content, bool]]
 """First documents of a query, each with whether it is relevant."""
 
 
+@dataclass
 class QueryResults:
-    """Results of every query. An evaluation of retrieval data fills an empty one."""
+    """Results of every query. An evaluation fills an empty one."""
 
-    names: list[str]
-    values: np.ndarray
+    names: Sequence[str] = ()
+    values: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     """[queries, metrics]."""
-    first_documents: np.ndarray
+    first_documents: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), int))
     """[queries, NUM_FIRST_DOCUMENTS] indices of the first documents; -1: none."""
 
     def content(
