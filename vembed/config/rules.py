@@ -315,7 +315,7 @@ def _run_rules(config: TrainConfig) -> Iterator[str]:
     others += [
         source.val_data_path for source in data.sources() if source.val_data_path
     ]
-    if config.evaluation.has_run_file and others:
+    if others and config.evaluation.has_run_file:
         yield (
             f"first_stage: {config.evaluation.first_stage} ranks documents of the run's validation data alone, and "
             f"{', '.join(others)} has others: use bm25 or an embedding model"

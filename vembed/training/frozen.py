@@ -256,7 +256,10 @@ class InputSource:
     ) -> None:
         """Run the frozen towers on the micro-batches `splits` of the missing inputs. Collective. `keeps_image_states`: keep
         the hidden states of a frozen vision tower for the second feeding."""
-        self._tables = self.builder.encode_missing(self.features, self._cached, splits)
+        if self.builder.frozen_modalities:
+            self._tables = self.builder.encode_missing(
+                self.features, self._cached, splits
+            )
         self._keeps_images = keeps_image_states
 
     def feed(
