@@ -269,8 +269,8 @@ def guarded(function: Callable[[], int | None]) -> int:
                 "of the container), or make batch_size, micro_batch_tokens or the model smaller"
             )
         if _LOST_RANK.search(str(error)):
-            place = "; ".join(getattr(error, "__notes__", []))
-            message = f"lost the connection to another rank, which has ended ({place})"
+            place = [*getattr(error, "__notes__", []), ""][0]
+            message = f"lost the connection to another rank, which has ended (this one is {place})"
         if message is None:
             raise
         _print_error(f"error: {message}\n")

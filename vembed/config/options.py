@@ -662,7 +662,7 @@ REFUSED = {
     "drop_last": "the last incomplete batch of an epoch is left out, unless it is the only one",
     " ".join(
         LOSS_ENTRY_ONLY
-    ): "it stands in an entry of losses, as losses: [{loss: infonce, focal_gamma: 2.0}]",
+    ): "it stands in an entry of losses, as losses: [{loss: infonce, focal_gamma: 2.0}] or [{loss: kl, distill_candidates: batch}]",
     "gradient_cache_chunk_size gc_chunk_size mini_batch_size": "micro_batch_tokens bounds a micro-batch by its padded "
     "tokens, so that its memory is the same for short and long "
     "texts: for 8 rows of at most 512 tokens write micro_batch_tokens: 4096",
