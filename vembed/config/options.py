@@ -82,12 +82,12 @@ class OptionValue:
 
 OptionValues = dict[str, OptionValue]
 """Values by option."""
-Settings = list[tuple[str, Any]]
+OptionSettings = list[tuple[str, Any]]
 """Options with their values."""
 
 
 class WeakInSource(str):
-    """Option name in `Settings` that applies only if its source does not set the option otherwise: `bf16: false`. The
+    """Option name in `OptionSettings` that applies only if its source does not set the option otherwise: `bf16: false`. The
     setting still overrides weaker sources."""
 
     __slots__ = ()
@@ -99,7 +99,7 @@ class NoEffect(str):
     __slots__ = ()
 
 
-Translation = Callable[[Any], Settings]
+Translation = Callable[[Any], OptionSettings]
 """Function from a value to settings. It raises ValueError if the value is invalid."""
 
 
@@ -492,7 +492,7 @@ def _flag(
     On sets `when_true`. Off sets `when_false`, if there is one, unless the same source sets the option otherwise.
     """
 
-    def settings(value: Any) -> Settings:
+    def settings(value: Any) -> OptionSettings:
         if as_bool(value):
             return [(option, when_true)]
         return [] if when_false is None else [(WeakInSource(option), when_false)]
@@ -500,7 +500,7 @@ def _flag(
     return settings
 
 
-def _precision(value: Any) -> Settings:
+def _precision(value: Any) -> OptionSettings:
     dtypes = {"bf16_true": "pure_bfloat16", "16_true": "float16"}
     dtype = dtypes.get(_fold(value))
     if dtype is None:
@@ -515,7 +515,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _warmup_share(value: Any) -> Settings:
+def _warmup_share(value: Any) -> OptionSettings:
     # As a whole number, or above 1, it would count steps.
     if type(value) not in (int, float) or not 0 <= value <= 1:
         raise ValueError(
@@ -527,17 +527,17 @@ def _warmup_share(value: Any) -> Settings:
 _shard_switch = _flag("strategy", "fsdp", "ddp")
 
 
-def _qlora(value: Any) -> Settings:
+def _qlora(value: Any) -> OptionSettings:
     if as_bool(value):
         return [("quantize_weights", "nf4"), (WeakInSource("use_lora"), True)]
     return []
 
 
-def _mrl_switch(value: Any) -> Settings:
+def _mrl_switch(value: Any) -> OptionSettings:
     return [("mrl_dims", "auto" if as_bool(value) else None)]
 
 
-def _reshard(value: Any) -> Settings:
+def _reshard(value: Any) -> OptionSettings:
     # Accelerate writes FSDP1's sharding strategies under this name too.
     if str(value).lower() not in BOOLS:
         return [("fsdp_sharding_strategy", value)]
@@ -546,7 +546,7 @@ def _reshard(value: Any) -> Settings:
     return [("fsdp_sharding_strategy", "SHARD_GRAD_OP")]
 
 
-def _fsdp_switch(value: Any) -> Settings:
+def _fsdp_switch(value: Any) -> OptionSettings:
     """Parse `fsdp: true`, or Transformers' `fsdp: "full_shard auto_wrap offload"`."""
     if not value or str(value).lower() in BOOLS:
         return _shard_switch(value or False)
@@ -554,13 +554,13 @@ def _fsdp_switch(value: Any) -> Settings:
         "offload": ("fsdp_offload_params", True),
         "auto_wrap": ("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
     }
-    settings: Settings = [("strategy", "fsdp")]
+    settings: OptionSettings = [("strategy", "fsdp")]
     for word in str(value).lower().split():
         settings.append(words.get(word, ("fsdp_sharding_strategy", word)))
     return settings
 
 
-def _wandb_switch(value: Any) -> Settings:
+def _wandb_switch(value: Any) -> OptionSettings:
     trackers = ["tensorboard", "wandb"] if as_bool(value) else ["tensorboard"]
     return [(WeakInSource("report_to"), trackers)]
 

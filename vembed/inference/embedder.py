@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 Input = str | Path | Image.Image | Mapping[str, Any] | Item
 """A text, an image or its Path, {"text": ..., "image": path, image or a list of them}, or an Item."""
-Inputs = Input | Sequence[Input]
+OneOrSeveral = Input | Sequence[Input]
 """One input or several."""
 
 # Others (CMYK, YCbCr, F) cannot be written as PNG.
@@ -123,7 +123,7 @@ class Embedder:
 
     def encode(
         self,
-        inputs: Inputs,
+        inputs: OneOrSeveral,
         kind: Kind = "document",
         *,
         prompt: str | None = None,
@@ -179,11 +179,11 @@ class Embedder:
             result = torch.from_numpy(result).to(self.device)
         return result  # type: ignore[no-any-return]
 
-    def encode_query(self, inputs: Inputs, **options: Any) -> np.ndarray:
+    def encode_query(self, inputs: OneOrSeveral, **options: Any) -> np.ndarray:
         """Return the embeddings of queries: `encode` with kind="query"."""
         return self.encode(inputs, "query", **options)
 
-    def encode_document(self, inputs: Inputs, **options: Any) -> np.ndarray:
+    def encode_document(self, inputs: OneOrSeveral, **options: Any) -> np.ndarray:
         """Return the embeddings of documents: `encode` with kind="document"."""
         return self.encode(inputs, "document", **options)
 
@@ -204,7 +204,7 @@ class Embedder:
 
     def hidden_states(
         self,
-        inputs: Inputs,
+        inputs: OneOrSeveral,
         layers: Literal["all"] | Sequence[int] = "all",
         kind: Kind = "document",
         *,
